@@ -1,0 +1,40 @@
+# All set-up happens by itself: the first `make demo` or `make test` makes a virtual environment in .venv.
+# `make PYTHON=python3.12 …` chooses the Python it is made with.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all matrix check format clean
+bin := .venv/bin
+# A process a core, not more than eight: each holds torch and transformers in memory.
+parallel := -n auto --maxprocesses 8 --dist worksteal
+export PYTHON
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
+
+setup:  ## make the virtual environment, or bring it up to date
+	@tools/setup.sh
+
+demo: setup  ## the built-in models write a short story each
+	@tools/demo.sh
+
+test: check  ## everything that must hold before a change goes in
+	@$(bin)/python -m pytest -q $(parallel) -m "not slow and not gpu" --durations=10 --durations-min=1
+
+test-all: check  ## the same, and the long tests
+	@$(bin)/python -m pytest -q $(parallel) -m "not gpu" --hypothesis-profile=fresh --durations=20 --durations-min=1
+
+matrix: setup  ## prove every recipe and write docs/recipe-matrix.md from what was measured
+	@$(bin)/python -m tests.matrix
+
+check: setup  ## lint, format, types and the import contracts
+	@$(bin)/python -m ruff check --quiet . && echo "check: lint passed"
+	@$(bin)/python -m ruff format --quiet --check . && echo "check: format passed"
+	@$(bin)/python -m mypy --no-error-summary && echo "check: types passed"
+	@$(bin)/lint-imports >.venv/imports.log 2>&1 || { cat .venv/imports.log; exit 1; }; echo "check: imports passed"
+
+format: setup  ## format the code and mend what the linter can
+	@$(bin)/python -m ruff format --quiet . && $(bin)/python -m ruff check --fix --quiet .
+
+clean:  ## remove the virtual environment, caches and builds
+	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,324 @@
+"""Fused elementwise kernels on a GPU: bytes a second beside this machine's own copy bandwidth.
+
+    python benchmarks/gpu/elementwise.py --json elementwise.json
+
+First a numeric gate: each kernel must equal its torch reference, else nothing is measured. Then the kernels between the
+matrix products of a Llama-3-8B shape, and latent attention's of a DeepSeek one, at several numbers of tokens. Each
+replay goes through buffers that together exceed every cache. Without a GPU, `--toy` with TRITON_INTERPRET=1 runs the
+gate alone, at toy sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from attention import machine_limits, seconds
+from torch import Tensor
+
+from fastgen.compile import device as devices
+from fastgen.compile.build_triton import TritonBuilder, triton_arch
+from fastgen.compile.loader import KernelLoader
+from fastgen.compile.ops.activation import activate_and_multiply
+from fastgen.compile.ops.activation_triton import TritonActivation, triton_activation_spec
+from fastgen.compile.ops.embedding import (
+    EmbeddingKernel,
+    RowGatherKernel,
+    embed,
+    embedding_spec,
+    resolve_token_ids,
+    row_gather_spec,
+)
+from fastgen.compile.ops.kv_write import write, write_kv
+from fastgen.compile.ops.norm import NormKernel, norm_spec, rms_norm
+from fastgen.compile.ops.qkv import HeadNorm
+from fastgen.compile.ops.qkv_triton import LatentKv, TritonQkv, latent_kv_spec, triton_qkv_spec
+from fastgen.compile.ops.rotary import apply_rotary
+from fastgen.compile.spec import torch_dtype
+
+GATE_TOLERANCE = 4e-2  # of bf16 answers of size 1, rounded up to three times
+CACHE_BYTES = 512 << 20  # more than any GPU caches
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model: ``latent`` features, ``rotary`` rotated ones and ``nope`` others of latent attention's queries."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    features: int
+    vocab: int
+    latent: int
+    rotary: int
+    nope: int
+    dtype: str
+
+
+REAL = Sizes(4096, 32, 8, 128, 14336, 128256, 512, 64, 128, "bf16")
+TOY = Sizes(64, 4, 2, 16, 96, 50, 32, 8, 16, "fp16")
+
+
+@dataclass
+class Subject:
+    """A kernel in buffers of its own: ``run`` moves ``num_bytes`` to and from memory; ``answers`` are what it has made
+    of them, ``expected`` what the reference makes."""
+
+    name: str
+    num_bytes: int
+    run: Callable[[], None]
+    answers: list[Tensor]
+    expected: Callable[[], list[Tensor]]
+
+    def difference(self) -> float:
+        """The largest between the two. The reference comes first, since kernels may change their input."""
+        expected = self.expected()
+        self.run()
+        pairs = zip(self.answers, expected, strict=True)
+        return max(float((found.float() - want.float()).abs().max()) for found, want in pairs)
+
+
+class Maker:
+    """Subjects for ``num_tokens`` tokens."""
+
+    def __init__(self, sizes: Sizes, num_tokens: int, loader: KernelLoader, where: torch.device):
+        self.sizes, self.num_tokens, self.loader, self.where = sizes, num_tokens, loader, where
+        self.dtype = torch_dtype(sizes.dtype)
+        self.slots = torch.randperm(num_tokens, device=where)
+        self.positions = torch.randint(0, 4096, (num_tokens,), dtype=torch.int32, device=where)
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, dtype=self.dtype, device=self.where)
+
+    @cached_property
+    def vocabulary(self) -> Tensor:
+        return self.normal(self.sizes.vocab, self.sizes.hidden)
+
+    def angles(self, size: int) -> Tensor:
+        angles = torch.outer(torch.arange(4096.0), 10000.0 ** -torch.linspace(0, 1, size // 2))
+        return torch.cat([angles.cos(), angles.sin()], dim=1).to(self.where)
+
+    def all(self) -> Iterator[Callable[[], Subject]]:
+        yield from (self.norm, self.qkv, self.qkv_norm, self.latent_kv, self.activation, self.embedding, self.rows)
+
+    def norm(self) -> Subject:
+        size, dtype = self.sizes.hidden, self.sizes.dtype
+        kernel = NormKernel(self.loader.load(norm_spec("triton", "rms", size, dtype, EPS, residual=True)))
+        x, residual, out = (self.normal(self.num_tokens, size) for _ in range(3))
+        weight = self.normal(size)
+
+        def expected() -> list[Tensor]:
+            return [x + residual, rms_norm(x + residual, weight, EPS)]
+
+        return Subject(
+            "RMS norm and residual",
+            4 * x.nbytes,
+            lambda: kernel(x, weight, None, out, residual),
+            [residual, out],
+            expected,
+        )
+
+    def qkv(self, norm: HeadNorm | None = None) -> Subject:
+        sizes, size = self.sizes, self.sizes.head_dim
+        kv_heads, heads = sizes.num_kv_heads, sizes.num_heads
+        spec = triton_qkv_spec(
+            sizes.dtype,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=size,
+            rotary_dim=size,
+            q_norm=norm,
+            k_norm=norm,
+        )
+        kernel = TritonQkv(self.loader.load(spec))
+        qkv = self.normal(self.num_tokens, (heads + 2 * kv_heads) * size)
+        caches = [self.normal(-(-self.num_tokens // 16), 16, kv_heads, size) for _ in range(2)]
+        given = {"cos_sin": self.angles(size)}
+        given |= {} if norm is None else {f"{name}_norm_weight": self.normal(size) for name in ("q", "k")}
+
+        def expected() -> list[Tensor]:
+            q, k, v = qkv.clone().view(self.num_tokens, -1, size).split([heads, kv_heads, kv_heads], dim=1)
+            if norm is not None:
+                q, k = rms_norm(q, given["q_norm_weight"], EPS), rms_norm(k, given["k_norm_weight"], EPS)
+            q, k = (apply_rotary(x, self.positions, given["cos_sin"]) for x in (q, k))
+            k_cache, v_cache = (cache.clone() for cache in caches)
+            write_kv(k, v, k_cache, v_cache, self.slots)
+            return [q.flatten(1), k_cache, v_cache]
+
+        return Subject(
+            "rotary and KV write" if norm is None else "QK norm, rotary and KV write",
+            2 * qkv.nbytes,
+            lambda: kernel(qkv, self.positions, *caches, self.slots, **given),
+            [qkv[:, : heads * size], *caches],
+            expected,
+        )
+
+    def qkv_norm(self) -> Subject:
+        return self.qkv(HeadNorm("rms", EPS))
+
+    def latent_kv(self) -> Subject:
+        sizes = self.sizes
+        latent, rotary, nope, heads = sizes.latent, sizes.rotary, sizes.nope, sizes.num_heads
+        norm = HeadNorm("rms", EPS)
+        fields = {"num_heads": heads, "latent_dim": latent, "nope_dim": nope, "rotary_dim": rotary}
+        kernel = LatentKv(self.loader.load(latent_kv_spec(sizes.dtype, norm, **fields)))
+        kv, q = self.normal(self.num_tokens, latent + rotary), self.normal(self.num_tokens, heads, nope + rotary)
+        q_latent, weight = self.normal(self.num_tokens, heads, latent + rotary), self.normal(latent)
+        cache, table = self.normal(-(-self.num_tokens // 16), 16, 1, latent + rotary), self.angles(rotary)
+
+        def expected() -> list[Tensor]:
+            c, key = kv.unsqueeze(1).split([latent, rotary], dim=2)
+            key = apply_rotary(key, self.positions, table)
+            written = cache.clone()
+            write(torch.cat([rms_norm(c, weight, EPS), key], dim=2), written, self.slots)
+            return [written, apply_rotary(q[:, :, nope:], self.positions, table)]
+
+        return Subject(
+            "latent KV write and rotary",
+            2 * kv.nbytes + 2 * self.num_tokens * heads * rotary * self.dtype.itemsize,
+            lambda: kernel(kv, q, q_latent, self.positions, cache, self.slots, cos_sin=table, kv_norm_weight=weight),
+            [cache, q_latent[:, :, latent:]],
+            expected,
+        )
+
+    def activation(self) -> Subject:
+        size = self.sizes.features
+        kernel = TritonActivation(self.loader.load(triton_activation_spec("silu", size, self.sizes.dtype, gated=True)))
+        x, out = self.normal(self.num_tokens, 2 * size), self.normal(self.num_tokens, size)
+        return Subject(
+            "gated SiLU",
+            x.nbytes + out.nbytes,
+            lambda: kernel(x, out),
+            [out],
+            lambda: [activate_and_multiply(x, "silu")],
+        )
+
+    def embedding(self) -> Subject:
+        sizes = self.sizes
+        kernel = EmbeddingKernel(self.loader.load(embedding_spec(sizes.hidden, sizes.dtype)))
+        table, out = self.vocabulary, self.normal(self.num_tokens, sizes.hidden)
+        ids, sampled = (
+            torch.randint(0, sizes.vocab, (count,), dtype=torch.int32, device=self.where)
+            for count in (self.num_tokens, 256)
+        )
+        source = torch.randint(-1, 256, (self.num_tokens,), dtype=torch.int32, device=self.where)
+        return Subject(
+            "embedding",
+            2 * out.nbytes,
+            lambda: kernel(ids, source, sampled, table, out),
+            [out],
+            lambda: [embed(resolve_token_ids(ids, source, sampled), table)],
+        )
+
+    def rows(self) -> Subject:
+        size = self.sizes.hidden
+        kernel = RowGatherKernel(self.loader.load(row_gather_spec(size, self.sizes.dtype)))
+        hidden, out = self.normal(2 * self.num_tokens, size), self.normal(self.num_tokens, size)
+        indices = torch.randperm(2 * self.num_tokens, device=self.where)[: self.num_tokens].int()
+        return Subject(
+            "row gather", 2 * out.nbytes, lambda: kernel(indices, hidden, out), [out], lambda: [embed(indices, hidden)]
+        )
+
+
+def gate(sizes: Sizes, num_tokens: int, loader: KernelLoader, where: torch.device) -> float:
+    """The largest difference of any kernel from its reference. Raises where it is too large."""
+    torch.manual_seed(1)
+    differences = {}
+    for make in Maker(sizes, num_tokens, loader, where).all():
+        subject = make()
+        differences[subject.name] = subject.difference()
+    for name, difference in differences.items():
+        if not difference <= GATE_TOLERANCE:
+            raise SystemExit(f"{name} differs from the torch reference by {difference:.1e}: nothing is measured")
+    return max(differences.values())
+
+
+def rotated_seconds(runs: list[Callable[[], None]]) -> float:
+    """The median time of one of ``runs``, which do the same in buffers of their own, one after the other."""
+
+    def run_all() -> None:
+        for run in runs:
+            run()
+
+    run_all()
+    return seconds(run_all) / len(runs)
+
+
+def num_copies(num_bytes: int) -> int:
+    """Of buffers of so many bytes, so that caches do not hold them from one round to the next."""
+    return 1 + min(64, CACHE_BYTES // num_bytes)
+
+
+def measure(make: Callable[[], Subject], num_tokens: int, copy_rate: float) -> dict[str, Any]:
+    first = make()
+    subjects = [first, *(make() for _ in range(1, num_copies(first.num_bytes)))]
+    time = rotated_seconds([subject.run for subject in subjects])
+    rate = first.num_bytes / time
+    return {
+        "kernel": first.name,
+        "num_tokens": num_tokens,
+        "seconds": time,
+        "bytes_per_s": rate,
+        "fraction_of_copy": rate / copy_rate,
+    }
+
+
+def write_results(file: Path, device: devices.Device, **found: Any) -> None:
+    """As JSON, with what it was found on."""
+    head = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device.name,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    file.write_text(json.dumps(head | found, indent=1) + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 64, 2048, 8192], help="tokens of a step")
+    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--toy", action="store_true", help="only the numeric gate, interpreted on a CPU")
+    options = parser.parse_args(arguments)
+    if options.toy:
+        found = gate(TOY, 5, KernelLoader(TritonBuilder("interpret")), torch.device("cpu"))
+        print(f"numeric gate passed: differs by {found:.1e} at most")
+        return 0
+    if not torch.cuda.is_available():
+        print(
+            "no GPU here: elementwise kernels are measured on a machine that has one; --toy runs the numeric gate",
+            file=sys.stderr,
+        )
+        return 2
+    device = devices.current("cuda")
+    loader = KernelLoader(TritonBuilder(triton_arch(device)))
+    difference, limits = gate(REAL, 64, loader, device.torch_device), machine_limits()
+    print(f"{device.name}: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s; gate passed at {difference:.1e}")
+    cases = []
+    for num_tokens in options.tokens:
+        for make in Maker(REAL, num_tokens, loader, device.torch_device).all():
+            cases.append(measure(make, num_tokens, limits["copy_bytes_per_s"]))
+            torch.cuda.empty_cache()
+            print(
+                "{kernel:28} × {num_tokens:5}: {fraction_of_copy:.2f} of a copy's rate".format(**cases[-1]), flush=True
+            )
+    if options.json:
+        write_results(options.json, device, limits=limits, gate_difference=difference, cases=cases)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,55 @@
+"""fastgen: text generation from declarative model recipes.
+
+Everything public is named here and imported when first used, so ``import fastgen`` costs nothing: it reads no file
+beyond its own source, and neither torch nor transformers is loaded.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastgen import errors
+    from fastgen.runtime.llm import LLM, load
+    from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
+    from fastgen.runtime.sampling_params import SamplingParams
+
+    __version__: str
+
+__all__ = [
+    "LLM",
+    "GenerationChunk",
+    "GenerationOutput",
+    "SamplingParams",
+    "__version__",
+    "errors",
+    "load",
+]
+
+_HOMES = {
+    "LLM": "fastgen.runtime.llm",
+    "load": "fastgen.runtime.llm",
+    "GenerationChunk": "fastgen.runtime.outputs",
+    "GenerationOutput": "fastgen.runtime.outputs",
+    "SamplingParams": "fastgen.runtime.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    elif name == "errors":
+        value = import_module("fastgen.errors")
+    elif name == "__version__":
+        from importlib.metadata import version
+
+        value = version("fastgen")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

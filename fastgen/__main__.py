@@ -1,0 +1,5 @@
+"""``python -m fastgen``: the command line."""
+
+from fastgen.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Writing recipes: proposing one for a checkpoint, comparing two, explaining one."""

@@ -1,0 +1,36 @@
+"""Breaking text into lines of a width: at spaces, else where names and expressions have joints, else anywhere."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_JOINTS: Final = (".,/|()", "_-")
+"""Where a word is broken, after one of the first of these if that leaves a line of some length, else of the next."""
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """``text`` in lines of at most ``width`` characters (at least 1); nothing but spaces at line ends is lost."""
+    assert width > 0
+    lines: list[str] = []
+    line = ""
+    for word in text.split():
+        if line and len(line) + 1 + len(word) <= width:
+            line = f"{line} {word}"
+            continue
+        if line:
+            lines.append(line)
+        while len(word) > width:
+            cut = _cut(word, width)
+            lines.append(word[:cut])
+            word = word[cut:]
+        line = word
+    return [*lines, line] if line or not lines else lines
+
+
+def _cut(word: str, width: int) -> int:
+    """How much of a ``word`` longer than ``width`` goes into a line."""
+    for joints in _JOINTS:
+        cut = 1 + max(word.rfind(joint, 0, width) for joint in joints)
+        if cut > width // 2:
+            return cut
+    return width

@@ -1,0 +1,44 @@
+"""Text about recipes for people: made harmless to print, lists of layers, locations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+
+def printable(text: str) -> str:
+    """``text`` in which every character but those of printable ASCII is escaped.
+
+    What comes from a file can then neither steer a terminal nor be wider than it looks.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        each if each.isascii() and each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
+        for each in text
+    )
+
+
+def layer_list(indices: Sequence[int]) -> str:
+    """``layer 5``, ``layers 0–2, 7``, ``layers 0, 2, 4 … 40`` of ascending ``indices``."""
+    if len(indices) == 1:
+        return f"layer {indices[0]}"
+    steps = {after - before for before, after in pairwise(indices)}
+    if len(steps) == 1 and steps != {1} and len(indices) > 3:
+        return f"layers {indices[0]}, {indices[1]}, {indices[2]} … {indices[-1]}"
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return "layers " + ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def from_here(file: str | Path) -> str:
+    """The path of ``file`` as it is found from the working directory, where it lies below it."""
+    path = os.path.abspath(file)
+    below = os.path.join(os.getcwd(), "")
+    return printable(path.removeprefix(below))

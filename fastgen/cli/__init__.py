@@ -1,0 +1,87 @@
+"""The ``fastgen`` command. Heavy imports wait inside the commands, so that help and usage errors come at once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+import fastgen
+from fastgen.cli.chat import chat
+from fastgen.cli.generate import generate
+from fastgen.cli.info import info
+from fastgen.cli.kernels import app as kernels_app
+from fastgen.cli.options import in_flags
+from fastgen.cli.recipe import app as recipe_app
+from fastgen.cli.recipe_new import new
+from fastgen.cli.recipe_reading import diff, explain
+from fastgen.cli.verify import verify
+from fastgen.errors import FastgenError
+
+app = typer.Typer(
+    name="fastgen", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+app.command()(generate)
+app.command()(chat)
+app.command()(info)
+app.command(short_help="Prove a recipe, or name its first node that disagrees.")(verify)
+recipe_app.command()(new)
+recipe_app.command()(diff)
+recipe_app.command()(explain)
+app.add_typer(recipe_app, name="recipe", short_help="List and show recipes, and what they make of a model.")
+app.add_typer(kernels_app, name="kernels", short_help="List, show, build and measure a model's generated kernels.")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fastgen {fastgen.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _fastgen(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Text generation from declarative model recipes."""
+
+
+def main() -> None:
+    """Runs the command line. Exit status 1 and one message for an error of fastgen's, 2 for wrong usage."""
+    if sys.stderr is None:  # Python's word for a closed stream; as print's file it would mean stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
+    if sys.stdout is None:
+        _fail("standard output is closed")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" instead
+    try:
+        try:
+            app(prog_name="fastgen")
+        finally:
+            sys.stdout.flush()  # here, where it can still be told that it fails
+    except FastgenError as error:
+        _fail(in_flags(error))
+    except OSError as error:
+        if error.filename is not None:  # no stream's, so a mistake of fastgen's
+            raise
+        _discard_output()
+        _fail(None if isinstance(error, BrokenPipeError) else f"standard input or output fails: {error.strerror}")
+
+
+def _fail(message: str | None) -> NoReturn:
+    if message is not None:
+        with contextlib.suppress(OSError):
+            print(f"fastgen: {message}", file=sys.stderr)
+    sys.exit(1)
+
+
+def _discard_output() -> None:
+    """Lets what is still buffered for a broken stdout go, which Python would else try to write when it ends."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,101 @@
+"""``fastgen info``: versions and device, and what a model is, told without reading its weights."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+
+from fastgen.cli import options
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+_PACKAGES = ("fastgen", "torch", "transformers", "triton")
+
+
+def info(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Tell of this model too.")] = None,
+    recipe: options.Recipe = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    revision: options.Revision = None,
+    allow_config_keys: options.AllowConfigKeys = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Tell versions and device, and of MODEL its recipe and sizes."""
+    facts = {"versions": _versions(), "device": _device_facts(device or "auto")}
+    if model is not None:
+        facts["model"] = _model_facts(model, recipe, dtype or "auto", revision, allow_config_keys or [])
+    if as_json:
+        print(json.dumps(facts))
+        return
+    for title, section in facts.items():
+        print(title)
+        for name, value in section.items():
+            if value not in (None, []):
+                print(f"  {name.replace('_bytes', '').replace('_', ' '):20} {_for_people(name, value)}")
+
+
+def _versions() -> dict[str, str | None]:
+    return {"python": platform.python_version(), **{package: _installed(package) for package in _PACKAGES}}
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _device_facts(name: str) -> dict[str, Any]:
+    from fastgen.compile.device import current
+
+    device = current(name)
+    facts = {"device": str(device), "name": device.name, "memory_bytes": device.memory_bytes}
+    if device.kind == "cpu":
+        return {**facts, "cores": device.num_cores, "instruction_sets": list(device.instruction_sets)}
+    assert device.capability is not None
+    return {**facts, "capability": "{}.{}".format(*device.capability), "sms": device.num_sms}
+
+
+def _model_facts(
+    model: str, recipe: str | None, dtype: str, revision: str | None, allow_config_keys: list[str]
+) -> dict[str, Any]:
+    from fastgen.models import hub, registry
+    from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
+    from fastgen.models.resolve import resolve
+    from fastgen.runtime.config import parse_dtype
+
+    directory = hub.locate(model, revision=revision)
+    checkpoint = Checkpoint.open(directory)
+    found = registry.find_recipe(checkpoint.config, recipe=recipe, checkpoint_dir=directory)
+    config_file = str(directory / "config.json")
+    spec = resolve(found, checkpoint.config, config_file=config_file, allow_config_keys=allow_config_keys)
+    torch_dtype = checkpoint_dtype(checkpoint.config, checkpoint) if dtype == "auto" else parse_dtype(dtype)
+    return {
+        "directory": str(directory),
+        "architecture": spec.architecture,
+        "recipe": spec.recipe,
+        "recipe_file": str(found.file),
+        "parameters": spec.num_parameters,
+        "dtype": str(torch_dtype).removeprefix("torch."),
+        "weights_bytes": spec.num_parameters * torch_dtype.itemsize,
+        "kv_bytes_per_token": spec.kv_bytes_per_token(torch_dtype.itemsize),
+        "context": spec.max_positions,
+        "vocabulary": spec.vocab_size,
+        "layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "heads": spec.num_heads,
+        "kv_heads": spec.num_kv_heads,
+    }
+
+
+def _for_people(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(value)
+    if "_bytes" in name:
+        unit, size = next(unit for unit in _UNITS if value >= unit[1])
+        return f"{value / size:.1f} {unit}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,212 @@
+"""``fastgen kernels``: the generated kernels of a model, before and after they are built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fastgen.cli import options
+from fastgen.cli.options import usage_error
+
+if TYPE_CHECKING:
+    from fastgen.compile.cache import Entry
+    from fastgen.compile.loader import KernelLoader
+    from fastgen.compile.spec import KernelSpec
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="List, show, build and measure a model's generated kernels.",
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ARCH",
+        help="sm_80, sm_86, sm_89, sm_90, sm_100, gfx942; avx512vnni, avx512, avx2, portable. Default: here.",
+    ),
+]
+
+
+@app.command("list")
+def list_command(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="List the kernels this model needs.")] = None,
+    target: Target = None,
+    recipe: options.Recipe = None,
+    dtype: options.Dtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the kernels that are built; of MODEL those it needs, and whether they are."""
+    from fastgen.compile.cache import KernelCache
+
+    if model is None:
+        rows = [_entry_facts(entry) for entry in KernelCache().entries()]
+    else:
+        loader, specs = _needed(model, target, recipe, dtype)
+        rows = [{**_spec_facts(spec), "built": loader.find(spec) is not None} for spec in specs]
+    _print(rows, as_json, ("name", "arch", "size_bytes") if model is None else ("name", "built", "needed_by"))
+
+
+@app.command("show")
+def show_command(
+    model: options.Model,
+    name: Annotated[str | None, typer.Argument(metavar="[KERNEL]", help="Its name; else all are shown.")] = None,
+    target: Target = None,
+    recipe: options.Recipe = None,
+    dtype: options.Dtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the source of a kernel, as it is rendered for MODEL. Builds nothing."""
+    from fastgen.compile.render import render
+
+    _, specs = _needed(model, target, recipe, dtype)
+    chosen = [spec for spec in specs if name in (None, spec.name)]
+    if not chosen:
+        usage_error(f"{model} needs no kernel {name}; it needs {', '.join(spec.name for spec in specs)}")
+    if as_json:
+        print(json.dumps([{**_spec_facts(spec), "source": render(spec)} for spec in chosen]))
+    else:
+        print("\n\n".join(render(spec) for spec in chosen), end="")
+
+
+@app.command("build")
+def build_command(
+    model: options.Model,
+    target: Target = None,
+    recipe: options.Recipe = None,
+    dtype: options.Dtype = None,
+    quantize: Annotated[str | None, typer.Option(help="int8, int4 or int8_weight_only, as for fastgen.load.")] = None,
+    block_size: options.BlockSize = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write them there as a sealed bundle, to run from elsewhere.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build all kernels of MODEL into the cache. For a GPU none needs to be there."""
+    from fastgen.compile.bundle import write_bundle
+    from fastgen.runtime.progress import progress_bar
+
+    loader, specs = _needed(model, target, recipe, dtype, quantize=quantize, block_size=block_size)
+    with progress_bar(f"building {len(specs)} kernels for {loader.builder.arch}") as update:
+        if output is None:
+            entries = loader.build(specs, update)
+        else:
+            given = {"model": model, "recipe": recipe, "dtype": dtype, "quantize": quantize, "block_size": block_size}
+            about = {key: str(value) for key, value in given.items() if value is not None}
+            bundle = write_bundle(loader, specs, output.absolute(), about=about, progress=update)
+            entries = list(bundle.entries.values())
+    _print([_entry_facts(entry) for entry in entries], as_json, ("name", "directory"))
+    if output is not None and not as_json:
+        print(f"sealed {len(entries)} kernels for {bundle.arch}, {bundle.size_bytes / 2**20:.1f} MiB, in {output}")
+
+
+@app.command("report")
+def report_command(
+    model: options.Model,
+    target: Target = None,
+    recipe: options.Recipe = None,
+    dtype: options.Dtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build all kernels of MODEL and tell what each costs: registers, spills, shared memory, occupancy …"""
+    from fastgen.runtime.progress import progress_bar
+
+    loader, specs = _needed(model, target, recipe, dtype)
+    with progress_bar(f"building {len(specs)} kernels for {loader.builder.arch}") as update:
+        entries = loader.build(specs, update)
+    rows = [{**_entry_facts(entry), **entry.report} for entry in entries]
+    shown = dict.fromkeys(key for row in rows for key in row if key not in _NOT_IN_A_TABLE)
+    _print(rows, as_json, tuple(shown))
+
+
+@app.command("clean")
+def clean_command(as_json: AsJson = False) -> None:
+    """Remove every built kernel. They are built again when they are needed."""
+    from fastgen.compile.cache import KernelCache
+
+    cache = KernelCache()
+    num_kernels, size_bytes = cache.clean()
+    if as_json:
+        print(json.dumps({"kernels": num_kernels, "size_bytes": size_bytes, "directory": str(cache.directory)}))
+    else:
+        print(f"removed {num_kernels} kernels, {size_bytes / 2**20:.1f} MiB, from {cache.directory}")
+
+
+_NOT_IN_A_TABLE = ("arch", "directory", "size_bytes", "triton_key", "binary_bytes")
+
+
+def _needed(
+    model: str,
+    target: str | None,
+    recipe: str | None,
+    dtype: str | None,
+    *,
+    quantize: str | None = None,
+    block_size: int | None = None,
+) -> tuple[KernelLoader, list[KernelSpec]]:
+    """A loader for ``target`` and the kernels that ``model`` needs there."""
+    from fastgen.compile import target as targets
+    from fastgen.compile.device import current
+    from fastgen.compile.loader import KernelLoader, make_builder, target_of
+    from fastgen.models import hub, registry
+    from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
+    from fastgen.models.kernels import kernel_specs
+    from fastgen.models.resolve import resolve
+    from fastgen.runtime.config import parse_dtype
+    from fastgen.runtime.targets import parse_quantize
+
+    loader = KernelLoader(make_builder(target or target_of(current())))
+    directory = hub.locate(model)
+    checkpoint = Checkpoint.open(directory)
+    found = registry.find_recipe(checkpoint.config, recipe=recipe, checkpoint_dir=directory)
+    spec = resolve(found, checkpoint.config, config_file=str(directory / "config.json"))
+    torch_dtype = parse_dtype(dtype) if dtype not in (None, "auto") else checkpoint_dtype(checkpoint.config, checkpoint)
+    weight_format = parse_quantize(quantize, targets.Target(loader))
+    return loader, kernel_specs(spec, loader, torch_dtype, weight_format=weight_format, block_size=block_size)
+
+
+def _spec_facts(spec: KernelSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "op": spec.op,
+        "target": spec.target,
+        "parameters": dict(spec.parameters),
+        "options": dict(spec.options),
+        "needed_by": list(spec.needed_by),
+    }
+
+
+def _entry_facts(entry: Entry) -> dict[str, Any]:
+    directory = str(entry.directory)
+    return {"name": entry.name, "arch": entry.arch, "directory": directory, "size_bytes": entry.size_bytes}
+
+
+def _print(rows: list[dict[str, Any]], as_json: bool, shown: tuple[str, ...]) -> None:
+    if as_json:
+        print(json.dumps(rows))
+        return
+    titles = (key.removesuffix("_bytes").replace("_", " ") for key in shown)
+    table = Table(*titles, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*(_for_people(row.get(key)) for key in shown))
+    console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 200
+    console.print(table)
+
+
+def _for_people(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {name}" for name, count in value.items())
+    if isinstance(value, list):
+        return ", ".join(value)
+    return "" if value is None else str(value)

@@ -1,0 +1,156 @@
+"""``fastgen recipe new``: a recipe proposed for a checkpoint from its configuration and its headers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastgen.errors import InvalidArgumentError, ModelNotFoundError
+
+if TYPE_CHECKING:
+    from fastgen.authoring.propose import Proposal
+
+_LISTED = 24  # modules of each side that the terminal shows
+
+
+def new(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A local directory, or the name of a built-in model.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; else NAME.yaml, here.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Propose a recipe for a checkpoint. Reads its config.json and the headers of its tensors, and never a weight."""
+    from fastgen.authoring.propose import propose
+    from fastgen.models.checkpoint import Checkpoint
+    from fastgen.models.registry import list_recipes
+
+    if output is not None:
+        _may_write(output, force)
+    opened = Checkpoint.open(_directory(checkpoint))
+    shapes = {name: header.shape for name, header in opened.tensors.items()}
+    proposal = propose(opened.config, shapes, [each.recipe for each in list_recipes()])
+    file = output or Path(f"{proposal.recipe.name}.yaml")
+    _may_write(file, force)
+    try:
+        with file.open("w" if force else "x", encoding="utf-8") as stream:
+            stream.write(proposal.text)
+    except OSError as error:
+        raise InvalidArgumentError(f"{file}: cannot be written: {error.strerror or error}") from None
+    if as_json:
+        print(json.dumps(_facts(proposal, file)))
+    else:
+        _print(proposal, file, opened.directory)
+
+
+def _directory(checkpoint: str) -> Path:
+    """Where a local directory or a built-in is; nothing is downloaded."""
+    from fastgen.models.builtins import BUILTINS
+    from fastgen.models.hub import locate
+
+    if os.path.isdir(os.path.expanduser(checkpoint)) or checkpoint in BUILTINS:
+        return locate(checkpoint)
+    raise ModelNotFoundError(
+        f"{checkpoint[:200]!r} is no directory on this machine and no built-in ({', '.join(BUILTINS)}). For a model of "
+        f"the hub, download it first (`hf download OWNER/NAME --local-dir DIRECTORY`) and give that directory"
+    )
+
+
+def _may_write(file: Path, force: bool) -> None:
+    if file.is_dir():
+        raise InvalidArgumentError(f"{file}: is a directory; name a file with --output")
+    if not force and os.path.lexists(file):
+        raise InvalidArgumentError(f"{file}: exists; pass --force to overwrite it, or another --output")
+
+
+def _facts(proposal: Proposal, file: Path) -> dict[str, Any]:
+    nearest = proposal.nearest
+    return {
+        "file": str(file),
+        "name": proposal.recipe.name,
+        "extends": proposal.recipe.extends,
+        "text": proposal.text,
+        "nearest": nearest
+        and {
+            "name": nearest.recipe.name,
+            "explained_tensors": nearest.explained,
+            "num_tensors": nearest.num_tensors,
+        },
+        "only_in_checkpoint": _grouped(proposal.only_here),
+        "only_in_nearest": _grouped(proposal.only_nearest),
+        "questions": [{"node": each.path, "line": each.line, "question": each.text} for each in proposal.questions],
+        "unclaimed_tensors": list(proposal.unclaimed),
+        "missing_tensors": list(proposal.missing),
+        "unread_keys": list(proposal.unread),
+    }
+
+
+def _print(proposal: Proposal, file: Path, directory: Path) -> None:
+    console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
+    nearest = proposal.nearest
+    if nearest is None or not nearest.explained:
+        console.print("no known recipe explains any of the tensors")
+    else:
+        share = f"{nearest.explained:,} of {nearest.num_tensors:,} tensors by shape and place"
+        console.print(f"nearest recipe: {nearest.recipe.name}, which explains {share}")
+    for title, names in (("here only", proposal.only_here), ("there only", proposal.only_nearest)):
+        groups = _grouped(names) if nearest is not None and nearest.explained else {}
+        if groups:
+            console.print(f"\n{title}:")
+        for module, lasts in list(groups.items())[:_LISTED]:
+            console.print(f"  {module}: {', '.join(lasts)}")
+        if len(groups) > _LISTED:
+            console.print(f"  and {len(groups) - _LISTED} modules more")
+    if proposal.questions:
+        console.print(f"\nwhat headers cannot tell ({len(proposal.questions)}):")
+    for each in proposal.questions:
+        console.print(f"  {file}:{each.line}: {each.path or 'tensors'}: {each.text}")
+    if proposal.unread:
+        console.print(f"\nread by nothing, so the checkpoint cannot be loaded yet: {', '.join(proposal.unread)}")
+    for title, names in (
+        ("claimed by no node, so the checkpoint cannot be loaded yet", proposal.unclaimed),
+        ("asked for but not there, so the checkpoint cannot be loaded yet", proposal.missing),
+    ):
+        if names:
+            console.print(f"\n{title}:")
+        for module, lasts in list(_grouped(names).items())[:_LISTED]:
+            console.print(f"  {module}: {', '.join(lasts)}")
+    command = f"fastgen verify {_word(file)}"
+    if not _transformers_knows(proposal.recipe.architectures):
+        console.print("\ntransformers does not know this architecture: have at hand a Python file with a function that")
+        console.print("takes the directory and makes a torch module whose submodules are named as in the checkpoint")
+        command = f"fastgen verify {_word(directory)} --recipe {_word(file)} --reference FILE.py:FUNCTION"
+    console.print(f"\nwrote {file}. Answer the questions there, then run: {command}")
+
+
+def _transformers_knows(architectures: Sequence[str]) -> bool:
+    """Whether verification can make models of one of them by itself."""
+    import transformers
+
+    return any(hasattr(transformers, name) for name in architectures)
+
+
+def _word(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _grouped(names: Sequence[str]) -> dict[str, list[str]]:
+    """The last parts of tensors' names by their module, layers and experts folded."""
+    from fastgen.models.nearest import fold
+
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in sorted({fold(name) for name in names}):
+        module, _, last = name.rpartition(".")
+        groups[module].append(last)
+    return dict(groups)

@@ -1,0 +1,137 @@
+"""``fastgen recipe diff`` and ``fastgen recipe explain``: what recipes say, read for people.
+
+Needs neither torch nor a weight.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from fastgen.authoring.diff import Difference, recipe_differences
+from fastgen.authoring.diff_lines import Line, lines_of
+from fastgen.authoring.diff_specs import SpecDifference, spec_differences
+from fastgen.authoring.drawing import DEFAULT_WIDTH, MAX_WIDTH, Scene, draw
+from fastgen.authoring.drawing_svg import as_svg
+from fastgen.authoring.drawing_text import cells
+from fastgen.authoring.drawing_wrap import wrapped
+from fastgen.authoring.explain import explain as explanation_of
+from fastgen.authoring.plain_text import from_here
+from fastgen.cli.options import AllowConfigKeys
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.models.checkpoint_files import read_json_object
+from fastgen.models.recipe import Recipe
+from fastgen.models.registry import named_recipe
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Config = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="A config.json, or the directory that holds one.")
+]
+
+_STYLES = {"-": "red", "+": "green", "title": "bold", "label": "dim", "text": None, None: "cyan"}
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A recipe's name, or its file.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another's.")],
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell how recipe B differs from recipe A, with all that they extend merged in.
+
+    With --config: how the models differ that they make of that configuration.
+
+    The exit status is 0 if nothing differs, 1 if something does, 2 if that could not be told.
+    """
+    try:
+        recipes = named_recipe(a), named_recipe(b)
+        found = _differences(*recipes, config)
+    except FastgenError as error:
+        print(f"fastgen: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if as_json:
+        sides = {
+            side: {"name": recipe.name, "file": str(recipe.file)} for side, recipe in zip("ab", recipes, strict=True)
+        }
+        print(json.dumps({**sides, "differences": [each.as_json() for each in found]}))
+    elif not found:
+        print("no difference")
+    else:
+        _print_lines(lines_of(*recipes, found))
+    raise typer.Exit(1 if found else 0)
+
+
+def explain(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe's name, or its file.")],
+    config: Config = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the drawing as a picture.")] = None,
+    allow_config_keys: AllowConfigKeys = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the model that a recipe describes, and say what happens in it.
+
+    With --config: the model that it makes of that configuration, conditions and expressions resolved.
+    """
+    recipe = named_recipe(name)
+    content, file = (None, "") if config is None else _read_config(config)
+    explanation = explanation_of(recipe, content, config_file=file, allow_config_keys=allow_config_keys or ())
+    if svg is not None:
+        try:
+            svg.write_text(as_svg(draw(explanation, MAX_WIDTH)), encoding="utf-8")
+        except OSError as error:
+            raise InvalidArgumentError(f"--svg {svg}: cannot be written: {error.strerror or error}") from None
+    if as_json:
+        print(json.dumps(explanation.as_json()))
+        return
+    console = _console()
+    scene = draw(explanation, min(console.width, MAX_WIDTH))
+    for line in wrapped(f"{scene.title} ({from_here(recipe.file)})", scene.width):
+        console.print(Text(line, "bold"))
+    for sentence in explanation.sentences:
+        console.print()
+        console.print(*wrapped(sentence, scene.width), sep="\n")
+    console.print()
+    for text in _rows(scene):
+        console.print(text)
+
+
+def _differences(a: Recipe, b: Recipe, config: Path | None) -> Sequence[Difference | SpecDifference]:
+    if config is None:
+        return recipe_differences(a, b)
+    content, file = _read_config(config)
+    return spec_differences(a, b, content, config_file=file)
+
+
+def _read_config(config: Path) -> tuple[Mapping[str, Any], str]:
+    file = config / "config.json" if config.is_dir() else config
+    return read_json_object(file), str(file)
+
+
+def _console() -> Console:
+    """Lines are printed as they are, never broken again."""
+    console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = DEFAULT_WIDTH
+    return console
+
+
+def _print_lines(lines: Iterator[Line]) -> None:
+    console = _console()
+    for line in lines:
+        console.print(Text(line.text, _STYLES[line.style] or ""))
+
+
+def _rows(scene: Scene) -> Iterator[Text]:
+    for row in cells(scene):
+        text = Text()
+        for character, style in row:
+            text.append(character, _STYLES[style])
+        text.rstrip()
+        yield text

@@ -1,0 +1,172 @@
+"""``fastgen verify``: does a recipe compute what the architecture computes, and if not, which line is wrong?"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fastgen.cli.options import Recipe
+from fastgen.errors import InvalidArgumentError
+from fastgen.models.spelling import quoted
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastgen.verify import Finding, Report
+
+_TITLES = {
+    "numbers": "resolved numbers",
+    "weights": "weight map: every tensor claimed once",
+    "nodes": "recipe nodes, inputs and outputs",
+    "log-probabilities": "final log-probabilities",
+    "alone": "engine: each prompt alone",
+    "whole": "engine: prompts together, ragged",
+    "chunked": "engine: prompts in chunks, every captured size",
+    "kernels": "engine: by generated kernels",
+}
+
+
+def verify(
+    target: Annotated[
+        str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe's name or file, or a model: its recipe is tested.")
+    ],
+    recipe: Recipe = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION|FILE",
+            help="What MODEL is to compute: a function that takes its directory and makes a torch module (the file is "
+            "run), or recorded activations (safetensors).",
+        ),
+    ] = None,
+    configs: Annotated[int, typer.Option(min=1, help="How many tiny configurations are drawn.")] = 12,
+    seed: Annotated[int, typer.Option(help="What they are drawn from.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare a recipe with a reference; name the first node that disagrees. Exit status 1 where one does."""
+    from fastgen.verify import verify as run
+
+    given = None if reference is None else _reference(reference, target)
+    errors = Console(stderr=True, highlight=False)
+    with errors.status("drawing configurations") as status:
+        report = run(target, recipe=recipe, reference=given, configs=configs, seed=seed, progress=status.update)
+    if as_json:
+        print(json.dumps(report.as_json()))
+    else:
+        _print(report, drawn=given is None)
+    if not report.passed:
+        sys.exit(1)
+
+
+def _reference(text: str, target: str) -> nn.Module | Path:
+    """What ``--reference`` names: the module that a function makes of the directory of ``target``, or a file."""
+    path, _, function = text.rpartition(":")
+    is_function = path.endswith(".py")
+    file = Path(path if is_function else text)
+    problem = None
+    if Path(target).suffix in (".yaml", ".yml"):
+        problem = "a reference belongs to weights; name the model's directory, and the recipe with --recipe"
+    elif not file.is_file():
+        problem = f"there is no file {file}"
+    elif file.suffix == ".py" and not (is_function and function):
+        problem = f"name the function that makes the module, as in {file}:load"
+    if problem is not None:
+        raise InvalidArgumentError(f"--reference {text}: {problem}")
+    return _made_by(file, function, target) if is_function else file
+
+
+def _made_by(file: Path, function: str, target: str) -> nn.Module:
+    """What ``function`` of the Python ``file`` makes of the directory of the model ``target``. Runs the file."""
+    from torch import nn
+
+    from fastgen.models.hub import locate
+
+    def error(problem: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"--reference {file}:{function}: {problem}")
+
+    directory = locate(target)
+    sys.path.insert(0, str(file.parent.resolve()))  # where `python FILE` would look for what the file imports
+    try:
+        make = getattr(_imported(file), function, None)
+        if not callable(make):
+            raise error(f"{file} has no function {quoted(function)!r}")
+        module = make(str(directory))
+    except InvalidArgumentError:
+        raise
+    except (Exception, SystemExit) as failure:  # whatever the file does
+        lines = [frame.lineno for frame in traceback.extract_tb(failure.__traceback__) if frame.filename == str(file)]
+        where = f" in line {lines[-1]}" if lines else ""
+        raise error(f"it fails{where}: {type(failure).__name__}: {failure}") from failure
+    finally:
+        sys.path.pop(0)
+    if not isinstance(module, nn.Module):
+        raise error(f"it must return a torch.nn.Module, not {type(module).__name__}")
+    return module
+
+
+def _imported(file: Path) -> ModuleType:
+    spec = spec_from_file_location(f"fastgen_reference_{file.stem}", file)
+    assert spec is not None  # it ends in .py
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = module_from_spec(spec)  # its classes look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _print(report: Report, *, drawn: bool) -> None:
+    console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 160
+    table = Table("", "check", "compared", "largest difference", box=None, pad_edge=False, header_style="bold")
+    for name, title in _TITLES.items():
+        result = report.checks.get(name)
+        if result is None:
+            table.add_row("·", title, "not reached" if not report.passed else "-", "")
+        else:
+            mark = "✗" if result.num_failed else "✓"
+            shown = f"{result.largest:.1e}" if result.largest else ""
+            table.add_row(mark, title, str(result.num_compared), shown)
+    console.print(table)
+    console.print()
+    if report.finding is None:
+        console.print(
+            f"✓ {report.recipe} agrees with its reference"
+            + (f": {len(report.configs)} configurations, seed {report.seed}, {report.seconds:.0f} s" if drawn else "")
+        )
+    else:
+        _print_finding(console, report, report.finding, drawn=drawn)
+
+
+def _print_finding(console: Console, report: Report, finding: Finding, *, drawn: bool) -> None:
+    where = f"{finding.node}" if finding.node else f"{report.recipe} (no single node)"
+    console.print(f"✗ {where}")
+    console.print(f"  {finding.message}")
+    if finding.cause is not None:
+        console.print(f"  likely cause: {finding.cause.change}")
+        agrees = "the whole configuration agrees" if finding.cause.complete else "this node agrees, but a later one not"
+        if finding.cause.unread:
+            agrees = f"all nodes agree, and left is only that {finding.cause.unread}"
+        console.print(f"  tried out: with that change {agrees}")
+    elif finding.node is not None:
+        console.print("  no single change that is often the cause makes it agree; compare this node with the reference")
+    else:
+        console.print("  the recipe agrees node by node, so this is fastgen's own fault: please report it")
+    keys = report.configs[finding.config] if finding.config < len(report.configs) else {}
+    plain = {key: value for key, value in keys.items() if key in _SHOWN_KEYS}
+    if drawn:
+        console.print(f"  configuration {finding.config} of seed {report.seed}: {json.dumps(plain)}")
+
+
+_SHOWN_KEYS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("n_embd", "n_layer", "n_head", "vocab_size", "tie_word_embeddings"),
+)

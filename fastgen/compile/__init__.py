@@ -1,0 +1,1 @@
+"""What runs on a device: ops, each with an executable torch reference."""

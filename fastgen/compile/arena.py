@@ -1,0 +1,86 @@
+"""Memory for what a captured step allocates: the CPU's counterpart of a CUDA graph's memory pool.
+
+Pieces are given out while a step is recorded and come back when their last tensor dies, so a step's intermediate
+results share memory as they would without a recording. The same requests in the same order get the same addresses, and
+all tapes of an arena share its memory: they run one at a time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64  # bytes: a cache line
+_SLAB = 1 << 20
+
+
+class Arena:
+    """Grows by slabs, never moves, and gives all back when it and the tapes that use it are gone."""
+
+    def __init__(self) -> None:
+        self._slabs: list[_Slab] = []
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(slab.memory.numel() for slab in self._slabs)
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces that tensors hold now."""
+        return sum(len(slab.taken) for slab in self._slabs)
+
+    def like(self, described: Tensor) -> Tensor:
+        """An uninitialised tensor of ``described``'s shape, strides and dtype, such as one on the meta device."""
+        if described.numel() == 0:  # lies nowhere
+            return _nothing_like(described)
+        size = -(-described.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+        for slab in self._slabs:
+            if (piece := slab.take(size)) is not None:
+                break
+        else:
+            self._slabs.append(_Slab(max(size, _SLAB)))
+            piece = self._slabs[-1].take(size)
+            assert piece is not None
+        return piece.view(described.dtype).as_strided(described.shape, described.stride())
+
+    def fixed(self, tensor: Tensor) -> Tensor:
+        """The same numbers at the same address, without holding a piece: its memory may be given out again."""
+        if tensor.numel() == 0:
+            return _nothing_like(tensor)
+        for slab in self._slabs:
+            offset = tensor.data_ptr() - slab.memory.data_ptr()
+            if 0 <= offset < slab.memory.numel():
+                place = offset // tensor.itemsize
+                return slab.memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), place)
+        return tensor.detach()
+
+
+def _nothing_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+class _Slab:
+    def __init__(self, size: int):
+        self.memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
+        start = -self.memory.data_ptr() % _ALIGNMENT
+        self.memory = self.memory[start : start + size].detach()
+        self.taken: list[tuple[int, int]] = []  # first byte and end of each piece, in order
+
+    def take(self, size: int) -> Tensor | None:
+        """The first gap that is large enough."""
+        first = 0
+        for start, end in (*self.taken, (self.memory.numel(), 0)):
+            if start - first >= size:
+                break
+            first = end
+        else:
+            return None
+        piece = (first, first + size)
+        bisect.insort(self.taken, piece)
+        # torch keeps this array for as long as a tensor uses it, so its end is the piece's.
+        array = self.memory.numpy()[first : first + size]
+        weakref.finalize(array, self.taken.remove, piece).atexit = False
+        return torch.from_numpy(array)

@@ -1,0 +1,226 @@
+"""A sealed bundle: the built kernels of a model in one directory, to run where nothing may be compiled.
+
+```
+<bundle>/
+    bundle.json                             what it is for, what built it, every kernel and the hash of every file
+    kernels/rms_norm_h4096_bf16-0a1b2c3d/   a kernel: its source and what came of it
+```
+
+It is taken as it was written or not at all: a file that differs, an architecture, Triton or machine that is not the one
+here, and a kernel that this version of fastgen renders differently are each refused with a sentence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fastgen.compile.build import Builder
+from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, can_run
+from fastgen.compile.cache import Entry, file_hash, publish, remove, sync
+from fastgen.compile.device import Device, current
+from fastgen.compile.loader import KernelLoader, Progress, body_hash, make_builder, target_of
+from fastgen.compile.render import SUFFIXES
+from fastgen.compile.spec import KernelSpec
+from fastgen.errors import BundleError
+
+_MANIFEST = "bundle.json"
+_KERNELS = "kernels"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle that was read whole and found undamaged. ``about`` is what the one who wrote it says it is for."""
+
+    directory: Path
+    manifest: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, directory: Path) -> Bundle:
+        """Raises :class:`BundleError` for a directory that is no bundle, or whose files are not the sealed ones."""
+        try:
+            manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise BundleError(f"{directory} is no bundle of kernels: it has no {_MANIFEST}; {_HOW}") from error
+        except (OSError, ValueError) as error:
+            raise BundleError(f"the bundle {directory} is damaged: {_MANIFEST}: {error}; {_HOW}") from error
+        if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+            raise BundleError(f"the bundle {directory} is of another version of fastgen; {_HOW}")
+        if manifest.get("seal") != _seal(manifest):
+            raise BundleError(f"the bundle {directory} is damaged: {_MANIFEST} was changed; {_HOW}")
+        there = {str(file.relative_to(directory)) for file in (directory / _KERNELS).rglob("*") if not file.is_dir()}
+        if odd := sorted(there ^ manifest["files"].keys()):
+            what = "is missing" if odd[0] not in there else "does not belong to it"
+            raise BundleError(f"the bundle {directory} is damaged: {odd[0]} {what}; {_HOW}")
+        for file, expected in manifest["files"].items():
+            if file_hash(directory / file) != expected:
+                raise BundleError(f"the bundle {directory} is damaged: {file} was changed; {_HOW}")
+        return cls(directory, manifest)
+
+    @property
+    def arch(self) -> str:
+        return str(self.manifest["arch"])
+
+    @property
+    def about(self) -> Mapping[str, str]:
+        about: Mapping[str, str] = self.manifest["about"]
+        return about
+
+    @property
+    def size_bytes(self) -> int:
+        return sum((self.directory / file).stat().st_size for file in (_MANIFEST, *self.manifest["files"]))
+
+    @cached_property
+    def entries(self) -> Mapping[str, Entry]:
+        """Kernels by the digest of their spec."""
+        return {
+            digest: Entry(
+                name=kernel["name"],
+                arch=self.arch,
+                directory=self.directory / _KERNELS / kernel["directory"],
+                source=self.directory / _KERNELS / kernel["directory"] / kernel["source"],
+                report=kernel["report"],
+            )
+            for digest, kernel in self.manifest["kernels"].items()
+        }
+
+    def how(self) -> str:
+        """The command that writes the like of it."""
+        model = self.about.get("model", "MODEL")
+        return f"build it again: fastgen kernels build {model} --target {self.arch} --output {self.directory}"
+
+
+_HOW = "build it again: fastgen kernels build MODEL --target ARCH --output DIR"
+
+
+def write_bundle(
+    loader: KernelLoader,
+    specs: Iterable[KernelSpec],
+    directory: Path,
+    *,
+    about: Mapping[str, str],
+    progress: Progress | None = None,
+) -> Bundle:
+    """Builds the kernels of ``specs`` and seals them in ``directory``, which is made, or replaced where it is a bundle.
+
+    ``about`` is kept beside them: the model, for one. Nothing is written unless all are built. Raises
+    :class:`KernelError` for one that cannot be, and :class:`BundleError` for a directory that holds something else.
+    """
+    if (
+        directory.exists()
+        and not (directory / _MANIFEST).is_file()
+        and (not directory.is_dir() or any(directory.iterdir()))
+    ):
+        raise BundleError(f"{directory} is not empty and no bundle of kernels: name a directory that is new")
+    wanted = list(dict.fromkeys(specs))
+    entries = loader.build(wanted, progress)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    draft = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
+    try:
+        kernels = {
+            spec.digest: _copy(spec, entry, draft / _KERNELS) for spec, entry in zip(wanted, entries, strict=True)
+        }
+        files = sorted(file for file in draft.rglob("*") if file.is_file())
+        manifest: dict[str, Any] = {
+            "format": _FORMAT,
+            "about": dict(about),
+            "target": loader.builder.target,
+            "arch": loader.builder.arch,
+            "versions": dict(loader.builder.versions()),
+            "kernels": kernels,
+            "files": {str(file.relative_to(draft)): file_hash(file) for file in files},
+        }
+        manifest["seal"] = _seal(manifest)
+        (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        for file in (*files, draft / _MANIFEST):
+            sync(file)
+        publish(draft, directory)
+    finally:
+        remove(draft)
+    return Bundle.open(directory)
+
+
+class SealedLoader(KernelLoader):
+    """Loads the kernels of one bundle and builds nothing. Made by :func:`load_bundle`."""
+
+    def __init__(self, bundle: Bundle, builder: Builder):
+        super().__init__(builder)
+        self.bundle = bundle
+
+    def build(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> list[Entry]:
+        """The bundle's entries of these specs, in order. Raises :class:`BundleError` naming those that it lacks."""
+        wanted = list(specs)
+        lacking = list(dict.fromkeys(spec.name for spec in wanted if spec.digest not in self.bundle.entries))
+        if lacking:
+            about = ", ".join(f"{key} {value}" for key, value in self.bundle.about.items())
+            raise BundleError(
+                f"the bundle {self.bundle.directory} ({about}) lacks {len(lacking)} of {len(set(wanted))} kernels that "
+                f"are needed here ({', '.join(lacking[:3])}{' …' if len(lacking) > 3 else ''}); {self.bundle.how()}"
+            )
+        for spec in wanted:
+            if self.bundle.manifest["kernels"][spec.digest]["body"] != body_hash(spec):
+                raise BundleError(
+                    f"the bundle {self.bundle.directory} has kernel {spec.name} of another source than this version of "
+                    f"fastgen renders; {self.bundle.how()}"
+                )
+        return [self.bundle.entries[spec.digest] for spec in wanted]
+
+    def find(self, spec: KernelSpec) -> Entry | None:
+        return self.bundle.entries.get(spec.digest)
+
+
+def load_bundle(directory: Path | str, device: Device | None = None) -> SealedLoader:
+    """The bundle at ``directory`` for ``device``, by default the one here. No compiler needs to be installed.
+
+    Raises :class:`BundleError`, with how to build the right one, where it is damaged or for other hardware or versions.
+    """
+    bundle = Bundle.open(Path(directory).absolute())
+    device = device or current()
+    builder: Builder
+    if bundle.arch in CPP_ARCHES:
+        builder = CppBuilder(bundle.arch, compiler="c++")
+        fits = device.kind == "cpu" and can_run(bundle.arch, device)
+    else:
+        fits = bundle.arch == target_of(device)
+    if not fits:
+        right = target_of(device)
+        how = f"fastgen kernels build {bundle.about.get('model', 'MODEL')} --target {right} --output DIR"
+        raise BundleError(
+            f"the bundle {bundle.directory} is for {bundle.arch}, and {device.name} needs one for {right}: {how}"
+        )
+    if bundle.arch not in CPP_ARCHES:
+        builder = make_builder(bundle.arch)
+    if reason := builder.mismatch(bundle.manifest["versions"]):
+        raise BundleError(f"the bundle {bundle.directory} cannot be used: {reason}; {bundle.how()}")
+    return SealedLoader(bundle, builder)
+
+
+def _copy(spec: KernelSpec, entry: Entry, kernels: Path) -> dict[str, Any]:
+    """Brings an entry's files into the bundle; returns what the manifest says of it."""
+    place = kernels / f"{spec.name}-{spec.digest}"
+    place.mkdir(parents=True)
+    for file in entry.files():
+        shutil.copyfile(file, place / file.name)
+    return {
+        "name": spec.name,
+        "spec": str(spec),
+        "needed_by": list(spec.needed_by),
+        "directory": place.name,
+        "source": f"{spec.name}{SUFFIXES[spec.target]}",
+        "body": body_hash(spec),
+        "report": dict(entry.report),
+    }
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """A hash of all else that the manifest says."""
+    rest = {key: value for key, value in manifest.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,259 @@
+"""Built kernels on disk. An entry is a directory that is whole or not there: source, binaries and a manifest.
+
+```
+<cache>/rms_norm_h4096_bf16-sm_90-0a1b2c3d4e5f6071/
+    rms_norm_h4096_bf16.py      what was compiled, to be read
+    rms_norm_h4096_bf16.cubin … what came of it
+    manifest.json               the key's parts, a hash of every file, the builder's report
+```
+
+The key is a hash of the rendered source and of all else that decides what comes of it (tool versions, flags, the
+architecture), so an entry never changes: one that differs from its manifest is damaged or foreign and is built again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastgen.errors import KernelError
+
+_MANIFEST = "manifest.json"
+_LOCKS = ".locks"
+_FAILED = "failed"
+_FORMAT = 1
+# What tells that a directory cannot be written to, rather than that a build went wrong.
+_UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
+_falling_back = threading.Lock()
+Make = Callable[[Path], Mapping[str, Any]]
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
+
+
+def default_directory() -> Path:
+    """``$FASTGEN_CACHE``, or ``fastgen/kernels`` in the user's cache directory."""
+    if given := os.environ.get("FASTGEN_CACHE"):
+        return Path(given).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "fastgen" / "kernels"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A built kernel: where it is, its source file, and what the builder measured of it."""
+
+    name: str
+    arch: str
+    directory: Path
+    source: Path
+    report: Mapping[str, Any]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.directory.iterdir())
+
+    def files(self) -> list[Path]:
+        """The source and what came of it, without the manifest."""
+        return sorted(file for file in self.directory.iterdir() if file.name != _MANIFEST)
+
+
+class KernelCache:
+    """Entries below one directory, shared by any number of processes."""
+
+    def __init__(self, directory: Path | None = None):
+        self.directory = directory or default_directory()
+        self._spare: Path | None = None
+        """Takes its place for what cannot be written there."""
+
+    def find(self, name: str, key: Mapping[str, Any]) -> Entry | None:
+        """The entry of kernel ``name`` whose key has these parts, if it is there and undamaged."""
+        roots = (self.directory, self._spare) if self._spare is not None else (self.directory,)
+        entries = (_read(root / _place_name(name, key), key) for root in roots)
+        return next((entry for entry in entries if entry is not None), None)
+
+    def build(self, name: str, key: Mapping[str, Any], source: str, make: Make) -> Entry:
+        """The entry, built unless it is there: ``make(directory)`` adds to the source file and returns a report.
+
+        Of several processes one builds and the others wait. Where the cache cannot be written (read-only, full), a
+        directory that lasts as long as the process takes its place, with a warning.
+        """
+        if self._spare is None:
+            try:
+                return _build(self.directory, name, key, source, make)
+            except OSError as error:
+                if error.errno not in _UNWRITABLE:
+                    raise
+                self._fall_back(error)
+        assert self._spare is not None
+        return _build(self._spare, name, key, source, make)
+
+    def _fall_back(self, error: OSError) -> None:
+        with _falling_back:
+            if self._spare is not None:
+                return
+            self._spare = _temporary_directory()
+        warnings.warn(
+            f"kernels cannot be kept in {self.directory} ({error.strerror}), so they are built for this process alone; "
+            "the environment variable FASTGEN_CACHE names another directory",
+            stacklevel=2,
+        )
+
+    def entries(self) -> list[Entry]:
+        """All undamaged entries, by name."""
+        if not self.directory.is_dir():
+            return []
+        places = (each for each in self.directory.iterdir() if not each.name.startswith(".") and each.is_dir())
+        found = [entry for place in sorted(places) if (entry := _read(place, None)) is not None]
+        return sorted(found, key=lambda entry: entry.name)
+
+    def clean(self) -> tuple[int, int]:
+        """Removes everything: entries, damaged ones, locks, what failed. Returns how many entries, and bytes."""
+        entries = self.entries()
+        freed = sum(entry.size_bytes for entry in entries)
+        if self.directory.is_dir():
+            for each in self.directory.iterdir():
+                if (each / _MANIFEST).exists() or each.name.startswith(".") or each.name == _FAILED:
+                    remove(each)
+        return len(entries), freed
+
+    def failed(self, name: str) -> Path:
+        """An empty directory to leave the remains of a failure in. Raises ``OSError``."""
+        for root in (self.directory, _temporary_directory()):
+            place = root / _FAILED / f"{name}-{uuid.uuid4().hex[:8]}"
+            with contextlib.suppress(OSError):
+                place.mkdir(parents=True)
+                return place
+        raise OSError(errno.ENOSPC, "no directory can be written to")
+
+
+def cache_of(source: Path) -> KernelCache:
+    """The cache that a kernel's source lies in; for one of a bundle, into which nobody writes, the user's own."""
+    return KernelCache(source.parent.parent if (source.parent / _MANIFEST).exists() else None)
+
+
+def _build(root: Path, name: str, key: Mapping[str, Any], source: str, make: Make) -> Entry:
+    place = root / _place_name(name, key)
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _lock(root / _LOCKS / place.name) as is_held:
+        if (entry := _read(place, key)) is not None:  # another process was faster
+            return entry
+        if is_held:
+            for left_behind in root.glob(f".{place.name}.*"):  # by a process that was killed
+                remove(left_behind)
+        draft = root / f".{place.name}.{uuid.uuid4().hex}"
+        draft.mkdir()
+        try:
+            (draft / f"{name}{key['suffix']}").write_text(source, encoding="utf-8")
+            _seal(draft, name, key, make(draft))
+            publish(draft, place)
+        finally:
+            remove(draft)
+        entry = _read(place, key)
+    if entry is None:
+        raise KernelError(f"kernel {name}: what was just written to {place} reads back differently", kernel=name)
+    return entry
+
+
+def _place_name(name: str, key: Mapping[str, Any]) -> str:
+    return f"{name}-{key['arch']}-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}"
+
+
+def _read(place: Path, key: Mapping[str, Any] | None) -> Entry | None:
+    """The entry at ``place``, if its files are those of its manifest and its key (where given) is ``key``."""
+    try:
+        manifest = json.loads((place / _MANIFEST).read_text(encoding="utf-8"))
+        files, found = manifest["files"], manifest["key"]
+        if manifest["format"] != _FORMAT or (key is not None and found != key):
+            return None
+        if {each.name for each in place.iterdir()} != {_MANIFEST, *files}:
+            return None
+        if any(file_hash(place / file) != expected for file, expected in files.items()):
+            return None
+        source = f"{manifest['name']}{found['suffix']}"
+        return Entry(manifest["name"], found["arch"], place, place / source, manifest["report"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _seal(draft: Path, name: str, key: Mapping[str, Any], report: Mapping[str, Any]) -> None:
+    """Writes the manifest, and all of the draft to the disk."""
+    files = sorted(draft.iterdir())
+    manifest = {
+        "format": _FORMAT,
+        "name": name,
+        "key": key,
+        "report": report,
+        "files": {file.name: file_hash(file) for file in files},
+    }
+    (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for file in (*files, draft / _MANIFEST, draft):
+        sync(file)
+
+
+def publish(draft: Path, place: Path) -> None:
+    """Puts the whole draft in its place at once; a damaged entry there makes way."""
+    if place.exists():
+        aside = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+        os.replace(place, aside)
+        remove(aside)
+    os.replace(draft, place)
+    sync(place.parent)
+
+
+def remove(path: Path) -> None:
+    """A file or a directory with all in it, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or a directory's list of files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_hash(file: Path) -> str:
+    """SHA-256 of its bytes, in hexadecimal digits."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[bool]:
+    """Holds the lock file at ``path``, which is left behind, since another process may already wait for it.
+
+    Yields whether it is held: some network file systems have no locks. There each process builds, and the last stays.
+    """
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w") as file:
+        is_held = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            is_held = False
+        yield is_held
+
+
+_temporary: tempfile.TemporaryDirectory[str] | None = None
+
+
+def _temporary_directory() -> Path:
+    global _temporary
+    if _temporary is None:
+        _temporary = tempfile.TemporaryDirectory(prefix="fastgen-kernels-")
+    return Path(_temporary.name)

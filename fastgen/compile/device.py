@@ -1,0 +1,141 @@
+"""What the device is. The only module that asks; everyone else is told a :class:`Device`."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from fastgen.errors import InvalidArgumentError
+
+# The vector and matrix extensions that matter to arithmetic on weights, by the names Linux gives them.
+_INSTRUCTION_SETS = (
+    *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("avx_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+    *("asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2"),
+)
+_CPU_INFO = Path("/proc/cpuinfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, as far as this process may use it.
+
+    A CPU has ``num_cores`` (physical cores this process may run on) and ``instruction_sets``; an NVIDIA GPU has
+    ``capability`` (major, minor) and ``num_sms``. ``memory_bytes`` is the memory the device has, not what is free.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory_bytes: int
+    index: int | None = None
+    num_cores: int = 0
+    instruction_sets: tuple[str, ...] = ()
+    capability: tuple[int, int] | None = None
+    num_sms: int = 0
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.kind) if self.index is None else torch.device(self.kind, self.index)
+
+    def __str__(self) -> str:
+        return str(self.torch_device)
+
+
+def current(device: str = "auto") -> Device:
+    """Describes ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or ``"auto"`` for a GPU where there is one.
+
+    Raises :class:`InvalidArgumentError` for any other name and for a GPU that is not there.
+    """
+    match = re.fullmatch(r"auto|cpu|cuda(?::(\d{1,4}))?", device) if isinstance(device, str) else None
+    if match is None:
+        raise InvalidArgumentError(f"device={device!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:<index>'")
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return _cpu()
+    return _cuda(device, int(match[1] or 0))
+
+
+def return_freed_memory() -> None:
+    """Give memory that was freed back to the system, where the C library keeps it (glibc does, for what was large)."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _cuda(asked: str, index: int) -> Device:
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise InvalidArgumentError(f"device={asked!r}: this torch ({torch.__version__}) is built without GPU support")
+    num_devices = torch.cuda.device_count()
+    if index >= num_devices:
+        raise InvalidArgumentError(f"device={asked!r}: this machine shows {num_devices} GPUs")
+    found = torch.cuda.get_device_properties(index)
+    return Device(
+        kind="cuda",
+        name=found.name,
+        memory_bytes=found.total_memory,
+        index=index,
+        capability=(found.major, found.minor),
+        num_sms=found.multi_processor_count,
+    )
+
+
+def _cpu() -> Device:
+    facts = _CPU_INFO.read_text(encoding="utf-8", errors="replace") if _CPU_INFO.exists() else ""
+    allowed = _allowed_cpus()
+    processors = [processor for processor in _parse_cpu_info(facts) if int(processor["processor"]) in allowed]
+    flags = set((processors[0].get("flags") or processors[0].get("Features") or "").split()) if processors else set()
+    model_name = processors[0].get("model name", "") if processors else ""
+    return Device(
+        kind="cpu",
+        name=model_name or platform.processor() or platform.machine(),
+        memory_bytes=_memory_bytes(),
+        num_cores=min(_count_cores(processors) or len(allowed), _quota_cores()),
+        instruction_sets=tuple(name for name in _INSTRUCTION_SETS if name in flags),
+    )
+
+
+def _allowed_cpus() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _parse_cpu_info(text: str) -> list[dict[str, str]]:
+    """One dict per logical processor; blocks that describe no processor (ARM boards end with one) are left out."""
+    blocks = [
+        {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in block.splitlines())}
+        for block in text.split("\n\n")
+    ]
+    return [block for block in blocks if block.get("processor", "").isdigit()]
+
+
+def _count_cores(processors: Iterable[dict[str, str]]) -> int:
+    """Physical cores: hyper-threads share a (package, core) pair. Without these keys each processor is a core."""
+    return len({(p.get("physical id"), p.get("core id", f"processor {p['processor']}")) for p in processors})
+
+
+def _quota_cores() -> int:
+    """How many cores a container's CPU quota amounts to, rounded up; a very large number without a quota."""
+    quota, _, period = _read_cgroup("cpu.max").partition(" ")
+    return max(1, math.ceil(int(quota) / int(period))) if quota.isdigit() and period.isdigit() else 1 << 30
+
+
+def _memory_bytes() -> int:
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _read_cgroup("memory.max")
+    return min(installed, int(limit)) if limit.isdigit() else installed
+
+
+def _read_cgroup(name: str) -> str:
+    try:
+        return (_CGROUP / name).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,41 @@
+"""The fence: once warm-up is over, nothing may be compiled or captured any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastgen.errors import KernelError
+
+
+class Fence:
+    """Belongs to one engine, so that another may still warm up in the same process. Open until :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._reason is not None
+
+    def close(self, reason: str = "warm-up is over") -> None:
+        """From now on :meth:`check` refuses, for this ``reason``."""
+        self._reason = reason
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Open within the block, afterwards as before."""
+        before, self._reason = self._reason, None
+        try:
+            yield
+        finally:
+            self._reason = before
+
+    def check(self, action: str, what: str, **facts: Any) -> None:
+        """Raises :class:`KernelError` with these ``facts`` where the fence is closed.
+
+        ``action`` is a verb, such as ``"build"``, ``what`` what it is done to.
+        """
+        if self._reason is not None:
+            raise KernelError(f"{self._reason}: {what} is not there, and it is too late to {action} it", **facts)

@@ -1,0 +1,83 @@
+"""Paged attention on the ``cpp`` target: one kernel for chunks and decodes alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.compile.build import Kernel
+from fastgen.compile.ops.attention_specs import AttentionShape
+from fastgen.compile.spec import Argument, KernelSpec, Value
+
+
+def cpp_attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] = ()) -> KernelSpec:
+    """The kernel for :class:`CppAttention`. ``arch`` is one of the C++ builder's; ``shape.dtype`` is the cache's,
+    while queries and results are fp32.
+    """
+    dtype, has_v = shape.dtype, not shape.values_in_keys
+    arguments = (
+        Argument("q", "fp32", "in"),
+        *(Argument(name, dtype, "in") for name in ("k_cache", *(("v_cache",) if has_v else ()))),
+        *(Argument(name, "i32", "in") for name in ("block_tables", "cu_seqlens_q", "seq_lens")),
+        *([Argument("slopes", "fp32", "in")] if shape.alibi else []),
+        Argument("out", "fp32", "out"),
+        *(Argument(name, "i64", "scalar") for name in ("num_seqs", "num_tokens", "max_blocks", "q_stride")),
+    )
+    parameters: dict[str, Value] = {
+        "N": shape.num_heads,
+        "K": shape.num_kv_heads,
+        "D": shape.head_dim,
+        "DV": shape.v_dim,
+        "P": shape.block_size,
+        "dtype": dtype,
+        "v_in_k": shape.values_in_keys,
+        "window": shape.sliding_window,
+        "alibi": shape.alibi,
+        "alibi_dtype": shape.alibi_dtype if shape.alibi else None,
+        "softcap": shape.softcap,
+        "scale": float(shape.scale),
+        "arch": arch,
+    }
+    return KernelSpec("attention", "cpp", parameters, arguments, needed_by=needed_by)
+
+
+def empty_cpp_cache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, latent_dim: int | None, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A cache as the kernel wants it, seen as everybody sees it: ``k [B, P, K, D]``, ``v [B, P, K, D]``, or with a
+    ``latent_dim`` the first so many features of the keys.
+
+    In memory a block's keys lie ``[K, D, P]``, so that a vector of keys is loaded at once, and values ``[K, P, D]``.
+    """
+    k = torch.empty(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype).permute(0, 3, 1, 2)
+    if latent_dim is not None:
+        return k, k[..., :latent_dim]
+    return k, torch.empty(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype).transpose(1, 2)
+
+
+class CppAttention:
+    """:func:`fastgen.compile.ops.attention.paged_attention` by a kernel of :func:`cpp_attention_spec`."""
+
+    def __init__(self, kernel: Kernel, slopes: Tensor | None = None):
+        self._kernel = kernel
+        self._slopes = () if slopes is None else (slopes.float().contiguous(),)
+        self._takes_values = not kernel.spec.parameters["v_in_k"]
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Shapes as there; caches of :func:`empty_cpp_cache`. ``q``'s tokens may lie apart, all else is contiguous.
+        ``q`` and ``out`` are fp32."""
+        caches = (k_cache, v_cache) if self._takes_values else (k_cache,)
+        self._kernel(
+            (),
+            *(q, *caches, block_tables, cu_seqlens_q, seq_lens, *self._slopes, out),
+            *(len(seq_lens), len(q), block_tables.shape[1], q.stride(0)),
+        )

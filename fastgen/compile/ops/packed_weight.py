@@ -1,0 +1,186 @@
+"""A linear layer's weights in the order in which the ``cpp`` target's kernels read them."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastgen.compile.ops.quantization import GROUP, Quantized, quantize_channels, quantize_groups
+from fastgen.errors import InvalidArgumentError
+
+WeightFormat = Literal["fp32", "bf16", "fp16", "int8_weight_only", "int8", "int4"]
+PANELS = {"avx512vnni": 32, "avx512": 32, "avx2": 16, "portable": 16}
+"""By instruction set, how many outputs' weights lie side by side."""
+_LANES = {"avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SCALED = ("int8_weight_only", "int8")
+_MAX_IN_FEATURES = (2**31 - 1) // 127**2  # so that a sum of products of 8 bits has room in 32
+_HUGE_PAGE = 2 << 20
+_PIECE = 4 << 20  # weights converted at a time
+
+
+class PackedWeight:
+    """``weight [out_features, in_features]`` and ``bias [out_features]`` of one layer, packed for one instruction set.
+
+    Written by rows as they come, from any float dtype, in pieces, so that next to the packed weights only the rows at
+    hand exist. Rows and biases that were never written are zero. The memory is the process's own, in huge pages where
+    the system has them, and goes when the object and all its tensors do.
+
+    ``panels`` holds bytes, ``[num_panels, bytes]``, in the order that ``templates/cpp/linear_float.cpp.j2`` and
+    ``linear_int.cpp.j2`` describe; ``scale`` and ``bias`` fp32, one for each output, the last panel's padding included.
+    """
+
+    def __init__(self, weight_format: WeightFormat, out_features: int, in_features: int, arch: str):
+        if weight_format not in get_args(WeightFormat):
+            raise InvalidArgumentError(f"weight format {weight_format!r}: expected {', '.join(get_args(WeightFormat))}")
+        most = _MAX_IN_FEATURES if weight_format == "int8" else sys.maxsize
+        if out_features < 1 or not 1 <= in_features <= most:
+            raise InvalidArgumentError(
+                f"a weight of {out_features} x {in_features} cannot be packed in {weight_format}"
+            )
+        self.format, self.arch = weight_format, arch
+        self.out_features, self.in_features = out_features, in_features
+        self._panel, self._lanes = PANELS[arch], _LANES[arch]
+        num_panels = -(-out_features // self._panel)
+        self.panels = _allocate(num_panels * self._panel_bytes()).view(num_panels, -1)
+        self.scale = torch.zeros(num_panels * self._panel if weight_format in _SCALED else 0)
+        self.bias = torch.zeros(num_panels * self._panel)
+
+    @property
+    def size_bytes(self) -> int:
+        """What a forward pass reads."""
+        return self.panels.nbytes + self.scale.nbytes + self.bias.nbytes
+
+    def write(self, start: int, rows: Tensor) -> None:
+        """Packs ``rows [n, in_features]`` as outputs ``start`` to ``start + n``. Raises ``ValueError``."""
+        end = start + len(rows)
+        if start < 0 or end > self.out_features or rows.shape[1:] != (self.in_features,):
+            raise ValueError(
+                f"rows {start} to {end} of {tuple(rows.shape[1:])} do not fit a weight of "
+                f"{self.out_features} x {self.in_features}"
+            )
+        piece = max(1, _PIECE // (self.in_features * self._panel)) * self._panel
+        while start < end:
+            place = start % self._panel
+            count = min(end - start, self._panel - place if place else piece)
+            if not place and count > self._panel:
+                count -= count % self._panel
+            self._write_piece(start, rows[:count])
+            start, rows = start + count, rows[count:]
+
+    def write_bias(self, start: int, bias: Tensor) -> None:
+        """``bias [n]`` of outputs ``start`` to ``start + n``. Raises ``ValueError``."""
+        if start < 0 or start + len(bias) > self.out_features or bias.ndim != 1:
+            raise ValueError(f"biases {start} to {start + len(bias)} of a layer with {self.out_features} outputs")
+        self.bias[start : start + len(bias)] = bias
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """The rows ``indices [n]`` of the weight as kernels see them, in fp32: ``[n, in_features]``. Nothing but these
+        rows is read."""
+        panels, outputs = indices // self._panel, indices % self._panel
+        if self.format == "int4":
+            return self._int4_rows(panels, outputs)[:, : self.in_features]
+        view = self._view(self.panels)
+        if self.format == "bf16":
+            pair, half = outputs // (2 * self._lanes), outputs // self._lanes % 2
+            return view[panels, pair, half, outputs % self._lanes].float()
+        values = view[panels, outputs].flatten(1)[:, : self.in_features]
+        if self.format not in _SCALED:
+            return values.float()
+        return (values ^ -128 if self.format == "int8" else values) * self.scale[indices].unsqueeze(1)
+
+    def _int4_rows(self, panels: Tensor, outputs: Tensor) -> Tensor:
+        """As :func:`unpack_nibbles` reads them."""
+        groups = self.panels.view(len(self.panels), -1, 18 * self._panel)
+        scale = groups.view(torch.float16)[panels, :, outputs].float()
+        both = groups[:, :, 2 * self._panel :].view(*groups.shape[:2], -1, 4, self._lanes, 4)
+        both = both[panels, :, outputs // self._lanes, :, outputs % self._lanes]
+        codes = torch.stack([both & 15, both >> 4], dim=2).to(torch.int8) - 8
+        return (codes.flatten(2) * scale.unsqueeze(2)).flatten(1)
+
+    def _write_piece(self, start: int, rows: Tensor) -> None:
+        """Writes whole panels, or a part of one."""
+        values = self._convert(rows)
+        panels = slice(start // self._panel, -(-(start + len(rows)) // self._panel))
+        if len(rows) % self._panel:
+            before, place = self._read(torch.tensor([panels.start])), slice(start % self._panel, None)
+            for old, new in zip(_tensors(before), _tensors(values), strict=True):
+                old[place][: len(rows)] = new
+            values = before
+        codes = values.codes if isinstance(values, Quantized) else values
+        if isinstance(values, Quantized) and self.format == "int4":
+            self.panels[panels] = pack_nibbles(codes, values.scale, self._lanes, self._panel)
+            return
+        if isinstance(values, Quantized):
+            self.scale.view(-1, self._panel)[panels] = values.scale.view(-1, self._panel)
+        if self.format == "int8":
+            codes = pad(codes, (0, -self.in_features % 4)) ^ -128
+        view = self._view(self.panels[panels])
+        view.copy_(codes.view(view.shape))
+
+    def _read(self, panels: Tensor) -> Tensor | Quantized:
+        """What :meth:`_convert` made of the rows of these panels."""
+        if self.format == "int4":
+            return unpack_nibbles(self.panels[panels], self._lanes, self._panel)
+        codes = self._view(self.panels[panels]).reshape(len(panels) * self._panel, -1)[:, : self.in_features]
+        if self.format in _FLOATS:
+            return codes
+        scale = self.scale.view(-1, self._panel)[panels].view(-1, 1)
+        return Quantized(codes ^ -128 if self.format == "int8" else codes, scale)
+
+    def _convert(self, rows: Tensor) -> Tensor | Quantized:
+        if self.format in _FLOATS:
+            return rows.to(_FLOATS[self.format])
+        return quantize_groups(rows) if self.format == "int4" else quantize_channels(rows)
+
+    def _view(self, panels: Tensor) -> Tensor:
+        """Bytes of panels as numbers that lie, read in order of the view, as in ``[outputs, in_features]``."""
+        count, panel, lanes = len(panels), self._panel, self._lanes
+        if self.format == "bf16":
+            return panels.view(torch.bfloat16).view(count, -1, panel // lanes // 2, lanes, 2).permute(0, 2, 4, 3, 1)
+        if self.format == "int8":
+            return panels.view(torch.int8).view(count, -1, panel, 4).transpose(1, 2)
+        return panels.view(_FLOATS.get(self.format, torch.int8)).view(count, -1, panel).transpose(1, 2)
+
+    def _panel_bytes(self) -> int:
+        if self.format == "int4":
+            return -(-self.in_features // GROUP) * 18 * self._panel
+        step = 4 if self.format == "int8" else 1
+        return -(-self.in_features // step) * step * self._panel * _FLOATS.get(self.format, torch.int8).itemsize
+
+
+def pack_nibbles(codes: Tensor, scale: Tensor, lanes: int, panel: int) -> Tensor:
+    """Panels of int4, ``[n, bytes]``, of ``codes [n * panel, K]`` and ``scale [n * panel, K / 32]``."""
+    groups = scale.shape[1]
+    parts = (codes + 8).to(torch.uint8).view(-1, panel // lanes, lanes, groups, 2, 4, 4)
+    low, high = parts.permute(4, 0, 3, 1, 5, 2, 6).reshape(2, -1, groups, 16 * panel)
+    scales = scale.half().view(-1, panel, groups).transpose(1, 2).contiguous().view(torch.uint8)
+    return torch.cat([scales, low | high << 4], dim=2).flatten(1)
+
+
+def unpack_nibbles(panels: Tensor, lanes: int, panel: int) -> Quantized:
+    """The inverse of :func:`pack_nibbles`."""
+    grouped = panels.view(len(panels), -1, 18 * panel)
+    scales, both = grouped[:, :, : 2 * panel].contiguous().view(torch.float16), grouped[:, :, 2 * panel :]
+    parts = torch.stack([both & 15, both >> 4]).view(2, len(panels), -1, panel // lanes, 4, lanes, 4)
+    codes = parts.permute(1, 3, 5, 2, 0, 4, 6).reshape(len(panels) * panel, -1).to(torch.int8) - 8
+    return Quantized(codes, scales.transpose(1, 2).reshape(len(codes), -1).float())
+
+
+def _tensors(values: Tensor | Quantized) -> tuple[Tensor, ...]:
+    return (values.codes, values.scale) if isinstance(values, Quantized) else (values,)
+
+
+def _allocate(size_bytes: int) -> Tensor:
+    """Zeroed bytes, at the start of a huge page."""
+    memory = mmap.mmap(-1, size_bytes + _HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE
+    return whole[start : start + size_bytes]

@@ -1,0 +1,93 @@
+"""Weights and activations in few bits: the arithmetic of quantised linear layers, exact in its integers.
+
+All of it is symmetric: a value is its code times a scale. Sums of products of codes are integers, computed without
+rounding; the scales come afterwards, in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+"""How many of a row's neighbouring values share a scale, where not all of them do."""
+_SMALLEST = 1e-30  # rows of smaller values count as zero; 127 over them would overflow
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """``codes [rows, K]`` int8 and ``scale [rows, K / group]`` fp32: a value is its code times its group's scale."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def dequantize(self) -> Tensor:
+        """The values in fp32, ``[rows, K]``."""
+        grouped = self.codes.view(*self.scale.shape, -1)
+        return (grouped * self.scale[:, :, None]).flatten(1)
+
+
+def quantize_channels(weight: Tensor) -> Quantized:
+    """8 bits and one scale for each output: ``weight [out, in]``, codes −127 to 127."""
+    wide = weight.float()
+    scale = wide.abs().amax(1, keepdim=True) / 127
+    return Quantized(torch.round(wide / scale.clamp(min=_SMALLEST)).to(torch.int8), scale)
+
+
+def quantize_groups(weight: Tensor) -> Quantized:
+    """4 bits and one scale, rounded to fp16, for each 32 of a row: ``weight [out, in]``, codes −8 to 7.
+
+    ``in`` is padded with zeros to a multiple of 32. The value furthest from zero gets code −8, whatever its sign (so
+    the scale may be negative), since there are more codes below zero than above.
+    """
+    wide = _pad(weight.float()).reshape(len(weight), -1, GROUP)
+    furthest = wide.gather(2, wide.abs().argmax(2, keepdim=True))
+    scale = (furthest / -8).half().float()
+    codes = torch.round(wide / torch.where(scale == 0, 1.0, scale)).clamp(-8, 7)
+    return Quantized(torch.where(scale == 0, 0.0, codes).to(torch.int8).flatten(1), scale.squeeze(2))
+
+
+def quantize_activations(x: Tensor, group: int | None = None) -> Quantized:
+    """8 bits and one scale for each row of ``x [T, in]``, or for each ``group`` of its values (``in`` is padded).
+
+    A row with an infinity or NaN gets a scale that is one, so no output of it is finite.
+    """
+    wide = (x.float() if group is None else _pad(x.float())).reshape(len(x), -1, group or x.shape[1])
+    largest = wide.abs().amax(2)
+    inverse = torch.where(largest > _SMALLEST, torch.full_like(largest, 127) / largest, 0.0)
+    codes = torch.round(wide * inverse[:, :, None]).nan_to_num(0)
+    return Quantized(codes.to(torch.int8).flatten(1), largest / 127)
+
+
+def linear_int8(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+    """``x Wᵀ + b``, ``weight`` of :func:`quantize_channels` and rows of ``x [T, in]`` quantised: fp32 ``[T, out]``."""
+    rows = quantize_activations(x)
+    sums = (rows.codes.double() @ weight.codes.double().T).float()
+    out = sums * rows.scale * weight.scale.T
+    return out if bias is None else out + bias.float()
+
+
+def linear_int4(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+    """``x Wᵀ + b`` with ``weight`` of :func:`quantize_groups` and ``x [T, in]`` quantised in the same groups.
+
+    The groups' sums are added in fp32, in order. Returns fp32 ``[T, out]``.
+    """
+    rows = quantize_activations(x, GROUP)
+    out = x.new_zeros(len(x), len(weight.codes), dtype=torch.float32)
+    for group in range(weight.scale.shape[1]):
+        part = slice(group * GROUP, (group + 1) * GROUP)
+        sums = rows.codes[:, part].float() @ weight.codes[:, part].float().T
+        out += sums * (rows.scale[:, group, None] * weight.scale[:, group])
+    return out if bias is None else out + bias.float()
+
+
+def linear_int8_weight_only(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+    """``x Wᵀ + b`` with ``weight`` of :func:`quantize_channels`, in fp32; ``x [T, in]``, returns fp32 ``[T, out]``."""
+    out = (x.float() @ weight.codes.float().T) * weight.scale.T
+    return out if bias is None else out + bias.float()
+
+
+def _pad(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP))

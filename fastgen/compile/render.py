@@ -1,0 +1,117 @@
+"""From a kernel spec to source text: one strict Jinja environment, pure and deterministic."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import jinja2
+from jinja2 import meta
+
+from fastgen.compile.spec import DTYPES, Argument, KernelSpec, power_of_2
+
+TEMPLATES = Path(__file__).with_name("templates")
+SUFFIXES = {"triton": ".py", "cpp": ".cpp"}
+_COMMENTS = {"triton": "#", "cpp": "//"}
+_TRITON_TYPES = {
+    **{short: f"tl.{torch_name}" for torch_name, short in DTYPES.items()},
+    **{"fp8e4m3": "tl.float8e4nv", "fp8e5m2": "tl.float8e5", "i1": "tl.int1"},
+}
+_CPP_TYPES = {
+    **{"fp32": "float", "fp16": "fp16", "bf16": "bf16", "i1": "bool"},
+    **{"i8": "int8_t", "u8": "uint8_t", "i16": "int16_t", "i32": "int32_t", "i64": "int64_t"},
+}
+
+
+def render(spec: KernelSpec) -> str:
+    """The kernel's source: :func:`render_heading`, then :func:`render_body`."""
+    return render_heading(spec) + render_body(spec)
+
+
+def render_heading(spec: KernelSpec) -> str:
+    """A comment that says what the kernel is and who asked for it.
+
+    Always five lines, since Triton's cache key contains the line a function starts at.
+    """
+    first = ", ".join(spec.needed_by[:3]) or "nobody in particular"
+    others = f" and {len(spec.needed_by) - 3} more" if len(spec.needed_by) > 3 else ""
+    lines = (
+        spec.name,
+        str(spec),
+        f"needed by {first}{others}",
+        f"rendered from {template_name(spec)}: change that, since this file is written anew; see docs/kernels.md",
+    )
+    return "".join(f"{_COMMENTS[spec.target]} {' '.join(line.split())}\n" for line in lines) + "\n"
+
+
+def render_body(spec: KernelSpec) -> str:
+    """The source without its heading: a function of what distinguishes the spec, so cache keys are made of it.
+
+    The template sees the spec's parameters by their names, ``spec`` itself, and the filters ``tl`` and ``cpp`` from a
+    dtype's short name to the language's, ``declare`` from an argument to a C++ parameter, and ``power_of_2``, the next
+    from a number on. Raises ``jinja2.UndefinedError`` where it names what the spec lacks, and ``ValueError`` for a
+    parameter that it never names: a feature asked for and not computed.
+    """
+    name = template_name(spec)
+    unread = spec.parameters.keys() - _names_read(name)
+    if unread:
+        raise ValueError(f"{name} never reads {', '.join(sorted(unread))}, which {spec.name} asks for")
+    body = render_text(name, **spec.parameters, spec=spec)
+    if spec.target == "cpp" and spec.arguments:
+        body += render_text("cpp/from_slots.cpp.j2", spec=spec)
+    return body
+
+
+def render_text(template: str, **context: object) -> str:
+    """Any template, by its name relative to ``templates/``."""
+    return _environment().get_template(template).render(context)
+
+
+def template_name(spec: KernelSpec) -> str:
+    """The spec's template, relative to ``templates/``."""
+    return f"{spec.target}/{spec.template}{SUFFIXES[spec.target]}.j2"
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["tl"] = _TRITON_TYPES.__getitem__
+    environment.filters["cpp"] = _CPP_TYPES.__getitem__
+    environment.filters["declare"] = _declare
+    environment.filters["unpack"] = _unpack
+    environment.filters["power_of_2"] = power_of_2
+    return environment
+
+
+def _declare(argument: Argument) -> str:
+    """A parameter of a C++ function. Addresses of different arguments never overlap."""
+    if not argument.is_pointer:
+        return f"{_CPP_TYPES[argument.dtype]} {argument.name}"
+    const = "const " if argument.kind == "in" else ""
+    return f"{const}{_CPP_TYPES[argument.dtype]}* __restrict {argument.name}"
+
+
+def _unpack(argument: Argument, index: int) -> str:
+    """An argument of a C++ function out of its 8 bytes ``slots[index]``."""
+    if argument.is_pointer:
+        const = "const " if argument.kind == "in" else ""
+        return f"reinterpret_cast<{const}{_CPP_TYPES[argument.dtype]}*>(slots[{index}])"
+    if argument.dtype == "fp32":
+        return f"[](int64_t slot) {{ float x; __builtin_memcpy(&x, &slot, 4); return x; }}(slots[{index}])"
+    return f"{_CPP_TYPES[argument.dtype]}(slots[{index}])"
+
+
+@cache
+def _names_read(template: str) -> frozenset[str]:
+    """Every variable that a template, or one that it includes or imports, may read."""
+    environment = _environment()
+    tree = environment.parse((TEMPLATES / template).read_text(encoding="utf-8"))
+    others = [_names_read(other) for other in meta.find_referenced_templates(tree) if other]
+    return frozenset(meta.find_undeclared_variables(tree)).union(*others)

@@ -1,0 +1,78 @@
+"""The paged KV cache: tensors only. Who owns which block is the runtime's business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgen.compile.ops.attention_cpp import empty_cpp_cache
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What a token leaves in a layer's cache: ``num_heads`` keys of ``head_dim`` features, and as many values.
+
+    With a ``latent_dim`` no values are kept: they are the first ``latent_dim`` features of the keys.
+    """
+
+    num_heads: int
+    head_dim: int
+    latent_dim: int | None = None
+
+    @property
+    def num_features(self) -> int:
+        """Numbers a token leaves."""
+        return self.num_heads * self.head_dim * (2 if self.latent_dim is None else 1)
+
+
+@dataclass(frozen=True)
+class LayerKVCache:
+    """One layer's view: ``k [B, P, K, D]``, ``v [B, P, K, Dv]`` and the KV group whose block table addresses them."""
+
+    k: Tensor
+    v: Tensor
+    group: int
+
+
+def storage_places(groups: Sequence[int], shapes: Sequence[KVShape]) -> list[tuple[KVShape, int]]:
+    """For each layer, which storage it uses: its shape, and how many layers of its group stand before it.
+
+    ``groups[i]`` is the KV group of layer ``i``, ``shapes[group]`` what its layers keep. A block id belongs to one
+    group at a time, so the n-th layers of all groups of one shape share a storage.
+    """
+    return [(shapes[group], list(groups[:layer]).count(group)) for layer, group in enumerate(groups)]
+
+
+class PagedKVCache:
+    """Keys and values of every layer in blocks of ``P`` tokens; see :func:`storage_places`.
+
+    ``feature_major`` lays them out in memory as kernels of the ``cpp`` target read them.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[int],
+        shapes: Sequence[KVShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        feature_major: bool = False,
+    ):
+        def storage(shape: KVShape) -> tuple[Tensor, Tensor]:
+            if feature_major:
+                return empty_cpp_cache(
+                    num_blocks, block_size, shape.num_heads, shape.head_dim, shape.latent_dim, dtype=dtype
+                )
+            k = torch.empty(num_blocks, block_size, shape.num_heads, shape.head_dim, dtype=dtype, device=device)
+            return k, torch.empty_like(k) if shape.latent_dim is None else k[..., : shape.latent_dim]
+
+        places = storage_places(groups, shapes)
+        storages = {place: storage(place[0]) for place in dict.fromkeys(places)}
+        self.storage = list(storages.values())
+        self.layers = [LayerKVCache(*storages[place], group) for place, group in zip(places, groups, strict=True)]
+        self.size_bytes = sum(shape.num_features for shape, _ in storages) * num_blocks * block_size * dtype.itemsize

@@ -1,0 +1,117 @@
+"""Linear layers, several of the checkpoint's stacked into one matrix where they read the same input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.compile.ops.linear import LinearKernel, linear
+from fastgen.compile.ops.packed_weight import PackedWeight
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows ``start .. start + shape[0] - 1`` of a packed weight, written as ``[out, in]``."""
+
+    weight: PackedWeight
+    start: int
+    shape: tuple[int, int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which what is written must be finite."""
+        return torch.float16 if self.weight.format == "fp16" else torch.float32
+
+    def copy_(self, rows: Tensor) -> None:
+        self.weight.write(self.start, rows)
+
+    def holds(self, rows: Tensor) -> bool:
+        """Whether these rows, packed, are what is there."""
+        there = self.weight.rows(torch.arange(self.start, self.start + len(rows)))
+        packed = PackedWeight(self.weight.format, *self.shape, self.weight.arch)
+        packed.write(0, rows)
+        return torch.equal(there, packed.rows(torch.arange(len(rows))))
+
+
+@dataclass(frozen=True)
+class PackedHeads:
+    """A packed weight for each head, written as one ``[heads * out, in]``; ``turned``, each holds it transposed."""
+
+    heads: Sequence[PackedWeight]
+    turned: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        first = self.heads[0]
+        rows, width = (
+            (first.in_features, first.out_features) if self.turned else (first.out_features, first.in_features)
+        )
+        return len(self.heads) * rows, width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which what is written must be finite."""
+        return self._parts()[0].dtype
+
+    def copy_(self, rows: Tensor) -> None:
+        for part, its_rows in zip(self._parts(), self._cut(rows), strict=True):
+            part.copy_(its_rows)
+
+    def holds(self, rows: Tensor) -> bool:
+        """Whether these rows, packed, are what is there."""
+        return all(part.holds(its_rows) for part, its_rows in zip(self._parts(), self._cut(rows), strict=True))
+
+    def _parts(self) -> list[PackedRows]:
+        return [PackedRows(head, 0, (head.out_features, head.in_features)) for head in self.heads]
+
+    def _cut(self, rows: Tensor) -> list[Tensor]:
+        parts = rows.view(len(self.heads), -1, rows.shape[1])
+        return list(parts.transpose(1, 2).contiguous() if self.turned else parts)
+
+
+class Linear(nn.Module):
+    """``y = x Wᵀ + b`` with the rows of several projections stacked: ``x [T, in] -> [T, sum(out_features)]``.
+
+    ``biased[i]`` says whether part ``i`` has a bias; where only some have one, the others' entries stay zero. With a
+    ``kernel`` the weight is packed for it, in its format, and there is no other copy.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Sequence[int],
+        biased: Sequence[bool],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernel: LinearKernel | None = None,
+    ):
+        super().__init__()
+        self.out_features, self.kernel = list(out_features), kernel
+        total = sum(out_features)
+        if kernel is not None:
+            self.packed = kernel.pack(total, in_features)
+            return
+        self.weight = nn.Parameter(torch.empty(total, in_features, dtype=dtype, device=device), requires_grad=False)
+        self.bias = (
+            nn.Parameter(torch.zeros(total, dtype=dtype, device=device), requires_grad=False) if any(biased) else None
+        )
+
+    def part(self, index: int) -> tuple[Tensor | PackedRows, Tensor | None]:
+        """Where part ``index`` goes: its weight rows ``[out, in]`` and its bias ``[out]``."""
+        start = sum(self.out_features[:index])
+        rows = slice(start, start + self.out_features[index])
+        if self.kernel is not None:
+            shape = (self.out_features[index], self.packed.in_features)
+            return PackedRows(self.packed, start, shape), self.packed.bias[rows]
+        return self.weight.data[rows], None if self.bias is None else self.bias.data[rows]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kernel is None:
+            return linear(x, self.weight, self.bias)
+        out = x.new_empty(len(x), self.packed.out_features)
+        self.kernel(x, self.packed, out)
+        return out

@@ -1,0 +1,71 @@
+"""Which files of a directory make a checkpoint, and what their JSON says. Needs no torch.
+
+The first of :data:`WEIGHT_FILES` present decides which weight files are read: an index names its shards, a single file
+stands for itself, and any other file is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fastgen.errors import CheckpointError
+
+WEIGHT_FILES = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+
+
+def weights_entry(names: Collection[str]) -> str | None:
+    """Which of a directory's file ``names`` says where the weights are; ``None`` where it holds none that are read."""
+    return next((name for name in WEIGHT_FILES if name in names), None)
+
+
+def is_index(entry: str) -> bool:
+    return entry.endswith(".index.json")
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``, strictly: no repeated keys, no ``NaN``. Raises :class:`CheckpointError`."""
+    try:
+        value = json.loads(file.read_text("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file}:{error.lineno}:{error.colno}: is not valid JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, a repeated key, a number too long, nested too deep
+        raise CheckpointError(f"{file}: is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if repeated:
+        raise ValueError(f"key {repeated[0]!r} stands there more than once")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """``weight_map`` of an index file: tensor name -> name of its shard, a file beside the index."""
+    shards = read_json_object(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise CheckpointError(f"{index}: has no 'weight_map' that says which file holds which tensor")
+    suffix = ".safetensors" if index.name.endswith(".safetensors.index.json") else ".bin"
+    for name, shard in shards.items():
+        if not isinstance(shard, str) or not shard.endswith(suffix):
+            raise CheckpointError(f"{index}: tensor {name!r}: {shard!r} is not the name of a {suffix} file")
+        if "/" in shard or "\\" in shard or "\0" in shard:
+            raise CheckpointError(f"{index}: tensor {name!r}: {shard!r} leads out of the checkpoint's directory")
+    return shards

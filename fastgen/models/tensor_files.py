@@ -1,0 +1,182 @@
+"""The two kinds of weight file, ``.safetensors`` and PyTorch's ``.bin``: headers first, then tensors one at a time.
+
+Files are memory-mapped by their own libraries. A page of a mapping that was read stays in the process's resident
+memory until it is unmapped, so a file is read in *windows*: each opens it anew, and closes it before the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fastgen.errors import CheckpointError
+
+T = TypeVar("T")
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_GIT_LFS_POINTER = b"version https://git-lfs"
+_ZIP = b"PK\x03\x04"
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file says about one of its tensors, known without reading it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_headers(file: Path) -> dict[str, TensorHeader]:
+    """Every tensor of ``file``; no weight is read.
+
+    Raises :class:`CheckpointError` naming the file: missing, empty, truncated, damaged, not a plain table of tensors,
+    or holding code.
+    """
+    read = _safetensors_headers if file.suffix == ".safetensors" else _torch_headers
+    return _explained(file, lambda: read(file))
+
+
+def stream_tensors(
+    file: Path, headers: Mapping[str, TensorHeader], *, window_bytes: int
+) -> Generator[tuple[str, Tensor]]:
+    """The tensors named by ``headers``, in that order, on the CPU, as they stand in the file.
+
+    Each is valid until the next is asked for, and must be dropped by then: a tensor held keeps its window mapped.
+    At most ``window_bytes``, or one tensor where that is larger, are resident at a time. The exception are ``.bin``
+    files in the format before PyTorch 1.6, which cannot be mapped: such a file is in memory as a whole, and its tensors
+    are freed as they are taken.
+    """
+    open_file = _open_safetensors if file.suffix == ".safetensors" else _open_torch
+    for names in _windows(headers, window_bytes if _can_map(file) else None):
+        with open_file(file) as take:
+            for name in names:
+                yield name, take(name)
+
+
+def _windows(headers: Mapping[str, TensorHeader], window_bytes: int | None) -> Iterator[list[str]]:
+    window: list[str] = []
+    held = 0
+    for name, header in headers.items():
+        if window and window_bytes is not None and held + header.size_bytes > window_bytes:
+            yield window
+            window, held = [], 0
+        window.append(name)
+        held += header.size_bytes
+    if window:
+        yield window
+
+
+def _safetensors_headers(file: Path) -> dict[str, TensorHeader]:
+    with safe_open(file, framework="pt") as opened:
+        return {name: _safetensors_header(file, name, opened.get_slice(name)) for name in sorted(opened.keys())}
+
+
+def _safetensors_header(file: Path, name: str, entry: Any) -> TensorHeader:
+    dtype = _SAFETENSORS_DTYPES.get(entry.get_dtype())
+    if dtype is None:
+        raise CheckpointError(f"{file}: tensor {name!r} is stored as {entry.get_dtype()}, which fastgen cannot read")
+    return TensorHeader(file, tuple(entry.get_shape()), dtype)
+
+
+@contextmanager
+def _open_safetensors(file: Path) -> Iterator[Callable[[str], Tensor]]:
+    with _explained(file, lambda: safe_open(file, framework="pt")) as opened:
+        yield opened.get_tensor
+
+
+def _torch_headers(file: Path) -> dict[str, TensorHeader]:
+    table = torch.load(file, map_location="meta", weights_only=True)
+    if not isinstance(table, Mapping):
+        raise CheckpointError(f"{file}: holds a {type(table).__name__}, not a table of tensors")
+    for name, value in table.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.layout != torch.strided:
+            raise CheckpointError(
+                f"{file}: entry {name!r} is no plain tensor but a {type(value).__name__}; save a model's state_dict()"
+            )
+    return {name: TensorHeader(file, tuple(value.shape), value.dtype) for name, value in table.items()}
+
+
+@contextmanager
+def _open_torch(file: Path) -> Iterator[Callable[[str], Tensor]]:
+    mapped = _can_map(file)
+    table = _explained(file, lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=mapped))
+    yield table.pop
+
+
+def _can_map(file: Path) -> bool:
+    return file.suffix == ".safetensors" or _first_bytes(file).startswith(_ZIP)
+
+
+def _explained(file: Path, action: Callable[[], T]) -> T:
+    """``action()``, with whatever goes wrong inside the libraries told as a :class:`CheckpointError` about ``file``.
+
+    The error has neither cause nor context: their tracebacks would hold the libraries' frames, and with them the file.
+    """
+    try:
+        return action()
+    except CheckpointError as error:
+        problem = str(error)
+    except Exception as error:  # a damaged pickle may fail in any way at all
+        problem = f"{file}: {_explanation(file, error)}"
+    raise CheckpointError(problem)
+
+
+def _explanation(file: Path, error: Exception) -> str:
+    if not file.exists():
+        return "the file is missing"
+    if not file.is_file():
+        return "is not a file"
+    first = _first_bytes(file)
+    if not first:
+        return "the file is empty"
+    if first.startswith(_GIT_LFS_POINTER):
+        return "is a git-lfs pointer, not the weights; run `git lfs pull` in the directory"
+    if isinstance(error, SafetensorError):
+        if "not fully covered" in str(error):
+            return f"is truncated, or longer than its header says ({file.stat().st_size} bytes); fetch it again"
+        return f"has a damaged header, or is no safetensors file; fetch it again ({error})"
+    if isinstance(error, UnpicklingError):
+        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), None)
+        if reason:
+            return f"refused, since it asks to run code and fastgen runs none from a checkpoint ({reason.strip()})"
+        return "is damaged, or holds more than tensors; fetch it again, or save it anew as safetensors"
+    return f"is truncated or damaged; fetch it again ({type(error).__name__}: {str(error).partition('. ')[0]})"
+
+
+def _first_bytes(file: Path) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(_GIT_LFS_POINTER))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error

@@ -1,0 +1,1 @@
+"""The engine: requests, scheduling, the step, and the public face over them."""

@@ -1,0 +1,111 @@
+"""What a submitted request has produced so far, seen from the user's side: text, log-probabilities, times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from fastgen.runtime.detokenizer import Detokenizer
+from fastgen.runtime.outputs import FinishReason, GenerationChunk, GenerationOutput, RequestMetrics
+from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.sampler import SampledToken
+
+
+@dataclass
+class Completion:
+    """One sequence's answer in the making. ``token_times_s`` are the engine clock's, one a token."""
+
+    sequence: Sequence
+    detokenizer: Detokenizer | None
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_chars_taken: int = 0
+    num_tokens_taken: int = 0
+    finish_taken: bool = False
+
+    def append(self, token: SampledToken, stop_ids: frozenset[int], now_s: float) -> FinishReason | None:
+        """Add a token; returns why the sequence ends with it, if it does. A stop token contributes no text."""
+        sampling = self.sequence.request.sampling
+        self.token_ids.append(token.token_id)
+        self.token_times_s.append(now_s)
+        if token.logprobs is not None:
+            self.logprobs.append(token.logprobs)
+        if token.token_id in stop_ids:
+            return "stop"
+        if self.detokenizer is not None:
+            self.text += self.detokenizer.append(token.token_id)
+            if self.detokenizer.stopped:
+                return "stop"
+        return "length" if len(self.token_ids) >= sampling.max_new_tokens else None
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        if self.detokenizer is not None:
+            self.text += self.detokenizer.finish()
+        self.finish_reason, self.error = reason, error
+
+    def take_chunk(self) -> GenerationChunk | None:
+        """What was added since the last chunk was taken, or ``None``."""
+        text, token_ids = self.text[self.num_chars_taken :], self.token_ids[self.num_tokens_taken :]
+        ended = self.finish_reason is not None and not self.finish_taken
+        if not text and not token_ids and not ended:
+            return None
+        self.num_chars_taken, self.num_tokens_taken = len(self.text), len(self.token_ids)
+        self.finish_taken = ended
+        return GenerationChunk(
+            index=self.sequence.index, text=text, token_ids=token_ids, finish_reason=self.finish_reason
+        )
+
+
+class Generation:
+    """A submitted request: its completions and what they have in common."""
+
+    def __init__(self, request: Request, completions: list[Completion]):
+        self.request = request
+        self.completions = completions
+        self.prompt_logprobs: list[dict[int, float] | None] | None = (
+            None if request.sampling.prompt_logprobs is None else [None] * len(request.prompt_ids)
+        )
+        self.left_queue_s: float | None = None
+        """When a token of it was first scheduled, or it ended without."""
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.completions)
+
+    def take_chunks(self) -> list[GenerationChunk]:
+        """What each completion has added since the last call."""
+        return [chunk for completion in self.completions if (chunk := completion.take_chunk()) is not None]
+
+    def output(self) -> GenerationOutput:
+        """The finished answer; further completions hang on the first."""
+        assert self.finished
+        others = tuple(self._completion_output(completion) for completion in self.completions[1:])
+        return self._completion_output(self.completions[0], others)
+
+    def _completion_output(self, completion: Completion, others: tuple[GenerationOutput, ...] = ()) -> GenerationOutput:
+        assert completion.finish_reason is not None
+        return GenerationOutput(
+            text=completion.text,
+            token_ids=completion.token_ids,
+            finish_reason=completion.finish_reason,
+            error=completion.error,
+            logprobs=None if self.request.sampling.logprobs is None else completion.logprobs,
+            prompt_token_ids=self.request.prompt_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            metrics=self._metrics(completion),
+            others=others,
+        )
+
+    def _metrics(self, completion: Completion) -> RequestMetrics:
+        assert self.left_queue_s is not None
+        arrival_s, times_s = self.request.arrival_s, completion.token_times_s
+        return RequestMetrics(
+            queue_s=self.left_queue_s - arrival_s,
+            ttft_s=times_s[0] - arrival_s if times_s else None,
+            gaps_s=[later - earlier for earlier, later in pairwise(times_s)],
+            preemptions=completion.sequence.num_preemptions,
+        )

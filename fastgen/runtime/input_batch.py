@@ -1,0 +1,197 @@
+"""From a schedule to the ragged batch: arrays built on the host, moved to the device in one packed copy.
+
+Every buffer is static: its address never changes after construction, so a captured graph may read it. A batch at
+captured size ``T`` is a set of views of the first ``T`` entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fastgen.layers.ragged_batch import RaggedBatch
+from fastgen.runtime.request import Sequence
+from fastgen.runtime.scheduler import Schedule, ScheduledTokens
+
+_NUM_STAGING_BUFFERS = 2  # the host may fill one while the device still reads the other
+_ALIGNMENT = 16  # bytes
+
+_HostArrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class _Field:
+    dtype: npt.DTypeLike
+    torch_dtype: torch.dtype
+    offset: int  # bytes
+    count: int
+
+
+class _PackedLayout:
+    """Where each array lies in one buffer of bytes."""
+
+    def __init__(self, counts: dict[str, tuple[npt.DTypeLike, torch.dtype, int]]):
+        self.fields: dict[str, _Field] = {}
+        self.size_bytes = 0
+        for name, (dtype, torch_dtype, count) in counts.items():
+            self.fields[name] = _Field(dtype, torch_dtype, self.size_bytes, count)
+            size = count * np.dtype(dtype).itemsize
+            self.size_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+
+    def host_views(self, buffer: Tensor) -> _HostArrays:
+        raw = buffer.numpy()
+        return {
+            name: raw[f.offset : f.offset + f.count * np.dtype(f.dtype).itemsize].view(f.dtype)
+            for name, f in self.fields.items()
+        }
+
+    def device_views(self, buffer: Tensor) -> dict[str, Tensor]:
+        return {
+            name: buffer[f.offset : f.offset + f.count * np.dtype(f.dtype).itemsize].view(f.torch_dtype)
+            for name, f in self.fields.items()
+        }
+
+
+class InputBatch:
+    """Owns the device-side inputs of a step: the packed buffer, the block tables, the ids last sampled for each seat.
+
+    ``block_tables [G, S, max_blocks]`` stay on the device; a step's copy carries only the entries that changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        token_budget: int,
+        max_num_seqs: int,
+        num_groups: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ):
+        self.block_size = block_size
+        self.num_groups, self.max_num_seqs, self.max_blocks = num_groups, max_num_seqs, max_blocks
+        # A chunk of n tokens begins at most n/P + 1 blocks in each group. Twice that leaves a margin for the updates of
+        # steps that failed, which are still due.
+        self.max_updates = 2 * num_groups * (token_budget // block_size + max_num_seqs)
+        i32 = (np.int32, torch.int32)
+        self._layout = _PackedLayout(
+            {
+                "slot_mapping": (np.int64, torch.int64, num_groups * token_budget),
+                "update_index": (np.int64, torch.int64, self.max_updates),
+                "update_block": (*i32, self.max_updates),
+                "input_ids": (*i32, token_budget),
+                "token_source": (*i32, token_budget),
+                "positions": (*i32, token_budget),
+                "cu_seqlens_q": (*i32, max_num_seqs + 1),
+                "seq_lens": (*i32, max_num_seqs),
+                "logits_indices": (*i32, max_num_seqs),
+                "logits_seats": (*i32, max_num_seqs),
+            }
+        )
+        pinned = device.type == "cuda"
+        self._staging = [
+            torch.zeros(self._layout.size_bytes, dtype=torch.uint8, pin_memory=pinned)
+            for _ in range(_NUM_STAGING_BUFFERS)
+        ]
+        self._host = [self._layout.host_views(buffer) for buffer in self._staging]
+        self._turn = 0
+        self._packed = torch.zeros(self._layout.size_bytes, dtype=torch.uint8, device=device)
+        self._device = self._layout.device_views(self._packed)
+        # one entry more than the tables hold: unused updates are written there
+        self._flat_tables = torch.zeros(num_groups * max_num_seqs * max_blocks + 1, dtype=torch.int32, device=device)
+        self.block_tables = self._flat_tables[:-1].view(num_groups, max_num_seqs, max_blocks)
+        self.sampled_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._sampled: list[tuple[Sequence, int, int] | None] = [None] * max_num_seqs
+        """For each seat, whose token ``sampled_ids`` holds: sequence, its preemptions so far, the token's position."""
+
+    def build(self, schedule: Schedule) -> tuple[RaggedBatch, list[Sequence]]:
+        """The batch of ``schedule`` at its captured size, and the sequences that need a token, in the order of its
+        ``logits_indices``."""
+        size = schedule.size
+        entries = sorted(schedule.entries, key=lambda entry: _seat(entry.seq))
+        host = self._host[self._turn]
+        sampled = self._fill_tokens(host, entries, size)
+        self._fill_updates(host, schedule)
+        self._packed.copy_(self._staging[self._turn], non_blocking=True)
+        self._turn = (self._turn + 1) % _NUM_STAGING_BUFFERS
+        device = self._device
+        self._flat_tables[device["update_index"]] = device["update_block"]
+        batch = RaggedBatch(
+            input_ids=device["input_ids"][:size],
+            token_source=device["token_source"][:size],
+            positions=device["positions"][:size],
+            cu_seqlens_q=device["cu_seqlens_q"],
+            seq_lens=device["seq_lens"],
+            block_tables=self.block_tables,
+            slot_mapping=device["slot_mapping"].view(self.num_groups, -1)[:, :size],
+            logits_indices=device["logits_indices"][: len(sampled)],
+            sampled_ids=self.sampled_ids,
+        )
+        return batch, sampled
+
+    def store_sampled(self, token_ids: list[int], sequences: list[Sequence]) -> None:
+        """Keep the new ``token_ids`` of ``sequences`` on the device, where the next step's ``token_source`` finds them.
+
+        Call before the tokens are appended to the sequences.
+        """
+        seats = self._device["logits_seats"][: len(sequences)]
+        self.sampled_ids[seats.long()] = torch.tensor(token_ids, dtype=torch.int32, device=seats.device)
+        for sequence in sequences:
+            self._sampled[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
+
+    def _fill_tokens(self, host: _HostArrays, entries: list[ScheduledTokens], size: int) -> list[Sequence]:
+        input_ids, positions, token_source = host["input_ids"], host["positions"], host["token_source"]
+        slots = host["slot_mapping"].reshape(self.num_groups, -1)
+        host["cu_seqlens_q"][:] = 0
+        host["seq_lens"][:] = 0
+        sampled: list[Sequence] = []
+        end = 0
+        for entry in entries:
+            sequence, seat, start, stop = entry.seq, _seat(entry.seq), entry.start, entry.end
+            rows = slice(end, end + entry.num_tokens)
+            end = rows.stop
+            where = np.arange(start, stop)
+            input_ids[rows] = sequence.token_ids[start:stop]
+            positions[rows] = where
+            token_source[rows] = -1
+            if self._sampled[seat] == (sequence, sequence.num_preemptions, stop - 1):
+                token_source[end - 1] = seat
+            first_block, last_block = start // self.block_size, (stop - 1) // self.block_size
+            for group, table in enumerate(sequence.block_tables):
+                blocks = np.asarray(table[first_block : last_block + 1], dtype=np.int64)
+                slots[group, rows] = (
+                    blocks[where // self.block_size - first_block] * self.block_size + where % self.block_size
+                )
+            host["cu_seqlens_q"][seat + 1] = entry.num_tokens
+            host["seq_lens"][seat] = stop
+            if entry.samples:
+                host["logits_indices"][len(sampled)] = end - 1
+                host["logits_seats"][len(sampled)] = seat
+                sampled.append(sequence)
+        np.cumsum(host["cu_seqlens_q"], out=host["cu_seqlens_q"])
+        input_ids[end:size] = 0
+        positions[end:size] = 0
+        token_source[end:size] = -1
+        slots[:, end:size] = 0
+        return sampled
+
+    def _fill_updates(self, host: _HostArrays, schedule: Schedule) -> None:
+        """Where the entries of ``schedule.block_updates`` go; the rest of the list writes the spare entry."""
+        updates = schedule.block_updates
+        assert len(updates) <= self.max_updates, f"{len(updates)} block updates in a step, room for {self.max_updates}"
+        host["update_index"][:] = self._flat_tables.numel() - 1
+        host["update_block"][:] = 0
+        if updates:
+            seat, group, index, block = np.array(updates).T
+            host["update_index"][: len(updates)] = (group * self.max_num_seqs + seat) * self.max_blocks + index
+            host["update_block"][: len(updates)] = block
+
+
+def _seat(sequence: Sequence) -> int:
+    assert sequence.seat is not None
+    return sequence.seat

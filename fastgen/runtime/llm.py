@@ -1,0 +1,442 @@
+"""The public face: :func:`load` a model, then ``generate``, ``stream``, ``chat``."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+import torch
+
+from fastgen.compile import device as devices
+from fastgen.compile.ops.packed_weight import WeightFormat
+from fastgen.compile.target import Target
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.layers.kv_cache import PagedKVCache
+from fastgen.models import hub, registry
+from fastgen.models.builder import build, kv_groups, kv_shapes
+from fastgen.models.causal_lm import CausalLM
+from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype, load_weights
+from fastgen.models.recipe import Recipe
+from fastgen.models.resolve import resolve
+from fastgen.models.spec import ModelSpec
+from fastgen.runtime.config import EngineConfig, parse_dtype, resolve_engine_config
+from fastgen.runtime.engine import Engine
+from fastgen.runtime.generation import Generation
+from fastgen.runtime.input_batch import InputBatch
+from fastgen.runtime.interrupts import interrupt_deferred
+from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.model_runner import ModelRunner
+from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
+from fastgen.runtime.progress import progress_bar
+from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts
+from fastgen.runtime.sampler import Sampler
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.scheduler import Scheduler
+from fastgen.runtime.targets import choose_target, parse_quantize
+from fastgen.runtime.text import TextCodec
+
+_T = TypeVar("_T")
+_PROGRESS_FROM = 8  # prompts; fewer are done before a bar tells anything
+
+
+def load(
+    model: str | Path,
+    *,
+    recipe: str | Path | Recipe | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    token_budget: int | None = None,
+    max_num_seqs: int | None = None,
+    kv_cache_memory: int | str | None = None,
+    block_size: int | None = None,
+    max_model_len: int | None = None,
+    num_threads: int | None = None,
+    target: str = "auto",
+    quantize: str | None = None,
+    revision: str | None = None,
+    allow_config_keys: Sequence[str] = (),
+) -> LLM:
+    """Load a model and everything it takes to run it.
+
+    ``model``: a local directory, a built-in name such as ``"tiny-llama"``, or a hub id, fetched at ``revision``.
+    ``recipe``: a recipe's name or file in place of the one that claims the checkpoint's architecture; ``"checkpoint"``
+    asks for the ``fastgen.yaml`` beside the weights. ``allow_config_keys``: keys of ``config.json`` to accept although
+    the recipe says nothing of them; they must be there. ``device``: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+    ``dtype``: ``"auto"`` for the checkpoint's, or ``"float32"``, ``"bfloat16"``, ``"float16"``.
+    ``token_budget``: most tokens a step computes. ``max_num_seqs``: most sequences that run at once.
+    ``kv_cache_memory``: bytes, or ``"4GiB"``. ``block_size``: tokens per KV block. ``max_model_len``: most tokens of
+    prompt and answer together; by default what the model was trained for. ``num_threads``: CPU threads, for the whole
+    process; by default one a core. ``target``: whose kernels run: ``"torch"`` for the reference, ``"cpp"`` for kernels
+    built for this CPU, ``"auto"`` for these where there is a compiler. ``quantize``: what matrices are kept in, where
+    not in ``dtype``: ``"int8"`` (activations too), ``"int4"`` or ``"int8_weight_only"``; needs ``target="cpp"``.
+
+    Raises a :class:`fastgen.errors.FastgenError` that says what is wrong, where, and what to do.
+    """
+    if num_threads is not None and (
+        not isinstance(num_threads, int) or isinstance(num_threads, bool) or num_threads < 1
+    ):
+        raise InvalidArgumentError(f"num_threads={num_threads!r}: expected an integer of at least 1")
+    found_device = devices.current(device)
+    directory = hub.locate(model, revision=revision)
+    checkpoint = Checkpoint.open(directory)
+    found = registry.find_recipe(checkpoint.config, recipe=recipe, checkpoint_dir=directory)
+    spec = resolve(
+        found,
+        checkpoint.config,
+        config_file=str(directory / "config.json"),
+        allow_config_keys=allow_config_keys,
+    )
+    torch_dtype = checkpoint_dtype(checkpoint.config, checkpoint) if dtype == "auto" else parse_dtype(dtype)
+    config = resolve_engine_config(
+        spec,
+        found_device,
+        dtype=torch_dtype,
+        token_budget=token_budget,
+        max_num_seqs=max_num_seqs,
+        kv_cache_memory=kv_cache_memory,
+        block_size=block_size,
+        max_model_len=max_model_len,
+    )
+    codec = TextCodec.from_checkpoint(directory, checkpoint.config)
+    kernels = choose_target(target, found_device, config, num_threads=num_threads)
+    weight_format = parse_quantize(quantize, kernels)
+    engine = _build_engine(
+        spec, config, checkpoint, codec, torch_dtype, found_device.torch_device, kernels, weight_format
+    )
+    return LLM(engine, codec, spec=spec, config=config)
+
+
+def _build_engine(
+    spec: ModelSpec,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    codec: TextCodec,
+    dtype: torch.dtype,
+    device: torch.device,
+    target: Target,
+    weight_format: WeightFormat | None,
+) -> Engine:
+    model, slots = build(
+        spec,
+        dtype=dtype,
+        device=device,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        target=target,
+        weight_format=weight_format,
+    )
+    with progress_bar("kernels") as kernel_progress:
+        target.build(kernel_progress)
+    with progress_bar("weights", unit="B") as progress:
+        load_weights(checkpoint, slots, ignored=spec.ignored_tensors, progress=progress)
+    kv_cache = PagedKVCache(
+        kv_groups(spec),
+        kv_shapes(spec),
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        dtype=dtype,
+        device=device,
+        feature_major=target.name == "cpp",
+    )
+    input_batch = InputBatch(
+        token_budget=config.token_budget,
+        max_num_seqs=config.max_num_seqs,
+        num_groups=config.num_kv_groups,
+        max_blocks=config.max_blocks,
+        block_size=config.block_size,
+        device=device,
+    )
+    return Engine(
+        ModelRunner(model, kv_cache, input_batch, Sampler(codec.eos_token_ids)),
+        Scheduler(
+            KVCacheManager(config.num_blocks, config.block_size, config.num_kv_groups),
+            token_budget=config.token_budget,
+            max_num_seqs=config.max_num_seqs,
+        ),
+        vocab_size=spec.vocab_size,
+        max_model_len=config.max_model_len,
+        eos_token_ids=codec.eos_token_ids,
+        new_detokenizer=codec.new_detokenizer if codec.has_tokenizer else None,
+    )
+
+
+class LLM:
+    """A loaded model. Made by :func:`load`; a context manager; may be used from several threads.
+
+    ``spec`` is the resolved model, ``config`` the engine's sizes, ``tokenizer`` the checkpoint's (``None`` if it has
+    none).
+    """
+
+    def __init__(self, engine: Engine, codec: TextCodec, *, spec: ModelSpec, config: EngineConfig):
+        self.spec, self.config = spec, config
+        self._engine: Engine | None = engine
+        self._codec = codec
+        self._lock = threading.Lock()
+        self._streams: list[tuple[weakref.ref[Stream], Generation]] = []
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._codec.tokenizer
+
+    @property
+    def model(self) -> CausalLM:
+        """The modules that the engine runs, their weights in place: to be looked at, not to be called beside it."""
+        with self._engine_lock() as engine:
+            return engine.runner.model
+
+    @overload
+    def generate(self, prompts: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> GenerationOutput: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> list[GenerationOutput]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """Answer one prompt, or several at once.
+
+        A prompt is a string or a list of token ids. One gives a :class:`GenerationOutput`, a list of them a list in the
+        same order. ``fields`` are those of :class:`SamplingParams`, over the model's defaults; or give ``sampling``
+        whole, one for all prompts or a list of one each. Everything is checked before anything runs. Ctrl-C cancels
+        these requests and leaves the engine usable.
+        """
+        items, single = as_prompts(prompts)
+        outputs = self._run(_each(self._codec.encode, items), self._sampling(sampling, fields, len(items)))
+        return outputs[0] if single else outputs
+
+    @overload
+    def chat(
+        self, messages: Conversation, sampling: SamplingParams | None = None, **fields: Any
+    ) -> GenerationOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> list[GenerationOutput]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """Answer one conversation, or several at once, rendered by the checkpoint's own chat template.
+
+        A conversation is a list of ``{"role": …, "content": …}``. Otherwise as :meth:`generate`.
+        """
+        items, single = as_conversations(messages)
+        outputs = self._run(_each(self._codec.encode_chat, items), self._sampling(sampling, fields, len(items)))
+        return outputs[0] if single else outputs
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> Stream:
+        """Answer one prompt piece by piece: an iterator of :class:`GenerationChunk`.
+
+        The request is queued at once and runs while its chunks are asked for (or anything else of this ``LLM`` runs).
+        Closing the stream, or dropping it, cancels the request and frees its blocks.
+        """
+        items, single = as_prompts(prompt)
+        if not single:
+            raise InvalidArgumentError(
+                "stream takes one prompt: a string or a list of token ids; use generate for several"
+            )
+        return self._stream(self._codec.encode(items[0]), sampling, fields)
+
+    def stream_chat(self, messages: Conversation, sampling: SamplingParams | None = None, **fields: Any) -> Stream:
+        """Answer one conversation piece by piece; see :meth:`chat` and :meth:`stream`."""
+        items, single = as_conversations(messages)
+        if not single:
+            raise InvalidArgumentError("stream_chat takes one conversation: a list of {'role': …, 'content': …}")
+        return self._stream(self._codec.encode_chat(items[0]), sampling, fields)
+
+    def close(self) -> None:
+        """Cancel what runs and free the weights and the KV cache. Closing twice does nothing."""
+        with self._lock, interrupt_deferred():
+            if self._engine is not None:
+                self._engine.cancel_all()
+                self._engine = None
+        devices.return_freed_memory()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _sampling(
+        self,
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        fields: Mapping[str, Any],
+        num_prompts: int,
+    ) -> list[SamplingParams]:
+        """One for each prompt."""
+        if sampling is not None and fields:
+            raise InvalidArgumentError(f"give sampling=, or the fields {', '.join(fields)}, not both")
+        if sampling is None:
+            sampling = SamplingParams.from_fields(self._codec.default_sampling, **fields)
+        if isinstance(sampling, SamplingParams):
+            return [sampling] * num_prompts
+        given = list(sampling) if isinstance(sampling, Sequence) and not isinstance(sampling, str) else [sampling]
+        if not all(isinstance(each, SamplingParams) for each in given):
+            raise InvalidArgumentError("sampling must be a SamplingParams, or a list of one for each prompt")
+        if len(given) != num_prompts:
+            raise InvalidArgumentError(
+                f"{num_prompts} prompts, but {len(given)} SamplingParams; give one for each prompt"
+            )
+        return given
+
+    def _run(self, prompts: list[list[int]], samplings: list[SamplingParams]) -> list[GenerationOutput]:
+        self._check_all(prompts, samplings)
+        generations: list[Generation] = []
+        try:
+            for prompt, sampling in zip(prompts, samplings, strict=True):
+                with self._engine_lock() as engine:
+                    generations.append(engine.submit(prompt, sampling))
+            num_finished = 0  # of the oldest; requests are served in order, so this is nearly all of them
+            with progress_bar("prompts", enabled=len(prompts) >= _PROGRESS_FROM) as progress:
+                while num_finished < len(generations):
+                    self._step()
+                    while num_finished < len(generations) and generations[num_finished].finished:
+                        num_finished += 1
+                    progress(num_finished, len(generations))
+        finally:
+            self._cancel(*generations)
+        return [generation.output() for generation in generations]
+
+    def _check_all(self, prompts: list[list[int]], samplings: list[SamplingParams]) -> None:
+        with self._engine_lock() as engine:
+            for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+                try:
+                    engine.check(prompt, sampling)
+                except InvalidArgumentError as error:
+                    _name_prompt(error, index, len(prompts))
+                    raise
+
+    def _stream(self, prompt: list[int], sampling: SamplingParams | None, fields: Mapping[str, Any]) -> Stream:
+        (one,) = self._sampling(sampling, fields, 1)
+        with self._engine_lock() as engine:
+            stream = Stream(self, engine.submit(prompt, one))
+            self._streams.append((weakref.ref(stream), stream._generation))
+        return stream
+
+    def _next_chunks(self, generation: Generation) -> list[GenerationChunk]:
+        """The next chunks of a stream, steps being run until there are some; none where it has ended."""
+        while True:
+            with self._lock, interrupt_deferred():
+                chunks = generation.take_chunks()
+                if chunks or generation.finished:
+                    return chunks
+            self._step()
+
+    @contextmanager
+    def _engine_lock(self) -> Iterator[Engine]:
+        """The engine, for one act that neither another thread nor Ctrl-C divides."""
+        with self._lock, interrupt_deferred():
+            if self._engine is None:
+                raise FastgenError("this LLM is closed; load the model again")
+            self._cancel_abandoned(self._engine)
+            yield self._engine
+
+    def _step(self) -> None:
+        with self._engine_lock() as engine:
+            engine.step()
+
+    def _cancel(self, *generations: Generation) -> None:
+        with self._lock, interrupt_deferred():
+            if self._engine is not None:
+                for generation in generations:
+                    self._engine.cancel(generation)
+
+    def _cancel_abandoned(self, engine: Engine) -> None:
+        """End the requests whose streams nobody holds any more."""
+        open_streams = []
+        for stream, generation in self._streams:
+            if stream() is None:
+                engine.cancel(generation)
+            elif not generation.finished:
+                open_streams.append((stream, generation))
+        self._streams = open_streams
+
+    def _drop(self, generation: Generation) -> None:
+        """Cancel the request of a stream that is being collected, perhaps in the middle of a step: where the engine is
+        busy, the next act finds the stream gone."""
+        if self._lock.acquire(blocking=False):
+            try:
+                with interrupt_deferred():
+                    if self._engine is not None:
+                        self._engine.cancel(generation)
+            finally:
+                self._lock.release()
+
+
+def _each(encode: Callable[[_T], list[int]], items: list[_T]) -> list[list[int]]:
+    encoded = []
+    for index, item in enumerate(items):
+        try:
+            encoded.append(encode(item))
+        except InvalidArgumentError as error:
+            _name_prompt(error, index, len(items))
+            raise
+    return encoded
+
+
+def _name_prompt(error: InvalidArgumentError, index: int, num_prompts: int) -> None:
+    """Of several prompts, let ``error`` say which one it is about."""
+    if num_prompts > 1:
+        error.args = (f"prompt {index}: {error}",)
+
+
+class Stream(Iterator[GenerationChunk]):
+    """The chunks of one request. After the last, :attr:`output` is the whole answer."""
+
+    def __init__(self, llm: LLM, generation: Generation):
+        self._llm, self._generation = llm, generation
+        self._ready: list[GenerationChunk] = []
+
+    def __next__(self) -> GenerationChunk:
+        if not self._ready:
+            self._ready = self._llm._next_chunks(self._generation)[::-1]
+        if not self._ready:
+            raise StopIteration
+        return self._ready.pop()
+
+    @property
+    def output(self) -> GenerationOutput:
+        """The whole answer, once the stream has ended or was closed."""
+        if not self._generation.finished:
+            raise FastgenError("the stream has not ended; take its chunks, or close it, before asking for the output")
+        return self._generation.output()
+
+    def close(self) -> None:
+        """Cancel what is not finished; its blocks are free at once. Chunks not taken yet are dropped."""
+        self._llm._cancel(self._generation)
+        self._generation.take_chunks()
+        self._ready = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._llm._drop(self._generation)

@@ -1,0 +1,86 @@
+"""Runs a schedule on the model: build batch, forward, sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgen.errors import GenerationError
+from fastgen.layers.kv_cache import PagedKVCache
+from fastgen.models.causal_lm import CausalLM
+from fastgen.runtime.input_batch import InputBatch
+from fastgen.runtime.outputs import Logprobs
+from fastgen.runtime.request import Sequence
+from fastgen.runtime.sampler import SampledToken, Sampler, prompt_logprobs
+from fastgen.runtime.scheduler import Schedule
+
+PROMPT_LOGITS_ROWS = 64
+"""Rows of prompt log-probabilities computed at a time: ``[64, V]`` fp32."""
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens from ``start`` on, one dict (token id -> log-probability) each; with an
+    ``error``, why there are none.
+    """
+
+    sequence: Sequence
+    start: int
+    logprobs: list[Logprobs]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step produced: a token for every sequence that caught up, and prompt log-probabilities where asked."""
+
+    sampled: list[tuple[Sequence, SampledToken]]
+    prompt_logprobs: list[PromptLogprobs]
+
+
+class ModelRunner:
+    """Owns the model, its KV cache and the static inputs; knows nothing of requests beyond the step it is given."""
+
+    def __init__(self, model: CausalLM, kv_cache: PagedKVCache, input_batch: InputBatch, sampler: Sampler):
+        self.model, self.kv_cache, self.input_batch, self.sampler = model, kv_cache, input_batch, sampler
+
+    @torch.inference_mode()
+    def run(self, schedule: Schedule) -> StepOutput:
+        batch, sequences = self.input_batch.build(schedule)
+        hidden = self.model(batch, self.kv_cache)
+        logits = self.model.logits(hidden[batch.logits_indices.long()])
+        sampled = self.sampler.sample(logits, sequences)
+        self.input_batch.store_sampled([token.token_id for token in sampled], sequences)
+        return StepOutput(
+            sampled=list(zip(sequences, sampled, strict=True)),
+            prompt_logprobs=self._prompt_logprobs(schedule, batch.cu_seqlens_q, hidden),
+        )
+
+    def _prompt_logprobs(self, schedule: Schedule, cu_seqlens_q: Tensor, hidden: Tensor) -> list[PromptLogprobs]:
+        """The row of position ``p`` predicts prompt token ``p + 1``; the first token has no prediction."""
+        pieces = []
+        for entry in schedule.entries:
+            sequence = entry.seq
+            num_alternatives = sequence.request.sampling.prompt_logprobs
+            actual = sequence.token_ids[entry.start + 1 : min(entry.end + 1, sequence.num_prompt_tokens)]
+            if num_alternatives is None or sequence.index > 0 or not actual:
+                continue
+            assert sequence.seat is not None
+            first = int(cu_seqlens_q[sequence.seat])
+            rows = hidden[first : first + len(actual)]
+            try:
+                logprobs = self._row_logprobs(rows, actual, num_alternatives)
+            except GenerationError as error:
+                pieces.append(PromptLogprobs(sequence, entry.start + 1, [], str(error)))
+            else:
+                pieces.append(PromptLogprobs(sequence, entry.start + 1, logprobs))
+        return pieces
+
+    def _row_logprobs(self, hidden: Tensor, token_ids: list[int], num_alternatives: int) -> list[Logprobs]:
+        logprobs: list[Logprobs] = []
+        for start in range(0, len(token_ids), PROMPT_LOGITS_ROWS):
+            piece = slice(start, start + PROMPT_LOGITS_ROWS)
+            logprobs += prompt_logprobs(self.model.logits(hidden[piece]), token_ids[piece], num_alternatives)
+        return logprobs

@@ -1,0 +1,1 @@
+"""Scheduling policies: arithmetic only, one file each."""

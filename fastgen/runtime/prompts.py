@@ -1,0 +1,47 @@
+"""What counts as one prompt and what as several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, cast
+
+from fastgen.errors import InvalidArgumentError
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages, each with a ``role`` and a ``content``."""
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts as a list, and whether it was a single one (text or token ids). An empty list is a list of none."""
+    if isinstance(prompts, str):
+        return [prompts], True
+    items = as_list(prompts)
+    if items is None:
+        raise InvalidArgumentError(
+            f"a prompt is a string or a list of token ids, not {type(prompts).__name__}; several are a list of these"
+        )
+    single = bool(items) and isinstance(items[0], Integral)
+    return ([cast(Prompt, items)], True) if single else (cast(list[Prompt], items), False)
+
+
+def as_list(value: object) -> list[Any] | None:
+    """The items of a list, a tuple, a range, or of an array or tensor of one dimension or more; else ``None``."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, Sequence):
+        return None
+    return list(value)
+
+
+def as_conversations(messages: Conversation | Sequence[Conversation]) -> tuple[list[Conversation], bool]:
+    """The conversations as a list, and whether it was a single list of messages. An empty list is a list of none."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise InvalidArgumentError(
+            f"a conversation is a list of {{'role': …, 'content': …}}, not {type(messages).__name__}"
+        )
+    items = list(messages)
+    single = bool(items) and isinstance(items[0], Mapping)
+    return ([cast(Conversation, items)], True) if single else (cast(list[Conversation], items), False)

@@ -1,0 +1,104 @@
+"""A request and its sequences: the host's record of what is to be computed and how far it has come."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
+from fastgen.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from fastgen.runtime.sampling_params import SamplingParams
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence is in its life; a preempted one is waiting again."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Request:
+    """One prompt and its sampling parameters, with ``sampling.n`` sequences that start from the prompt.
+
+    ``request_id`` numbers requests in order of arrival; ``arrival_s`` is when this one came (seconds).
+    """
+
+    __slots__ = ("arrival_s", "prompt_ids", "request_id", "sampling", "sequences")
+
+    def __init__(self, request_id: int, prompt_ids: SequenceOf[int], sampling: SamplingParams, arrival_s: float):
+        if not prompt_ids:
+            raise InvalidArgumentError(f"request {request_id}: the prompt has no tokens; give it at least one")
+        self.request_id = request_id
+        self.prompt_ids = list(prompt_ids)
+        self.sampling = sampling
+        self.arrival_s = arrival_s
+        self.sequences = [Sequence(self, index) for index in range(sampling.n)]
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id}, {len(self.prompt_ids)} prompt tokens, n={len(self.sequences)})"
+
+
+class Sequence:
+    """The tokens of one answer: the prompt and what was generated, of which the first ``num_computed_tokens`` have
+    their keys and values in the KV cache.
+
+    There is no prefill or decode phase. The scheduler closes the gap between ``num_computed_tokens`` and
+    ``num_tokens``, and a step that closes it wants a token sampled. The newest token is therefore never computed yet,
+    and a preempted sequence simply has a wide gap again.
+
+    ``token_ids`` is appended to by the engine; every other field is the scheduler's and its KV cache manager's to
+    write. ``block_tables`` holds one list of block ids per KV group, and ``seat`` the row of the device-side arrays;
+    both are held from admission until the sequence finishes or is preempted.
+    """
+
+    __slots__ = (
+        "block_tables",
+        "index",
+        "key",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "request",
+        "seat",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, index: int):
+        self.request = request
+        self.index = index
+        self.key = (request.request_id, index)
+        """Order of arrival: the smaller key came first."""
+        self.token_ids = list(request.prompt_ids)
+        self.num_prompt_tokens = len(request.prompt_ids)
+        self.num_computed_tokens = 0
+        self.block_tables: list[list[int]] = []
+        self.seat: int | None = None
+        self.status = SequenceStatus.WAITING
+        self.num_preemptions = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that are known and not computed."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether only the token generated last is pending, so that the sequence costs one token a step.
+
+        False while any of the prompt is pending, though it be one token, and while more of a preempted sequence is.
+        """
+        return self.num_computed_tokens >= self.num_prompt_tokens and self.num_pending_tokens == 1
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.key[0]}.{self.index}, {self.status.name.lower()}, "
+            f"{self.num_computed_tokens}/{self.num_tokens} tokens computed)"
+        )

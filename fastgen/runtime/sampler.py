@@ -1,0 +1,197 @@
+"""The sampler: one token for each row of logits, by each sequence's own parameters.
+
+It keeps nothing between steps. Penalties are derived from a sequence's tokens and draws from its request's seed, its
+index and the position, so a sequence that was preempted and computed anew gets the tokens it would have got.
+
+``R`` rows, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgen.compile.ops.sampling import Adjustments, Draws, RowStatus, adjust, log_probabilities, row_status, sample
+from fastgen.errors import GenerationError
+from fastgen.runtime.outputs import Logprobs
+from fastgen.runtime.request import Sequence
+
+_MAX_INT64 = 2**63 - 1
+_FP32 = torch.finfo(torch.float32)
+_ERRORS = {
+    RowStatus.NOT_FINITE: "the model's logits hold NaN or +inf; the weights are damaged, or too large for this dtype",
+    RowStatus.NOTHING_LEFT: "no token can be chosen: every logit is -inf, or min_new_tokens forbids all that are not",
+}
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """What became of one row. With an ``error`` the ``token_id`` means nothing and there are no ``logprobs``."""
+
+    token_id: int
+    logprobs: Logprobs | None = None
+    """As :attr:`SamplingParams.logprobs` asks; see :func:`token_logprobs`."""
+    error: str | None = None
+
+
+class Sampler:
+    """Chooses tokens. ``eos_token_ids`` are the model's end-of-text ids.
+
+    While a sequence has fewer than ``min_new_tokens`` generated tokens, its stop token ids and the end-of-text ids are
+    forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled.
+    """
+
+    def __init__(self, eos_token_ids: Iterable[int] = ()):
+        self.eos_token_ids = frozenset(eos_token_ids)
+
+    def sample(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
+        """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``.
+
+        A drawn (not greedy) sequence's request must have its seed; see ``resolve_seed``. A row that cannot be sampled
+        gets an error and disturbs no other.
+        """
+        if not sequences:
+            return []
+        status = row_status(logits)
+        scores = self._adjusted(logits, sequences)
+        if all(sequence.request.sampling.greedy for sequence in sequences) and scores is logits:
+            token_ids = logits.argmax(dim=-1)
+        else:
+            token_ids, adjusted_status = sample(scores, _draws(sequences, logits.device))
+            status = torch.where(status == RowStatus.OK, adjusted_status, status)
+        ids, states = torch.stack((token_ids, status)).tolist()
+
+        errors = [_ERRORS.get(RowStatus(state)) for state in states]
+        logprobs: dict[int, Logprobs] = {}
+        wanted = [
+            row for row, sequence in enumerate(sequences)
+            if errors[row] is None and sequence.request.sampling.logprobs is not None
+        ]  # fmt: skip
+        if wanted:
+            counts = [sequences[row].request.sampling.logprobs or 0 for row in wanted]
+            found = token_logprobs(_take(logits, wanted), [ids[row] for row in wanted], counts)
+            logprobs = dict(zip(wanted, found, strict=True))
+        return [SampledToken(ids[row], logprobs.get(row), errors[row]) for row in range(len(sequences))]
+
+    def _adjusted(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+        """``logits`` itself when no sequence adjusts them, else a copy in fp32 with the adjustments applied."""
+        forbidden = [self._forbidden(sequence) for sequence in sequences]
+        rows = [row for row, sequence in enumerate(sequences) if forbidden[row] or _adjusts(sequence)]
+        if not rows:
+            return logits
+        adjustments = _adjustments(
+            [sequences[row] for row in rows], [forbidden[row] for row in rows], logits.shape[1], logits.device
+        )
+        scores = logits.to(torch.float32, copy=True)
+        scores[torch.tensor(rows, device=logits.device)] = adjust(_take(logits, rows), adjustments)
+        return scores
+
+    def _forbidden(self, sequence: Sequence) -> frozenset[int]:
+        sampling = sequence.request.sampling
+        if sequence.num_tokens - sequence.num_prompt_tokens >= sampling.min_new_tokens:
+            return frozenset()
+        return (frozenset() if sampling.ignore_eos else self.eos_token_ids).union(sampling.stop_token_ids)
+
+
+def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceOf[int]) -> list[Logprobs]:
+    """Log-probabilities of each row's token and of its ``counts[row]`` likeliest alternatives to it.
+
+    They are the model's own distribution, the log-softmax of the raw ``logits [R, V]`` before penalties, bias,
+    temperature and filters: comparable between requests and with the prompt's. A row's token comes first, then the
+    alternatives from likely to unlikely, the lower id first among equals.
+    """
+    actual_ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    most = max(counts, default=0)
+    # One more than asked for, since the token itself may be among the likeliest.
+    num_top = min(most + 1, logits.shape[1]) if most else 0
+    actual, top, top_ids = (item.tolist() for item in log_probabilities(logits, actual_ids, num_top))
+    entries = []
+    for row, (token_id, count) in enumerate(zip(token_ids, counts, strict=True)):
+        likeliest = zip(top_ids[row], top[row], strict=True)
+        alternatives = [(other, value) for other, value in likeliest if other != token_id][:count]
+        entries.append({token_id: actual[row], **dict(alternatives)})
+    return entries
+
+
+def prompt_logprobs(logits: Tensor, token_ids: SequenceOf[int], count: int) -> list[Logprobs]:
+    """Log-probabilities of prompt tokens: row ``i`` of ``logits [R, V]`` is the prediction of ``token_ids[i]``.
+
+    Each entry has the token and ``count`` alternatives. Raises ``GenerationError`` where logits hold NaN or +inf, or
+    are −inf altogether.
+    """
+    for state in row_status(logits).tolist():
+        if state != RowStatus.OK:
+            raise GenerationError(_ERRORS[RowStatus(state)])
+    return token_logprobs(logits, token_ids, [count] * len(token_ids))
+
+
+def _take(logits: Tensor, rows: list[int]) -> Tensor:
+    return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+
+
+def _adjusts(sequence: Sequence) -> bool:
+    sampling = sequence.request.sampling
+    return bool(
+        sampling.logit_bias
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+    )
+
+
+def _adjustments(
+    sequences: SequenceOf[Sequence], forbidden: SequenceOf[frozenset[int]], vocab_size: int, device: torch.device
+) -> Adjustments:
+    shape = (len(sequences), vocab_size)
+    seen, counts, bias = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape), torch.zeros(shape)
+    for row, sequence in enumerate(sequences):
+        sampling = sequence.request.sampling
+        if sampling.repetition_penalty != 1.0:
+            seen[row, torch.tensor(sequence.token_ids)] = True
+        generated = sequence.token_ids[sequence.num_prompt_tokens :]
+        if generated and (sampling.presence_penalty or sampling.frequency_penalty):
+            counts[row] = torch.tensor(generated).bincount(minlength=vocab_size)
+        if sampling.logit_bias:
+            bias[row, torch.tensor(list(sampling.logit_bias))] = torch.tensor(list(sampling.logit_bias.values()))
+        # A checkpoint may name an end-of-text id that its head does not reach.
+        bias[row, [token_id for token_id in forbidden[row] if token_id < vocab_size]] = -torch.inf
+    parameters = [sequence.request.sampling for sequence in sequences]
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    return Adjustments(
+        seen=seen.to(device),
+        counts=counts.to(device),
+        # Kept to what fp32 can hold: an extreme penalty neither becomes 0 nor infinite.
+        repetition=column([min(max(sampling.repetition_penalty, _FP32.tiny), _FP32.max) for sampling in parameters]),
+        presence=column([sampling.presence_penalty for sampling in parameters]),
+        frequency=column([sampling.frequency_penalty for sampling in parameters]),
+        bias=bias.to(device),
+    )
+
+
+def _draws(sequences: SequenceOf[Sequence], device: torch.device) -> Draws:
+    parameters = [sequence.request.sampling for sequence in sequences]
+    reals = torch.tensor([(item.temperature, item.top_p, item.min_p) for item in parameters], dtype=torch.float64)
+    integers = torch.tensor(
+        [
+            (min(item.top_k, _MAX_INT64), _seed_bits(item.greedy, item.seed), sequence.num_tokens, sequence.index)
+            for item, sequence in zip(parameters, sequences, strict=True)
+        ]
+    )
+    temperature, top_p, min_p = reals.to(device).unbind(1)
+    top_k, seeds, positions, indices = integers.to(device).unbind(1)
+    return Draws(temperature, top_k, top_p, min_p, seeds, positions, indices)
+
+
+def _seed_bits(greedy: bool, seed: int | None) -> int:
+    """The seed modulo 2**64 as the signed number with the same bits."""
+    if greedy:
+        return 0
+    assert seed is not None, "a request that draws has its seed resolved when it is submitted"
+    return (seed + 2**63) % 2**64 - 2**63

@@ -1,0 +1,137 @@
+"""Between text and token ids: the checkpoint's tokenizer, its chat template, and what its files say of generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from fastgen.errors import CheckpointError, InvalidArgumentError
+from fastgen.models.checkpoint_files import read_json_object
+from fastgen.runtime.detokenizer import Detokenizer, TokenDecoder
+from fastgen.runtime.prompts import Conversation, Prompt, as_list
+from fastgen.runtime.sampling_params import SamplingParams, default_sampling
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tokenizer_config.json",
+)
+
+
+class TextCodec:
+    """Encodes prompts and makes detokenizers. ``tokenizer`` is ``None`` for a checkpoint that has none.
+
+    ``eos_token_ids`` end an answer; ``default_sampling`` is what the checkpoint's ``generation_config.json`` asks for.
+    """
+
+    def __init__(self, tokenizer: Any, *, eos_token_ids: frozenset[int], default_sampling: SamplingParams):
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.default_sampling = default_sampling
+        self._decoder = TokenDecoder(tokenizer) if tokenizer is not None else None
+
+    @classmethod
+    def from_checkpoint(cls, directory: Path, config: Mapping[str, Any]) -> TextCodec:
+        """Read the tokenizer and ``generation_config.json`` of ``directory``; no code of the checkpoint is run."""
+        file = directory / "generation_config.json"
+        generation = read_json_object(file) if file.is_file() else {}
+        tokenizer = _load_tokenizer(directory)
+        try:
+            sampling = default_sampling(generation)
+        except InvalidArgumentError as error:
+            raise CheckpointError(f"{directory}: {error}") from None
+        return cls(tokenizer, eos_token_ids=_eos_token_ids(generation, config, tokenizer), default_sampling=sampling)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._decoder is not None
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of ``prompt``, with the special tokens the tokenizer puts around text; ids stay as they are."""
+        if isinstance(prompt, str):
+            return self._encode_text(prompt, add_special_tokens=True)
+        return _token_ids(prompt)
+
+    def encode_chat(self, messages: Conversation) -> list[int]:
+        """The token ids of a conversation as the chat template renders it, up to where the answer begins."""
+        if not isinstance(messages, (list, tuple)):
+            raise InvalidArgumentError(f"a conversation is a list of messages, not {messages!r:.40}")
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise InvalidArgumentError(f"message {index} must be {{'role': …, 'content': …}}, not {message!r:.80}")
+            if not isinstance(message["content"], (str, list)):
+                content = message["content"]
+                raise InvalidArgumentError(f"message {index}: content must be text, not {content!r:.40}")
+        self._need_tokenizer("a conversation")
+        if not self.tokenizer.chat_template:
+            raise InvalidArgumentError(
+                "this model's tokenizer has no chat template; use generate with a prompt of your own"
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # the template is the checkpoint's: division by zero, endless recursion, anything
+            raise InvalidArgumentError(f"the model's chat template refuses this conversation: {error}") from error
+        return self._encode_text(text, add_special_tokens=False)
+
+    def new_detokenizer(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Detokenizer:
+        assert self._decoder is not None
+        return Detokenizer(self._decoder, prompt_ids, stop=sampling.stop, min_new_tokens=sampling.min_new_tokens)
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self._need_tokenizer("a text prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError(f"the prompt is not valid Unicode: {error}") from None
+        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return list(encoded["input_ids"])
+
+    def _need_tokenizer(self, what: str) -> None:
+        if self.tokenizer is None:
+            raise InvalidArgumentError(
+                f"{what} needs a tokenizer, and this checkpoint has none; give token ids instead"
+            )
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the library raises anything from KeyError to its Rust part's own exceptions
+        raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
+
+
+def _token_ids(prompt: object) -> list[int]:
+    items = as_list(prompt)
+    if items is None:
+        raise InvalidArgumentError(f"a prompt is a string or a list of token ids, not {prompt!r:.40}")
+    for position, token_id in enumerate(items):
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+            raise InvalidArgumentError(f"prompt token {position} is {token_id!r:.40}, not a token id (an integer)")
+    return [int(token_id) for token_id in items]
+
+
+def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:
+    """From the first of the three that names any."""
+    for source, named in (
+        ("generation_config.json", generation.get("eos_token_id")),
+        ("config.json", config.get("eos_token_id")),
+        ("the tokenizer", getattr(tokenizer, "eos_token_id", None)),
+    ):
+        if named is None or named == []:
+            continue
+        ids = named if isinstance(named, list) else [named]
+        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
+            raise CheckpointError(f"{source}: eos_token_id must be a token id or a list of them, not {named!r:.60}")
+        return frozenset(ids)
+    return frozenset()

@@ -1,0 +1,253 @@
+"""Random-weight checkpoints of drawn configurations, made by transformers, and its models as the references."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.errors import FastgenError, RecipeError
+from fastgen.models.recipe import Recipe
+from fastgen.models.resolve import mentioned_paths, resolve
+from fastgen.verify.configs import DERIVED, Draws
+from fastgen.verify.keys import needed_keys, read_spellings, unmentioned_keys
+from fastgen.verify.old_files import make_old
+from fastgen.verify.reference import ModuleReference, Prompts, Reference, Trace
+
+_MAX_ATTEMPTS = 12
+_PROMPT_LENGTHS = (23, 41, 17)
+_SPREAD = 1.2
+_OLD = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint on disk and what it is to be compared with. ``numbers`` are sizes the reference states.
+
+    ``trace`` is what went through the reference for ``prompts``; ``filled_in`` says that ``config`` has every key that
+    the reference knows.
+    """
+
+    index: int
+    directory: Path
+    config: dict[str, Any]
+    reference: Reference
+    prompts: Prompts
+    trace: Trace
+    numbers: dict[str, Any]
+    filled_in: bool = False
+    surplus: frozenset[str] = frozenset()
+    """Tensors in the file that are no weights."""
+
+
+class Cases:
+    """Draws ``num_configs`` cases for a recipe, ``model_class``'s or those of the classes that transformers knows for
+    its architectures, in turns. A case that several recipes meet is made once; files go to ``directory``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        num_configs: int,
+        seed: int,
+        base: dict[str, Any] | None = None,
+        model_class: Any = None,
+    ):
+        self.directory, self.num_configs, self.seed, self.base = directory, num_configs, seed, base
+        self.model_class = model_class
+        self._made: dict[str, Case | Exception] = {}
+        self._spellings: dict[tuple[str, frozenset[str]], dict[str, str]] = {}
+
+    def of(self, recipe: Recipe) -> Iterator[Case]:
+        """Raises :class:`FastgenError` where transformers knows none, or refuses all that is drawn."""
+        classes = self.classes(recipe)
+        mentioned = {path[0] for path in mentioned_paths(recipe)}
+        num_made, refusal = 0, ""
+        all_defaults = [cls.config_class().to_dict() for cls in classes]
+        for index in range(self.num_configs):
+            cls, defaults = classes[index % len(classes)], all_defaults[index % len(classes)]
+            spellings = self.spellings(cls, mentioned - defaults.keys())
+            draws = Draws(defaults, mentioned, seed=self.seed, base=self.base, spellings=spellings)
+            needed = {key for key in needed_keys(recipe) if key in defaults.keys() - DERIVED}
+            for attempt in range(_MAX_ATTEMPTS):
+                config = draws.config(index, attempt)
+                stated = {spellings.get(key, key) for key in config}
+                config |= {key: draws.usual(key, index) for key in sorted(needed - stated)}
+                if attempt + 1 < _MAX_ATTEMPTS and _excluded(recipe, config):
+                    refusal = "the recipe's own `requires`"
+                    continue
+                case = self.case(cls, config, index, bare=bool(recipe.schema.aliases))
+                if isinstance(case, Exception):
+                    refusal = f"{type(case).__name__}: {case}"
+                    continue
+                yield case
+                num_made += 1
+                break
+        if not num_made:
+            names = ", ".join(recipe.architectures)
+            raise FastgenError(f"transformers refused all that was drawn for {names}: {refusal}")
+
+    def spellings(self, cls: Any, keys: Collection[str]) -> dict[str, str]:
+        """What ``cls`` reads some of ``keys`` as."""
+        known = cls.__name__, frozenset(keys)
+        if known not in self._spellings:
+            self._spellings[known] = read_spellings(cls.config_class, keys)
+        return self._spellings[known]
+
+    def classes(self, recipe: Recipe) -> list[Any]:
+        """Those whose models are drawn. Raises :class:`FastgenError` where there are none."""
+        return _model_classes(recipe) if self.model_class is None else [self.model_class]
+
+    def case(self, cls: Any, config: dict[str, Any], index: int, *, bare: bool = False) -> Case | Exception:
+        """The model of ``cls`` for ``config``, or why there is none.
+
+        ``config.json`` is kept as drawn if ``index`` is odd, else it has all that the class fills in. Every fourth
+        file of weights looks old: with tensors that are no weights, and if ``bare`` without the base model's prefix.
+        """
+        key = json.dumps([cls.__name__, index, config, bare], sort_keys=True)
+        if key not in self._made:
+            try:
+                with _quiet():
+                    directory = self.directory / str(len(self._made))
+                    self._made[key] = _case(cls, config, index, self.seed * 1000 + index, directory, bare=bare)
+            except Exception as error:  # transformers refuses some combinations, each in its own way
+                self._made[key] = error
+        return self._made[key]
+
+
+def _model_classes(recipe: Recipe) -> list[Any]:
+    import transformers
+
+    found = [getattr(transformers, name, None) for name in recipe.architectures]
+    classes = [cls for cls in found if cls is not None and getattr(cls, "config_class", None) is not None]
+    if not classes:
+        raise FastgenError(
+            f"{recipe.file}: transformers knows none of {', '.join(recipe.architectures)}; name a model's directory "
+            f"and what it is to compute: fastgen verify DIRECTORY --recipe {recipe.file} --reference FILE.py:FUNCTION "
+            f"(or FILE.safetensors, recorded activations)"
+        )
+    return classes
+
+
+def _excluded(recipe: Recipe, config: Mapping[str, Any]) -> bool:
+    """Whether the recipe itself says that it does not describe such a model."""
+    try:
+        resolve(recipe, config, allow_config_keys=unmentioned_keys(recipe, config))
+    except RecipeError as error:
+        return (error.node or "").startswith("requires")
+    return False
+
+
+def _case(cls: Any, config: dict[str, Any], index: int, seed: int, directory: Path, *, bare: bool) -> Case:
+    hf_config = cls.config_class.from_dict(config)
+    for key in (key for key in config if key.startswith("_")):
+        setattr(hf_config, key, config[key])
+    # the plain loop over experts: transformers' grouped product takes sizes that are multiples of 16 bytes only
+    hf_config._experts_implementation = "eager"
+    # its eager Falcon adds ALiBi twice, once with the mask
+    attention = "sdpa" if getattr(hf_config, "alibi", False) else "eager"
+    model = cls._from_config(hf_config, attn_implementation=attention)
+    randomise(model, seed)
+    model.save_pretrained(directory)
+    surplus: frozenset[str] = frozenset()
+    if index % 4 == _OLD:
+        surplus = make_old(directory / "model.safetensors", model, bare=bare)
+    file = directory / "config.json"
+    written = json.loads(file.read_text())
+    if index % 2:  # the file as drawn; else with everything transformers states
+        written = {"architectures": [cls.__name__], "model_type": hf_config.model_type, **config}
+        file.write_text(json.dumps(written, indent=2))
+    prompts = draw_prompts(hf_config.vocab_size, seed)
+    reference = ModuleReference(model)
+    numbers = _numbers(hf_config) | _rotation(hf_config, model)
+    trace = reference.trace(prompts)
+    return Case(index, directory, written, reference, prompts, trace, numbers, index % 2 == 0, surplus)
+
+
+def draw_prompts(vocab_size: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in _PROMPT_LENGTHS]
+
+
+def randomise(model: nn.Module, seed: int) -> None:
+    """Weights so large that a wrong eps, scale, bias or norm changes the answer, norms away from 1, biases from 0.
+
+    Matrices have a standard deviation of ``1.2 / sqrt(fan in)``, so that scores and logits spread by several units, yet
+    rounding is not amplified; embeddings that are not the head have 1. Norms and biases, and what corrects a router,
+    are moved from where they start.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    looked_up = {id(weight) for weight in tables if head is None or weight is not head.weight}
+    turned = {id(module.weight) for module in model.modules() if type(module).__name__ == "Conv1D"}
+    corrections = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+    with torch.no_grad():
+        for name, parameter in [*model.named_parameters(), *corrections]:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            if id(parameter) in looked_up:
+                parameter.copy_(noise)
+            elif parameter.ndim > 1 and "norm" not in name:
+                fan_in = parameter.shape[0 if id(parameter) in turned else -1]
+                parameter.copy_(noise * (_SPREAD / fan_in**0.5))
+            else:
+                parameter.copy_(noise * 0.3 + parameter.mean())
+
+
+def _numbers(config: Any) -> dict[str, Any]:
+    """What the reference's configuration says of sizes, under the words of recipes."""
+    names = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "max_positions": "max_position_embeddings",
+        "sliding_window": "sliding_window",
+    }
+    if hasattr(config, "kv_lora_rank"):
+        del names["head_dim"]  # heads made of a latent have several sizes, and this one means the rotated part
+    numbers = {word: getattr(config, name, None) for word, name in names.items()}
+    kinds = getattr(config, "layer_types", None)
+    if kinds and numbers["sliding_window"] is not None:
+        numbers["windowed"] = [kind == "sliding_attention" for kind in kinds]
+    return numbers
+
+
+def _rotation(config: Any, model: nn.Module) -> dict[str, Any]:
+    """Theta, the trained length and the frequencies, where one kind of rotation serves all layers."""
+    stated = getattr(config, "rope_parameters", None) or {}
+    buffers = [module.inv_freq for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
+    numbers = {
+        "rope_theta": stated.get("rope_theta"),
+        "trained_positions": stated.get("original_max_position_embeddings"),
+        "frequencies": buffers[0] if len(buffers) == 1 else None,
+    }
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    log: Any = logging  # its functions have no types
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()

@@ -1,0 +1,323 @@
+"""Why a node disagrees: single changes of the recipe that are often the answer, tried out one by one.
+
+A change is a cause if under it all that agreed before still agrees and the failing comparison does too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice
+from typing import Any, Final
+
+from fastgen.models.recipe import Recipe
+from fastgen.models.recipe_yaml import NodePath, Scalar, Tree
+from fastgen.verify.cases import Case
+from fastgen.verify.compare import Comparer
+from fastgen.verify.disagreement import COMPLAINT, Comparison, Disagreement, node_at
+from fastgen.verify.edits import nodes, replaced, replaced_tree
+from fastgen.verify.report import Cause
+
+MAX_RUNS: Final = 40
+MAX_HYPOTHESES: Final = 400
+"""Models that are run, and changes that are tried, to find a cause."""
+_MAX_NEW_NORMS: Final = 3
+
+_NORM_PLACES: Final = ("norm", "output_norm", "sum_norm")
+_PARTS: Final = ("attention", "latent_attention", "mlp", "moe")
+_MODULE_KEYS: Final = ("q", "k", "v", "gate", "up", "down", "weight")
+_USUAL: Final[dict[str, tuple[Scalar, ...]]] = {
+    "eps": (1e-5, 1e-6, 1e-12, 1e-8),
+    "theta": (10000, 500000, 1000000),
+    "kind": ("rms", "layer", "plain", "gated", "half", "interleaved"),
+    "offset": (0, 1, 2),
+    "activation": ("'silu'", "'gelu'", "'gelu_new'", "'relu'", "'relu2'", "'quick_gelu'"),
+    "sliding_window": ("none",),
+    "scale": (1, "sqrt(hidden_size)", "1 / sqrt(head_dim)", "1 / head_dim", "1 / sqrt(hidden_size)"),
+    "scaling": ("none",),
+    "softcap": ("none",),
+    "dim": ("head_dim", "head_dim / 2", "head_dim / 4"),
+    "scoring": ("softmax", "softmax_top_k", "sigmoid"),
+    "over": ("head", "all"),
+}
+_ABSENT: Final[dict[str, tuple[tuple[str, Scalar], ...]]] = {  # keys a node may lack: where, and what they would be
+    "attention": (("scale", 1), ("sliding_window", "none")),
+    "embedding": (("scale", "sqrt(hidden_size)"),),
+    "norm": (("bias", True), ("offset", 1)),
+    "router": (("scale", "routed_scaling_factor"),),
+    "head": (("scale", "logit_scale"), ("bias", True)),
+}
+_TOKEN: Final = re.compile(r"(?<![\w.'])\d+\.?\d*(?:e-?\d+)?(?![\w.'])|[a-z]+|==|!=|<=|>=|//|[-+*/<>]")
+_OTHER_OPERATORS: Final[dict[str, tuple[str, ...]]] = {
+    **{"true": ("false",), "false": ("true",), "and": ("or",), "or": ("and",), "not": ("",), "min": ("max",)},
+    **{"max": ("min",), "+": ("-",), "-": ("+",), "*": ("/",), "/": ("*",), "//": ("*",)},
+    **{"==": ("!=",), "!=": ("==",), "<": ("<=", ">="), "<=": ("<", ">"), ">": (">=", "<="), ">=": (">", "<")},
+}
+_FLAGS: Final = ("bias", "affine", "tied", "when", "normalize", "scaled")
+_FROM_CONFIG: Final[dict[str, tuple[str, ...]]] = {  # keys of a recipe, and what config.json's keys for them contain
+    "eps": ("eps", "epsilon"),
+    "theta": ("theta", "rotary_emb_base"),
+    "activation": ("act", "activation"),
+    "sliding_window": ("window",),
+    "scale": ("scal", "multiplier"),
+    "softcap": ("softcap",),
+    "size": ("intermediate", "ffn", "inner"),
+    "tied": ("tie",),
+    "bias": ("bias",),
+    "top_k": ("per_tok",),
+    "num_layers": ("layer",),
+    "num_heads": ("head",),
+    "num_kv_heads": ("head", "kv"),
+    "head_dim": ("head_dim",),
+    "hidden_size": ("hidden", "embd", "d_model"),
+    "vocab_size": ("vocab",),
+    "max_positions": ("position",),
+    "rows": ("position",),
+    "trained_positions": ("position",),
+    "affine": ("affine",),
+}
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    path: NodePath
+    change: str
+    recipe: Recipe
+
+
+def _unread(result: Comparison) -> str:
+    """What is said of keys that nobody accounts for, where nothing else disagrees."""
+    wrong = result.disagreement
+    if wrong is None or wrong.key != COMPLAINT or wrong.node.path != "ignores":
+        return ""
+    return "; ".join(line.removeprefix("- ") for line in wrong.message.splitlines() if line.startswith("- "))
+
+
+def find_cause(
+    recipe: Recipe, failed: Comparison, case: Case, others: Sequence[Case], comparer: Comparer
+) -> Cause | None:
+    """The first change under which everything agrees, in the ``others`` too; else the one that goes furthest.
+
+    ``failed`` is how the recipe compares in ``case``.
+    """
+    wrong = failed.disagreement
+    assert wrong is not None
+    most = comparer.num_runs + MAX_RUNS
+    best: tuple[int, Cause] | None = None
+    for hypothesis in islice(hypotheses(recipe, wrong, case.config), MAX_HYPOTHESES):
+        if comparer.num_runs >= most:
+            break
+        result = comparer.retry(hypothesis.recipe, case)
+        complete = result.disagreement is None
+        further = wrong.key != COMPLAINT and {*failed.agreed, wrong.key} <= result.agreed.keys()
+        if not complete and not further:
+            continue
+        agreeing = sum(_holds(comparer.retry(hypothesis.recipe, other)) for other in others) + 1 if complete else 0
+        if best is None or agreeing > best[0]:
+            best = (
+                agreeing,
+                Cause(node_at(recipe, ".".join(hypothesis.path)), hypothesis.change, complete, _unread(result)),
+            )
+        if agreeing == len(others) + 1:
+            break
+    return best[1] if best else None
+
+
+def _holds(comparison: Comparison) -> bool:
+    """Whether a change is compatible with a configuration: all agrees, or the key that it would read is not there."""
+    wrong = comparison.disagreement
+    return wrong is None or "has no key" in wrong.message
+
+
+def hypotheses(recipe: Recipe, wrong: Disagreement, config: Mapping[str, Any]) -> Iterator[Hypothesis]:
+    """Valid changed recipes, those within the first region first and simplest first."""
+    seen: set[str] = set()
+    roots: list[NodePath] = []
+    for path in wrong.region:
+        root = tuple(node_at(recipe, path).path.split("."))
+        if root not in roots and recipe.tree.child(root[0]) is not None:
+            roots.append(root)
+    if not wrong.node.path.startswith("config."):
+        roots += [path for path in _definitions(recipe, roots) if path not in roots]
+    for changes, change, at in _changes(recipe, roots, wrong, config):
+        if change not in seen:
+            seen.add(change)
+            changed = replaced(recipe, changes)
+            if changed is not None:
+                yield Hypothesis(at, change, changed)
+
+
+def _definitions(recipe: Recipe, roots: list[NodePath]) -> Iterator[NodePath]:
+    """The entries of ``define:`` that expressions below ``roots`` mention, and numbers that all parts need."""
+    define = recipe.tree.child("define")
+    entries = define.value if define is not None and isinstance(define.value, Mapping) else {}
+    texts = [str(tree.value) for root in roots for _, tree in nodes(recipe.tree.find(root)) if tree.value is not None]
+    found: dict[str, None] = {}
+    while texts:
+        words = set(re.findall(r"\w+", texts.pop()))
+        new = [name for name in entries if name in words and name not in found]
+        found |= dict.fromkeys(new)
+        texts += [str(entries[name].value) for name in new]
+    yield from (("define", name) for name in found)
+    yield from (("config", name) for name in ("head_dim", "num_kv_heads", "num_heads", "max_positions"))
+
+
+_Change = tuple[Mapping[NodePath, Tree | Scalar], str, NodePath]
+
+
+def _changes(
+    recipe: Recipe, roots: list[NodePath], wrong: Disagreement, config: Mapping[str, Any]
+) -> Iterator[_Change]:
+    """Those of the first region first, but a literal or an operator before a value, and a name before a place."""
+    yield from _new_norms(recipe, wrong.unclaimed)
+    regions = [list(nodes(recipe.tree.find(root), root)) for root in roots]
+    for region in regions:
+        for path, tree in region:
+            yield from _literals(path, tree)
+    for region in regions:
+        for path, tree in region:
+            yield from _values(path, tree, config)
+        yield from _swaps(region)
+        for path, tree in region:
+            if isinstance(tree.value, Mapping):
+                yield from _moves(path, tree)
+                yield from _additions(path, tree)
+                yield from _removals(path, tree)
+    yield from _swaps([each for region in regions for each in region])
+    if any(root[0] == "model" for root in roots):
+        yield from _moved_between(recipe)
+
+
+def _literals(path: NodePath, tree: Tree) -> Iterator[_Change]:
+    if isinstance(tree.value, str) and (path[0] in ("config", "define") or re.search(r"[ (']", tree.value)):
+        for value in _other_literals(tree.value):
+            yield {path: value}, f"{path[-1]} {_shown(tree.value)} -> {_shown(value)}", path
+
+
+def _values(path: NodePath, tree: Tree, config: Mapping[str, Any]) -> Iterator[_Change]:
+    """Other values of one key: its usual ones, and what config.json says under a name like it."""
+    key, old = path[-1], tree.value
+    if isinstance(old, Mapping | tuple):
+        return
+    usual = [*_from_config(key, config), *_USUAL.get(key, ())]
+    if key in _FLAGS:
+        usual += [True, False]
+        usual += [f"not ({old})"] if isinstance(old, str) else []
+    if isinstance(old, int) and not isinstance(old, bool):
+        usual += [old - 1, old + 1]
+    if key == "sliding_window" and isinstance(old, str):
+        usual += [f"({old}) - 1", f"({old}) + 1"]
+    for value in usual:
+        if value != old or type(value) is not type(old):
+            yield {path: value}, f"{key} {_shown(old)} -> {_shown(value)}", path
+
+
+def _other_literals(text: str) -> Iterator[str]:
+    """An expression with a literal or an operator changed: a flag flipped, an integer one more or less, …"""
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        if token.isdecimal():
+            others = [str(int(token) - 1), str(int(token) + 1)]
+        elif token[0].isdigit():
+            others = [f"{float(token) / 10:g}", f"{float(token) * 10:g}"]
+        else:
+            others = list(_OTHER_OPERATORS.get(token, ()))
+        for other in others:
+            yield f"{text[: match.start()]}{other}{text[match.end() :]}".strip()
+    yield f"not ({text})"
+
+
+def _from_config(key: str, config: Mapping[str, Any]) -> Iterator[Scalar]:
+    parts = _FROM_CONFIG.get(key, ())
+    for name, value in config.items():
+        if any(part in name for part in parts) and name.isidentifier() and not isinstance(value, dict | list):
+            yield name
+    if key == "theta" and isinstance(config.get("rope_parameters"), dict):
+        yield "rope_parameters.rope_theta"
+
+
+def _swaps(below: list[tuple[NodePath, Tree]]) -> Iterator[_Change]:
+    """Two modules whose names stand in each other's place."""
+    named = [(where, node) for where, node in below if where[-1] in _MODULE_KEYS and isinstance(node.value, str)]
+    for (one, first), (other, second) in combinations(named, 2):
+        if len(one) == len(other) and first.value != second.value:
+            yield {one: second, other: first}, f"{first.value} and {second.value} change places", one
+
+
+def _moves(path: NodePath, tree: Tree) -> Iterator[_Change]:
+    """A norm that stands in another place of its branch."""
+    assert isinstance(tree.value, Mapping)
+    for place in _NORM_PLACES:
+        for other in _NORM_PLACES:
+            if place in tree.value and other not in tree.value:
+                changes = {(*path, place): None, (*path, other): tree.value[place]}
+                yield changes, f"{place} stands as {other}", (*path, place)
+    for place, other in combinations(_NORM_PLACES, 2):
+        if place in tree.value and other in tree.value:
+            swapped = {(*path, place): tree.value[other], (*path, other): tree.value[place]}
+            yield swapped, f"{place} and {other} change places", (*path, place)
+
+
+def _moved_between(recipe: Recipe) -> Iterator[_Change]:
+    """A norm that belongs to another branch, to a part instead of its branch or the other way round, or to an end."""
+    residual = ("model", "layers", "residual")
+    branches = recipe.tree.find(residual).value
+    homes: list[NodePath] = [("model", "embedding"), ("model",)]
+    for name, branch in branches.items() if isinstance(branches, Mapping) else ():
+        homes.append((*residual, name))
+        homes += [(*residual, name, part) for part in _PARTS if branch.child(part) is not None]
+    places = [(*home, key) for home in homes for key in _norms_of(home)]
+    there = {place: node_at(recipe, ".".join(place)).path == ".".join(place) for place in places}
+    for place in places:
+        for other in places if there[place] else ():
+            if not there[other]:
+                moved = {place: None, other: recipe.tree.find(place)}
+                yield moved, f"{place[-1]} of {place[-2]} stands as {other[-1]} of {other[-2]}", place
+
+
+def _norms_of(home: NodePath) -> tuple[str, ...]:
+    if home == ("model",):
+        return ("final_norm",)
+    return ("norm",) if home[-1] in ("embedding", *_PARTS) else _NORM_PLACES
+
+
+def _additions(path: NodePath, tree: Tree) -> Iterator[_Change]:
+    assert isinstance(tree.value, Mapping)
+    kind = "norm" if path[-1].endswith("norm") else path[-1]
+    for key, value in _ABSENT.get(kind, ()):
+        if key not in tree.value:
+            yield {(*path, key): value}, f"{key}: {_shown(value)} is missing", (*path, key)
+    if path[-1] == "attention" and "rotary" not in tree.value:
+        yield {(*path, "rotary", "theta"): 10000}, "rotary: {theta: 10000} is missing", (*path, "rotary")
+
+
+def _new_norms(recipe: Recipe, unclaimed: tuple[str, ...]) -> Iterator[_Change]:
+    """A norm for a weight that nobody claims, made like another norm of the recipe."""
+    residual = ("model", "layers", "residual")
+    branches = recipe.tree.find(residual).value
+    norms = [node for where, node in nodes(recipe.tree) if where[-1:] and where[-1] in (*_NORM_PLACES, "final_norm")]
+    if not norms or not isinstance(branches, Mapping):
+        return
+    places: list[NodePath] = [(*residual, name, place) for name in branches for place in _NORM_PLACES]
+    parts = [(name, part) for name, branch in branches.items() for part in _PARTS if branch.child(part) is not None]
+    places += [(*residual, *part, "norm") for part in parts]
+    prefix = recipe.schema.model.layers.at.replace("{layer}", "0") + "."
+    modules = dict.fromkeys(name.rpartition(".")[0].removeprefix(prefix) for name in unclaimed)
+    for module in list(modules)[:_MAX_NEW_NORMS]:
+        for path in (*places, ("model", "final_norm")):
+            if node_at(recipe, ".".join(path)).path != ".".join(path):
+                new = replaced_tree(norms[0], {("weight",): module, ("when",): None})
+                yield {path: new}, f"{path[-1]}: {{weight: {module}}} is missing", path
+
+
+def _removals(path: NodePath, tree: Tree) -> Iterator[_Change]:
+    assert isinstance(tree.value, Mapping)
+    for key in tree.value:
+        yield {(*path, key): None}, f"without {key}", (*path, key)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,243 @@
+"""Tiny configurations of an architecture that transformers knows, drawn so that what a recipe asks for is exercised.
+
+A configuration is drawn as the content of a ``config.json``; both sides read the same. Over the draws every choice of a
+key comes up, files are written fully or with only what differs from transformers' defaults, and rotary facts in the
+spellings of transformers 4 and 5.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from fastgen.models.config_keys import HARMLESS, INERT
+
+MAX_POSITIONS: Final = 96
+
+_NAMES: Final[dict[str, tuple[str, ...]]] = {  # what the files call one and the same size
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "head_dim": ("head_dim",),
+    "max_positions": ("max_position_embeddings", "n_positions"),
+}
+DERIVED: Final = frozenset({*_NAMES["num_kv_heads"], *_NAMES["head_dim"]})
+"""Keys whose defaults follow from other sizes when they are absent, but not when the defaults are written out."""
+
+_SIZES: Final = (
+    *("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size",),
+)
+_ACTIVATIONS: Final = ("hidden_act", "activation_function", "hidden_activation", "activation")
+_CHOICES: Final[dict[str, tuple[Any, ...]]] = {
+    "sliding_window": (5, None, 16),
+    "max_window_layers": (1, 0),
+    "num_local_experts": (4, 6),
+    "num_experts": (4, 6),
+    "n_routed_experts": (6, 4),
+    "num_experts_per_tok": (2, 3, 1),
+    "q_lora_rank": (7, None),
+    "kv_lora_rank": (16, 6),
+    "qk_nope_head_dim": (8, 4),
+    "qk_rope_head_dim": (6, 4),
+    "v_head_dim": (5, 8),
+    "attn_logit_softcapping": (3.0, None),
+    "final_logit_softcapping": (4.0, None),
+    "query_pre_attn_scalar": (24, 7),
+    "logit_scale": (0.3, 1.7),
+    "rotary_dim": (4, 8),
+    "n_group": (2, 1),
+    "topk_group": (1,),
+    "topk_method": ("group_limited_greedy", "greedy"),
+    "n_shared_experts": (1, 2),
+    "first_k_dense_replace": (1, 0),
+    "num_nextn_predict_layers": (0,),
+    "decoder_sparse_step": (1, 2),
+    "mlp_only_layers": ([], [1]),
+    "no_rope_layers": ([0, 1, 1], [1, 0, 1]),
+    "original_max_position_embeddings": (MAX_POSITIONS,),
+    "embedding_multiplier": (3.0, 0.5),
+    "attention_multiplier": (0.2, 0.05),
+    "residual_multiplier": (0.4, 1.5),
+    "logits_scaling": (3.0, 0.5),
+    "routed_scaling_factor": (1.7, 0.6),
+}
+_TOKEN_IDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
+_ROPE_KEYS: Final = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+class Draws:
+    """Configurations of one architecture, the first ones made to differ from one another as much as they can.
+
+    ``defaults`` is a whole ``config.json`` of the architecture as its class fills it in, ``mentioned`` are the
+    top-level keys that the recipe's expressions mention, ``spellings`` what the class reads some of them as. ``base``
+    are flags and names to hold.
+    """
+
+    def __init__(
+        self,
+        defaults: Mapping[str, Any],
+        mentioned: Collection[str],
+        *,
+        seed: int,
+        base: Mapping[str, Any] | None = None,
+        spellings: Mapping[str, str] | None = None,
+    ):
+        self.defaults, self.mentioned, self.spellings = defaults, frozenset(mentioned), dict(spellings or {})
+        self.seed, self.base = seed, dict(base or {})
+        self.attempt = 0
+
+    def cycle(self, key: str, choices: tuple[Any, ...], index: int) -> Any:
+        """The ``index``-th value of ``key``: each choice comes up once before any comes up twice.
+
+        A draw depends on nothing but the seed, its key and its index, so that two recipes of one architecture meet
+        the same configurations. The second and later attempts at one index draw freely.
+        """
+        if self.attempt:
+            return random.Random(f"{self.seed} {key} {index} {self.attempt}").choice(choices)
+        turn, place = divmod(index, len(choices))
+        return random.Random(f"{self.seed} {key} {turn}").sample(choices, len(choices))[place]
+
+    def known(self, key: str) -> bool:
+        return key in self.defaults or key in self.mentioned
+
+    def config(self, index: int, attempt: int = 0) -> dict[str, Any]:
+        """The ``index``-th configuration; ``attempt`` counts those of this index that the reference refused."""
+        self.attempt = attempt
+        sparse = index % 4 == 1  # a file that leaves all it can to the class's defaults
+        drawn = self.sizes(index, sparse)
+        drawn |= {key: None if key == "pad_token_id" else 0 for key in _TOKEN_IDS}
+        sized = set(drawn)
+        if not sparse:
+            drawn |= self.features(index, drawn[self.spelling("num_layers") or "num_hidden_layers"])
+            drawn |= self.rotary(index)
+            drawn |= self.base_features()
+        if sparse and attempt:  # the reference has no default of its own for some
+            bare = (key for key in _CHOICES if key in self.defaults and self.defaults[key] is None)
+            drawn |= {key: self.cycle(key, _CHOICES[key], index) for key in bare}
+        if index % 2 and not sparse:  # such files are read as drawn, the others with all that the class fills in
+            left_out = [key for key in drawn.keys() - sized if self.cycle(f"{key} left out", (True, False), index)]
+            drawn = {key: value for key, value in drawn.items() if key not in left_out}
+            drawn = {self.respelled(key, index): value for key, value in drawn.items()}
+        return drawn
+
+    def respelled(self, key: str, index: int) -> str:
+        """``key`` in one of the spellings that the class reads."""
+        others = sorted(other for other, meant in self.spellings.items() if meant == key)
+        read = [key] if key in self.defaults or self.spellings.get(key) == key else []
+        choices = (*others, *read) if others else (key,)
+        choice: str = self.cycle(f"{key} spelled", tuple(dict.fromkeys(choices)), index // 4)
+        return choice
+
+    def usual(self, key: str, index: int) -> Any:
+        """A value of ``key`` where the file has to say it: small, or the class's own."""
+        return self.cycle(key, _CHOICES[key], index) if key in _CHOICES else self.defaults[key]
+
+    def sizes(self, index: int, sparse: bool) -> dict[str, Any]:
+        names = {meaning: self.spelling(meaning) for meaning in _NAMES}
+        default_kv = self.defaults.get(names["num_kv_heads"] or "")
+        default_heads = self.defaults.get(names["num_heads"] or "")
+        kv_heads = self.cycle("num_kv_heads", (2, 1, 3), index)
+        head_dim = self.cycle("head_dim", (8, 16, 24), index)
+        hidden_per_head = head_dim
+        # What an absent key means differs: it follows from other sizes, or is a number of the class's own.
+        fixed = self.attempt > 0 or default_kv != default_heads
+        if sparse and isinstance(default_kv, int) and fixed and self.attempt < 2:
+            kv_heads, hidden_per_head = default_kv, 2 if self.attempt else head_dim
+        latent = "kv_lora_rank" in self.defaults  # its heads are made of a latent: none are shared
+        num_heads = kv_heads * (1 if latent else self.cycle("group", (2, 1, 3), index))
+        stated = names["head_dim"] is not None and not latent
+        explicit = stated and (self.attempt > 1 or (not sparse and self.cycle("explicit", (True, False), index)))
+        if explicit:
+            hidden_per_head = self.cycle("hidden", (10, 6, 20), index)
+        hidden = num_heads * hidden_per_head
+        values: dict[str, Any] = {
+            "vocab_size": self.cycle("vocab_size", tuple(range(61, 141, 2)), index),
+            "hidden_size": hidden,
+            "num_layers": self.cycle("num_layers", (2, 3), index) + (sparse and 2 * self.dense_first()),
+            "num_heads": num_heads,
+        }
+        if not sparse or latent or self.attempt > 1:
+            values["num_kv_heads"] = kv_heads
+        if not sparse or self.attempt > 1:
+            values["max_positions"] = MAX_POSITIONS
+        if explicit:
+            values["head_dim"] = head_dim
+        drawn = {name: values[meaning] for meaning, name in names.items() if name is not None and meaning in values}
+        for key in _SIZES:
+            if key in self.defaults and not (self.attempt > 1 and self.defaults.get(key) is None):
+                drawn[key] = self.cycle(key, tuple(range(9, 69, 2)), index)
+                if self.defaults[key] is None and self.cycle(f"{key} follows", (False, True), index):
+                    drawn[key] = None
+        if self.known("rotary_dim"):
+            drawn["rotary_dim"] = self.cycle("rotary_dim", _CHOICES["rotary_dim"], index)
+        if self.known("word_embed_proj_dim"):
+            drawn["word_embed_proj_dim"] = hidden if sparse or index % 2 == 0 else 12
+        return drawn
+
+    def dense_first(self) -> bool:
+        """Whether by default more layers are dense than a tiny model has."""
+        return (self.defaults.get("first_k_dense_replace") or 0) > 1
+
+    def spelling(self, meaning: str) -> str | None:
+        return next((name for name in _NAMES[meaning] if name in self.defaults), None) or next(
+            (name for name in _NAMES[meaning] if name in self.mentioned), None
+        )
+
+    def features(self, index: int, num_layers: int) -> dict[str, Any]:
+        drawn: dict[str, Any] = {}
+        for key in sorted(self.mentioned | self.defaults.keys()):
+            default = self.defaults.get(key)
+            if key in _CHOICES and key in self.defaults:
+                drawn[key] = self.cycle(key, _CHOICES[key], index)
+            elif key in _ACTIVATIONS and key in self.defaults:
+                drawn[key] = self.cycle(key, (default or "silu", "gelu", "relu"), index)
+            elif "eps" in key and isinstance(default, float):
+                drawn[key] = self.cycle(key, (1e-5, 0.05, 1e-6), index)
+            elif isinstance(default, bool) and key not in INERT and key not in HARMLESS:
+                drawn[key] = default if index == 0 else self.cycle(key, (not default, default), index)
+            elif key in self.mentioned and key.startswith("_") and key not in self.defaults:
+                drawn[key] = self.cycle(key, (False, True), index)  # an attribute only old files state
+        if "layer_types" in self.defaults:
+            windowed = drawn.get("use_sliding_window", True) and drawn.get("sliding_window") is not None
+            kinds = ("sliding_attention", "full_attention") if windowed else ("full_attention",)
+            drawn["layer_types"] = [self.cycle(f"layer {layer}", kinds, index) for layer in range(num_layers)]
+        if drawn.get("no_rope_layers"):
+            drawn["no_rope_layers"] = drawn["no_rope_layers"][:num_layers]
+        return drawn
+
+    def rotary(self, index: int) -> dict[str, Any]:
+        if not any(key in self.mentioned for key in _ROPE_KEYS):
+            return {}
+        theta = self.cycle("theta", (100.0, 10000.0, 500000.0), index)
+        kind = (
+            "default" if index == 0 else self.cycle("rope", ("llama3", "linear", "yarn", "default", "dynamic"), index)
+        )
+        rope: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
+        if "partial_rotary_factor" in (self.defaults.get("rope_parameters") or {}):
+            rope["partial_rotary_factor"] = self.cycle("partial_rotary_factor", (0.5, 0.25, 1.0), index)
+        if kind != "default":
+            rope["factor"] = self.cycle("factor", (2.0, 1.5, 8.0), index)
+        if kind == "llama3" or (kind == "yarn" and self.cycle("original", (True, False), index)):
+            rope["original_max_position_embeddings"] = 32
+        if kind == "yarn" and "kv_lora_rank" in self.defaults:  # then the scores' scale depends on it
+            rope |= {"mscale": 0.7, "mscale_all_dim": self.cycle("mscale_all_dim", (0.9, 0.4), index)}
+        if kind == "llama3":
+            rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        if index % 2 == 0:
+            return {"rope_parameters": rope}
+        if self.cycle("rope inside", (False, True), index // 4):
+            return {"rope_scaling": rope}
+        flat: dict[str, Any] = {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        return {**flat, "rope_scaling": None if kind == "default" else rope}
+
+    def base_features(self) -> dict[str, Any]:
+        sizes = {name for names in _NAMES.values() for name in names} | {*_SIZES, *_TOKEN_IDS, *_ROPE_KEYS}
+        return {
+            key: value
+            for key, value in self.base.items()
+            if key not in sizes | INERT and isinstance(value, bool | str) and key in self.defaults
+        }

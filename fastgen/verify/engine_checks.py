@@ -1,0 +1,96 @@
+"""The same prompts through the engine in other company: alone, in chunks, at every captured size; and by kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastgen.models.recipe import Recipe
+from fastgen.models.spec import ModelSpec
+from fastgen.runtime.outputs import GenerationOutput
+from fastgen.verify.cases import Case
+from fastgen.verify.disagreement import TOLERANCE
+from fastgen.verify.subject import load_subject
+
+LARGEST_SIZE = 64
+_NUM_STEPS = 5
+_MARGIN = 1e-3
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """How much one run deviates from the reference and from the prompts alone; ``problem`` says what is too much."""
+
+    check: str
+    difference: float
+    problem: str | None
+
+
+def engine_results(
+    recipe: Recipe, case: Case, spec: ModelSpec, logits: Tensor, sizes: Iterable[int], targets: Iterable[str]
+) -> Iterator[EngineResult]:
+    """Each prompt alone, then all together at every token budget in ``sizes``, then by the kernels of each of
+    ``targets``: log-probabilities of prompt and answer.
+
+    ``logits [T, V]`` are the reference's, of all prompts end to end.
+    """
+    prompts = [list(prompt) for prompt in case.prompts]
+    expected = _expected(case, logits)
+    alone: list[GenerationOutput] = []
+    for prompt in prompts:
+        alone += _outputs(recipe, case, spec, LARGEST_SIZE, [prompt])
+    yield _result("alone", alone, alone, expected, "one prompt alone")
+    for size in sizes:
+        outputs = _outputs(recipe, case, spec, size, prompts)
+        check = "whole" if size >= max(map(len, prompts)) else "chunked"
+        yield _result(check, outputs, alone, expected, f"{len(prompts)} prompts at token_budget={size}")
+    for target in targets:
+        outputs = _outputs(recipe, case, spec, LARGEST_SIZE, prompts, target)
+        yield _result("kernels", outputs, alone, expected, f"{len(prompts)} prompts on target={target!r}")
+
+
+def _outputs(
+    recipe: Recipe, case: Case, spec: ModelSpec, size: int, prompts: list[list[int]], target: str = "torch"
+) -> list[GenerationOutput]:
+    with load_subject(case.directory, recipe, spec, token_budget=size, max_num_seqs=min(size, 3), target=target) as llm:
+        return llm.generate(
+            prompts, temperature=0, max_new_tokens=_NUM_STEPS, ignore_eos=True, logprobs=2, prompt_logprobs=0
+        )
+
+
+def _expected(case: Case, logits: Tensor) -> list[list[float]]:
+    """For every prompt the reference's log-probability of each of its tokens but the first."""
+    rows, start = [], 0
+    logprobs = logits.log_softmax(-1)
+    for prompt in case.prompts:
+        piece = logprobs[start : start + len(prompt) - 1]
+        rows.append([float(piece[index, token]) for index, token in enumerate(prompt[1:])])
+        start += len(prompt)
+    return rows
+
+
+def _result(
+    check: str,
+    outputs: list[GenerationOutput],
+    alone: list[GenerationOutput],
+    expected: list[list[float]],
+    what: str,
+) -> EngineResult:
+    worst = 0.0
+    for output, single, wanted in zip(outputs, alone, expected, strict=True):
+        rows = (output.prompt_logprobs or [None])[1:]
+        found = [row[token] for row, token in zip(rows, output.prompt_token_ids[1:], strict=True) if row is not None]
+        worst = max([worst, *(abs(a - b) for a, b in zip(found, wanted, strict=True))])
+        for step, (token, other) in enumerate(zip(output.token_ids, single.token_ids, strict=True)):
+            mine, theirs = (output.logprobs or [])[step], (single.logprobs or [])[step]
+            if token != other:
+                best, second = sorted(theirs.values(), reverse=True)[:2]
+                if best - second > _MARGIN:
+                    gives = f"{what}: step {step} gives token {token}, alone {other} by a margin of {best - second:.1e}"
+                    return EngineResult(check, worst, gives)
+                break
+            worst = max(worst, abs(mine[token] - theirs[token]))
+    problem = None if worst <= TOLERANCE else f"{what}: log-probabilities differ by {worst:.1e}"
+    return EngineResult(check, worst, problem)

@@ -1,0 +1,84 @@
+"""Keys of ``config.json``: those a recipe cannot do without, those it does not mention, and their other spellings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final
+
+from jinja2 import nodes
+
+from fastgen.models.expression_grammar import first_arguments
+from fastgen.models.recipe import Recipe
+from fastgen.models.recipe_schema import Config
+from fastgen.models.resolve import expressions_in, mentioned_paths
+
+_FRACTIONS: Final = ("rotary_pct", "partial_rotary_factor")
+
+
+def needed_keys(recipe: Recipe) -> set[str]:
+    """The keys that some expression of ``recipe`` mentions without saying what their absence means."""
+    schema = recipe.schema
+    numbers = set(Config.model_fields)
+    own = numbers | set(schema.define) | {"layer"}
+    scopes = ((schema.config, set[str]()), ((schema.define, schema.requires), numbers), (schema.model, own))
+    return {
+        name
+        for section, meant in scopes
+        for expression in expressions_in(section)
+        for name in _needed(expression.node)
+        if name not in meant
+    }
+
+
+def _needed(node: nodes.Node) -> Iterator[str]:
+    match node:
+        case nodes.Name(name=name):
+            yield name
+        case nodes.Filter(args=args):  # what it provides for may be absent
+            for arg in args:
+                yield from _needed(arg)
+        case nodes.Call(node=nodes.Name(name="first")):
+            paths, fallback = first_arguments(node)
+            yield from (path[0] for path in paths if fallback is None)
+            if fallback is not None:
+                yield from _needed(fallback)
+        case nodes.Call(args=args):
+            for arg in args:
+                yield from _needed(arg)
+        case _:
+            for child in node.iter_child_nodes():
+                yield from _needed(child)
+
+
+def unmentioned_keys(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
+    """The keys of ``config`` that no expression of ``recipe`` mentions, dotted inside mappings."""
+    mentioned = mentioned_paths(recipe)
+    inner = [
+        (key, name)
+        for key, value in config.items()
+        if isinstance(value, dict) and (key,) not in mentioned
+        for name in value
+    ]
+    keys = [key for key in config if all(path[0] != key for path in mentioned)]
+    return keys + [".".join(path) for path in inner if path not in mentioned]
+
+
+def read_spellings(config_class: Any, mentioned: Collection[str]) -> dict[str, str]:
+    """Of the keys in ``mentioned``, those that the class reads as another: what that one is called.
+
+    Found by asking it: a value given under the one name comes back under the other.
+    """
+    found: dict[str, str] = {}
+    defaults = config_class().to_dict()
+    for key in sorted({*mentioned, "rope_theta", "partial_rotary_factor"} - defaults.keys()):
+        mark = 0.875 if key in _FRACTIONS else 7
+        try:
+            content = config_class.from_dict({key: mark}).to_dict()
+        except Exception:  # it takes other values only
+            continue
+        rope, usual = content.get("rope_parameters") or {}, defaults.get("rope_parameters") or {}
+        meant = [other for other, value in rope.items() if value == mark and usual.get(other) != mark]
+        meant += [other for other, value in content.items() if value == mark and other not in (key, *meant)]
+        if meant:
+            found[key] = meant[0]
+    return found

@@ -1,0 +1,102 @@
+"""The numbers of a resolved recipe against those that the reference states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from torch import Tensor
+
+from fastgen.models.expression_grammar import ExpressionError
+from fastgen.models.expressions import Scope
+from fastgen.models.frequencies import inverse_frequencies
+from fastgen.models.recipe import Recipe
+from fastgen.models.spec import ModelSpec, RotarySpec
+from fastgen.verify.cases import Case
+from fastgen.verify.disagreement import Comparison, Disagreement, node_at
+
+_SIZES: Final = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+_FREQUENCY_TOLERANCE: Final = 1e-5
+
+
+def number_disagreements(recipe: Recipe, case: Case, spec: ModelSpec, comparison: Comparison) -> Iterator[Disagreement]:
+    """Sizes, windows, and what is rotated how fast; what the reference does not state is not compared."""
+    for name in _SIZES:
+        ours, theirs = getattr(spec, name), case.numbers.get(name)
+        if ours is None or not isinstance(theirs, int) or (name == "max_positions" and _stretched(spec)):
+            continue
+        if ours != theirs:
+            yield _other_size(recipe, name, ours, theirs)
+        comparison.agree("numbers", f"config.{name}")
+    yield from _windows(recipe, case, spec)
+    rotary = next((found for each in spec.attentions() if (found := getattr(each, "rotary", None))), None)
+    if rotary is not None:
+        yield from _rotation(recipe, case, rotary, comparison)
+
+
+def wrong_number(recipe: Recipe, case: Case) -> Disagreement | None:
+    """The first size that is not the reference's, for a recipe whose sizes do not fit one another."""
+    scope = Scope(case.config)
+    for name in _SIZES:
+        theirs = case.numbers.get(name)
+        try:
+            ours = getattr(recipe.schema.config, name).evaluate(scope)
+        except ExpressionError:
+            continue  # the error to be explained says so itself
+        if isinstance(ours, int | float) and isinstance(theirs, int) and ours != theirs:
+            return _other_size(recipe, name, ours, theirs)
+    return None
+
+
+def _other_size(recipe: Recipe, name: str, ours: float, theirs: int) -> Disagreement:
+    path = f"config.{name}"
+    message = f"{name} is {ours}, the reference's is {theirs}"
+    return Disagreement("numbers", node_at(recipe, path), message, (path,), path)
+
+
+def _windows(recipe: Recipe, case: Case, spec: ModelSpec) -> Iterator[Disagreement]:
+    longest = max(map(len, case.prompts))
+    theirs = case.numbers.get("sliding_window")
+    windowed = case.numbers.get("windowed")
+    for index, attention in enumerate(spec.attentions()):
+        window = getattr(attention, "sliding_window", None)
+        if windowed is not None and (window is not None) != windowed[index]:
+            node = node_at(recipe, f"{attention.node.path}.sliding_window")
+            message = f"layer {index} has {'no' if window is None else 'a'} window, the reference otherwise"
+            yield Disagreement("numbers", node, message, (attention.node.path,), f"window {index}")
+        if window is None or not isinstance(theirs, int) or min(window, theirs) <= longest or window == theirs:
+            continue  # a window that the prompts reach beyond is seen in the outputs
+        node = node_at(recipe, f"{attention.node.path}.sliding_window")
+        message = f"layer {index} sees {window} tokens, the reference {theirs}"
+        yield Disagreement("numbers", node, message, (attention.node.path,), f"window {index}")
+
+
+def _rotation(recipe: Recipe, case: Case, rotary: RotarySpec, comparison: Comparison) -> Iterator[Disagreement]:
+    """Theta, the trained length and the frequencies: a small error in them shows in long prompts only."""
+    region = (rotary.node.path,)
+    scaling = rotary.scaling
+    stretched = None if scaling is None or scaling.kind == "linear" else scaling.original_max_positions
+    for key, name, ours in (
+        ("theta", "rope_theta", rotary.theta),
+        ("trained_positions", "trained_positions", stretched),
+    ):
+        theirs = case.numbers.get(name)
+        if ours is None or not isinstance(theirs, int | float):
+            continue
+        if ours != theirs:
+            message = f"{key} is {ours:.15g}, the reference's is {theirs:.15g}"
+            node = node_at(recipe, f"{rotary.node.path}.{key}")
+            yield Disagreement("numbers", node, message, region, key)
+        comparison.agree("numbers", key)
+    wanted, found = case.numbers.get("frequencies"), inverse_frequencies(rotary)
+    if isinstance(wanted, Tensor) and wanted.shape == found.shape:
+        difference = float(((found - wanted) / wanted).abs().max())
+        if difference > _FREQUENCY_TOLERANCE:
+            message = f"the rotary frequencies differ by {difference:.1e}"
+            yield Disagreement("numbers", rotary.node, message, region, "frequencies", difference)
+        comparison.agree("numbers", "frequencies", difference)
+
+
+def _stretched(spec: ModelSpec) -> bool:
+    rotaries = [getattr(attention, "rotary", None) for attention in spec.attentions()]
+    return any(rotary and rotary.scaling and rotary.scaling.kind == "dynamic" for rotary in rotaries)

@@ -1,0 +1,42 @@
+"""Files of weights as older versions of transformers wrote them: the same model under other names, and more tensors.
+
+transformers reads a model's file with and without the prefix of its base model, and passes over tensors that are no
+weights: buffers that it once saved, and those that a class says it ignores.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
+
+_ONCE_SAVED: Final = ("inv_freq", "embed_positions")
+"""Names of buffers that files hold: tables of angles."""
+
+
+def make_old(file: Path, model: Any, *, bare: bool) -> frozenset[str]:
+    """Write ``file``, those of transformers' ``model``, anew; ``bare``: without the base model's prefix.
+
+    Returns the names of those that are no weights.
+    """
+    prefix = f"{model.base_model_prefix}." if bare else ""
+    ignored = _ignored(model)
+    tensors = load_file(file) | dict.fromkeys(ignored, torch.zeros(1))
+    tensors = {name.removeprefix(prefix): tensor.clone() for name, tensor in tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return frozenset(name.removeprefix(prefix) for name in ignored)
+
+
+def _ignored(model: Any) -> set[str]:
+    names = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in _ONCE_SAVED}
+    modules = [name for name, _ in model.named_modules()]
+    for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ():
+        stem, _, leaf = re.sub(r"\\(.)", r"\1", pattern).replace(".*", ".weight").strip("^$").rpartition(".")
+        if stem.startswith(f"{model.base_model_prefix}."):
+            names.add(f"{stem}.{leaf}")
+        else:  # the end of a name
+            names |= {f"{name}.{leaf}" for name in modules if name == stem or name.endswith(f".{stem}")}
+    return names

@@ -1,0 +1,230 @@
+"""The whole of a verification: cases, comparison, cause, and the engine's own invariances."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from torch import nn
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.models import hub, registry
+from fastgen.models.builtins import BUILTINS
+from fastgen.models.checkpoint_files import read_json_object
+from fastgen.models.config_keys import HARMLESS, INERT
+from fastgen.models.recipe import Recipe
+from fastgen.runtime.policies.splitfuse import captured_sizes
+from fastgen.runtime.targets import kernel_targets
+from fastgen.verify.cases import Case, Cases, draw_prompts
+from fastgen.verify.causes import find_cause
+from fastgen.verify.compare import Comparer
+from fastgen.verify.disagreement import COMPLAINT, PROBE, Comparison, node_at
+from fastgen.verify.engine_checks import LARGEST_SIZE, EngineResult, engine_results
+from fastgen.verify.essence import Essence, essence
+from fastgen.verify.keys import unmentioned_keys
+from fastgen.verify.reference import ModuleReference, Prompts, RecordedReference, Reference
+from fastgen.verify.report import Finding, Report
+
+Progress = Callable[[str], None]
+
+_PLAINNESS: Final = ("numbers", "weights", "load", "nodes", "log-probabilities")
+_ENOUGH_FAILED: Final = 3
+_ENGINE_FOR: Final = 4
+_ALL_SIZES_FOR: Final = 2
+_FEW_SIZES: Final = (8, LARGEST_SIZE)
+
+
+def verify(
+    target: str | Path | Recipe,
+    *,
+    recipe: str | Path | Recipe | None = None,
+    reference: nn.Module | type[Any] | str | Path | None = None,
+    configs: int = 12,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Report:
+    """Compare a recipe with a reference over drawn configurations, and report the first node that disagrees.
+
+    ``target`` is a recipe (name, file or object) or a model (directory, built-in, hub id), whose own recipe is taken
+    unless ``recipe`` names another. Without a ``reference``, tiny random-weight models of the architecture are made by
+    transformers: ``configs`` of them, drawn from ``seed``; those of a model keep its flags. A ``reference`` is a module
+    that computes what ``target``, then a model's directory, is to compute, or a file of activations recorded from one
+    (see :class:`fastgen.verify.reference.RecordedReference`); then that one checkpoint is compared.
+
+    Raises :class:`fastgen.errors.FastgenError` where there is nothing to compare with.
+    """
+    if configs < 1:
+        raise InvalidArgumentError(f"configs={configs}: at least one configuration is needed")
+    found, directory = _targets(target, recipe)
+    with tempfile.TemporaryDirectory(prefix="fastgen-verify-") as scratch:
+        if reference is None or isinstance(reference, type):
+            base = None if directory is None else read_json_object(directory / "config.json")
+            cases = Cases(Path(scratch), num_configs=configs, seed=seed, base=base, model_class=reference)
+            return Verifier(cases).verify(found, progress)
+        if directory is None:
+            raise InvalidArgumentError("a reference of your own belongs to weights: name the model's directory")
+        return Verifier(_OwnCase(directory, reference, seed)).verify(found, progress)
+
+
+class CaseSource(Protocol):
+    """Where the cases for a recipe come from."""
+
+    num_configs: int
+    seed: int
+
+    def of(self, recipe: Recipe) -> Iterable[Case]: ...
+
+
+class Verifier:
+    """Verifies one recipe after another: what several of them share, references and comparisons, is made once."""
+
+    def __init__(self, cases: CaseSource):
+        self.cases, self.comparer = cases, Comparer()
+        self._engine_agrees: dict[tuple[int, Essence], list[EngineResult]] = {}
+
+    def verify(self, recipe: Recipe, progress: Progress | None = None) -> Report:
+        started = time.perf_counter()
+        report = Report(recipe.name, str(recipe.file), list(recipe.architectures), self.cases.seed)
+        made: list[_Made] = []
+        for case in self.cases.of(recipe):
+            _tell(progress, f"configuration {case.index + 1} of {self.cases.num_configs}: numbers and names")
+            report.configs.append(case.config)
+            made.append(_Made(case, self.comparer.read(recipe, case)))
+        if _first_failed(made) is None:  # names and shapes tell a mistake more plainly than values: no need to run
+            for each in made:
+                _tell(progress, f"configuration {each.case.index + 1} of {self.cases.num_configs}: node by node")
+                each.comparison = self.comparer.compare(recipe, each.case)
+                if sum(other.comparison.disagreement is not None for other in made) == _ENOUGH_FAILED:
+                    break
+        for each in made:
+            for check, count in each.comparison.counts.items():
+                report.count(check, count, each.comparison.largest[check])
+        failed = _first_failed(made)
+        if failed is None:
+            self._run_engine(recipe, made, report, progress)
+        else:
+            report.fail(self._finding(recipe, failed, made, progress))
+        report.seconds = time.perf_counter() - started
+        return report
+
+    def _finding(self, recipe: Recipe, failed: _Made, made: list[_Made], progress: Progress | None) -> Finding:
+        wrong = failed.comparison.disagreement
+        assert wrong is not None
+        _tell(progress, f"{wrong.node.path} disagrees; looking for the cause")
+        others = [each.case for each in made if each is not failed]
+        cause = find_cause(recipe, failed.comparison, failed.case, others, self.comparer)
+        node = cause.node if cause else wrong.node
+        if cause is None and (stray := self._stray(recipe, failed, made)):
+            node = node_at(recipe, "requires")
+            message = f"{wrong.message}; only where the file says {stray}, of which the recipe says nothing"
+            return Finding(wrong.check, message, node, failed.case.index, wrong.difference)
+        return Finding(wrong.check, wrong.message, node, failed.case.index, wrong.difference, cause)
+
+    def _stray(self, recipe: Recipe, failed: _Made, made: list[_Made]) -> str | None:
+        """A flag that the recipe does not mention and whose value tells the cases that agree from those that do not."""
+        config = failed.case.config
+        flags = {key for key in unmentioned_keys(recipe, config) if isinstance(config.get(key), bool)}
+        flags -= INERT | HARMLESS.keys()
+        failing: list[dict[str, Any]] = []
+        agreeing: list[dict[str, Any]] = []
+        for each in made if flags else ():
+            (failing if self._wrong(recipe, each) else agreeing).append(each.case.config)
+        for key in sorted(flags):
+            value = config[key]
+            told = all(each.get(key) is value for each in failing)
+            if agreeing and told and all(each.get(key) is not value for each in agreeing):
+                return f"{key}: {str(value).lower()}"
+        return None
+
+    def _wrong(self, recipe: Recipe, made: _Made) -> bool:
+        """Whether more disagrees than that some keys are not accounted for."""
+        wrong = self.comparer.retry(recipe, made.case).disagreement
+        return wrong is not None and not (wrong.key == COMPLAINT and wrong.node.path == "ignores")
+
+    def _run_engine(self, recipe: Recipe, made: list[_Made], report: Report, progress: Progress | None) -> None:
+        """In other company and other chunks: all captured sizes for the first configurations, a few for the others."""
+        for number, each in enumerate(made[:_ENGINE_FOR]):
+            spec, logits = each.comparison.spec, each.case.trace.logits
+            if spec is None or logits is None:
+                continue
+            _tell(progress, f"configuration {each.case.index + 1}: alone, together, in chunks")
+            sizes = captured_sizes(LARGEST_SIZE) if number < _ALL_SIZES_FOR else _FEW_SIZES
+            key = id(each.case), essence(spec)
+            if key not in self._engine_agrees:
+                # kernels are built for one configuration only, since that takes some seconds
+                targets = kernel_targets() if number == 0 else ()
+                self._engine_agrees[key] = list(engine_results(recipe, each.case, spec, logits, sizes, targets))
+            for result in self._engine_agrees[key]:
+                report.count(result.check, 1, result.difference)
+                if result.problem is not None:
+                    report.fail(Finding(result.check, result.problem, None, each.case.index, result.difference))
+                    return
+
+
+def _targets(target: str | Path | Recipe, recipe: str | Path | Recipe | None) -> tuple[Recipe, Path | None]:
+    """The recipe under test, and the model's directory where a model was named."""
+    if isinstance(target, Recipe):
+        return target, None
+    path = Path(target)
+    is_recipe_file = path.suffix in (".yaml", ".yml")
+    if not is_recipe_file and (path.is_dir() or str(target) in BUILTINS or recipe is not None or "/" in str(target)):
+        directory = hub.locate(target)
+        config = read_json_object(directory / "config.json")
+        return registry.find_recipe(config, recipe=recipe, checkpoint_dir=directory), directory
+    return registry.named_recipe(target), None
+
+
+class _OwnCase:
+    """The one case of a model on disk and a reference that was given for it."""
+
+    num_configs = 1
+
+    def __init__(self, directory: Path, reference: nn.Module | str | Path, seed: int):
+        self.directory, self.reference, self.seed = directory, reference, seed
+
+    def of(self, recipe: Recipe) -> Iterable[Case]:
+        config = read_json_object(self.directory / "config.json")
+        if isinstance(self.reference, nn.Module):
+            reference: Reference = ModuleReference(self.reference)
+            prompts: Prompts = draw_prompts(int(config.get("vocab_size", 32)), self.seed)
+        else:
+            reference = RecordedReference(self.reference)
+            prompts = reference.prompts or []
+        yield Case(0, self.directory, config, reference, prompts, reference.trace(prompts), {})
+
+
+@dataclass
+class _Made:
+    """A case and how the recipe compares."""
+
+    case: Case
+    comparison: Comparison
+
+
+def _first_failed(made: list[_Made]) -> _Made | None:
+    """The case whose disagreement tells most; of several like it the first."""
+    failed = [each for each in made if each.comparison.disagreement is not None]
+    return min(failed, key=_rank, default=None)
+
+
+def _rank(made: _Made) -> tuple[bool, int, bool, int]:
+    """Names and shapes tell a mistake more plainly than values do, and of these a module asked alone most; keys nobody
+    accounts for tell least. Of cases alike the fullest file, which has the keys that the recipe may lack.
+    """
+    wrong = made.comparison.disagreement
+    assert wrong is not None
+    return (
+        wrong.key == COMPLAINT and wrong.node.path == "ignores",
+        _PLAINNESS.index(wrong.check),
+        PROBE not in wrong.key,
+        -len(made.case.config),
+    )
+
+
+def _tell(progress: Progress | None, what: str) -> None:
+    if progress is not None:
+        progress(what)

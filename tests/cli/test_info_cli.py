@@ -1,0 +1,93 @@
+"""``fastgen info``: what it tells agrees with what it tells about."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.metadata import version
+
+import pytest
+from safetensors import safe_open
+
+from fastgen.cli.options import in_flags
+from fastgen.compile.device import current
+from fastgen.errors import FastgenError, InvalidArgumentError, OutOfMemoryError, RecipeError
+from fastgen.models.builtins import BUILTINS
+
+
+def test_versions_and_device(run) -> None:
+    done = run("info", "--json", "--device", "cpu")
+    facts = json.loads(done.out)
+    assert set(facts) == {"versions", "device"}
+    assert facts["versions"]["fastgen"] == version("fastgen")
+    assert facts["versions"]["torch"] == version("torch")
+    cpu = current("cpu")
+    assert facts["device"] == {
+        "device": "cpu",
+        "name": cpu.name,
+        "memory_bytes": cpu.memory_bytes,
+        "cores": cpu.num_cores,
+        "instruction_sets": list(cpu.instruction_sets),
+    }
+
+
+def test_for_people(run) -> None:
+    out = run("info").out
+    assert f"  torch                {version('torch')}\n" in out
+    assert "  memory " in out
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral", "tiny-opt"])
+def test_a_model_is_told_as_its_checkpoint_has_it(run, name) -> None:
+    model = json.loads(run("info", name, "--json").out)["model"]
+    directory = BUILTINS[name]
+    config = json.loads((directory / "config.json").read_text())
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        num_parameters = sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
+    assert model["directory"] == str(directory)
+    assert model["architecture"] == config["architectures"][0]
+    assert model["recipe"] == name.removeprefix("tiny-")
+    assert model["parameters"] == num_parameters
+    assert model["weights_bytes"] == num_parameters * 2
+    assert model["dtype"] == "bfloat16"
+    assert model["context"] == config["max_position_embeddings"] == 2048
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    num_kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    assert model["kv_bytes_per_token"] == config["num_hidden_layers"] * 2 * num_kv_heads * head_dim * 2
+    assert json.loads(run("info", name, "--json", "--dtype", "float32").out)["model"]["weights_bytes"] == (
+        num_parameters * 4
+    )
+
+
+def test_a_model_that_does_not_exist(run) -> None:
+    done = run("info", "tiny-lama/")
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith("fastgen: ")
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RecipeError("let pass once with allow_config_keys="), "let pass once with --allow-config-key"),
+        (RecipeError("pass recipe= to say which"), "pass --recipe to say which"),
+        (RecipeError('pass recipe="checkpoint" to use it'), 'pass --recipe "checkpoint" to use it'),
+        (InvalidArgumentError("num_threads=0: expected"), "--num-threads 0: expected"),
+        (InvalidArgumentError("dtype='int3': expected"), "--dtype 'int3': expected"),
+        (InvalidArgumentError("max_num_seqs=9 is above token_budget=3"), "--max-num-seqs 9 is above --token-budget 3"),
+        (
+            OutOfMemoryError("raise kv_cache_memory or lower block_size"),
+            "raise --kv-cache-memory or lower --block-size",
+        ),
+        (
+            InvalidArgumentError("allow_config_keys: x has no key 'block_size'"),
+            "--allow-config-key: x has no key 'block_size'",
+        ),
+        # what is no argument stays
+        (RecipeError("block_size is not known to the recipe"), "block_size is not known to the recipe"),
+        (RecipeError("wrong", file="runs/dtype=bf16/a.yaml"), "runs/dtype=bf16/a.yaml: wrong"),
+        (RecipeError("the device of a recipe"), "the device of a recipe"),
+    ],
+)
+def test_arguments_are_told_as_flags(error: FastgenError, told: str) -> None:
+    assert in_flags(error) == told

@@ -1,0 +1,168 @@
+"""``fastgen kernels``: list, show, build, report and clean, without a GPU."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastgen.compile.bundle import Bundle, load_bundle
+from fastgen.compile.cache import KernelCache
+from fastgen.compile.device import current
+from fastgen.compile.loader import KernelLoader, make_builder
+from fastgen.compile.ops.norm import norm_spec
+from fastgen.compile.render import render
+from fastgen.compile.spec import KernelSpec, dtype_name
+from fastgen.models import kernels
+from fastgen.models.spec import ModelSpec
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+def needed(target: str, recipe: str = "llama", dtype: str = "bf16") -> list[KernelSpec]:
+    """In place of all that a model needs, which would take long to build: two norms, told apart by who asks."""
+    return [
+        norm_spec(target, "rms", 64, dtype, 1e-5, needed_by=(f"{recipe}: model.layers.residual.attend.norm",)),
+        norm_spec(target, "rms", 64, dtype, 1e-5, residual=True, needed_by=(f"{recipe}: model.final_norm",)),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel_specs(
+        model: ModelSpec, loader: KernelLoader, dtype: torch.dtype, *, weight_format: object, block_size: object
+    ) -> list[KernelSpec]:
+        assert (weight_format, block_size) in ((None, None), ("int8", 32))
+        return needed(loader.builder.target, model.recipe, dtype_name(dtype))
+
+    monkeypatch.setattr(kernels, "kernel_specs", kernel_specs)
+
+
+def test_build_then_list_then_clean(run, directory: Path) -> None:
+    names = [spec.name for spec in needed("cpp")]
+    before = json.loads(run("kernels", "list", "tiny-opt", "--target", "portable", "--json").out)
+    assert [(each["name"], each["built"]) for each in before] == [(name, False) for name in names]
+    assert json.loads(run("kernels", "list", "--json").out) == []
+
+    built = json.loads(run("kernels", "build", "tiny-opt", "--target", "portable", "--json").out)
+    assert [(each["name"], each["arch"]) for each in built] == [(name, "portable") for name in names]
+    assert all(Path(each["directory"]).parent == directory for each in built)
+
+    assert json.loads(run("kernels", "list", "--json").out) == built
+    after = json.loads(run("kernels", "list", "tiny-opt", "--target", "portable", "--json").out)
+    assert after == [{**each, "built": True} for each in before]
+
+    freed = json.loads(run("kernels", "clean", "--json").out)
+    assert freed == {
+        "kernels": len(names),
+        "size_bytes": sum(each["size_bytes"] for each in built),
+        "directory": str(directory),
+    }
+    assert KernelCache().entries() == []
+    assert run("kernels", "clean").out == f"removed 0 kernels, 0.0 MiB, from {directory}\n"
+
+
+def test_a_sealed_bundle_is_written_and_loads(run, tmp_path: Path) -> None:
+    output = tmp_path / "bundles" / "avx2"
+    arguments = ("kernels", "build", "tiny-opt", "--target", "portable", "--quantize", "int8", "--block-size", "32")
+    built = json.loads(run(*arguments, "--output", str(output), "--json").out)
+    assert [each["name"] for each in built] == [spec.name for spec in needed("cpp")]
+    assert all(Path(each["directory"]).is_relative_to(output) for each in built)
+    loader = load_bundle(output, current("cpu"))
+    assert loader.bundle.about == {"model": "tiny-opt", "quantize": "int8", "block_size": "32"}
+    for spec in needed("cpp"):
+        assert loader.load(spec).spec == spec
+    out = run(*arguments, "--output", str(output)).out
+    assert f"sealed 2 kernels for portable, 0.0 MiB, in {output}" in out
+
+
+def test_a_bundle_for_a_gpu_that_is_not_here(run, tmp_path: Path) -> None:
+    output = tmp_path / "sm_90"
+    run("kernels", "build", "tiny-llama", "--target", "sm_90", "--output", str(output))
+    bundle = Bundle.open(output)
+    assert bundle.arch == "sm_90"
+    for spec in needed("triton"):
+        suffixes = {file.suffix for file in bundle.entries[spec.digest].files()}
+        assert {".py", ".ptx", ".cubin", ".json"} <= suffixes
+
+
+def test_a_bundle_does_not_go_where_something_else_lies(run, tmp_path: Path) -> None:
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").write_text("you")
+    done = run("kernels", "build", "tiny-llama", "--target", "portable", "--output", str(tmp_path / "letters"))
+    assert (done.status, done.out) == (1, "")
+    assert "is not empty and no bundle of kernels" in " ".join(done.err.split())
+    assert [file.name for file in (tmp_path / "letters").iterdir()] == ["dear.txt"]
+
+
+def test_the_report_is_for_a_gpu_that_is_not_here(run) -> None:
+    arguments = ("kernels", "report", "tiny-llama", "--target", "sm_90")
+    rows = json.loads(run(*arguments, "--json").out)
+    assert [row["name"] for row in rows] == [spec.name for spec in needed("triton")]
+    for row in rows:
+        assert row["arch"] == "sm_90"
+        assert row["spill_bytes"] == 0
+        assert row["registers"] > 0
+        assert row["occupancy"] > 0
+    title, *lines = run(*arguments).out.splitlines()
+    assert title.split("  ")[0] == "name"
+    assert "registers" in title
+    assert [line.split()[0] for line in lines] == [row["name"] for row in rows]
+
+
+def test_show_prints_what_would_be_built_and_builds_nothing(run, directory: Path) -> None:
+    specs = needed("triton")
+    every = run("kernels", "show", "tiny-llama", "--target", "gfx942").out
+    assert every == "\n\n".join(render(spec) for spec in specs)
+    one = run("kernels", "show", "tiny-llama", specs[1].name, "--target", "sm_80").out
+    assert one == render(specs[1])
+    assert ast.parse(one).body
+    assert "needed by llama: model." in one
+    (shown,) = json.loads(run("kernels", "show", "tiny-llama", specs[1].name, "--target", "sm_80", "--json").out)
+    assert (shown["name"], shown["source"], shown["target"]) == (specs[1].name, one, "triton")
+    assert not directory.exists()
+
+
+def test_show_for_cpp_in_another_dtype(run) -> None:
+    out = run("kernels", "show", "tiny-mistral", "--target", "avx2", "--dtype", "float32").out
+    (first, *_) = needed("cpp", dtype="fp32")
+    assert out.startswith(f"// {first.name}\n")
+    assert f'extern "C" void {first.name}(' in out
+
+
+def test_list_for_people(run) -> None:
+    spec = needed("cpp")[0]
+    KernelLoader(make_builder("portable")).build([spec])
+    lines = run("kernels", "list", "tiny-llama", "--target", "portable").out.splitlines()
+    assert lines[0].split() == ["name", "built", "needed", "by"]
+    assert [line.split()[1] for line in lines[1:]] == ["yes", "no"]
+    assert f"{spec.name}  portable  " in run("kernels", "list").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("show", "tiny-llama", "no_such", "--target", "sm_90"), 2, "tiny-llama needs no kernel no_such"),
+        (("build", "tiny-llama", "--target", "h100"), 1, "--target 'h100': expected such as sm_80"),
+        (("build", "tiny-lama", "--target", "sm_90"), 1, "tiny-lama"),
+        (("report", "tiny-llama", "--target", "sm_90", "--dtype", "int7"), 1, "int7"),
+        (
+            ("build", "tiny-llama", "--target", "sm_90", "--quantize", "int8"),
+            1,
+            "--quantize 'int8' needs kernels for a CPU",
+        ),
+        (("build",), 2, "Missing argument 'MODEL'"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(run, arguments, status, message) -> None:
+    done = run("kernels", *arguments)
+    assert (done.status, done.out) == (status, "")
+    assert message in " ".join(done.err.replace("│", " ").split())
+    assert "Traceback" not in done.err

@@ -1,0 +1,65 @@
+"""The command with standard streams that are closed or full: one line, no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMMAND = [sys.executable, "-c", "from fastgen.cli import main; main()"]
+
+
+def shell(arguments: str, redirection: str) -> subprocess.CompletedProcess[str]:
+    """``fastgen`` with these arguments, its streams redirected by a shell: only that can close them."""
+    line = f'"$@" {arguments} {redirection}'
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.run(
+        ["bash", "-c", line, "bash", *COMMAND], input="hello\n", capture_output=True, text=True, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "message"),
+    [
+        ("generate tiny-llama -", "<&-", "standard input is closed, so there is nothing to read"),
+        ("chat tiny-llama", "<&-", "standard input is closed, so there is nothing to read"),
+        ("generate tiny-llama hi", ">&-", "standard output is closed"),
+        ("recipe list", ">&-", "standard output is closed"),
+        ("recipe schema", ">/dev/full", "standard input or output fails: No space left on device"),
+        ("--version", ">/dev/full", "standard input or output fails: No space left on device"),
+        ("generate tiny-llama hi --max-new-tokens 2", ">/dev/full", "standard input or output fails: No space left"),
+        ("chat tiny-llama --max-new-tokens 2", ">/dev/full", "standard input or output fails: No space left"),
+    ],
+)
+def test_a_stream_that_is_closed_or_full_is_told_in_one_line(arguments: str, redirection: str, message: str) -> None:
+    done = shell(arguments, redirection)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"fastgen: {message}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "redirection", ["2>&-", "2>/dev/full", ">&- 2>&-", ">/dev/full 2>&-", ">/dev/full 2>/dev/full"]
+)
+def test_without_a_place_for_errors_the_status_tells(redirection: str) -> None:
+    done = shell("recipe show absent", redirection)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+def test_without_stderr_what_was_asked_for_is_printed() -> None:
+    done = shell("--version", "2>&-")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("fastgen ")
+
+
+@pytest.mark.parametrize("arguments", ["--version", "recipe schema"])  # less and more than the buffer holds
+def test_a_reader_who_left_is_no_error_to_tell_of(arguments: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([*COMMAND, *arguments.split()], stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,0 +1,50 @@
+"""The arena: memory that comes back as tensors die, at the same addresses for the same requests."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import torch
+
+from fastgen.compile.arena import Arena
+
+
+def test_an_arena_gives_memory_again_and_the_same_to_the_same_requests() -> None:
+    arena = Arena()
+
+    def history(seed: int) -> list[int]:
+        draw, alive, addresses = random.Random(seed), [], []
+        for _ in range(400):
+            if alive and draw.random() < 0.5:
+                alive.pop(draw.randrange(len(alive)))
+            else:
+                shape = (draw.randrange(5), draw.choice([1, 7, 1000, 40000]))
+                dtype = draw.choice([torch.float32, torch.bfloat16, torch.bool, torch.int64])
+                tensor = arena.like(torch.empty(shape, dtype=dtype, device="meta"))
+                assert (tensor.shape, tensor.dtype) == (shape, dtype)
+                assert tensor.data_ptr() % 64 == 0
+                tensor.fill_(1)
+                alive.append(tensor)
+                addresses.append(tensor.data_ptr())
+                spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in alive if each.nbytes)
+                assert all(end <= start for (_, end), (start, _) in pairwise(spans)), f"{seed=}"
+        return addresses
+
+    first = [history(seed) for seed in range(5)]
+    assert arena.num_pieces == 0
+    size = arena.size_bytes
+    assert [history(seed) for seed in range(5)] == first
+    assert arena.size_bytes == size
+
+
+def test_what_is_fixed_reads_the_piece_without_holding_it() -> None:
+    arena = Arena()
+    tensor = arena.like(torch.empty(4, 6, dtype=torch.bfloat16, device="meta"))
+    tensor.copy_(torch.arange(24).view(4, 6))
+    view = tensor[1:, ::2]
+    fixed = arena.fixed(view)
+    assert torch.equal(fixed, view)
+    assert fixed.data_ptr() == view.data_ptr()
+    del tensor, view
+    assert arena.num_pieces == 0

@@ -1,0 +1,187 @@
+"""Paged attention's C++ kernel against the torch reference: drawn ragged batches, every feature, every company."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen.compile import device
+from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.loader import KernelLoader
+from fastgen.compile.ops.alibi import Alibi
+from fastgen.compile.ops.attention import paged_attention
+from fastgen.compile.ops.attention_cpp import CppAttention, cpp_attention_spec, empty_cpp_cache
+from fastgen.compile.ops.attention_specs import AttentionShape
+from fastgen.compile.spec import torch_dtype
+from fastgen.compile.thread_pool import load_thread_pool
+
+HERE = cpp_arch(device.current("cpu"))
+ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
+"""Those whose instructions this machine has."""
+SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=32, block_size=16, dtype="fp32", scale=0.2)
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": {"sliding_window": 37},
+    "alibi": {"alibi": "plain"},
+    "scaled bf16 alibi": {"alibi": "scaled", "alibi_dtype": "bf16"},
+    "softcap": {"softcap": 1.5},
+    "small blocks": {"block_size": 4},
+    "values in keys": {"values_in_keys": True, "v_dim": 20, "num_kv_heads": 1},
+    "odd sizes": {"head_dim": 23, "v_dim": 23},
+    "bf16": {"dtype": "bf16"},
+    "fp16": {"dtype": "fp16"},
+}
+TOLERANCE = 1e-5
+"""Of the largest value: a few roundings of the scores."""
+
+
+class Batch:
+    """Sequences of ``(new, length)`` tokens over shuffled blocks, some rows of padding behind; all else is NaN."""
+
+    def __init__(self, shape: AttentionShape, lengths: list[tuple[int, int]], seed: int, num_padding: int = 3):
+        generator = torch.Generator().manual_seed(seed)
+        size, dtype = shape.block_size, torch_dtype(shape.dtype)
+        needed = [-(-length // size) for _, length in lengths]
+        blocks = (torch.randperm(sum(needed) + 3, generator=generator) + 1).tolist()
+        self.shape = shape
+        latent_dim = shape.v_dim if shape.values_in_keys else None
+        sizes = (size, shape.num_kv_heads, shape.head_dim)
+        self.k, self.v = empty_cpp_cache(sum(needed) + 4, *sizes, latent_dim, dtype=dtype)
+        self.k.fill_(torch.nan)
+        self.v.fill_(torch.nan)
+        self.tables = torch.zeros(len(lengths), max([1, *needed]) + 1, dtype=torch.int32)
+        for row, ((_, length), count) in enumerate(zip(lengths, needed, strict=True)):
+            mine = [blocks.pop() for _ in range(count)]
+            self.tables[row, :count] = torch.tensor(mine, dtype=torch.int32)
+            at = torch.arange(length)
+            places = (torch.tensor(mine, dtype=torch.long)[at // size], at % size)
+            for cache in (self.k,) if shape.values_in_keys else (self.k, self.v):
+                cache[places] = torch.randn(length, *cache.shape[2:], generator=generator).to(dtype)
+        self.seq_lens = torch.tensor([length for _, length in lengths], dtype=torch.int32)
+        self.starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).to(torch.int32)
+        num_tokens = int(self.starts[-1]) + num_padding
+        stored = torch.randn(num_tokens, shape.num_heads + 2, shape.head_dim, generator=generator)
+        self.q = stored[:, : shape.num_heads]  # as in a fused projection, tokens lie apart
+        slopes = torch.rand(shape.num_heads, generator=generator) * 0.1
+        self.slopes = slopes.to(torch_dtype(shape.alibi_dtype)) if shape.alibi else None
+
+    def expected(self) -> Tensor:
+        alibi = None if self.slopes is None else Alibi(self.slopes, scaled=self.shape.alibi == "scaled")
+        return paged_attention(
+            self.q,
+            self.k,
+            self.v,
+            self.tables,
+            self.starts,
+            self.seq_lens,
+            scale=self.shape.scale,
+            sliding_window=self.shape.sliding_window,
+            alibi=alibi,
+            softcap=self.shape.softcap,
+        )
+
+    def computed(self, loader: KernelLoader, num_threads: int = 1) -> Tensor:
+        load_thread_pool(loader).resize(num_threads)
+        kernel = loader.load(cpp_attention_spec(self.shape, loader.builder.arch))
+        out = torch.full((len(self.q), self.shape.num_heads, self.shape.v_dim), torch.nan, dtype=self.q.dtype)
+        CppAttention(kernel, self.slopes)(self.q, self.k, self.v, self.tables, self.starts, self.seq_lens, out)
+        return out
+
+
+def drawn_lengths(random: random.Random) -> list[tuple[int, int]]:
+    """Decodes, chunks after cached tokens and from the first token, empty rows."""
+    lengths = []
+    for _ in range(random.randint(1, 6)):
+        new = random.choice((0, 1, 1, 1, 2, 7, random.randint(1, 90)))
+        lengths.append((new, new + random.choice((0, 0, random.randint(0, 40), random.randint(0, 1400)))))
+    return lengths
+
+
+def assert_close(batch: Batch, found: Tensor) -> None:
+    expected = batch.expected()
+    worst = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-9)
+    assert worst <= TOLERANCE, f"{worst:.1e}"
+
+
+@pytest.fixture(scope="module")
+def loaders() -> dict[str, KernelLoader]:
+    return {arch: KernelLoader(CppBuilder(arch)) for arch in ARCHES}
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("feature", [None, *FEATURES])
+def test_drawn_batches(loaders: dict[str, KernelLoader], arch: str, feature: str | None) -> None:
+    shape = with_features(*([feature] if feature else []))
+    for seed in range(5):
+        batch = Batch(shape, drawn_lengths(random.Random(seed)), seed)
+        assert_close(batch, batch.computed(loaders[arch]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("pair", list(combinations(FEATURES, 2)), ids=" and ".join)
+def test_every_pair_of_features(loaders: dict[str, KernelLoader], arch: str, pair: tuple[str, str]) -> None:
+    batch = Batch(with_features(*pair), drawn_lengths(random.Random(5)), 5)
+    assert_close(batch, batch.computed(loaders[arch]))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [(71, 1, 64, 16), (4, 4, 80, 1), (8, 1, 96, 32), (3, 3, 128, 256), (2, 1, 256, 16), (1, 1, 1, 16)],
+)
+def test_sizes(
+    loaders: dict[str, KernelLoader], num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, block_size, "fp32", scale=head_dim**-0.5)
+    batch = Batch(shape, [(1, 700), (0, 0), (9, 9), (1, 1), (30, 600), (0, 0)], 1)
+    assert_close(batch, batch.computed(loaders[HERE]))
+
+
+@pytest.mark.parametrize("feature", [None, "window", "small blocks", "bf16"])
+def test_a_sequence_gets_the_same_bits_in_any_company_chunking_and_number_of_threads(
+    loaders: dict[str, KernelLoader], feature: str | None
+) -> None:
+    shape = with_features(*([feature] if feature else []))
+    length, loader = 1500, loaders[HERE]
+    alone = Batch(shape, [(length, length)], 7, num_padding=0)
+    whole = alone.computed(loader)
+    for chunk in (1, 5, 64, 1499):
+        for num_threads in (1, 2, 3):
+            alone.starts = torch.tensor([0, chunk], dtype=torch.int32)
+            q, alone.q = alone.q, alone.q[-chunk:]
+            assert torch.equal(alone.computed(loader, num_threads), whole[-chunk:]), (chunk, num_threads)
+            alone.q = q
+    for seed in range(4):
+        others = drawn_lengths(random.Random(seed))
+        company = Batch(shape, [*others, (length, length)], 8)
+        mine = slice(int(company.starts[-2]), int(company.starts[-1]))
+        alone.starts = torch.tensor([0, length], dtype=torch.int32)
+        company.q[mine] = alone.q
+        for cache, own in zip((company.k, company.v), (alone.k, alone.v), strict=True):
+            size = shape.block_size
+            for index in range(-(-length // size)):
+                cache[company.tables[-1, index]] = own[alone.tables[0, index]]
+        assert torch.equal(company.computed(loader, 2)[mine], whole), seed
+
+
+def test_a_score_that_is_no_number_shows_in_its_row_alone(loaders: dict[str, KernelLoader]) -> None:
+    batch = Batch(SHAPE, [(3, 3), (1, 70)], 0)
+    batch.q[3, 4] = torch.nan
+    found = batch.computed(loaders[HERE])
+    assert found[3, 4].isnan().all()
+    assert not found[:3].isnan().any()
+    assert not found[3, [0, 1, 2, 3, 5]].isnan().any()
+
+
+def with_features(*features: str) -> AttentionShape:
+    fields: dict[str, Any] = {}
+    for feature in features:
+        fields |= FEATURES[feature]
+    if fields.get("values_in_keys"):
+        fields["v_dim"] = min(fields["v_dim"], fields.get("head_dim", SHAPE.head_dim))
+    return replace(SHAPE, **{"v_dim": fields.get("head_dim", SHAPE.head_dim), **fields})

@@ -1,0 +1,181 @@
+"""The builders: which there are, what their keys hold, and a GPU's way in with a driver that only pretends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastgen.compile import build_triton
+from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, find_compiler
+from fastgen.compile.build_triton import TritonBuilder, triton_arch
+from fastgen.compile.cache import KernelCache
+from fastgen.compile.device import Device
+from fastgen.compile.loader import KernelLoader, make_builder, target_of
+from fastgen.compile.ops.norm import norm_spec
+from fastgen.compile.spec import KernelSpec
+from fastgen.errors import CompilerNotFoundError, InvalidArgumentError, KernelError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def a_norm() -> KernelSpec:
+    return norm_spec("triton", "rms", 64, "bf16", 1e-5)
+
+
+def test_builders_by_name() -> None:
+    assert (make_builder("sm_103").target, make_builder("gfx942").arch) == ("triton", "gfx942")
+    assert make_builder("interpret").target == "triton"
+    assert [make_builder(arch).arch for arch in CPP_ARCHES] == list(CPP_ARCHES)
+    for wrong in ("", "cuda", "sm90", "sm_9", "avx", "gfx"):
+        with pytest.raises(InvalidArgumentError, match=f"target='{wrong}': expected such as sm_80"):
+            make_builder(wrong)
+
+
+def test_the_target_of_a_device() -> None:
+    hopper = Device("cuda", "H200", 1 << 37, 0, capability=(9, 0), num_sms=132)
+    assert triton_arch(hopper) == target_of(hopper) == "sm_90"
+    assert target_of(Device("cuda", "B200", 1 << 37, 0, capability=(10, 0))) == "sm_100"
+    full = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni")
+    for sets, arch in (
+        (full, "avx512vnni"),
+        (full[:5], "avx512"),
+        (full[:3], "avx2"),
+        (full[1:], "portable"),
+        ((), "portable"),
+    ):
+        assert target_of(Device("cpu", "some", 1 << 30, instruction_sets=sets)) == arch
+
+
+def test_triton_versions_and_settings_are_part_of_the_key(monkeypatch) -> None:
+    before = TritonBuilder("sm_90").versions()
+    assert TritonBuilder("sm_90").versions() == before
+    assert TritonBuilder("sm_80").versions() != before
+    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+    assert TritonBuilder("sm_90").versions() != before
+    monkeypatch.delenv("DISABLE_LLVM_OPT")
+    monkeypatch.setattr(build_triton.triton, "__version__", "3.0.0")
+    assert TritonBuilder("sm_90").versions() != before
+
+
+@pytest.mark.parametrize("searched", [{"CXX": "no-such-compiler"}, {"PATH": ""}])
+def test_without_a_compiler_one_sentence_says_so(monkeypatch, searched) -> None:
+    find_compiler.cache_clear()
+    monkeypatch.delenv("CXX", raising=False)
+    for name, value in searched.items():
+        monkeypatch.setenv(name, value)
+    try:
+        with pytest.raises(CompilerNotFoundError, match=r"^no C\+\+ compiler \(.*\): .* Install g\+\+ or clang\+\+$"):
+            CppBuilder("portable")
+    finally:
+        find_compiler.cache_clear()
+
+
+def test_interpreted_and_compiled_kernels_do_not_mix(tmp_path, monkeypatch) -> None:
+    loader = KernelLoader(TritonBuilder("sm_90"), cache=KernelCache(tmp_path))
+    with pytest.raises(KernelError, match="built but cannot be loaded: this process interprets"):
+        loader.load(a_norm())
+    monkeypatch.setattr(build_triton.triton.knobs.runtime, "interpret", False)
+    with pytest.raises(KernelError, match="set TRITON_INTERPRET=1"):
+        TritonBuilder("interpret")
+
+
+def test_a_compiler_process_that_dies_is_an_error_and_the_next_build_works(tmp_path, monkeypatch) -> None:
+    loader = KernelLoader(TritonBuilder("sm_90"), cache=KernelCache(tmp_path))
+    start = build_triton._Workers._start
+
+    def start_and_kill(self):
+        worker = start(self)
+        worker.kill()
+        worker.wait()
+        return worker
+
+    monkeypatch.setattr(build_triton._Workers, "_start", start_and_kill)
+    with pytest.raises(KernelError, match="the compiling process ended with status -9"):
+        loader.build([a_norm()])
+    monkeypatch.undo()
+    loader.build([a_norm()])
+
+
+ON_A_GPU = """
+import sys, json, torch, triton
+from pathlib import Path
+from fastgen.compile.cache import KernelCache
+from fastgen.compile.loader import KernelLoader, make_builder
+from fastgen.compile.ops.norm import NormKernel, norm_spec
+from fastgen.compile.triton_worker import StandInDriver, parse_arch
+from fastgen.errors import KernelError
+
+launched, loaded, earlier = [], [], []
+
+class Utils:
+    get_device_properties = staticmethod(lambda device: {"max_shared_mem": 227 << 10})
+    unload_module = staticmethod(lambda module: None)
+
+    def load_binary(self, name, binary, shared, device):
+        loaded.append(bytes(binary))
+        return 1, 2, 32, 0, 1024
+
+class Driver(StandInDriver):
+    utils = Utils()
+    launcher_cls = staticmethod(lambda source, metadata: lambda *launch: launched.append((metadata.name, *launch[:3])))
+
+def failure(action):
+    try:
+        action()
+    except KernelError as error:
+        return str(error)
+
+triton.runtime.driver.set_active(Driver(parse_arch("sm_90")))
+triton.knobs.runtime.jit_cache_hook = lambda **given: earlier.append(given["fn"].name)
+spec = norm_spec("triton", "rms", 64, "bf16", 1e-5)
+loader = KernelLoader(make_builder("sm_90"), cache=KernelCache(Path(sys.argv[1])))
+(entry,) = loader.build([spec])
+loader.fence.close()
+kernel = NormKernel(loader.load(spec))
+from_cache = loaded == [entry.source.with_suffix(".cubin").read_bytes()]
+x, weight = torch.zeros(6, 64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
+kernel(x, weight, None, x)
+kernel(x[:1], weight, None, x[:1])
+kernel(x[:0], weight, None, x[:0])
+errors = [
+    failure(lambda: kernel(x.float(), weight, None, x)),
+    failure(lambda: kernel(x, torch.zeros(65, dtype=torch.bfloat16)[1:], None, x)),
+    failure(lambda: KernelLoader(make_builder("sm_80"), cache=loader.cache).load(spec)),
+]
+
+Path(sys.argv[1], "theirs.py").write_text("import triton\\n\\n@triton.jit\\ndef theirs(x):\\n    pass\\n")
+sys.path.insert(0, sys.argv[1])
+from theirs import theirs
+theirs[(1,)](x)
+
+entry.source.with_name("manifest.json").write_text(
+    entry.source.with_name("manifest.json").read_text().replace(entry.report["triton_key"], "A" * 52))
+changed = KernelLoader(make_builder("sm_90"), cache=loader.cache)
+errors.append(failure(lambda: changed.load(spec)))
+print(json.dumps([from_cache, launched, errors, earlier, loader.find(spec) is not None]))
+"""
+
+
+def test_on_a_gpu_nothing_is_compiled_but_what_the_cache_has_is_loaded(tmp_path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    command = [sys.executable, "-c", ON_A_GPU, str(tmp_path / "kernels")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    from_cache, launched, errors, earlier, still_there = json.loads(done.stdout)
+    name = a_norm().name
+    assert from_cache
+    assert [each[:2] for each in launched] == [[name, 6], [name, 1], ["theirs", 1]]
+    wrong_dtype, unaligned, other_gpu, other_settings = errors
+    assert "x: float32[6, 64] on cpu" in wrong_dtype
+    assert "it was not built for such arguments" in wrong_dtype
+    assert "weight: bfloat16[64] on cpu, unaligned" in unaligned
+    assert "it is for sm_80, and the GPU here is cuda 90" in other_gpu
+    assert "Triton would build another binary" in other_settings
+    assert earlier == [name, "theirs", name]  # a hook that was there before ours is still told of what is allowed
+    assert still_there  # nothing was written beside the binaries

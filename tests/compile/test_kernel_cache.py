@@ -1,0 +1,341 @@
+"""The kernel cache under everything a disk and other processes do to it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fastgen.compile import cache as module
+from fastgen.compile.cache import Entry, KernelCache, default_directory
+
+KEY = {"suffix": ".cpp", "arch": "avx2", "source": "0123", "versions": {"compiler": "g++ 12"}}
+
+
+class Maker:
+    """Stands in for a compiler: writes a binary, and counts how often."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, directory: Path) -> dict[str, int]:
+        self.count += 1
+        assert (directory / "norm.cpp").read_text() == "source"
+        (directory / "norm.so").write_bytes(b"binary" * 100)
+        return {"registers": 40}
+
+
+@pytest.fixture
+def make() -> Maker:
+    return Maker()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
+    monkeypatch.setattr(module, "_temporary_directory", lambda: tmp_path / "spare")
+    return KernelCache(tmp_path / "kernels")
+
+
+def build(cache: KernelCache, make: Callable[[Path], dict[str, int]], key=KEY, name="norm") -> Entry:
+    return cache.build(name, key, "source", make)
+
+
+def test_an_entry_is_built_once_and_found_again(cache, make) -> None:
+    assert cache.find("norm", KEY) is None
+    entry = build(cache, make)
+    assert build(cache, make) == build(KernelCache(cache.directory), make) == cache.find("norm", KEY) == entry
+    assert make.count == 1
+    assert (entry.name, entry.arch, entry.report) == ("norm", "avx2", {"registers": 40})
+    assert entry.directory.name.startswith("norm-avx2-")
+    assert {path.name for path in entry.directory.iterdir()} == {"norm.cpp", "norm.so", "manifest.json"}
+    assert entry.source.read_text() == "source"
+    assert entry.size_bytes == sum(path.stat().st_size for path in entry.directory.iterdir())
+
+
+@pytest.mark.parametrize(
+    "changed", [{"source": "4567"}, {"arch": "portable"}, {"versions": {"compiler": "g++ 13"}}, {"suffix": ".cc"}]
+)
+def test_each_part_of_the_key_counts(cache, make, changed) -> None:
+    build(cache, make)
+    assert cache.find("norm", KEY | changed) is None
+    assert cache.find("other", KEY) is None
+
+
+def truncate_binary(place: Path) -> None:
+    (place / "norm.so").write_bytes(b"binary")
+
+
+def truncate_manifest(place: Path) -> None:
+    (place / "manifest.json").write_text((place / "manifest.json").read_text()[:40])
+
+
+def remove_binary(place: Path) -> None:
+    (place / "norm.so").unlink()
+
+
+def edit_source(place: Path) -> None:
+    (place / "norm.cpp").write_text("sourcf")
+
+
+def add_file(place: Path) -> None:
+    (place / "norm.ptx").write_text("")
+
+
+def come_from_another_version(place: Path) -> None:
+    edit_manifest(place, lambda manifest: manifest["key"]["versions"].update(compiler="g++ 11"))
+
+
+def come_from_another_format(place: Path) -> None:
+    edit_manifest(place, lambda manifest: manifest.update(format=99))
+
+
+def be_a_list(place: Path) -> None:
+    (place / "manifest.json").write_text("[1]")
+
+
+def be_a_file(place: Path) -> None:
+    shutil.rmtree(place)
+    place.write_text("not a directory")
+
+
+def be_empty(place: Path) -> None:
+    shutil.rmtree(place)
+    place.mkdir()
+
+
+def edit_manifest(place: Path, edit: Callable[[dict], None]) -> None:
+    manifest = json.loads((place / "manifest.json").read_text())
+    edit(manifest)
+    (place / "manifest.json").write_text(json.dumps(manifest))
+
+
+DAMAGES = [
+    *(truncate_binary, truncate_manifest, remove_binary, edit_source, add_file, come_from_another_version),
+    *(come_from_another_format, be_a_list, be_a_file, be_empty),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_foreign_entry_is_built_again(cache, make, damage) -> None:
+    entry = build(cache, make)
+    damage(entry.directory)
+    assert cache.find("norm", KEY) is None
+    assert build(cache, make) == entry
+    assert make.count == 2
+    assert (entry.directory / "norm.so").read_bytes() == b"binary" * 100
+    assert [path.name for path in cache.directory.iterdir() if path.name != ".locks"] == [entry.directory.name]
+
+
+def test_a_failed_build_leaves_nothing(cache, make) -> None:
+    def fail(directory: Path) -> dict[str, int]:
+        (directory / "norm.so").write_bytes(b"half")
+        raise RuntimeError("no such instruction")
+
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        build(cache, fail)
+    assert [path.name for path in cache.directory.iterdir()] == [".locks"]
+    assert cache.find("norm", KEY) is None
+    build(cache, make)
+    assert make.count == 1
+
+
+def test_a_process_killed_while_it_builds_leaves_no_entry_and_no_lock(cache, make) -> None:
+    code = f"""
+import sys, time
+from pathlib import Path
+from fastgen.compile.cache import KernelCache
+
+def stall(directory):
+    (directory / "norm.so").write_bytes(b"half")
+    print("building", flush=True)
+    time.sleep(60)
+
+KernelCache(Path({str(cache.directory)!r})).build("norm", {KEY!r}, "source", stall)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "building\n"
+        process.send_signal(signal.SIGKILL)
+    assert cache.find("norm", KEY) is None
+    assert cache.entries() == []
+    assert build(cache, make).source.read_text() == "source"
+    assert make.count == 1
+    assert [path.name for path in cache.directory.glob(".norm*")] == []
+
+
+def test_several_threads_build_once(cache, make) -> None:
+    def slowly(directory: Path) -> dict[str, int]:
+        time.sleep(0.1)
+        return make(directory)
+
+    found: list[Entry] = []
+    threads = [threading.Thread(target=lambda: found.append(build(cache, slowly))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert make.count == 1
+    assert len(found) == 5
+    assert all(entry == found[0] for entry in found)
+
+
+def test_two_processes_that_start_at_once_on_an_empty_cache_build_once(cache, tmp_path) -> None:
+    code = f"""
+import time
+from pathlib import Path
+from fastgen.compile.cache import KernelCache
+
+def make(directory):
+    with open({str(tmp_path / "builds")!r}, "a") as log:
+        log.write("built\\n")
+    time.sleep(0.3)
+    (directory / "norm.so").write_bytes(b"binary" * 100)
+    return {{}}
+
+Path({str(tmp_path)!r}, f"ready-{{__import__('os').getpid()}}").touch()
+while len(list(Path({str(tmp_path)!r}).glob("ready-*"))) < 3:
+    time.sleep(0.005)
+for number in range(4):
+    key = {KEY!r} | {{"source": str(number)}}
+    entry = KernelCache(Path({str(cache.directory)!r})).build("norm", key, "source", make)
+    assert (entry.directory / "norm.so").read_bytes() == b"binary" * 100
+"""
+    processes = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in processes:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert (tmp_path / "builds").read_text().count("built") == 4
+    assert len(cache.entries()) == 4
+
+
+def test_one_build_does_not_wait_for_another_kernels(cache, make) -> None:
+    def make_the_first_within(directory: Path) -> dict[str, int]:
+        build(cache, make)
+        return {}
+
+    cache.build("other", KEY, "source", make_the_first_within)
+    assert len(cache.entries()) == 2
+
+
+def test_a_file_system_without_locks_will_do(cache, make, monkeypatch) -> None:
+    def flock(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+
+    def make_while_another_does(directory: Path) -> dict[str, int]:
+        build(cache, make)
+        return make(directory)
+
+    build(cache, make_while_another_does)
+    assert make.count == 2
+    assert len(cache.entries()) == 1
+
+
+def refuse(code: int, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    """Every directory made below ``root`` from now on fails: tests may run as root, whom permissions do not stop."""
+    real = os.mkdir
+
+    def mkdir(path, *arguments, **keywords) -> None:
+        if Path(path).is_relative_to(root):
+            raise OSError(code, os.strerror(code), str(path))
+        real(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT])
+def test_a_cache_that_cannot_be_written_is_replaced_with_one_warning(cache, make, monkeypatch, code) -> None:
+    kept = build(cache, make)
+    refuse(code, monkeypatch, cache.directory)
+    with pytest.warns(UserWarning, match="FASTGEN_CACHE names another directory") as warned:
+        entries = [build(cache, make, KEY | {"source": str(number)}) for number in range(3)]
+    assert len(warned) == 1
+    assert str(cache.directory) in str(warned[0].message)
+    assert os.strerror(code) in str(warned[0].message)
+    assert not any(entry.directory.is_relative_to(cache.directory) for entry in entries)
+    with warnings.catch_warnings(action="error"):  # what was there is still used, and what was built is found
+        assert cache.find("norm", KEY) == kept
+        assert [cache.find("norm", KEY | {"source": str(number)}) for number in range(3)] == entries
+        assert build(cache, make, KEY | {"source": "2"}) == entries[2]
+    assert make.count == 4
+
+
+def test_a_disk_that_fills_up_while_a_kernel_is_built(cache, make) -> None:
+    def run_out(directory: Path) -> dict[str, int]:
+        if directory.is_relative_to(cache.directory):
+            (directory / "norm.so").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return make(directory)
+
+    with pytest.warns(UserWarning, match="No space left on device"):
+        entry = build(cache, run_out)
+    assert not entry.directory.is_relative_to(cache.directory)
+    assert make.count == 1
+    assert cache.entries() == []
+
+
+def test_a_file_where_the_cache_should_be(cache, make) -> None:
+    cache.directory.write_text("")
+    with pytest.warns(UserWarning, match="kernels cannot be kept in"):
+        build(cache, make)
+    assert make.count == 1
+
+
+def test_another_os_error_is_not_taken_for_a_full_disk(cache) -> None:
+    def fail(directory: Path) -> dict[str, int]:
+        raise OSError(errno.ENOEXEC, "Exec format error")
+
+    with pytest.raises(OSError, match="Exec format error"):
+        build(cache, fail)
+
+
+def test_clean_removes_all_that_is_the_caches_and_nothing_else(cache, make) -> None:
+    entries = [build(cache, make, KEY | {"source": str(number)}) for number in range(3)]
+    size = sum(entry.size_bytes for entry in entries[1:])
+    (entries[0].directory / "norm.so").write_bytes(b"")
+    cache.failed("norm")
+    (cache.directory / "notes").mkdir()
+    (cache.directory / "readme.txt").write_text("mine")
+    assert cache.clean() == (2, size)
+    assert {path.name for path in cache.directory.iterdir()} == {"notes", "readme.txt"}
+    assert cache.clean() == (0, 0)
+    assert build(cache, make) is not None
+
+
+def test_clean_and_entries_of_a_cache_that_does_not_exist(cache) -> None:
+    assert cache.clean() == (0, 0)
+    assert cache.entries() == []
+
+
+def test_entries_come_by_name(cache, make) -> None:
+    (cache.directory / "failed").mkdir(parents=True)
+    for name in ("norm", "attention"):
+        cache.build(name, KEY, "source", lambda directory: {})
+    assert [entry.name for entry in cache.entries()] == ["attention", "norm"]
+
+
+def test_the_directory_is_the_users_unless_named(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path / "mine"))
+    assert default_directory() == tmp_path / "mine"
+    assert KernelCache().directory == tmp_path / "mine"
+    monkeypatch.delenv("FASTGEN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_directory() == tmp_path / "fastgen" / "kernels"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_directory() == Path.home() / ".cache" / "fastgen" / "kernels"
+
+
+def test_nobody_else_may_write_into_it(cache, make) -> None:
+    build(cache, make)
+    assert cache.directory.stat().st_mode & 0o022 == 0

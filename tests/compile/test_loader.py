@@ -1,0 +1,263 @@
+"""From a spec to a kernel that runs, on both targets, and what is said when that fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastgen.compile import build_cpp
+from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build_triton import TritonBuilder
+from fastgen.compile.cache import KernelCache
+from fastgen.compile.device import current
+from fastgen.compile.fence import Fence
+from fastgen.compile.loader import KernelLoader, make_builder
+from fastgen.compile.ops.norm import NormKernel, norm_spec, rms_norm
+from fastgen.compile.render import render
+from fastgen.compile.spec import KernelSpec
+from fastgen.errors import KernelError
+
+SEED = 20
+RUNNABLE = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(current("cpu"))) :]
+NODE = "llama: model.final_norm"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> KernelCache:
+    return KernelCache(tmp_path_factory.mktemp("kernels"))
+
+
+def a_norm(target: str = "cpp", **changed) -> KernelSpec:
+    return norm_spec(**{"target": target, "kind": "rms", "size": 64, "dtype": "fp32", "eps": 1e-5} | changed)
+
+
+def test_a_batch_is_built_once_each_and_in_order(tmp_path) -> None:
+    loader = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path))
+    first, second = a_norm(size=8), a_norm(size=16)
+    told: list[tuple[int, int]] = []
+    entries = loader.build([first, second, first], lambda *progress: told.append(progress))
+    assert [entry.name for entry in entries] == [first.name, second.name, first.name]
+    assert entries[0] == entries[2]
+    assert told == [(1, 2), (2, 2)]
+    assert loader.build([]) == []
+
+
+def test_a_second_start_builds_nothing_whoever_asks(tmp_path, monkeypatch) -> None:
+    KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path)).build([a_norm(needed_by=(NODE,))])
+    monkeypatch.setattr(CppBuilder, "build", None)
+    other = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path))
+    kernel = other.load(a_norm(needed_by=("opt: model.final_norm",)))
+    assert other.load(a_norm()) is kernel
+    assert other.find(a_norm(size=65)) is None
+
+
+def test_flags_and_compiler_and_architecture_are_part_of_the_key(tmp_path, monkeypatch) -> None:
+    cache = KernelCache(tmp_path)
+    spec = a_norm()
+    KernelLoader(CppBuilder("portable"), cache=cache).build([spec])
+    assert KernelLoader(CppBuilder("portable"), cache=cache).find(spec) is not None
+    assert KernelLoader(CppBuilder("avx2"), cache=cache).find(spec) is None
+    monkeypatch.setattr(build_cpp, "_version", lambda compiler: "g++ 99")
+    assert KernelLoader(CppBuilder("portable"), cache=cache).find(spec) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(build_cpp, "_FLAGS", (*build_cpp._FLAGS, "-g"))
+    assert KernelLoader(CppBuilder("portable"), cache=cache).find(spec) is None
+
+
+def test_a_loader_builds_for_its_own_target_only() -> None:
+    with pytest.raises(ValueError, match="this loader builds for cpp"):
+        KernelLoader(CppBuilder("portable")).build([a_norm("triton")])
+
+
+# ---- the fence
+
+
+def test_behind_a_closed_fence_only_what_is_cached_loads(tmp_path) -> None:
+    loader = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path))
+    known, unknown = a_norm(), a_norm(size=65, needed_by=(NODE,))
+    loader.build([known])
+    loader.fence.close()
+    loader.load(known)
+    with pytest.raises(KernelError, match=f"^warm-up is over: kernel {unknown.name} is not there, and it is too late"):
+        loader.build([unknown])
+    with pytest.raises(KernelError, match=re.escape(NODE)) as caught:
+        loader.load(unknown)
+    assert (caught.value.kernel, caught.value.nodes) == (unknown.name, (NODE,))
+    with loader.fence.open():
+        loader.build([unknown])
+    loader.load(unknown)
+    with pytest.raises(KernelError, match="too late"):
+        loader.load(a_norm(size=66))
+
+
+def test_a_fence_says_why_and_belongs_to_one_engine() -> None:
+    fence, other = Fence(), Fence()
+    fence.check("build", "norm")
+    fence.close("this engine runs from a sealed bundle")
+    assert (fence.closed, other.closed) == (True, False)
+    with pytest.raises(KernelError, match=r"^this engine runs from a sealed bundle: .* too late to capture it"):
+        fence.check("capture", "the forward pass at 64 tokens")
+    with fence.open():
+        fence.check("build", "norm")
+    assert fence.closed
+
+
+# ---- what goes wrong
+
+
+def run_alone(script: str | None) -> subprocess.CompletedProcess[str]:
+    """The script in a fresh Python that finds no fastgen."""
+    assert script is not None
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    text = Path(script).read_text()
+    assert "import fastgen" not in text
+    assert "from fastgen" not in text
+    return subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, cwd="/", env=environment, timeout=120
+    )
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every norm renders with a mistake in its last line."""
+    from fastgen.compile import loader
+
+    def render_body(spec: KernelSpec) -> str:
+        text = render(replace(spec, needed_by=())).partition("\n\n")[2]
+        wrong = {"triton": "    tl.store(out_ptr, tl.missing)\n", "cpp": "int missing = nowhere;\n"}
+        return text.rstrip() + "\n" + wrong[spec.target]
+
+    monkeypatch.setattr(loader, "render_body", render_body)
+
+
+@pytest.mark.parametrize(
+    ("arch", "said"),
+    [
+        ("portable", "error: .?nowhere.? was not declared"),
+        ("sm_90", r"CompilationError: .*no attribute .missing.*, at: tl.store\(out"),
+    ],
+)
+def test_a_kernel_that_does_not_compile(tmp_path, broken, arch, said) -> None:
+    loader = KernelLoader(make_builder(arch), cache=KernelCache(tmp_path))
+    spec = a_norm(loader.builder.target, needed_by=(NODE,))
+    with pytest.raises(KernelError) as caught:
+        loader.load(spec)
+    error = caught.value
+    assert re.search(said, str(error).splitlines()[0])
+    assert str(error).startswith(f"kernel {spec.name} cannot be built: ")
+    assert (error.kernel, error.spec, error.nodes) == (spec.name, str(spec), (NODE,))
+    assert all(part in str(error) for part in (NODE, str(spec), error.file, error.reproducer))
+    assert "missing" in Path(error.file).read_text()
+    assert NODE in Path(error.file).read_text()
+    assert len(Path(error.file).with_name("log.txt").read_text()) > 100
+    done = run_alone(error.reproducer)
+    assert done.returncode != 0
+    assert re.search("nowhere|missing", done.stderr)
+    assert loader.find(spec) is None
+    assert KernelCache(tmp_path).entries() == []
+
+
+def test_a_reproducer_of_a_kernel_that_is_mended_succeeds(tmp_path, broken) -> None:
+    for arch, wrong, mended in (("portable", "nowhere", "0"), ("sm_90", "tl.missing", "0.0")):
+        loader = KernelLoader(make_builder(arch), cache=KernelCache(tmp_path))
+        with pytest.raises(KernelError) as caught:
+            loader.load(a_norm(loader.builder.target))
+        script = Path(caught.value.reproducer)
+        script.write_text(script.read_text().replace(wrong, mended))
+        done = run_alone(str(script))
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_first_failure_of_a_batch_is_raised_and_the_rest_stays_usable(tmp_path, monkeypatch) -> None:
+    loader = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path), num_jobs=2)
+    good, bad = a_norm(size=8), a_norm(size=9)
+    real = CppBuilder.build
+
+    def build(self, spec, source):
+        if spec == bad:
+            source.write_text("nonsense;")
+        return real(self, spec, source)
+
+    monkeypatch.setattr(CppBuilder, "build", build)
+    with pytest.raises(KernelError, match=bad.name):
+        loader.build([good, bad])
+    x, weight, out = torch.randn(2, 8), torch.rand(8), torch.empty(2, 8)
+    NormKernel(loader.load(good))(x, weight, None, out)
+    torch.testing.assert_close(out, rms_norm(x, weight, 1e-5))
+
+
+def test_a_launch_with_wrong_tensors_in_cpp(tmp_path) -> None:
+    loader = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path))
+    kernel = NormKernel(loader.load(a_norm(needed_by=(NODE,))))
+    x, weight = torch.zeros(3, 64), torch.zeros(64, dtype=torch.float64)
+    with pytest.raises(KernelError, match=r"x: float32\[3, 64\] on cpu, weight: float64\[64\] on cpu") as caught:
+        kernel(x, weight, None, x.clone())
+    assert "expected a torch.float32 tensor" in str(caught.value)
+    assert caught.value.nodes == (NODE,)
+    assert run_alone(caught.value.reproducer).returncode == 0  # C would not have noticed; the script shows the call
+    for wrong in (None, 3):
+        with pytest.raises(KernelError, match=f"weight: {wrong}"):
+            kernel(x, wrong, None, x.clone())
+
+
+def test_a_launch_that_fails_in_triton(tmp_path, monkeypatch) -> None:
+    loader = KernelLoader(TritonBuilder("interpret"), cache=KernelCache(tmp_path))
+    kernel = loader.load(a_norm("triton", needed_by=(NODE,)))
+    x = torch.zeros(3, 64)
+    with pytest.raises(KernelError, match=r"2 arguments instead of 3") as caught:
+        kernel((3,), x, x)
+    assert caught.value.nodes == (NODE,)
+    done = run_alone(caught.value.reproducer)
+    assert done.returncode != 0
+    assert "out_ptr" in done.stderr
+
+
+def test_a_failure_that_finds_no_room_for_its_remains_is_still_told(tmp_path, broken, monkeypatch) -> None:
+    loader = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path))
+
+    def failed(self, name):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(KernelCache, "failed", failed)
+    with pytest.raises(KernelError, match="nowhere") as caught:
+        loader.load(a_norm())
+    assert (caught.value.file, caught.value.reproducer) == (None, None)
+
+
+# ---- looking inside
+
+
+def test_an_edited_source_takes_the_place_of_the_rendered_one(tmp_path, monkeypatch) -> None:
+    loader = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path / "cache"))
+    spec = a_norm()
+    ours = loader.build([spec])
+    text = render(spec).replace("value *= float(weight[i])", "value *= -float(weight[i])")
+    (tmp_path / f"{spec.name}.cpp").write_text(text)
+    monkeypatch.setenv("FASTGEN_KERNEL_SOURCES", str(tmp_path))
+    with pytest.warns(UserWarning, match=f"kernel {spec.name} is taken from .*{spec.name}.cpp"):
+        kernel = NormKernel(loader.load(spec))
+    x, weight, out = torch.randn(2, 64), torch.rand(64), torch.empty(2, 64)
+    kernel(x, weight, None, out)
+    torch.testing.assert_close(out, -rms_norm(x, weight, 1e-5))
+    with warnings.catch_warnings(action="error"):  # another kernel is none of its business
+        loader.build([a_norm(size=8)])
+    monkeypatch.delenv("FASTGEN_KERNEL_SOURCES")
+    assert KernelLoader(CppBuilder("portable"), cache=loader.cache).build([spec]) == ours
+
+
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "kernels.md").read_text(), re.M | re.S)
+    names: dict[str, torch.Tensor] = {}
+    exec(code, names)
+    torch.testing.assert_close(names["residual"], names["x"])
+    torch.testing.assert_close(names["out"], rms_norm(names["x"], names["weight"], 1e-5))

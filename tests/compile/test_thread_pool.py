@@ -1,0 +1,204 @@
+"""The pool of threads: every chunk once, work taken over from whoever is late, quiet when idle, whole after a fork."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fastgen.compile.build_cpp import CppBuilder
+from fastgen.compile.loader import KernelLoader
+from fastgen.compile.render import render
+from fastgen.compile.thread_pool import MAX_THREADS, ThreadPool, load_thread_pool, thread_pool_spec
+from fastgen.errors import InvalidArgumentError
+
+CHUNK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+DEADLINE_S = 30
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPool]:
+    pool = load_thread_pool(KernelLoader(CppBuilder("portable")))
+    before = pool.num_threads
+    yield pool
+    pool.resize(before)
+
+
+def parallel_for(num_chunks: int, work: Callable[[int], None]) -> None:
+    run = ctypes.CDLL(None).fastgen_parallel_for
+    run.argtypes, run.restype = [CHUNK, ctypes.c_void_p, ctypes.c_int64], None
+    run(CHUNK(lambda _, chunk: work(chunk)), None, num_chunks)
+
+
+def pool_threads() -> dict[str, dict[str, str]]:
+    """Of each thread of the pool that is not its caller: what the system says of it."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            status = (task / "status").read_text()
+        except OSError:  # it has just ended
+            continue
+        facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        if facts["Name"].startswith("fastgen-"):
+            found[facts["Name"]] = facts
+    return found
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_every_chunk_runs_once_on_any_number_of_threads(pool: ThreadPool) -> None:
+    draw = random.Random(5)
+    for _ in range(60):
+        num_threads, num_chunks = draw.randint(1, 6), draw.choice([0, 1, 2, 3, 5, 17, 100])
+        assert pool.resize(num_threads) == pool.num_threads == num_threads
+        done = Counter[int]()
+        parallel_for(num_chunks, lambda chunk, done=done: done.update([chunk]))  # type: ignore[misc]
+        assert done == Counter(range(num_chunks)), (num_threads, num_chunks)
+
+
+def test_the_others_take_over_what_a_late_thread_would_have_done(pool: ThreadPool) -> None:
+    """Whichever thread it is that is late, and whenever it begins: nothing is left that only it would do."""
+    pool.resize(2)
+    others = threading.Event()
+    done = Counter[int]()
+    overtaken = []
+
+    def work(chunk: int) -> None:
+        done.update([chunk])
+        if len(done) == 12:
+            others.set()
+        if chunk == 0:  # held up until everything else is begun, its own half included
+            overtaken.append(others.wait(DEADLINE_S))
+
+    for _ in range(20):
+        others.clear()
+        done.clear()
+        parallel_for(12, work)
+        assert done == Counter(range(12))
+    assert overtaken == [True] * 20
+
+
+def test_a_job_within_a_chunk_runs_on_that_thread(pool: ThreadPool) -> None:
+    pool.resize(3)
+    seen = []
+
+    def outer(chunk: int) -> None:
+        here = threading.get_native_id()
+        parallel_for(4, lambda inner: seen.append((chunk, inner, threading.get_native_id() == here)))
+
+    parallel_for(5, outer)
+    assert sorted(seen) == [(chunk, inner, True) for chunk in range(5) for inner in range(4)]
+
+
+def test_jobs_from_several_threads_do_not_mix(pool: ThreadPool) -> None:
+    pool.resize(2)
+    done = [Counter[int]() for _ in range(4)]
+
+    def caller(index: int) -> None:
+        for _ in range(25):
+            parallel_for(9, lambda chunk: done[index].update([chunk]))
+
+    callers = [threading.Thread(target=caller, args=(index,)) for index in range(4)]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join()
+    assert done == [Counter(dict.fromkeys(range(9), 25))] * 4
+
+
+def test_idle_threads_sleep_and_take_no_signals(pool: ThreadPool) -> None:
+    pool.resize(4)
+    parallel_for(100, lambda chunk: None)
+    wait_until(lambda: [facts["State"][0] for facts in pool_threads().values()] == ["S"] * 3)
+    before = pool_threads()
+    time.sleep(0.1)
+    for key in ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"):  # nor do they wake to look for work
+        assert [facts[key] for facts in pool_threads().values()] == [facts[key] for facts in before.values()]
+    blocked = [int(facts["SigBlk"], 16) for facts in pool_threads().values()]
+    assert all(mask >> (signal.SIGINT - 1) & 1 for mask in blocked)
+
+
+def test_threads_go_when_the_pool_shrinks(pool: ThreadPool) -> None:
+    pool.resize(5)
+    wait_until(lambda: sorted(pool_threads()) == ["fastgen-1", "fastgen-2", "fastgen-3", "fastgen-4"])
+    pool.resize(2)
+    wait_until(lambda: sorted(pool_threads()) == ["fastgen-1"])
+    assert not pool_threads().keys() - {"fastgen-1"}
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, MAX_THREADS + 1])
+def test_an_impossible_size_changes_nothing(pool: ThreadPool, num_threads: int) -> None:
+    pool.resize(2)
+    with pytest.raises(InvalidArgumentError, match=f"num_threads={num_threads}: expected 1 to {MAX_THREADS}"):
+        pool.resize(num_threads)
+    assert pool.num_threads == 2
+
+
+def test_there_is_one_pool_in_the_process(pool: ThreadPool) -> None:
+    assert load_thread_pool(KernelLoader(CppBuilder("portable"))) is pool
+
+
+def test_a_forked_child_has_a_pool_of_its_own(pool: ThreadPool) -> None:
+    pool.resize(3)
+    parallel_for(10, lambda chunk: None)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(DEADLINE_S)
+        done = Counter[int]()
+        size_at_first = pool.num_threads
+        parallel_for(10, lambda chunk: done.update([chunk]))
+        pool.resize(2)
+        parallel_for(10, lambda chunk: done.update([chunk]))
+        os._exit(0 if (size_at_first, pool.num_threads, done) == (1, 2, Counter([*range(10)] * 2)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert pool.num_threads == 3
+
+
+@pytest.mark.slow
+def test_thread_sanitizer_finds_nothing(tmp_path: Path) -> None:
+    """Three callers, jobs of all sizes, resized all the while; every chunk adds to plain memory of its own."""
+    (tmp_path / "main.cpp").write_text(
+        render(thread_pool_spec())
+        + """
+#include <cstdlib>
+#include <thread>
+#include <vector>
+struct Job { std::vector<int> counts; };
+int main() {
+    fastgen_set_num_threads(4);
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 3; ++caller) {
+        callers.emplace_back([caller] {
+            for (int round = 0; round < 3000; ++round) {
+                Job job{std::vector<int>((round * 7 + caller) % 40)};
+                fastgen_parallel_for([](void* job, int64_t chunk) { ++static_cast<Job*>(job)->counts[chunk]; }, &job,
+                                     int64_t(job.counts.size()));
+                for (int count : job.counts) if (count != 1) return std::abort();
+                if (caller == 0 && round % 100 == 0) fastgen_set_num_threads(1 + round / 100 % 5);
+                if (round % 500 == 0) usleep(2000);  // long enough for all to fall asleep
+            }
+        });
+    }
+    for (auto& caller : callers) caller.join();
+    std::puts("done");
+}
+"""
+    )
+    command = ["g++", "-std=c++17", "-O1", "-g", "-fsanitize=thread", "main.cpp", "-o", "main", "-pthread"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    done = subprocess.run(["./main"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "done", "")

@@ -1,0 +1,425 @@
+"""The Triton kernels of paged attention: interpreted, against the torch reference; and built for GPUs not at hand.
+
+Everything that a kernel must not read holds NaN or an impossible block id, and so do the buffers before each run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastgen.compile.build_triton import TritonBuilder
+from fastgen.compile.cache import KernelCache
+from fastgen.compile.loader import KernelLoader
+from fastgen.compile.ops.attention import AttentionPlan, PagedAttention, paged_attention
+from fastgen.compile.ops.attention_specs import (
+    MAX_DECODE_QUERIES,
+    AttentionShape,
+    Tiling,
+    attention_specs,
+    chunk_tiling,
+    decode_tiling,
+)
+from fastgen.compile.render import render
+from fastgen.compile.spec import KernelSpec
+from tests.compile.attention_cases import (
+    TOLERANCE,
+    Case,
+    Rows,
+    beyond_32_bits,
+    differences_of_one_subject,
+    draw_rows,
+    plans,
+    shape_of,
+    specs_of,
+    worst_difference,
+)
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": {"sliding_window": 11},
+    "tiny window": {"sliding_window": 1},
+    "alibi": {"alibi": "plain"},
+    "scaled alibi": {"alibi": "scaled", "alibi_dtype": "fp16"},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "two-part head": {"head_dim": 48},
+    "padded head": {"head_dim": 20},
+    "other values": {"v_dim": 32},
+    "latent": {"head_dim": 48, "v_dim": 32, "values_in_keys": True, "num_heads": 4, "num_kv_heads": 1},
+    "whole blocks": {"block_size": 32},
+    "blocks of three": {"block_size": 3},
+    "groups of three": {"num_heads": 3, "num_kv_heads": 1},
+    "strided queries": {"q_stride": 256},
+    "fp16": {"dtype": "fp16"},
+}
+MIXED: Rows = [(19, 1), (0, 11), (0, 0), (33, 2)]
+
+
+def compatible(*names: str) -> bool:
+    """Whether they change different things."""
+    keys = [key for name in names for key in FEATURES[name]]
+    return len(keys) == len(set(keys))
+
+
+def case_of(*names: str, rows: Rows = MIXED, num_padding: int = 2) -> Case:
+    changes = {key: value for name in names for key, value in FEATURES[name].items()}
+    return Case(rows, shape_of(**changes), num_padding=num_padding)
+
+
+def check(cases: list[Case]) -> None:
+    for case, difference in zip(cases, worst_difference(cases), strict=True):
+        assert difference <= TOLERANCE[case.shape.dtype], f"differs by {difference:.1e}: {case}"
+
+
+# Answers
+
+
+def test_every_feature() -> None:
+    check([case_of(), *(case_of(name) for name in FEATURES)])
+
+
+def test_feature_pairs() -> None:
+    """Some of them, drawn so that each feature is in one. The slow test has them all."""
+    pairs = [pair for pair in itertools.combinations(FEATURES, 2) if compatible(*pair)]
+    drawn = Random(4).sample(pairs, 20)
+    assert {name for pair in drawn for name in pair} == FEATURES.keys()
+    check([case_of(*pair, rows=MIXED[1:]) for pair in drawn])
+
+
+@pytest.mark.slow
+def test_every_feature_pair_and_triple() -> None:
+    pairs = [case_of(*pair) for pair in itertools.combinations(FEATURES, 2) if compatible(*pair)]
+    triples = [case_of(*names) for names in itertools.combinations(FEATURES, 3) if compatible(*names)]
+    check(pairs + Random(5).sample(triples, 100))
+
+
+@pytest.mark.parametrize("kind", ["decodes", "chunks", "mixed", "long"])
+def test_drawn_batches_in_the_same_buffers(kind: str) -> None:
+    """Grids and buffers are one budget's; lengths, mix and number of sequences change from step to step."""
+    rng = Random(f"batches of {kind}")
+    case = Case([(0, 0)] * 5, shape_of(sliding_window=rng.choice([None, 7])), num_padding=60)
+    batches = []
+    while len(batches) < 4:
+        rows = draw_rows(rng, kind, 5, case.shape.block_size)
+        if sum(new for _, new in rows) <= case.num_tokens:
+            batches.append(rows)
+    differences = differences_of_one_subject(case, batches)
+    for rows, difference in zip(batches, differences, strict=True):
+        assert difference <= TOLERANCE["fp32"], f"differs by {difference:.1e}: {rows} {case}"
+
+
+def test_head_counts_and_sizes() -> None:
+    """Grouped heads in odd numbers, 71 among them (Falcon-7B); the head sizes of models; latent attention's own."""
+    rows: Rows = [(21, 1), (3, 9)]
+    shapes = [
+        shape_of(num_heads=2, num_kv_heads=2),
+        shape_of(num_heads=8, num_kv_heads=1),
+        shape_of(num_heads=71, num_kv_heads=1),
+        *(shape_of(head_dim=size, num_heads=2, num_kv_heads=1) for size in (64, 80, 96, 128, 256)),
+        shape_of(head_dim=192, v_dim=128, num_heads=2, num_kv_heads=2),
+        shape_of(head_dim=576, v_dim=512, values_in_keys=True, num_heads=4, num_kv_heads=1),
+    ]
+    check([Case(rows, replace(shape, scale=shape.head_dim**-0.5)) for shape in shapes])
+
+
+def test_block_sizes() -> None:
+    shapes = [shape_of(block_size=size, num_heads=2, num_kv_heads=1) for size in (1, 4, 16, 64, 256)]
+    rows: Rows = [(14, 1), (15, 1), (63, 1), (0, 16), (14, 9)]
+    check([Case(rows, shape) for shape in shapes])
+
+
+@pytest.mark.slow
+def test_many_drawn_batches() -> None:
+    rng, cases = Random(6), []
+    while len(cases) < 150:
+        names = rng.sample(sorted(FEATURES), rng.randint(0, 5))
+        if compatible(*names):
+            rows = draw_rows(rng, rng.choice(["decodes", "chunks", "mixed", "long"]), rng.randint(1, 7), 4)
+            case = case_of(*names, rows=rows, num_padding=rng.choice([0, 1, 30]))
+            chunk, decode = rng.choice([16, 64, 128]), rng.choice([16, 32])
+            cases.append(
+                replace(
+                    case,
+                    chunk=Tiling(chunk, rng.choice([16, 32]), 4, 1),
+                    decode=Tiling(decode, rng.choice([16, 32]), 4, 1, programs_per_sm=rng.choice([1, 2])),
+                    num_sms=rng.choice([1, 2, 5, 12]),
+                    seed=len(cases),
+                )
+            )
+    check(cases)
+
+
+def test_nothing_at_all() -> None:
+    """A batch without sequences, as when a graph is captured: every row is padding, and becomes zero."""
+    check([Case([(0, 0), (0, 0)], shape_of(), num_padding=13)])
+
+
+@pytest.mark.parametrize("by_block", [True, False])
+def test_blocks_beyond_32_bits(by_block: bool) -> None:
+    assert beyond_32_bits(by_block) <= TOLERANCE["fp16"]
+
+
+def test_reference_with_sinks() -> None:
+    """The torch reference against the definition: a sink takes its part of the softmax and adds nothing."""
+    generator = torch.Generator().manual_seed(8)
+    q, k, v = (torch.randn(1, size, 3, generator=generator) for size in (4, 2, 2))
+    keys, values = torch.randn(2, 8, 2, 3, generator=generator)
+    keys[4], values[4] = k[0], v[0]
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
+    tables, starts, lens = torch.tensor([[0]]), torch.tensor([0, 1]), torch.tensor([5])
+    found = paged_attention(
+        q, keys[None], values[None], tables, starts, lens, scale=0.7, sliding_window=None, sinks=sinks
+    )
+    for head in range(4):
+        scores = keys[:5, head // 2].double().numpy() @ q[0, head].double().numpy() * 0.7
+        weights = np.exp(scores) / (np.exp(scores).sum() + np.exp(float(sinks[head])))
+        np.testing.assert_allclose(found[0, head], weights @ values[:5, head // 2].double().numpy(), atol=1e-6)
+
+
+# Work lists
+
+
+def check_lists(lists: dict[str, list[Any]], rows: Rows, case: Case, num_programs: int) -> None:
+    """Each row of each sequence in one query tile; each KV tile that it may see in exactly one program's share."""
+    group_size, window = case.shape.group_size, case.shape.sliding_window
+    num_chunk_tiles, total, share = lists["counts"]
+    chunks = [[0] * (new * group_size) for _, new in rows]
+    previous = None
+    for seq, first in lists["chunk_tiles"][:num_chunk_tiles]:
+        assert previous is None or seq > previous[0] or first < previous[1], "a chunk's last tile comes first"
+        previous = seq, first
+        for row in range(first, min(first + case.chunk.block_m, len(chunks[seq]))):
+            chunks[seq][row] += 1
+    work: list[tuple[int, int, int]] = []  # the line of KV tiles: sequence, first row, KV tile of it
+    num_decode_tiles = 0
+    for seq, (cached, new) in enumerate(rows):
+        is_chunk = new > MAX_DECODE_QUERIES
+        assert chunks[seq] == [int(is_chunk)] * (new * group_size)
+        if is_chunk or not new:
+            continue
+        first_key = max(0, cached + 1 - window) if window else 0
+        kv_tiles = -(-(cached + new) // case.decode.block_n) - first_key // case.decode.block_n
+        for first in range(0, new * group_size, case.decode.block_m):
+            assert lists["decode_tiles"][num_decode_tiles] == [seq, first, len(work), kv_tiles]
+            num_decode_tiles += 1
+            work += [(seq, first, tile) for tile in range(kv_tiles)]
+    assert total == len(work)
+    assert share == max(-(-total // num_programs), 2)
+    done: list[tuple[int, int, int]] = []
+    for program in range(-(-total // share)):  # as a decoding program walks through its share
+        begin, end = lists["shares"][program]
+        for seq, first, first_work, kv_tiles in lists["decode_tiles"][begin : end + 1]:
+            tiles = range(max(program * share - first_work, 0), min((program + 1) * share - first_work, kv_tiles))
+            assert tiles, "no program is sent to a tile that it has no share in"
+            done += [(seq, first, tile) for tile in tiles]
+    assert done == work
+
+
+def check_plans(num_heads: int, num_sms: int, window: int | None, num_batches: int) -> None:
+    """Batches of up to six sequences, drawn by a seed made of the arguments, in the same buffers."""
+    rng = Random(f"{num_heads} {num_sms} {window}")
+    shape = shape_of(num_heads=num_heads, num_kv_heads=1, sliding_window=window)
+    case = Case([(0, 0)] * 6, shape, num_sms=num_sms, num_padding=6 * 33)
+    kinds = itertools.islice(itertools.cycle(["mixed", "decodes", "chunks", "long"]), num_batches)
+    batches = [[(0, 0)] * 6, *(draw_rows(rng, kind, 6, 16) for kind in kinds)]
+    for rows, lists in zip(batches, plans(case, batches), strict=True):
+        check_lists(lists, rows, case, num_sms)
+
+
+@pytest.mark.parametrize(("num_heads", "num_sms", "window"), [(4, 3, None), (71, 1, 20), (3, 20, None)])
+def test_lists_hold_everything_once(num_heads: int, num_sms: int, window: int | None) -> None:
+    check_plans(num_heads, num_sms, window, num_batches=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_heads", "num_sms", "window"), list(itertools.product((1, 4, 71), (1, 5, 300), (None, 20)))
+)
+def test_lists_of_hundreds_of_batches(num_heads: int, num_sms: int, window: int | None) -> None:
+    check_plans(num_heads, num_sms, window, num_batches=300)
+
+
+def test_bounds_of_the_lists_hold_for_the_worst_batch() -> None:
+    """Brute force over all splits of a few tokens into sequences."""
+    for num_heads, chunk_m, decode_m, max_num_seqs in itertools.product((1, 3, 40), (16, 32), (16, 32), (1, 2, 30)):
+        chunk, decode = Tiling(chunk_m, 16, 4, 1), Tiling(decode_m, 16, 4, 1)
+        case = Case([], shape_of(num_heads=num_heads, num_kv_heads=1), chunk=chunk, decode=decode)
+        plan = AttentionPlan(
+            specs_of(case, max_num_seqs),
+            lambda spec: recording(spec, []),
+            token_budget=64,
+            max_num_seqs=max_num_seqs,
+            num_sms=1,
+            device=torch.device("cpu"),
+        )
+        for num_tokens in range(1, 41):
+            for news in partitions(num_tokens, max_num_seqs):
+                chunks = sum(-(-new * num_heads // chunk_m) for new in news if new > MAX_DECODE_QUERIES)
+                decodes = sum(-(-new * num_heads // decode_m) for new in news if new <= MAX_DECODE_QUERIES)
+                assert chunks <= plan.max_chunk_tiles(num_tokens), (news, case)
+                assert decodes <= plan.max_decode_tiles(num_tokens), (news, case)
+
+
+def partitions(total: int, max_parts: int) -> list[list[int]]:
+    """Ways to share tokens out that are the worst for some bound: equal parts of each size, and a rest."""
+    sizes = range(1, total + 1)
+    found = [[size] * (total // size) + ([total % size] if total % size else []) for size in sizes]
+    mixed = [[1] * ones + [total - ones] for ones in range(total)]
+    return [parts for parts in found + mixed if len(parts) <= max_parts]
+
+
+# Launches
+
+
+class Recording:
+    """Stands in for a kernel: writes down how it is launched."""
+
+    def __init__(self, spec: KernelSpec, launches: list[Any]):
+        self.spec, self.launches = spec, launches
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        plain = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
+        assert len(plain) == len(self.spec.arguments)
+        for value, argument in zip(arguments, self.spec.arguments, strict=True):
+            assert isinstance(value, torch.Tensor) == argument.is_pointer, argument.name
+        self.launches.append((self.spec.name, grid, plain))
+
+
+def recording(spec: KernelSpec, launches: list[Any]) -> Recording:
+    return Recording(spec, launches)
+
+
+def test_launches_are_the_same_whatever_a_batch_holds() -> None:
+    """What a captured graph freezes depends on the number of tokens alone."""
+    launches: list[Any] = []
+    shape = AttentionShape(32, 8, 128, 64, "bf16", 0.1, alibi="plain", sinks=True)
+    specs = attention_specs(shape, max_num_seqs=16, arch="sm_90")
+    plan = AttentionPlan(
+        specs,
+        lambda spec: recording(spec, launches),
+        token_budget=512,
+        max_num_seqs=16,
+        num_sms=132,
+        device=torch.device("meta"),
+    )
+    attention = PagedAttention(specs, lambda spec: recording(spec, launches), plan)
+    starts, seq_lens = torch.zeros(17, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    q = torch.zeros(512, 32, 128, dtype=torch.bfloat16)
+    cache, tables = torch.zeros(4, 64, 8, 128, dtype=torch.bfloat16), torch.zeros(16, 9, dtype=torch.int32)
+    slopes, sinks = torch.zeros(32), torch.zeros(32)
+    tapes = []
+    for seed in range(300):
+        rows = draw_rows(Random(seed), ["decodes", "chunks", "mixed", "long"][seed % 4], 16, 64)
+        starts[1:] = torch.tensor([new for _, new in rows]).cumsum(0)
+        seq_lens[:] = torch.tensor([cached + new for cached, new in rows])
+        launches.clear()
+        plan(starts, seq_lens)
+        attention(q, cache, cache, tables, starts, seq_lens, q, slopes=slopes, sinks=sinks)
+        tapes.append(list(launches))
+    assert all(tape == tapes[0] for tape in tapes)
+    grids = [grid for _, grid, _ in tapes[0]]
+    assert grids == [(16,), ((512 * 4 // 128 + 16) * 8,), (3 * 132 // 8 * 8,), ((3 * 132 // 8 - 1) * 8 * 4,)]
+
+
+# Builds
+
+
+def report(spec: KernelSpec, arch: str, directory: Path) -> dict[str, Any]:
+    loader = KernelLoader(TritonBuilder(arch), cache=KernelCache(directory))
+    (entry,) = loader.build([spec])
+    return dict(entry.report)
+
+
+def check_build(spec: KernelSpec, arch: str, directory: Path) -> dict[str, Any]:
+    found = report(spec, arch, directory)
+    assert found["spill_bytes"] == 0, f"{arch} {spec}: {found}"
+    assert found["shared_bytes"] <= found["shared_limit_bytes"], f"{arch} {spec}: {found}"
+    return found
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 128), ("sm_90", 128)])
+def test_prompts_use_tensor_cores_and_spill_nothing(arch: str, head_dim: int, tmp_path: Path) -> None:
+    shape = AttentionShape(32, 8, head_dim, 64, "bf16", head_dim**-0.5)
+    found = check_build(attention_specs(shape, max_num_seqs=256, arch=arch).chunks, arch, tmp_path)
+    assert found["matrix_instructions"].get("wgmma" if arch == "sm_90" else "mma", 0) > 0
+
+
+def test_decodes_fit_as_many_programs_as_they_are_planned_for(tmp_path: Path) -> None:
+    shape = AttentionShape(32, 8, 128, 64, "bf16", 128**-0.5)
+    check_residency(shape, "sm_90", tmp_path)
+
+
+def check_residency(shape: AttentionShape, arch: str, directory: Path) -> None:
+    specs = attention_specs(shape, max_num_seqs=256, arch=arch)
+    found = check_build(specs.decodes, arch, directory)
+    max_warps = {"sm_86": 48, "sm_89": 48, "gfx942": 32}.get(arch, 64)
+    assert found["occupancy"] * max_warps / found["num_warps"] >= specs.decode.programs_per_sm - 0.05, f"{arch} {found}"
+
+
+SHIPPED = {
+    **{f"D {size}": AttentionShape(32, 8, size, 64, "bf16", 0.1) for size in (64, 80, 96, 128, 256)},
+    "fp16": AttentionShape(32, 8, 128, 64, "fp16", 0.1),
+    "fp32": AttentionShape(32, 8, 128, 64, "fp32", 0.1),
+    "small blocks": AttentionShape(32, 8, 128, 16, "bf16", 0.1),
+    "window": AttentionShape(32, 8, 128, 64, "bf16", 0.1, sliding_window=4096),
+    "Gemma 2": AttentionShape(16, 8, 256, 64, "bf16", 0.1, sliding_window=4096, softcap=50.0),
+    "BLOOM": AttentionShape(32, 32, 128, 64, "bf16", 0.1, alibi="plain", alibi_dtype="bf16"),
+    "Falcon": AttentionShape(71, 1, 64, 64, "bf16", 0.1),
+    "sinks": AttentionShape(64, 8, 64, 64, "bf16", 0.1, sliding_window=128, sinks=True),
+    "latent": AttentionShape(128, 1, 576, 64, "bf16", 0.1, v_dim=512, values_in_keys=True),
+    "expanded latent": AttentionShape(32, 32, 192, 64, "bf16", 0.1, v_dim=128),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_default_on_every_target(name: str, arch: str, tmp_path: Path) -> None:
+    specs = attention_specs(SHIPPED[name], max_num_seqs=256, arch=arch)
+    chunks = check_build(specs.chunks, arch, tmp_path)
+    assert chunks["matrix_instructions"] or SHIPPED[name].dtype == "fp32"
+    check_residency(SHIPPED[name], arch, tmp_path)
+    for spec in (specs.plan, specs.combine):
+        check_build(spec, arch, tmp_path)
+
+
+# Specs
+
+
+def test_features_are_compiled_in_only_where_asked() -> None:
+    plain = render(attention_specs(shape_of(), max_num_seqs=4, arch="sm_90").chunks)
+    for word in ("WINDOW", "SOFTCAP", "slope", "sinks_ptr", "acc_1"):
+        assert word not in plain
+    full = shape_of(sliding_window=5, softcap=1.0, alibi="plain", sinks=True, head_dim=80)
+    everything = render(attention_specs(full, max_num_seqs=4, arch="sm_90").chunks)
+    for word in ("WINDOW", "SOFTCAP", "slope", "sinks_ptr", "acc_1"):
+        assert word in everything
+
+
+def test_impossible_shapes_are_refused() -> None:
+    for changes in (
+        {"num_heads": 3},
+        {"num_kv_heads": 0},
+        {"block_size": 0},
+        {"sliding_window": 0},
+        {"scale": 0.0},
+        {"v_dim": 17, "values_in_keys": True},
+        {"q_stride": 63},
+    ):
+        with pytest.raises(ValueError, match="AttentionShape"):
+            shape_of(**changes)
+    with pytest.raises(ValueError, match="do not fit"):
+        chunk_tiling(shape_of(head_dim=700, dtype="bf16"), "sm_90")
+
+
+def test_an_unknown_architecture_gets_the_tiles_that_fit_everywhere() -> None:
+    shape = shape_of(head_dim=256, dtype="bf16")
+    assert chunk_tiling(shape, "sm_120") == chunk_tiling(shape, "sm_89")
+    assert decode_tiling(shape, "sm_120") == decode_tiling(shape, "sm_89")

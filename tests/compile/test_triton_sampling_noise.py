@@ -1,0 +1,100 @@
+"""The noise of the Triton sampling kernels, bit by bit and draw by draw, and the distribution of what they draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastgen.compile.build_triton import TritonBuilder
+from fastgen.compile.cache import KernelCache
+from fastgen.compile.loader import KernelLoader
+from fastgen.compile.ops.sampling import gumbel_noise, uniforms
+from fastgen.compile.ops.sampling_triton import SamplingKernels, SeatSampling, sampling_specs
+
+
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory: pytest.TempPathFactory) -> KernelLoader:
+    return KernelLoader(TritonBuilder("interpret"), cache=KernelCache(tmp_path_factory.mktemp("kernels")))
+
+
+@triton.jit
+def noise_kernel(gumbel, seed, position, index, words_ptr, noise_ptr, size: tl.constexpr):
+    quad = tl.arange(0, size // 4)
+    w0, w1, w2, w3 = tl.philox(seed, quad, quad * 0 + position, quad * 0 + index, quad * 0)
+    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    tl.store(words_ptr + tl.arange(0, size), word.to(tl.int64))
+    tl.store(noise_ptr + tl.arange(0, size), gumbel(word))
+
+
+def test_noise_is_the_references_draw_by_draw(loader: KernelLoader) -> None:
+    functions = loader.load(sampling_specs(64).draw)._function.fn.__globals__
+    for seed, position, index in [(0, 0, 0), (-1, 7, 3), (2**62 + 12345, -1, -2), (-(2**63), 2**31 - 1, 1)]:
+        words, noise = torch.zeros(4096, dtype=torch.int64), torch.zeros(4096)
+        where = torch.tensor([seed]), torch.tensor([position & 0xFFFFFFFF]), torch.tensor([index & 0xFFFFFFFF])
+        noise_kernel[(1,)](functions["gumbel"], seed, position, index, words, noise, size=4096)
+        assert torch.equal(((words >> 9).float() + 0.5) * 2.0**-23, uniforms(*where, 4096)[0])
+        torch.testing.assert_close(noise, gumbel_noise(*where, 4096)[0], rtol=1e-6, atol=1e-6)
+
+
+@triton.jit
+def gumbel_kernel(gumbel, words_ptr, noise_ptr, size: tl.constexpr):
+    place = tl.arange(0, size)
+    tl.store(noise_ptr + place, gumbel(tl.load(words_ptr + place).to(tl.uint32)))
+
+
+def test_noise_is_exact_where_a_logarithm_has_few_digits(loader: KernelLoader) -> None:
+    """The largest numbers decide among many tokens: those of u next to 1."""
+    functions = loader.load(sampling_specs(64).draw)._function.fn.__globals__
+    top = 2**23 - 1
+    steps = torch.tensor([0, 1, 2, top, top - 1, top - 2, *range(top - 262400, top - 261888), *range(500)])
+    steps = torch.cat([steps, torch.randint(0, top, (1024 - len(steps),), generator=torch.Generator().manual_seed(1))])
+    noise = torch.zeros(1024)
+    gumbel_kernel[(1,)](functions["gumbel"], steps << 9, noise, size=1024)
+    exact = -(-((steps.double() + 0.5) * 2.0**-23).log()).log()
+    torch.testing.assert_close(noise, exact.float(), rtol=1e-6, atol=5e-7)
+
+
+def chi_square(observed: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Chi-square, and about its 1 − 1e-6 quantile (Wilson and Hilferty)."""
+    assert (expected >= 5).all()
+    freedom = len(observed) - 1
+    statistic = ((observed - expected) ** 2 / expected).sum().item()
+    return statistic, freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def frequencies(kernels: SamplingKernels, logits: Tensor, num_draws: int) -> Iterator[Tensor]:
+    """Of the tokens drawn for one row's logits, by seat, at positions in turn."""
+    seats = torch.arange(kernels.max_seats, dtype=torch.int32).repeat_interleave(num_draws)
+    positions = torch.arange(num_draws, dtype=torch.int32).repeat(kernels.max_seats)
+    kernels(logits.expand(len(seats), -1).contiguous(), seats, positions)
+    for tokens in kernels.buffer("token_ids").view(kernels.max_seats, num_draws):
+        yield tokens.bincount(minlength=len(logits)).double()
+
+
+def check_distribution(loader: KernelLoader, num_draws: int) -> None:
+    logits = torch.tensor([0.3, 1.1, -9.0, 0.0])
+    specs = sampling_specs(4, penalties=False, mask=False, bias=False, chunk=4)
+    kernels = SamplingKernels(specs, loader.load, max_rows=2 * num_draws, max_seats=2, device=torch.device("cpu"))
+    kernels.write(0, SeatSampling(temperature=0.8, min_p=0.1, seed=3))
+    kernels.write(1, SeatSampling(temperature=1.5, top_k=3, top_p=0.7, seed=4))
+    for found, kept, temperature in zip(
+        frequencies(kernels, logits, num_draws), ([0, 1, 3], [0, 1]), (0.8, 1.5), strict=True
+    ):
+        assert found.sum() == found[kept].sum() == num_draws
+        statistic, limit = chi_square(found[kept], (logits[kept].double() / temperature).softmax(0) * num_draws)
+        assert statistic < limit
+
+
+def test_tokens_are_drawn_from_the_softmax(loader: KernelLoader) -> None:
+    check_distribution(loader, 40)
+
+
+@pytest.mark.slow
+def test_tokens_are_drawn_from_the_softmax_many_times(loader: KernelLoader) -> None:
+    check_distribution(loader, 4000)

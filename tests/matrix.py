@@ -1,0 +1,186 @@
+"""The matrix recipes × proofs: what the tests recorded of each recipe, and the page made of it.
+
+``python -m tests.matrix`` (``make matrix``) runs the tests that prove recipes, each of which records what it measured
+(the fixture ``record``), and writes the results and docs/recipe-matrix.md. ``--render`` makes the page of the results
+as they are. Nothing on the page is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "recipe-matrix.json"
+PAGE = ROOT / "docs" / "recipe-matrix.md"
+MUTATIONS = ROOT / "benchmarks" / "results" / "verify-mutations.json"
+TESTS = (
+    *("test_parity.py", "test_parity_more.py", "test_shuffled_names.py", "test_recipes_verified.py"),
+    *("test_recipe_published.py", "test_recipe_published_families.py"),
+)
+
+Values = list[Any]
+Cells = dict[str, dict[str, Values]]
+"""What was recorded, by recipe and proof."""
+
+
+class Record(Protocol):
+    """Notes that ``proof`` held for ``recipe``, and what was measured."""
+
+    def __call__(self, recipe: str, proof: str, value: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A column: its heading, what it says of the values recorded, and what it means."""
+
+    heading: str
+    cell: Callable[[Values], str]
+    meaning: str
+
+
+def _count(values: Values) -> str:
+    return str(len(values))
+
+
+def _largest(values: Values) -> str:
+    return f"{max(values):.1e} ({len(values)})"
+
+
+def _ratio(values: Values) -> str:
+    return f"{max(ours / theirs for ours, theirs in values):.2f}"
+
+
+def _compared(values: Values) -> str:
+    return f"{sum(num for num, _ in values):,} ({max(largest for _, largest in values):.1e})"
+
+
+def _caught(values: Values) -> str:
+    ((num_mutants, num_rejected, num_right),) = values
+    return f"{num_rejected} of {num_mutants}, {num_right} at the node"
+
+
+PROOFS: dict[str, Proof] = {
+    "published": Proof(
+        "published sizes", _count, "published configurations that resolve to the published parameter count"
+    ),
+    "parity": Proof(
+        "parity, fp32",
+        _largest,
+        "largest difference of a log-probability from transformers, over prompts and greedy answers (drawn models)",
+    ),
+    "bfloat16": Proof(
+        "bf16 error",
+        _ratio,
+        "error of bf16 log-probabilities against exact ones, as a multiple of transformers' own; the largest",
+    ),
+    "verify": Proof(
+        "verify",
+        _compared,
+        "comparisons of `fastgen verify` with nodes, tensors and numbers of transformers' models (largest difference, "
+        "in units of the value's root mean square)",
+    ),
+    "engine": Proof(
+        "ragged, chunked, captured",
+        _compared,
+        "comparisons of log-probabilities: prompts alone, together, and in chunks at each captured size up to 64 "
+        "(largest difference)",
+    ),
+    "shuffled": Proof(
+        "names shuffled",
+        _largest,
+        "parity again, all recipes, architectures and model types under one another's names: largest difference "
+        "(drawn models)",
+    ),
+    "mutations": Proof(
+        "mistakes caught",
+        _caught,
+        "single mistakes made by machine that `fastgen verify` rejects, and at the node that was touched",
+    ),
+}
+
+
+def read_records(file: Path) -> Cells:
+    cells: Cells = defaultdict(lambda: defaultdict(list))
+    for line in file.read_text().splitlines():
+        recipe, proof, value = json.loads(line)
+        cells[recipe][proof].append(value)
+    return {recipe: dict(of_recipe) for recipe, of_recipe in sorted(cells.items())}
+
+
+def render(results: Mapping[str, Any], mutations: Mapping[str, Any]) -> str:
+    """The page. ``mutations`` has for each recipe that was hunted how many mistakes there were, how many were rejected
+    and how many at the node that was touched."""
+    made = results["made"]
+    cells = {
+        recipe: of_recipe | ({"mutations": [mutations[recipe]]} if recipe in mutations else {})
+        for recipe, of_recipe in results["cells"].items()
+    }
+    lines = [
+        "# Recipes and their proofs",
+        "",
+        "Every shipped recipe, and what the tests measured of it. `make matrix` makes this page of what they recorded:",
+        f"{made['date']}, {made['machine']}, torch {made['torch']}, transformers {made['transformers']}.",
+        "",
+        *(f"- **{proof.heading}**: {proof.meaning}." for proof in PROOFS.values()),
+        "",
+        "A dash: not measured. InternLM2's model is not part of transformers; its parity is that of a Llama whose",
+        "weights are stored as InternLM2 stores them, and `fastgen verify` has nothing to compare it with.",
+        "",
+        f"| recipe | {' | '.join(proof.heading for proof in PROOFS.values())} |",
+        f"|---|{'---|' * len(PROOFS)}",
+    ]
+    for recipe, of_recipe in cells.items():
+        row = [proof.cell(of_recipe[key]) if key in of_recipe else "–" for key, proof in PROOFS.items()]
+        lines.append(f"| `{recipe}` | {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return content
+
+
+def run_tests() -> dict[str, Any]:
+    """Run the tests that record, and give what they recorded. Ends the program where one of them fails."""
+    import torch
+    import transformers
+
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "records.jsonl"
+        tests = [str(ROOT / "tests" / "models" / name) for name in TESTS]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "--matrix", str(file), *tests], cwd=ROOT, check=False
+        )
+        if done.returncode:
+            sys.exit(done.returncode)
+        cells = read_records(file)
+    made = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{platform.system()} on {platform.machine()}",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return {"made": made, "cells": cells}
+
+
+def main(arguments: list[str]) -> None:
+    if arguments not in ([], ["--render"]):
+        sys.exit("usage: python -m tests.matrix [--render]")
+    if not arguments:
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        RESULTS.write_text(json.dumps(run_tests(), indent=1) + "\n")
+    PAGE.write_text(render(read_json(RESULTS), read_json(MUTATIONS)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

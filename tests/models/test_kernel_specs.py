@@ -1,0 +1,73 @@
+"""Which kernels a model needs: each once, with every recipe node that asks for it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fastgen.compile.loader import KernelLoader, make_builder
+from fastgen.compile.render import render
+from fastgen.compile.spec import KernelSpec
+from fastgen.compile.tape import tape_spec
+from fastgen.compile.thread_pool import thread_pool_spec
+from fastgen.models.builtins import BUILTINS
+from fastgen.models.kernels import kernel_specs
+from fastgen.models.registry import named_recipe
+from fastgen.models.resolve import resolve
+
+
+def needed(model: str, target: str, dtype: torch.dtype = torch.bfloat16, **changed: object) -> list[KernelSpec]:
+    config = json.loads((BUILTINS[model] / "config.json").read_text()) | changed
+    spec = resolve(named_recipe(model.removeprefix("tiny-")), config)
+    return kernel_specs(spec, KernelLoader(make_builder(target)), dtype)
+
+
+def test_a_llama_norms_its_first_input_alone_and_from_then_on_with_the_residual() -> None:
+    first, others = needed("tiny-llama", "sm_90")
+    assert first.parameters["residual"] is False
+    assert first.needed_by == ("llama: model.layers.residual.attend.norm",)
+    assert others.parameters["residual"] is True
+    assert sorted(others.needed_by) == [
+        "llama: model.final_norm",
+        "llama: model.layers.residual.attend.norm",
+        "llama: model.layers.residual.transform.norm",
+    ]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "portable"])
+def test_the_number_of_layers_makes_no_difference(target) -> None:
+    few, many = (needed("tiny-llama", target, num_hidden_layers=count) for count in (2, 30))
+    assert few == many
+    assert [spec.needed_by for spec in few] == [spec.needed_by for spec in many]
+    assert len({spec.name for spec in few}) == len(few) > 1
+
+
+def test_sizes_and_features_come_from_the_configuration() -> None:
+    for spec in needed("tiny-opt", "gfx942", torch.float16, hidden_size=192, word_embed_proj_dim=192):
+        assert (spec.op, spec.target) == ("layer_norm", "triton")
+        assert spec.parameters["bias"] is True
+        assert (spec.parameters["H"], spec.parameters["dtype"]) == (192, "fp16")
+
+
+@pytest.mark.parametrize("model", BUILTINS)
+@pytest.mark.parametrize("target", ["sm_80", "avx2"])
+def test_all_that_a_model_needs_renders(model, target) -> None:
+    specs = needed(model, target)
+    assert "norm" in " ".join(spec.op for spec in specs)
+    for spec in specs:
+        assert f"{spec.name}(" in render(spec) or spec == thread_pool_spec()
+
+
+def test_libraries_formats_and_block_sizes_are_part_of_what_a_cpu_needs() -> None:
+    plain = needed("tiny-llama", "portable")
+    assert thread_pool_spec() in plain
+    assert tape_spec() in plain
+    config = json.loads((BUILTINS["tiny-llama"] / "config.json").read_text())
+    loader, spec = KernelLoader(make_builder("portable")), resolve(named_recipe("llama"), config)
+    other = kernel_specs(spec, loader, torch.bfloat16, weight_format="int8", block_size=32)
+    differing = {spec.op for spec in set(plain) ^ set(other)}
+    assert "linear" in differing
+    assert any("attention" in op for op in differing)
+    assert "norm" not in " ".join(differing)

@@ -1,0 +1,101 @@
+"""The nearest known recipe of a checkpoint, and what an error about an unknown architecture says of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fastgen.authoring.propose import propose
+from fastgen.errors import UnknownArchitectureError
+from fastgen.models.checkpoint import Checkpoint
+from fastgen.models.nearest import fold, nearest_recipes
+from fastgen.models.registry import find_recipe, list_recipes
+from fastgen.models.resolve import resolve
+from fastgen.models.spec import MoeSpec
+from tests.authoring.renamed import rename
+from tests.authoring.tiny_checkpoints import make
+from tests.models import test_recipe_published, test_recipe_published_families
+
+PUBLISHED = {**test_recipe_published.PUBLISHED, **test_recipe_published_families.PUBLISHED}
+
+
+def test_indices_are_folded_from_the_front() -> None:
+    assert fold("model.layers.12.mlp.experts.3.w1.weight") == "model.layers.{layer}.mlp.experts.{expert}.w1.weight"
+    assert fold("h.0.conv1d.weight") == "h.{layer}.conv1d.weight"
+    assert fold("a.1.b.2.c.3.weight") == "a.{layer}.b.{expert}.c.3.weight"
+
+
+@pytest.mark.parametrize("name", ["phi", "gemma2", "gpt2", "opt"])
+def test_it_is_the_own_recipe_in_whatever_words(name: str, tmp_path: Path) -> None:
+    make(name, tmp_path / "published")
+    for directory in (tmp_path / "published", rename(tmp_path / "published", tmp_path / "renamed")):
+        opened = Checkpoint.open(directory)
+        shapes = {tensor: header.shape for tensor, header in opened.tensors.items()}
+        best = nearest_recipes(opened.config, shapes, [each.recipe for each in list_recipes()])[0]
+        assert best.recipe.name == name
+        assert best.explained == best.num_tensors == len(shapes)
+
+
+def test_an_unknown_architecture_names_the_nearest_and_the_command(tmp_path: Path) -> None:
+    make("phi", tmp_path / "published")
+    directory = rename(tmp_path / "published", tmp_path / "renamed")
+    config = json.loads((directory / "config.json").read_text())
+    with pytest.raises(UnknownArchitectureError) as error:
+        find_recipe(config, checkpoint_dir=directory)
+    assert str(error.value) == (
+        "no recipe is for HerringForCausalLM. The nearest known recipe is 'phi', which explains 47 of its 47 tensors. "
+        f"`fastgen recipe new {directory}` proposes a recipe for it. `fastgen recipe list` names all that are known"
+    )
+
+
+def test_the_error_and_the_proposal_name_one_nearest_though_only_shapes_tell_the_size_of_a_head(tmp_path: Path) -> None:
+    make("qwen3", tmp_path / "published")
+    directory = rename(tmp_path / "published", tmp_path / "renamed")
+    config = json.loads((directory / "config.json").read_text())
+    config["features"] = config.pop("head_dim")  # 12, where hidden_size / n_heads is 8
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes = {name: header.shape for name, header in Checkpoint.open(directory).tensors.items()}
+    proposal = propose(config, shapes, [each.recipe for each in list_recipes()])
+    assert proposal.nearest is not None
+    assert (proposal.nearest.recipe.name, proposal.nearest.explained) == ("qwen3", len(shapes))
+    with pytest.raises(UnknownArchitectureError, match=f"'qwen3', which explains {len(shapes)} of its {len(shapes)} "):
+        find_recipe(config, checkpoint_dir=directory)
+
+
+@pytest.mark.parametrize(
+    ("dense", "sampled"),
+    [({"first_k_dense_replace": 3}, [0, 2, 3, 60]), ({"first_k_dense_replace": 0}, [0, 60])],
+)
+def test_a_large_mixture_is_measured_by_a_few_layers_and_one_expert_of_each(
+    dense: dict[str, int], sampled: list[int]
+) -> None:
+    config = next(config for config, _ in PUBLISHED.values() if config.get("n_routed_experts") == 256) | dense
+    shapes = {each.names[0]: each.stored_shape for each in resolve(find_recipe(config), config).tensors()}
+    assert len(shapes) > 45_000
+    best = nearest_recipes(config, shapes, [each.recipe for each in list_recipes()])[0]
+    assert (best.recipe.name, best.explained, best.num_tensors) == ("deepseek_v3", len(shapes), len(shapes))
+    assert best.spec is not None
+    assert [layer.index for layer in best.spec.layers] == sampled
+    assert {len(part.experts) for part in best.spec.parts() if isinstance(part, MoeSpec)} == {1}
+
+
+def test_what_is_missing_in_one_layer_only_is_not_explained() -> None:
+    config = next(config for config, _ in PUBLISHED.values() if config["architectures"] == ["LlamaForCausalLM"])
+    recipes = [each.recipe for each in list_recipes()]
+    shapes = {each.names[0]: each.stored_shape for each in resolve(find_recipe(config), config).tensors()}
+    lacking = {name: shape for name, shape in shapes.items() if ".7.mlp.gate_proj" not in name}
+    odd = {name: (*shape, 1) if ".5.self_attn.q_proj" in name else shape for name, shape in lacking.items()}
+    best = next(each for each in nearest_recipes(config, odd, recipes) if each.recipe.name == "llama")
+    assert (best.explained, best.num_tensors) == (len(shapes) - 2, len(shapes) - 1)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 40, None])
+def test_a_broken_checkpoint_makes_no_other_error(damage: bytes | None, tmp_path: Path) -> None:
+    config = {"architectures": ["HeronForCausalLM"], "vocab_size": "many"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if damage is not None:
+        (tmp_path / "model.safetensors").write_bytes(damage)
+    with pytest.raises(UnknownArchitectureError, match="no recipe is for HeronForCausalLM"):
+        find_recipe(config, checkpoint_dir=tmp_path)

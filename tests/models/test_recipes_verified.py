@@ -1,0 +1,23 @@
+"""Every shipped recipe passes ``fastgen verify``, and what was compared goes into the matrix of proofs."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastgen.verify import verify
+from tests.matrix import Record
+from tests.shuffled import shipped_texts
+
+NO_REFERENCE = {"internlm2"}
+"""Architectures that transformers does not know."""
+ENGINE = {"alone", "whole", "chunked", "kernels"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(shipped_texts().keys() - NO_REFERENCE))
+def test_every_recipe_passes_verify(name: str, record: Record) -> None:
+    report = verify(name)
+    assert report.passed, report.finding
+    assert report.checks.keys() >= ENGINE
+    for check, result in report.checks.items():
+        record(name, "engine" if check in ENGINE else "verify", [result.num_compared, result.largest])

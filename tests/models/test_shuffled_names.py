@@ -1,0 +1,232 @@
+"""Nothing depends on what a recipe or an architecture is called: the proofs hold with all names shuffled."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import transformers
+
+import fastgen
+from fastgen.models import resolve as resolving
+from fastgen.models.registry import find_recipe, list_recipes, named_recipe
+from fastgen.models.resolve import resolve
+from fastgen.models.spec import ModelSpec
+from fastgen.verify import verify
+from tests.matrix import Record
+from tests.models import test_parity_more as families
+from tests.models import test_recipe_published, test_recipe_published_families
+from tests.reference import check_family, save
+from tests.shuffled import (
+    Shuffled,
+    model_types,
+    ship,
+    shipped_architectures,
+    shipped_texts,
+    shuffle,
+    without_names,
+)
+
+PUBLISHED = test_recipe_published.PUBLISHED | test_recipe_published_families.PUBLISHED
+SEED = 5
+
+
+@pytest.fixture
+def shuffled(tmp_path: Path) -> Shuffled:
+    (tmp_path / "recipes").mkdir()
+    return shuffle(tmp_path / "recipes", SEED)
+
+
+def plain_family(prefix: str, **more: Any) -> Callable[[Random], tuple[Any, Any, str]]:
+    """A family whose own parity test draws elsewhere: one small configuration of it."""
+
+    def draw(rng: Random) -> tuple[Any, Any, str]:
+        drawn = families.sizes(rng, grouped=prefix != "OPT") | more
+        if prefix == "OPT":
+            drawn["ffn_dim"] = drawn.pop("intermediate_size")
+        return getattr(transformers, f"{prefix}Config")(**drawn), getattr(transformers, f"{prefix}ForCausalLM"), "eager"
+
+    return draw
+
+
+FAMILIES: dict[str, Callable[[Random], tuple[Any, Any, str]]] = {
+    **{name: (lambda rng, name=name: families.drawn_config(name, rng)) for name in families.DRAWS},
+    "llama": plain_family("Llama", attention_bias=True),
+    "mistral": plain_family("Mistral", sliding_window=7),
+    "opt": plain_family("OPT", word_embed_proj_dim=12, do_layer_norm_before=False, pad_token_id=1),
+    "internlm2": lambda rng: (families.drawn_internlm2(rng), transformers.LlamaForCausalLM, "eager"),
+}
+
+
+def recipe_of(family: str) -> str:
+    return "falcon" if family.startswith("falcon") else family
+
+
+def parity_under_new_names(family: str, shuffled: Shuffled) -> float:
+    """The largest difference from transformers of one drawn checkpoint of ``family`` that bears the new names."""
+    write = families.save_as_internlm2 if family == "internlm2" else save
+
+    def write_renamed(model: Any, directory: Path) -> None:
+        write(model, directory)
+        shuffled.rename_checkpoint(directory)
+
+    rng = Random(f"{family} {SEED}")
+    config, model_class, attention = FAMILIES[family](rng)
+    options = families.drawn_options(rng)
+    return check_family(config, model_class, options, SEED, attention=attention, write=write_renamed)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_transformers_under_any_name(
+    family: str, shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
+    ship(shuffled, monkeypatch)
+    assert shuffled.recipes[recipe_of(family)] in {each.recipe.name for each in list_recipes()}
+    record(recipe_of(family), "shuffled", parity_under_new_names(family, shuffled))
+
+
+def specs_agree(name: str, shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
+    """Resolve a published configuration under both names; return what it is under its own."""
+    config = PUBLISHED[name][0]
+    own = resolve(find_recipe(config), config)
+    with monkeypatch.context() as patch:
+        ship(shuffled, patch)
+        renamed = shuffled.config(config)
+        found = resolve(find_recipe(renamed), renamed)
+    assert found.recipe == shuffled.recipes[own.recipe]
+    assert found.architecture == renamed["architectures"][0] != own.architecture
+    assert shuffled.with_old_names(found) == without_names(own)
+    return own
+
+
+SMALL_ENOUGH = [name for name, (_, count) in PUBLISHED.items() if count < 10**11]
+"""Those that resolve in no time; the mixtures of thousands of experts say nothing that their smaller kin do not."""
+
+
+def test_published_configurations_resolve_to_the_same_under_any_name(
+    shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {specs_agree(name, shuffled, monkeypatch).recipe for name in SMALL_ENOUGH}
+    assert seen == shipped_texts().keys() - {"deepseek_v3"}  # which has one size
+    small = {"num_hidden_layers": 5, "n_routed_experts": 32}
+    config, count = PUBLISHED["DeepSeek-V3"]
+    monkeypatch.setitem(PUBLISHED, "DeepSeek-V3", (config | small, count))
+    assert specs_agree("DeepSeek-V3", shuffled, monkeypatch).recipe == "deepseek_v3"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_neox"])
+def test_verify_passes_under_any_name(name: str, shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' model is given: under its new name the architecture means another one there."""
+    (architecture,) = named_recipe(name).architectures
+    ship(shuffled, monkeypatch)
+    report = verify(shuffled.recipes[name], reference=getattr(transformers, architecture), configs=2)
+    assert report.passed, report.finding
+    assert report.recipe != name
+    assert report.checks["nodes"].num_compared > 50
+
+
+def test_no_name_is_kept(shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in (shuffled.recipes, shuffled.architectures, shuffled.model_types):
+        assert names.keys() == set(names.values())
+        assert all(old != new for old, new in names.items())
+    assert len(shuffled.recipes) == len(shipped_texts()) >= 23
+    ship(shuffled, monkeypatch)
+    assert {each.recipe.file.parent for each in list_recipes()} == {shuffled.directory}
+
+
+# ------------------------------------------------------------------------------------- a name that is looked at is seen
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What must not be: Gemma's norms get their offset by the recipe's name, not from the recipe."""
+    honest = resolving._Resolver.model
+
+    def by_name(self: Any, *arguments: Any) -> ModelSpec:
+        spec = honest(self, *arguments)
+        assert spec.final_norm is not None
+        offset = 1.0 if self.recipe.name in ("gemma", "gemma2") else 0.0
+        return replace(spec, final_norm=replace(spec.final_norm, offset=offset))
+
+    monkeypatch.setattr(resolving._Resolver, "model", by_name)
+
+
+def test_a_planted_name_passes_unshuffled(plant: None) -> None:
+    """Which is why names are shuffled: nothing else would see it."""
+    rng = Random(f"gemma {SEED}")
+    config, model_class, attention = families.drawn_config("gemma", rng)
+    check_family(config, model_class, families.drawn_options(rng), SEED, attention=attention)
+    assert resolve(named_recipe("llama"), PUBLISHED["Llama-2-7b"][0]).num_parameters == PUBLISHED["Llama-2-7b"][1]
+
+
+@pytest.mark.parametrize("family", ["gemma", "the one called gemma now"])
+def test_a_planted_name_is_seen_by_parity(
+    family: str, plant: None, shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family not in FAMILIES:
+        recipe = next(old for old, new in shuffled.recipes.items() if new == "gemma")
+        family = next(each for each in FAMILIES if recipe_of(each) == recipe)
+    ship(shuffled, monkeypatch)
+    with pytest.raises(AssertionError, match="differs by"):
+        parity_under_new_names(family, shuffled)
+
+
+def test_a_planted_name_is_seen_by_the_specs(plant: None, shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError):
+        specs_agree("gemma-2b", shuffled, monkeypatch)
+    specs_agree("phi-2", shuffled, monkeypatch)  # neither it nor the one it is called after has anything to do with it
+
+
+# ------------------------------------------------------------------------------------------- nor is one in the source
+
+LEGITIMATE = {
+    ("models/config_keys.py", "is_llama_config"),  # a key of config.json
+    ("cli/options.py", "A built-in such as tiny-llama, a local directory, or a hub id."),
+}
+KINDS_OF_SCALING = {"llama3"}  # config.json's own word for how a rotation is stretched
+
+
+def families_named_in(source: str) -> Iterator[tuple[int, str]]:
+    """String constants, docstrings aside, in which a shipped recipe's, architecture's or model type's name stands."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    names = {*shipped_texts(), *shipped_architectures(), *model_types()}
+    whole = {re.sub(r"(ForCausalLM|LMHeadModel)$", "", name).lower() for name in names}
+    stems = whole | {match[0] for name in whole if (match := re.match("[a-z]+", name))}  # qwen of qwen3_moe
+    named = re.compile("|".join(rf"(?<![a-z]){re.escape(stem)}(?![a-z])" for stem in sorted(stems)), re.I)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
+            continue
+        if named.search(re.sub("ForCausalLM|LMHeadModel", "", node.value)) and node.value not in KINDS_OF_SCALING:
+            yield node.lineno, node.value
+
+
+def test_no_source_file_knows_a_name() -> None:
+    package = Path(fastgen.__file__).parent
+    found = {
+        (str(file.relative_to(package)), text)
+        for file in sorted(package.rglob("*.py"))
+        for _, text in families_named_in(file.read_text())
+    }
+    assert found == LEGITIMATE
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if recipe.name == 'llama': pass",
+        "match spec.recipe:\n    case 'gpt_neox': pass",
+        "x = {'Qwen3ForCausalLM': 1}[spec.architecture]",
+        "if 'falcon' in spec.architecture.lower(): pass",
+        "y = name.startswith('Deepseek')",
+        "z = config.model_type in ('phi', 'phi3')",
+    ],
+)
+def test_a_name_in_a_source_is_seen(source: str) -> None:
+    assert list(families_named_in(source))

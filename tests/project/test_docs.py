@@ -1,0 +1,75 @@
+"""The documentation is true: its Python runs, its commands exist, its links and file names lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fastgen.cli import app
+from fastgen.models.builtins import BUILTINS
+from fastgen.models.recipe import load_recipe
+from fastgen.models.resolve import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "training" / "README.md"]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_python_of_the_readme_runs() -> None:
+    (code,) = blocks(ROOT / "README.md", "python")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 40
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert missing == []
+
+
+def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in blocks(ROOT / "README.md", "console") for line in block.splitlines()]
+    checkpoint = next(iter(BUILTINS.values()))
+    stand_ins = {"path/to/config.json": checkpoint / "config.json", "path/to/checkpoint": checkpoint}
+    commands = [line.removeprefix("$ ") for line in lines]
+    for shown, real in stand_ins.items():
+        assert any(shown in command for command in commands)
+        commands = [command.replace(shown, shlex.quote(str(real))) for command in commands]
+    for command in commands:
+        typed, _, rest = command.rpartition("|")
+        program, *arguments = shlex.split(rest, comments=True)
+        if program == "make":
+            assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+            continue
+        assert program == "fastgen"
+        done = CliRunner().invoke(app, arguments, input=" ".join(shlex.split(typed)[1:]))
+        assert done.exit_code == 0, f"{command}: {done.output}"
+
+
+def test_the_recipe_of_the_readme_loads(tmp_path: Path) -> None:
+    (text,) = blocks(ROOT / "README.md", "yaml")
+    (tmp_path / "mistral.yaml").write_text(text)
+    recipe = load_recipe(tmp_path / "mistral.yaml")
+    spec = resolve(recipe, json.loads((BUILTINS["tiny-mistral"] / "config.json").read_text()))
+    assert {attention.sliding_window for attention in spec.attentions()} != {None}
+
+
+def test_the_map_names_every_file() -> None:
+    (tree,) = re.findall(r"^```\n(fastgen/.*?)^```", (ROOT / "docs" / "architecture.md").read_text(), re.M | re.S)
+    named = set(re.findall(r"[\w]+\.py", tree))
+    for package in ("compile", "layers", "models", "runtime", "verify"):
+        files = {file.name for file in (ROOT / "fastgen" / package).glob("*.py") if file.name != "__init__.py"}
+        assert files <= named, f"{package}: {files - named} are not on the map"

@@ -1,0 +1,59 @@
+"""docs/recipe-matrix.md is what the last run recorded: the shipped recipes, the known proofs, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.matrix import MUTATIONS, PAGE, PROOFS, RESULTS, read_json, read_records, render
+from tests.shuffled import shipped_texts
+
+NOT_MEASURED = {("internlm2", "verify"), ("internlm2", "engine")}
+"""Transformers does not know the architecture."""
+
+
+def test_the_page_is_made_of_the_results() -> None:
+    assert PAGE.read_text() == render(read_json(RESULTS), read_json(MUTATIONS)), "run `make matrix`"
+
+
+def test_every_recipe_has_every_proof() -> None:
+    cells = read_json(RESULTS)["cells"]
+    wanted = {(recipe, proof) for recipe in shipped_texts() for proof in PROOFS.keys() - {"mutations"}} - NOT_MEASURED
+    assert {(recipe, proof) for recipe, of_recipe in cells.items() for proof in of_recipe} == wanted
+    assert read_json(MUTATIONS).keys() <= shipped_texts().keys()
+
+
+def test_the_table_has_a_row_a_recipe_and_a_column_a_proof() -> None:
+    header, _, *rows = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in header] == ["recipe", *(proof.heading for proof in PROOFS.values())]
+    assert [row[0].strip().strip("`") for row in rows] == sorted(shipped_texts())
+    assert all(len(row) == len(header) and all(cell.strip() for cell in row) for row in rows)
+
+
+@pytest.mark.parametrize("proof", ["parity", "shuffled"])
+def test_no_difference_is_beyond_what_the_tests_allow(proof: str) -> None:
+    for recipe, of_recipe in read_json(RESULTS)["cells"].items():
+        assert 0 < max(of_recipe[proof]) <= 1e-4, recipe
+
+
+def test_a_recorded_run_becomes_cells(tmp_path: Path) -> None:
+    file = tmp_path / "records"
+    file.write_text('["b", "parity", 1e-5]\n["a", "bfloat16", [1.0, 2.0]]\n["b", "parity", 3e-5]\n')
+    cells = read_records(file)
+    assert cells == {"a": {"bfloat16": [[1.0, 2.0]]}, "b": {"parity": [1e-5, 3e-5]}}
+    made = {"date": "d", "machine": "m", "torch": "t", "transformers": "v"}
+    page = render({"made": made, "cells": cells}, {"a": [10, 9, 8]})
+    (a, b) = re.findall(r"^\| `[ab]` .*$", page, re.M)
+    assert [cell.strip() for cell in a.split("|")][1:-1] == [
+        "`a`",
+        "–",
+        "–",
+        "0.50",
+        "–",
+        "–",
+        "–",
+        "9 of 10, 8 at the node",
+    ]
+    assert "3.0e-05 (2)" in b

@@ -1,0 +1,69 @@
+"""Small random checkpoints of each family, shared by the runtime's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from tests.reference import randomise, save
+
+VOCAB_SIZE = 151
+MAX_POSITIONS = 160
+WINDOW = 11
+
+
+def save_checkpoint(family: str, directory: Path) -> Path:
+    """A checkpoint of ``family`` (``"llama"``, ``"mistral"``, ``"opt"``) in fp32, without a tokenizer."""
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": MAX_POSITIONS,
+        "eos_token_id": 2,
+    }
+    if family == "opt":
+        config = OPTConfig(hidden_size=32, ffn_dim=48, word_embed_proj_dim=16, **common)
+        model = OPTForCausalLM(config)
+    elif family == "mistral":
+        config = MistralConfig(
+            hidden_size=32, intermediate_size=40, num_key_value_heads=2, head_dim=12, sliding_window=WINDOW, **common
+        )
+        model = MistralForCausalLM(config)
+    else:
+        config = LlamaConfig(hidden_size=32, intermediate_size=40, num_key_value_heads=1, **common)
+        model = LlamaForCausalLM(config)
+    return save(randomise(model, seed=11), directory)
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def save_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> None:
+    """A byte-level BPE tokenizer of fewer ids than the models have: a few letters, all bytes are not among them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - 10, special_tokens=["<pad>", "<s>", "</s>"], initial_alphabet=letters
+    )
+    tokenizer.train_from_iterator(
+        ["the cat sat on the mat, and the dog ate the hat: <user> <assistant>\né"] * 3, trainer
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=chat_template
+    )
+    fast.save_pretrained(directory)

@@ -1,0 +1,166 @@
+"""The engine's sizes, worked out by hand for a few devices and models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import MistralConfig
+
+from fastgen.compile.device import Device
+from fastgen.errors import InvalidArgumentError, OutOfMemoryError
+from fastgen.models.registry import find_recipe
+from fastgen.models.resolve import resolve
+from fastgen.models.spec import AttentionSpec, ModelSpec
+from fastgen.runtime.config import EngineConfig, parse_bytes, parse_dtype, resolve_engine_config
+
+GiB = 2**30
+MAX_POSITIONS = 1000
+TOKEN_BYTES = 3 * 2 * 2 * 16  # layers, keys and values, KV heads, head size; times the bytes of a number
+
+
+def make_spec(max_positions: int | None = MAX_POSITIONS, windows: list[int | None] | None = None) -> ModelSpec:
+    config = MistralConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=MAX_POSITIONS,
+        sliding_window=None,
+    ).to_dict() | {"architectures": ["MistralForCausalLM"]}
+    spec = replace(resolve(find_recipe(config), config), max_positions=max_positions)
+    return spec if windows is None else with_windows(spec, windows)
+
+
+def with_windows(spec: ModelSpec, windows: list[int | None]) -> ModelSpec:
+    layers = []
+    for layer, window in zip(spec.layers, windows, strict=True):
+        branches = tuple(
+            replace(
+                branch,
+                parts=tuple(
+                    replace(each, part=replace(each.part, sliding_window=window))
+                    if isinstance(each.part, AttentionSpec)
+                    else each
+                    for each in branch.parts
+                ),
+            )
+            for branch in layer.branches
+        )
+        layers.append(replace(layer, branches=branches))
+    return replace(spec, layers=tuple(layers))
+
+
+def config_of(
+    spec: ModelSpec | None = None, *, kind: Any = "cpu", memory: int = 64 * GiB, dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> EngineConfig:  # fmt: skip
+    device = Device(kind=kind, name="test", memory_bytes=memory)
+    return resolve_engine_config(spec or make_spec(), device, dtype=dtype, **options)
+
+
+def test_defaults() -> None:
+    most = 1 + 64 * -(-MAX_POSITIONS // 16)
+    assert config_of() == EngineConfig(
+        token_budget=512, max_num_seqs=64, block_size=16, num_blocks=most, max_model_len=MAX_POSITIONS, num_kv_groups=1
+    )
+    on_gpu = config_of(kind="cuda")
+    assert (on_gpu.token_budget, on_gpu.max_num_seqs, on_gpu.num_blocks) == (2048, 256, 1 + 256 * 63)
+
+
+def test_what_is_asked_for_is_what_is_got() -> None:
+    config = config_of(token_budget=100, max_num_seqs=100, block_size=7, max_model_len=22, kv_cache_memory=10**6)
+    num_blocks = 10**6 // (7 * TOKEN_BYTES * 4)
+    assert config == EngineConfig(100, 100, 7, num_blocks, 22, 1)
+    assert [config_of(max_model_len=length, block_size=7).max_blocks for length in (1, 7, 8, 21, 22)] == [1, 1, 2, 3, 4]
+    assert config_of(max_model_len=22, block_size=7).num_blocks == 1 + 64 * 4
+    # a budget below the usual number of sequences lowers it
+    assert config_of(token_budget=8).max_num_seqs == 8
+    assert config_of(max_model_len=MAX_POSITIONS).max_model_len == MAX_POSITIONS
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)])
+def test_memory_holds_so_many_blocks(dtype: torch.dtype, num_bytes: int) -> None:
+    block_bytes = 16 * TOKEN_BYTES * num_bytes
+    for memory, num_blocks in ((2 * block_bytes, 2), (10 * block_bytes - 1, 9), (10 * block_bytes, 10)):
+        assert config_of(dtype=dtype, kv_cache_memory=memory).num_blocks == num_blocks
+    with pytest.raises(OutOfMemoryError, match="2 blocks are the least; raise kv_cache_memory or lower block_size"):
+        config_of(dtype=dtype, kv_cache_memory=2 * block_bytes - 1)
+    # by default a quarter of the machine, or nine tenths of the GPU less the weights
+    spec = make_spec()
+    memory = 400 * block_bytes
+    assert config_of(spec, dtype=dtype, memory=memory).num_blocks == 100
+    weights = spec.num_parameters * num_bytes
+    on_gpu = config_of(spec, dtype=dtype, memory=memory, kind="cuda", token_budget=8)
+    assert on_gpu.num_blocks == int((0.9 * memory - weights) // block_bytes)
+    with pytest.raises(OutOfMemoryError, match="gets 0 bytes"):
+        config_of(spec, dtype=dtype, memory=weights, kind="cuda")
+
+
+def test_layers_of_different_windows_share_blocks_of_the_deepest_group() -> None:
+    spec = make_spec(windows=[None, 8, None])
+    block_bytes = 16 * TOKEN_BYTES * 4 * 2 // 3  # two layers in the deeper of the two groups
+    config = config_of(spec, kv_cache_memory=3 * block_bytes)
+    assert (config.num_kv_groups, config.num_blocks) == (2, 3)
+    with pytest.raises(OutOfMemoryError, match="3 blocks are the least"):
+        config_of(spec, kv_cache_memory=3 * block_bytes - 1)
+    assert config_of(spec, max_num_seqs=5).num_blocks == 1 + 2 * 5 * 63
+
+
+def test_a_model_without_a_limit_takes_what_the_cache_holds() -> None:
+    block_bytes = 16 * TOKEN_BYTES * 4
+    config = config_of(make_spec(None), kv_cache_memory=11 * block_bytes)
+    assert config.max_model_len == 10 * 16 + 1  # the last token of an answer needs no place
+    assert config.max_blocks >= 10
+    two_groups = make_spec(None, windows=[None, 8, None])
+    config = config_of(two_groups, kv_cache_memory=12 * block_bytes * 2 // 3)
+    assert (config.num_blocks, config.max_model_len) == (12, 5 * 16 + 1)
+    assert config_of(make_spec(None), max_model_len=10**5).max_model_len == 10**5
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [(1, 1), (10**12, 10**12), ("7", 7), ("7B", 7), ("1KB", 1000), ("1KiB", 1024), ("2 MB", 2 * 10**6),
+     ("1.5MiB", 3 * 2**19), (" 4GiB ", 4 * GiB), ("4GB", 4 * 10**9), ("1TiB", 2**40), ("0.25TB", 25 * 10**10)],
+)  # fmt: skip
+def test_sizes_in_bytes(size: int | str, num_bytes: int) -> None:
+    assert parse_bytes(size, "kv_cache_memory") == num_bytes
+
+
+@pytest.mark.parametrize(
+    "size", [0, -1, True, 1.5, "", "GiB", "0", "0.0GiB", "-1GiB", "4gib", "4 G", "4iB", "1e9", "4GiB4", "1 000", [4]]
+)
+def test_what_is_no_size(size: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"kv_cache_memory=.*expected a positive number of bytes or a size"):
+        parse_bytes(size, "kv_cache_memory")  # type: ignore[arg-type]
+
+
+def test_dtypes() -> None:
+    assert [parse_dtype(name) for name in ("float32", "float16", "bfloat16")] == [
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    ]
+    with pytest.raises(InvalidArgumentError, match="expected 'auto' or one of 'float32', 'float16', 'bfloat16'"):
+        parse_dtype("int8")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"token_budget": 0}, "token_budget=0: expected an integer of at least 1"),
+        ({"max_num_seqs": -1}, "max_num_seqs=-1"),
+        ({"block_size": 1.5}, "block_size=1.5"),
+        ({"max_model_len": True}, "max_model_len=True"),
+        ({"max_num_seqs": 513}, "max_num_seqs=513 is above token_budget=512"),
+        ({"max_model_len": MAX_POSITIONS + 1}, "max_model_len=1001 is above the 1000 positions"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        config_of(**options)

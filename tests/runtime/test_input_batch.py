@@ -1,0 +1,272 @@
+"""The input batch: the design's worked example to the number, and random histories against what the host knows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen.compile.ops.embedding import resolve_token_ids
+from fastgen.layers.ragged_batch import RaggedBatch
+from fastgen.runtime.input_batch import InputBatch
+from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.scheduler import BlockUpdate, Schedule, ScheduledTokens, Scheduler
+
+CPU = torch.device("cpu")
+POISON = 0x7F
+
+
+def running(request_id: int, seat: int, token_ids: list[int], num_computed: int, tables: list[list[int]]) -> Sequence:
+    sequence = Request(request_id, token_ids, SamplingParams(), arrival_s=0.0).sequences[0]
+    sequence.seat, sequence.num_computed_tokens, sequence.block_tables = seat, num_computed, tables
+    return sequence
+
+
+def pending(sequence: Sequence, num_tokens: int | None = None) -> ScheduledTokens:
+    count = sequence.num_pending_tokens if num_tokens is None else num_tokens
+    samples = count == sequence.num_pending_tokens
+    return ScheduledTokens(sequence, sequence.num_computed_tokens, count, samples=samples)
+
+
+def updates_of(sequence: Sequence) -> list[BlockUpdate]:
+    assert sequence.seat is not None
+    return [
+        BlockUpdate(sequence.seat, group, index, block)
+        for group, table in enumerate(sequence.block_tables)
+        for index, block in enumerate(table)
+    ]
+
+
+def poison(inputs: InputBatch) -> None:
+    for buffer in (inputs._packed, *inputs._staging):
+        buffer.fill_(POISON)
+
+
+def embedded_ids(batch: RaggedBatch) -> list[int]:
+    ids: list[int] = resolve_token_ids(batch.input_ids, batch.token_source, batch.sampled_ids).tolist()
+    return ids
+
+
+# The worked example of the ragged batch's documentation, with a second KV group and two tokens of padding
+
+
+@pytest.fixture
+def example() -> tuple[InputBatch, list[Sequence]]:
+    inputs = InputBatch(token_budget=8, max_num_seqs=4, num_groups=2, max_blocks=3, block_size=4, device=CPU)
+    chunk = running(0, 0, [50, 51, 52, 53, 54, 55], 2, [[7, 2], [1, 3]])
+    long = running(1, 1, [60, 61, 62, 63, 64, 65, 66, 67], 8, [[4, 5, 6], [11, 10, 9]])
+    short = running(2, 2, [70, 71], 2, [[8], [12]])
+    return inputs, [chunk, long, short]
+
+
+def build_example(inputs: InputBatch, sequences: list[Sequence]) -> tuple[RaggedBatch, list[Sequence]]:
+    chunk, long, short = sequences
+    # the decodes' last tokens have been sampled a step ago, and are still on the device
+    inputs._device["logits_seats"][:2] = torch.tensor([1, 2], dtype=torch.int32)
+    inputs.store_sampled([68, 72], [long, short])
+    long.token_ids.append(68)
+    short.token_ids.append(72)
+    poison(inputs)
+    entries = (pending(long), pending(short), pending(chunk))  # a schedule has the decodes first
+    updates = tuple(update for sequence in sequences for update in updates_of(sequence))
+    return inputs.build(Schedule(entries=entries, block_updates=updates, preempted=(), size=8))
+
+
+def test_the_worked_example(example: tuple[InputBatch, list[Sequence]]) -> None:
+    batch, sampled = build_example(*example)
+    chunk, long, short = example[1]
+    expected = {
+        "input_ids": [52, 53, 54, 55, 68, 72, 0, 0],
+        "token_source": [-1, -1, -1, -1, 1, 2, -1, -1],
+        "positions": [2, 3, 4, 5, 8, 2, 0, 0],
+        "cu_seqlens_q": [0, 4, 5, 6, 6],
+        "seq_lens": [6, 9, 3, 0],
+        "slot_mapping": [[30, 31, 8, 9, 24, 34, 0, 0], [6, 7, 12, 13, 36, 50, 0, 0]],
+        "logits_indices": [3, 4, 5],
+    }
+    for name, values in expected.items():
+        found: Tensor = getattr(batch, name)
+        assert found.tolist() == values, name
+        assert found.dtype == (torch.int64 if name == "slot_mapping" else torch.int32), name
+    assert batch.block_tables[0, :3].tolist() == [[7, 2, 0], [4, 5, 6], [8, 0, 0]]
+    assert batch.block_tables[1, :3].tolist() == [[1, 3, 0], [11, 10, 9], [12, 0, 0]]
+    assert batch.sampled_ids[1:3].tolist() == [68, 72]
+    assert sampled == [chunk, long, short]
+
+
+def test_what_does_not_sample_needs_no_logits(example: tuple[InputBatch, list[Sequence]]) -> None:
+    inputs, (chunk, *_) = example
+    schedule = Schedule(entries=(pending(chunk, 3),), block_updates=(), preempted=(), size=4)
+    batch, sampled = inputs.build(schedule)
+    assert sampled == []
+    assert batch.logits_indices.shape == (0,)
+    assert batch.input_ids.tolist() == [52, 53, 54, 0]
+    assert batch.slot_mapping.shape == (2, 4)
+    assert batch.cu_seqlens_q.tolist() == [0, 3, 3, 3, 3]
+    inputs.store_sampled([], sampled)
+
+
+def test_a_step_is_one_copy_to_addresses_that_never_change(
+    example: tuple[InputBatch, list[Sequence]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def addresses(batch: RaggedBatch) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in vars(batch).items()}
+
+    copies: list[Tensor] = []
+    copy = Tensor.copy_
+
+    def counted(self: Tensor, *args: object, **options: object) -> Tensor:
+        copies.append(self)
+        return copy(self, *args, **options)
+
+    first = addresses(build_example(*example)[0])
+    inputs, (chunk, *_) = example
+    monkeypatch.setattr(Tensor, "copy_", counted)
+    for size in (4, 8, 4):
+        copies.clear()
+        schedule = Schedule(entries=(pending(chunk),), block_updates=(), preempted=(), size=size)
+        assert addresses(inputs.build(schedule)[0]) == first
+        assert [tensor.data_ptr() for tensor in copies] == [inputs._packed.data_ptr()]
+
+
+def test_a_token_on_the_device_is_taken_only_as_long_as_the_seat_is_the_sequences_own(
+    example: tuple[InputBatch, list[Sequence]],
+) -> None:
+    build_example(*example)
+    inputs, (chunk, long, _) = example
+
+    def sources(sequence: Sequence) -> list[int]:
+        batch, _ = inputs.build(Schedule(entries=(pending(sequence),), block_updates=(), preempted=(), size=8))
+        found: list[int] = batch.token_source.tolist()[: sequence.num_pending_tokens]
+        return found
+
+    assert sources(long) == [1]
+    long.num_preemptions, long.num_computed_tokens = 1, 3
+    assert sources(long) == [-1] * 6, "it lost its seat in between, though it has got the same again"
+    long.num_preemptions, long.num_computed_tokens = 0, 8
+    long.seat, chunk.seat = None, 1
+    chunk.token_ids, chunk.num_computed_tokens, chunk.block_tables = list(range(9)), 8, long.block_tables
+    assert sources(chunk) == [-1], "that token was another's, at the same position"
+
+
+# Random histories
+
+
+class History:
+    """The real scheduler with requests that come, finish and are cancelled, and steps that fail, over a small cache."""
+
+    def __init__(self, seed: int):
+        rng = self.rng = random.Random(seed)
+        self.num_groups, self.block_size = rng.randint(1, 3), rng.choice([1, 2, 4, 16])
+        self.max_seqs = rng.randint(1, 6)
+        self.budget = self.max_seqs + rng.randint(0, 40)
+        self.max_blocks = -(-60 // self.block_size)
+        num_blocks = 1 + self.num_groups * (self.max_blocks + rng.randint(0, 12))
+        kv = KVCacheManager(num_blocks, self.block_size, self.num_groups)
+        self.scheduler = Scheduler(kv, token_budget=self.budget, max_num_seqs=self.max_seqs)
+        self.inputs = InputBatch(
+            token_budget=self.budget,
+            max_num_seqs=self.max_seqs,
+            num_groups=self.num_groups,
+            max_blocks=self.max_blocks,
+            block_size=self.block_size,
+            device=CPU,
+        )
+        self.num_requests = self.num_preempted = self.num_from_device = 0
+        self.failure_rate = rng.choice([0.0, 0.2, 0.6])
+        self.on_device: set[Sequence] = set()
+        """Whose newest token was sampled in the last step it took part in, so that no copy need carry it."""
+
+    def maybe_submit(self) -> None:
+        while self.rng.random() < 0.5 and self.num_requests < 12:
+            prompt = [self.rng.randrange(1, 10**6) for _ in range(self.rng.randint(1, 40))]
+            sampling = SamplingParams(max_new_tokens=self.rng.randint(1, 20), n=self.rng.choice([1, 1, 2]))
+            self.scheduler.add(Request(self.num_requests, prompt, sampling, arrival_s=0.0))
+            self.num_requests += 1
+
+    def maybe_cancel(self) -> None:
+        alive = [*self.scheduler.running, *self.scheduler.waiting]
+        if alive and self.rng.random() < 0.1:
+            self.scheduler.finish(self.rng.choice(alive))
+
+    def step(self) -> bool:
+        self.maybe_submit()
+        self.maybe_cancel()
+        schedule = self.scheduler.schedule()
+        if schedule is None:
+            return self.num_requests < 12
+        poison(self.inputs)
+        batch, sampled = self.inputs.build(schedule)
+        self.check(schedule, batch, sampled)
+        fails = self.rng.random() < self.failure_rate
+        if fails and self.rng.random() < 0.6:  # before sampling
+            return True
+        tokens = [self.rng.randrange(1, 10**6) for _ in sampled]
+        self.inputs.store_sampled(tokens, sampled)
+        if fails:  # after it: these tokens are forgotten, and others will be sampled
+            self.on_device -= set(sampled)
+            return True
+        self.scheduler.commit(schedule)
+        for sequence, token_id in zip(sampled, tokens, strict=True):
+            sequence.token_ids.append(token_id)
+            generated = sequence.num_tokens - sequence.num_prompt_tokens
+            if generated == sequence.request.sampling.max_new_tokens:
+                self.scheduler.finish(sequence)
+        self.on_device = {seq for seq in self.on_device if seq in self.scheduler.running} | set(sampled)
+        return True
+
+    def check(self, schedule: Schedule, batch: RaggedBatch, sampled: list[Sequence]) -> None:
+        """What each token of the batch is, read as a kernel would read it, against the sequences."""
+        self.on_device -= set(schedule.preempted)
+        self.num_preempted += len(schedule.preempted)
+        starts, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+        ids, positions = embedded_ids(batch), batch.positions.tolist()
+        assert len(ids) == len(positions) == schedule.size
+        assert len(starts) == len(lengths) + 1 == self.max_seqs + 1
+        entries = {entry.seq.seat: entry for entry in schedule.entries}
+        rows_sampled = []
+        for seat in range(self.max_seqs):
+            entry, rows = entries.get(seat), slice(starts[seat], starts[seat + 1])
+            if entry is None:
+                assert rows.start == rows.stop
+                assert lengths[seat] == 0
+                continue
+            sequence, where = entry.seq, range(entry.start, entry.end)
+            assert positions[rows] == list(where)
+            assert ids[rows] == sequence.token_ids[entry.start : entry.end]
+            assert lengths[seat] == entry.end
+            from_device = sequence in self.on_device and entry.end == sequence.num_tokens
+            self.num_from_device += from_device
+            expected_source = [-1] * (entry.num_tokens - from_device) + [seat] * from_device
+            assert batch.token_source[rows].tolist() == expected_source
+            for group, table in enumerate(sequence.block_tables):
+                slots = [table[position // self.block_size] * self.block_size + position % self.block_size
+                         for position in where]  # fmt: skip
+                assert batch.slot_mapping[group, rows].tolist() == slots
+            if entry.samples:
+                rows_sampled.append((sequence, rows.stop - 1))
+        assert [(seq, row) for seq, row in zip(sampled, batch.logits_indices.tolist(), strict=True)] == rows_sampled
+        assert ids[starts[-1] :] == positions[starts[-1] :] == [0] * (schedule.size - schedule.num_tokens)
+        assert (batch.token_source[starts[-1] :] == -1).all()
+        assert batch.slot_mapping.shape == (self.num_groups, schedule.size)
+        assert (batch.slot_mapping[:, starts[-1] :] < self.block_size).all(), "padding is written into somebody's block"
+        for sequence in self.scheduler.running:
+            for group, table in enumerate(sequence.block_tables):
+                assert batch.block_tables[group, sequence.seat, : len(table)].tolist() == table
+
+
+@pytest.mark.parametrize("first_seed", range(0, 120, 30))
+def test_random_histories(first_seed: int) -> None:
+    histories = []
+    for seed in range(first_seed, first_seed + 30):
+        print(f"seed {seed}")
+        histories.append(History(seed))
+        while histories[-1].step():
+            pass
+        histories[-1].scheduler.check_integrity()
+    assert sum(history.num_from_device for history in histories) > 1000
+    assert sum(history.num_preempted for history in histories) > 50

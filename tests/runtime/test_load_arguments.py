@@ -1,0 +1,118 @@
+"""Every argument of ``load`` reaches what it is for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import fastgen
+from fastgen.compile.build_cpp import CppBuilder
+from fastgen.compile.loader import KernelLoader
+from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.errors import InvalidArgumentError, ModelNotFoundError, RecipeError, UnknownArchitectureError
+from fastgen.models import hub
+from tests.runtime.checkpoints import save_checkpoint
+
+PROMPT = [5, 17, 99, 3]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def changed(directory: Path, tmp_path: Path) -> Any:
+    """A copy of the checkpoint with other values in its ``config.json``."""
+
+    def change(**values: Any) -> Path:
+        for file in directory.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        config = json.loads((tmp_path / "config.json").read_text()) | values
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return change
+
+
+def answer(model: Path, **options: Any) -> list[int]:
+    with fastgen.load(model, **options) as llm:
+        return llm.generate(PROMPT, max_new_tokens=8, temperature=0, ignore_eos=True).token_ids
+
+
+def test_a_recipe_takes_the_place_of_the_one_that_claims_the_architecture(changed: Any, directory: Path) -> None:
+    model = changed(architectures=["SomebodysForCausalLM"])
+    with pytest.raises(UnknownArchitectureError, match="SomebodysForCausalLM"):
+        fastgen.load(model)
+    assert answer(model, recipe="llama") == answer(directory)
+    with pytest.raises(RecipeError, match=r"no fastgen\.yaml"):
+        fastgen.load(directory, recipe="checkpoint")
+
+
+def test_keys_nobody_knows_are_accepted_where_that_is_asked(changed: Any, directory: Path) -> None:
+    model = changed(frobnicate=3)
+    with pytest.raises(RecipeError, match="frobnicate"):
+        fastgen.load(model)
+    assert answer(model, allow_config_keys=["frobnicate"]) == answer(directory)
+
+
+def test_a_revision_is_passed_on(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    asked = []
+
+    def locate(model: str | Path, *, revision: str | None = None) -> Path:
+        asked.append((model, revision))
+        return directory
+
+    monkeypatch.setattr(hub, "locate", locate)
+    fastgen.load("owner/name", revision="v2").close()
+    fastgen.load("owner/name").close()
+    assert asked == [("owner/name", "v2"), ("owner/name", None)]
+    monkeypatch.undo()
+    with pytest.raises((InvalidArgumentError, ModelNotFoundError), match="revision"):
+        fastgen.load(directory, revision="v2")
+
+
+def test_the_checkpoints_dtype_is_kept_unless_another_is_asked_for(directory: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    for options, dtype in [({}, torch.bfloat16), ({"dtype": "float16"}, torch.float16)]:
+        with fastgen.load(tmp_path, target="torch", **options) as llm:
+            assert llm._engine is not None
+            runner = llm._engine.runner
+            assert {parameter.dtype for parameter in runner.model.parameters()} == {dtype}
+            assert {tensor.dtype for pair in runner.kv_cache.storage for tensor in pair} == {dtype}
+
+
+def test_the_number_of_threads(directory: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        fastgen.load(directory, target="torch", num_threads=before + 1).close()
+        assert torch.get_num_threads() == before + 1
+        fastgen.load(directory, target="cpp", num_threads=before + 1).close()
+        assert load_thread_pool(KernelLoader(CppBuilder("portable"))).num_threads == before + 1
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_sizes(directory: Path) -> None:
+    sizes = {"token_budget": 24, "max_num_seqs": 5, "block_size": 8, "max_model_len": 40}
+    with fastgen.load(directory, kv_cache_memory="100KB", device="cpu", **sizes) as llm:
+        assert {name: getattr(llm.config, name) for name in sizes} == sizes
+        assert llm._engine is not None
+        block_bytes = 2 * 2 * 8 * 1 * 8 * 4  # keys and values, layers, tokens, KV heads, head size, fp32
+        assert llm._engine.runner.kv_cache.size_bytes == llm.config.num_blocks * block_bytes <= 100_000
+        assert llm.config.num_blocks == 100_000 // block_bytes
+        assert llm._engine.scheduler.kv.pool.capacity == llm.config.num_blocks - 1
+
+
+def test_the_end_of_text_is_forbidden_while_min_new_tokens_asks_for_more(directory: Path) -> None:
+    with fastgen.load(directory) as llm:
+        assert llm.generate(PROMPT, max_new_tokens=9, logit_bias={2: 100}).token_ids == [2]
+        output = llm.generate(PROMPT, max_new_tokens=9, logit_bias={2: 100}, min_new_tokens=4)
+    assert output.finish_reason == "stop"
+    assert [token_id == 2 for token_id in output.token_ids] == [False] * 4 + [True]

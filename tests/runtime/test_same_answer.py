@@ -1,0 +1,185 @@
+"""The same request gets the same tokens whatever its company, chunking, budget, order of arrival or preemptions.
+
+Compared by the margin rule: up to the first token that was won by less than 1e-3 (in logits; for drawn tokens in logits
+over temperature plus noise), since another order of summation may decide such a one otherwise.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastgen
+from fastgen import GenerationOutput, SamplingParams
+from fastgen.compile.ops.sampling import gumbel_noise
+from fastgen.runtime.llm import LLM
+from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint
+
+MARGIN = 1e-3
+NUM_REQUESTS = 41
+PROMPTS = [
+    [random.Random(index).randrange(VOCAB_SIZE) for _ in range(random.Random(-index).randint(1, 60))]
+    for index in range(NUM_REQUESTS)
+]
+SAMPLINGS = [
+    SamplingParams(
+        max_new_tokens=random.Random(index + 100).randint(1, 40),
+        temperature=[0.0, 0.7, 1.3][index % 3],
+        seed=index,
+        ignore_eos=True,
+    )
+    for index in range(NUM_REQUESTS)
+]
+SMALL_CACHE = 7 * 16  # tokens: the largest request takes 100, so that they keep preempting each other
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "opt"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def alone(directory: Path) -> list[GenerationOutput]:
+    """Each request by itself, with whole distributions to judge margins by."""
+    with fastgen.load(directory) as llm:
+        return [
+            llm.generate(prompt, replace(sampling, logprobs=VOCAB_SIZE))
+            for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
+        ]
+
+
+def num_certain_tokens(output: GenerationOutput, sampling: SamplingParams) -> int:
+    """How many tokens of ``output`` come before the first one that another order of summation may change."""
+    assert output.logprobs is not None
+    for step, row in enumerate(output.logprobs):
+        scores = torch.tensor([row[token_id] for token_id in range(VOCAB_SIZE)])
+        if sampling.temperature:
+            assert sampling.seed is not None
+            position = len(output.prompt_token_ids) + step
+            draw = [torch.tensor([number]) for number in (sampling.seed, position, 0)]
+            scores = scores / sampling.temperature + gumbel_noise(*draw, VOCAB_SIZE)[0]
+        best, second = scores.topk(2).values.tolist()
+        if best - second < MARGIN:
+            return step
+    return len(output.token_ids)
+
+
+def assert_same(alone: list[GenerationOutput], outputs: list[GenerationOutput]) -> None:
+    certain = [num_certain_tokens(one, sampling) for one, sampling in zip(alone, SAMPLINGS, strict=True)]
+    assert sum(certain) > 0.9 * sum(len(one.token_ids) for one in alone), "margins are too small to prove anything"
+    for index, (one, other, count) in enumerate(zip(alone, outputs, certain, strict=True)):
+        assert other.token_ids[:count] == one.token_ids[:count], f"request {index}"
+        assert len(other.token_ids) == len(one.token_ids)
+        assert other.finish_reason == one.finish_reason
+
+
+def assert_nothing_held(llm: LLM) -> None:
+    engine = llm._engine
+    assert engine is not None
+    engine.check_integrity()
+    assert not engine.has_work
+    assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.capacity
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("token_budget", [8, 9, 64, 512])
+def test_at_every_budget_and_block_size(
+    directory: Path, alone: list[GenerationOutput], token_budget: int, block_size: int
+) -> None:
+    with fastgen.load(directory, token_budget=token_budget, block_size=block_size) as llm:
+        outputs = llm.generate(PROMPTS, SAMPLINGS)
+        assert_nothing_held(llm)
+    assert_same(alone, outputs)
+
+
+def test_in_every_order_of_arrival(directory: Path, alone: list[GenerationOutput]) -> None:
+    order = list(range(NUM_REQUESTS))
+    with fastgen.load(directory, token_budget=32, max_num_seqs=7) as llm:
+        for seed in range(3):
+            random.Random(seed).shuffle(order)
+            outputs = llm.generate([PROMPTS[index] for index in order], [SAMPLINGS[index] for index in order])
+            by_index = dict(zip(order, outputs, strict=True))
+            assert_same(alone, [by_index[index] for index in range(NUM_REQUESTS)])
+        assert_nothing_held(llm)
+
+
+@pytest.mark.parametrize("token_budget", [8, 48])
+def test_with_preemptions(directory: Path, alone: list[GenerationOutput], token_budget: int) -> None:
+    with fastgen.load(directory, token_budget=token_budget, max_num_seqs=8, kv_cache_memory="1GiB") as llm:
+        block_bytes = llm._engine.runner.kv_cache.size_bytes // llm.config.num_blocks
+    cache = block_bytes * (SMALL_CACHE // 16 + 1)
+    with fastgen.load(directory, token_budget=token_budget, max_num_seqs=8, kv_cache_memory=cache) as llm:
+        outputs = llm.generate(PROMPTS, SAMPLINGS)
+        assert_nothing_held(llm)
+    assert sum(output.metrics.preemptions for output in outputs) >= 10
+    assert_same(alone, outputs)
+
+
+def test_while_others_come_and_go(directory: Path, alone: list[GenerationOutput]) -> None:
+    """Requests are submitted a few at a time between steps, and half of as many others are cancelled under way."""
+    rng = random.Random(5)
+    with fastgen.load(directory, token_budget=24, max_num_seqs=6) as llm:
+        engine = llm._engine
+        assert engine is not None
+        mine, others = [], []
+        while engine.has_work or len(mine) < NUM_REQUESTS:
+            for _ in range(rng.randint(0, 3)):
+                if len(mine) < NUM_REQUESTS:
+                    mine.append(engine.submit(PROMPTS[len(mine)], SAMPLINGS[len(mine)]))
+            if rng.random() < 0.3 and len(mine) < NUM_REQUESTS:
+                others.append(engine.submit(rng.choice(PROMPTS), SamplingParams(max_new_tokens=30, n=2)))
+            if others and rng.random() < 0.2:
+                engine.cancel(others.pop(rng.randrange(len(others))))
+            engine.step()
+            engine.check_integrity()
+        assert_nothing_held(llm)
+        assert_same(alone, [generation.output() for generation in mine])
+
+
+def test_nothing_stale_is_read(directory: Path, alone: list[GenerationOutput]) -> None:
+    """Before each step everything that no running sequence owns is filled with what would be noticed."""
+    with fastgen.load(directory, token_budget=24, max_num_seqs=6, kv_cache_memory="200KiB") as llm:
+        engine = llm._engine
+        assert engine is not None
+        run = engine.runner.run
+
+        def poisoned_run(schedule):  # type: ignore[no-untyped-def]
+            poison(llm)
+            return run(schedule)
+
+        engine.runner.run = poisoned_run  # type: ignore[method-assign]
+        outputs = llm.generate(PROMPTS, SAMPLINGS)
+    assert_same(alone, outputs)
+
+
+def poison(llm: LLM) -> None:
+    engine = llm._engine
+    assert engine is not None
+    inputs, scheduler = engine.runner.input_batch, engine.scheduler
+    for buffer in (inputs._packed, *inputs._staging):
+        buffer.fill_(0x7F)
+    computed: dict[int, int] = {}
+    for sequence in scheduler.running:
+        for position in range(sequence.num_computed_tokens):
+            block = sequence.block_tables[0][position // llm.config.block_size]
+            computed[block] = position % llm.config.block_size + 1
+    for k, v in engine.runner.kv_cache.storage:
+        for block in range(llm.config.num_blocks):
+            k[block, computed.get(block, 0) :] = torch.nan
+            v[block, computed.get(block, 0) :] = torch.nan
+    due = {(update.group, update.seat, update.table_index) for update in scheduler._scheduled.block_updates}
+    for sequence in scheduler.running:
+        for group, table in enumerate(sequence.block_tables):
+            inputs.block_tables[group, sequence.seat, len(table) :] = 2**30
+            for index in range(len(table)):
+                if (group, sequence.seat, index) in due:
+                    inputs.block_tables[group, sequence.seat, index] = 2**30
+    for seat in range(llm.config.max_num_seqs):
+        if all(sequence.seat != seat for sequence in scheduler.running):
+            inputs.block_tables[:, seat] = 2**30
+            inputs.sampled_ids[seat] = 2**30
+    assert inputs._flat_tables.numel() == inputs.block_tables.numel() + 1

@@ -1,0 +1,101 @@
+"""The mutation hunt: its page is of today's recipes and mistakes, and few are missed; a sample is judged anew."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastgen.models.recipe_yaml import NodePath
+from fastgen.models.registry import named_recipe
+from fastgen.verify.edits import replaced
+from tests.verify import mutation_report
+from tests.verify.hunt import Hunt, judge, mutants_of, names_it, report, shipped
+from tests.verify.mutation_report import Row
+
+MIN_REJECTED, MIN_RIGHT = 0.95, 0.90
+SEED = 3
+
+
+def assert_rates(row: Row) -> None:
+    assert row.num_rejected >= MIN_REJECTED * row.num_judged, row
+    assert row.num_right >= MIN_RIGHT * row.num_rejected, row
+
+
+def test_the_page_is_of_all_recipes_and_holds_the_rates() -> None:
+    rows = mutation_report.read()
+    assert rows.keys() == shipped().keys()
+    for name, recipe in shipped().items():
+        found = mutants_of(recipe)
+        now = len(found), mutation_report.digest(found)
+        assert (rows[name].num_mutants, rows[name].digest) == now, f"{name}: run `python -m tests.verify.hunt` again"
+    assert_rates(mutation_report.total(list(rows.values())))
+
+
+@pytest.fixture(scope="module")
+def hunt(tmp_path_factory: pytest.TempPathFactory) -> Hunt:
+    return Hunt(named_recipe("phi"), tmp_path_factory.mktemp("hunt"))
+
+
+def test_a_sample_is_rejected_at_its_nodes(hunt: Hunt) -> None:
+    drawn = random.Random(SEED).sample(mutants_of(named_recipe("phi")), 12)
+    verdicts = {mutant.what: hunt.verdict(mutant) for mutant in drawn}
+    judged = [each["verdict"] for each in verdicts.values() if each["verdict"] not in ("equivalent", "apart")]
+    assert judged.count("missed") <= 1, (SEED, verdicts)
+    assert judged.count("right") >= 9, (SEED, verdicts)
+
+
+BOTH = "model.layers.residual.both"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (f"{BOTH}.attention.rotary.theta", 10000),
+        (f"{BOTH}.norm.eps", 1e-5),
+        (f"{BOTH}.attention.rotary.kind", "interleaved"),
+        ("config.max_positions", "max_position_embeddings | default(2049)"),
+    ],
+)
+def test_no_mistake_passes_for_none(hunt: Hunt, path: str, value: str | float) -> None:
+    """What survivors are held against would tell real mistakes, were verify blind to them."""
+    assert fate(hunt, {tuple(path.split(".")): value}) == "missed"
+
+
+def test_no_other_spelling_passes_for_a_mistake(hunt: Hunt) -> None:
+    at = (*BOTH.split("."), "norm", "when")
+    assert fate(hunt, {at: True}) == "equivalent"
+
+
+def test_a_recipe_that_only_refuses_more_is_set_apart(hunt: Hunt) -> None:
+    architectures = named_recipe("phi").tree.find(("architectures",))
+    condition = replace(architectures, value="not (qk_layernorm | default(false))")
+    assert fate(hunt, {("requires",): replace(architectures, value=(condition,))}) == "apart"
+
+
+def fate(hunt: Hunt, changes: dict[NodePath, Any]) -> str:
+    changed = replaced(named_recipe("phi"), changes)
+    assert changed is not None
+    return hunt.survivors.fate(changed)[0]
+
+
+def test_what_counts_as_the_right_node() -> None:
+    touched = ("model.layers.residual.attend.attention.qkv.q",)
+    right = ["", ".x", ".x.y"]
+    assert all(names_it(touched[0] + below, touched) for below in right)
+    assert names_it("model.layers.residual.attend.attention.qkv", touched)
+    assert names_it("model.layers.residual.attend.attention", touched)
+    assert not names_it("model.layers.residual.attend", touched)
+    assert not names_it("model.layers.residual.attend.attention.qkv.k", touched)
+    assert names_it("define.a", ("define.b", "define.a"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_the_hunt(name: str, tmp_path: Path) -> None:
+    judge(name, tmp_path)
+    (row,) = report([name], tmp_path, tmp_path / "page.md")
+    assert row == mutation_report.read()[name]

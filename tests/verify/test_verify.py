@@ -1,0 +1,101 @@
+"""verify passes the shipped recipes, rejects hand-made mistakes at the right node, and names causes it tried out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastgen.models.recipe import Recipe, load_recipe
+from fastgen.verify import verify
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+ATTEND = "model.layers.residual.attend"
+TRANSFORM = "model.layers.residual.transform"
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "opt"])
+def test_shipped_recipes_pass(name: str) -> None:
+    report = verify(name, configs=4)
+    assert report.passed, report.finding
+    counts = {check: result.num_compared for check, result in report.checks.items()}
+    assert counts["nodes"] > 100
+    assert counts["log-probabilities"] == 4
+    assert counts.keys() == {"numbers", "weights", "nodes", "log-probabilities", "alone", "whole", "chunked", "kernels"}
+
+
+def test_a_model_is_tested_with_its_own_recipe_and_flags() -> None:
+    report = verify("tiny-opt", configs=2)
+    assert report.passed, report.finding
+    assert report.recipe == "opt"
+    assert all(config["do_layer_norm_before"] for config in report.configs if "do_layer_norm_before" in config)
+
+
+def mutated(tmp_path: Path, name: str, old: str, new: str, count: int = 1) -> Recipe:
+    """The shipped recipe with a piece of its text replaced, ``count`` times."""
+    text = (RECIPES / f"{name}.yaml").read_text()
+    assert text.count(old) >= count, f"{old!r} stands {text.count(old)} times in {name}.yaml"
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(text.replace(old, new, count))
+    return load_recipe(file)
+
+
+MUTANTS = [
+    # recipe, what is replaced, by what, the node to be named, what the cause must mention
+    ("llama", "theta: first(", "theta: 10 * first(", f"{ATTEND}.attention.rotary.theta", "theta"),
+    ("llama", "weight: input_layernorm, eps: rms_norm_eps", "weight: input_layernorm, eps: 1e-4", f"{ATTEND}.norm.eps",
+     "rms_norm_eps"),
+    ("opt", "bias: true,\n           eps: 1e-5, when: do_layer_norm_before", "bias: true,\n           eps: 1e-6, "
+     "when: do_layer_norm_before", f"{ATTEND}.norm.eps", "1e-06 -> 1e-05"),
+    ("llama", "output: {weight: self_attn.o_proj, bias: attention_bias | default(false)}",
+     "output: {weight: self_attn.o_proj, bias: false}", f"{ATTEND}.attention.output.bias", "attention_bias"),
+    ("opt", "v: self_attn.v_proj, bias: enable_bias | default(true)", "v: self_attn.v_proj, bias: false",
+     f"{ATTEND}.attention.qkv.bias", "bias"),
+    ("llama", "q: self_attn.q_proj, k: self_attn.k_proj", "q: self_attn.k_proj, k: self_attn.q_proj",
+     f"{ATTEND}.attention.qkv.q", "change places"),
+    ("llama", "gate: mlp.gate_proj\n          up: mlp.up_proj", "gate: mlp.up_proj\n          up: mlp.gate_proj",
+     f"{TRANSFORM}.mlp.gate", "change places"),
+    ("llama", "norm: {kind: rms, weight: input_layernorm", "norm: {kind: layer, weight: input_layernorm",
+     f"{ATTEND}.norm.kind", "layer -> rms"),
+    ("mistral", "sliding_window: sliding_window | default(4096)", 
+     "sliding_window: (sliding_window | otherwise(99)) + 1", f"{ATTEND}.attention.sliding_window", "sliding_window"),
+    ("mistral", "default(4096)", "default(2048)", f"{ATTEND}.attention.sliding_window", None),
+    ("llama", "output: {weight", "scale: 0.2\n          output: {weight", f"{ATTEND}.attention.scale", "scale"),
+    ("opt", "offset: 2, rows: max_position_embeddings + 2", "offset: 1, rows: max_position_embeddings + 2",
+     "model.embedding.positions.offset", "1 -> 2"),
+    ("llama", "tied: tie_word_embeddings | default(false)", "tied: false", "model.head.tied", "tie_word_embeddings"),
+    ("llama", "tied: tie_word_embeddings | default(false)", "tied: tie_word_embeddings | default(true)",
+     "model.head.tied", None),
+    ("llama", "activation: hidden_act", "activation: \"'relu'\"", f"{TRANSFORM}.mlp.activation", "hidden_act"),
+    ("llama", "norm: {kind: rms, weight: post_attention_layernorm", "sum_norm: {kind: rms, weight: "
+     "post_attention_layernorm", f"{TRANSFORM}.sum_norm", "stands as norm"),
+    ("llama", "'rope_theta', 10000)", "'rope_theta', 10001)", f"{ATTEND}.attention.rotary.theta", None),
+    ("gpt2", "transformer.h: [h], ", "", "aliases", None),
+    ("gpt_neox", ', "*.rotary_emb.inv_freq"]', "]", "ignores.tensors", None),
+    ("gpt_neox", "use_parallel_residual | default(true)", "use_parallel_residual | default(false)", "define.parallel",
+     "default(true)"),
+    ("cohere", "  biases:  attention_bias | default(false)\n", "", "define.biases", None),
+    ("bloom", "  - not (apply_residual_connection_post_layernorm | default(false))\n", "", "requires", None),
+    ("opt", "when: not (do_layer_norm_before | default(true))}\n      transform", "when: (do_layer_norm_before | "
+     "default(true))}\n      transform", f"{ATTEND}.sum_norm.when", "not ("),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "node", "cause"), MUTANTS, ids=[f"{each[0]} {each[3]}" for each in MUTANTS]
+)
+def test_mistakes_are_found_at_their_node(
+    tmp_path: Path, name: str, old: str, new: str, node: str, cause: str | None
+) -> None:
+    recipe = mutated(tmp_path, name, old, new)
+    report = verify(recipe)
+    finding = report.finding
+    assert finding is not None, f"not noticed: {old} -> {new}"
+    assert finding.node is not None
+    assert finding.node.path == node or (cause is None and node.startswith(finding.node.path)), finding
+    lines = Path(finding.node.file).read_text().splitlines()
+    assert finding.node.path.rpartition(".")[2] in lines[finding.node.line - 1], finding.node
+    if cause is not None:
+        assert finding.cause is not None, finding
+        assert cause in finding.cause.change
+        assert finding.cause.complete

@@ -1,0 +1,1 @@
+"""Trains the small built-in models on stories drawn from a grammar."""
