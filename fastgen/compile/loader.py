@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from fastgen.compile.spec import KernelSpec
 from fastgen.errors import InvalidArgumentError, KernelError
 
 Progress = Callable[[int, int], None]
-"""Told ``(done, total)`` after each kernel, from any thread."""
+"""Told ``(done, total)`` after each kernel, from any thread, one at a time."""
 
 
 def make_builder(target: str) -> Builder:
@@ -94,11 +95,14 @@ class KernelLoader:
         distinct = list(dict.fromkeys(wanted))
         versions = dict(self.builder.versions())
         entries: dict[KernelSpec, Entry] = {}
+        one_at_a_time = threading.Lock()
 
         def build_one(spec: KernelSpec) -> None:
-            entries[spec] = self._entry(spec, versions)
-            if progress is not None:
-                progress(len(entries), len(distinct))
+            entry = self._entry(spec, versions)
+            with one_at_a_time:
+                entries[spec] = entry
+                if progress is not None:
+                    progress(len(entries), len(distinct))
 
         with ThreadPoolExecutor(min(self.num_jobs, len(distinct)) or 1) as pool:
             futures = [pool.submit(build_one, spec) for spec in distinct]

@@ -17,11 +17,13 @@ class Target:
 
     Layers ask for their kernels while they are made; :meth:`build` then builds all of them, several at a time, and
     from there on they can be called. A target without a ``loader`` has no kernels: layers compute by torch.
-    ``max_rows`` bounds the rows of a step.
+    ``max_rows`` bounds the rows of a step, ``max_num_seqs`` its sequences; a GPU has ``num_sms``.
     """
 
-    def __init__(self, loader: KernelLoader | None = None, *, max_rows: int = 0):
-        self.loader, self.max_rows = loader, max_rows
+    def __init__(
+        self, loader: KernelLoader | None = None, *, max_rows: int = 0, max_num_seqs: int = 0, num_sms: int = 0
+    ):
+        self.loader, self.max_rows, self.max_num_seqs, self.num_sms = loader, max_rows, max_num_seqs, num_sms
         self._asked: dict[KernelSpec, _AskedFor] = {}
 
     @property

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from fastgen.compile.ops.alibi import Alibi
 from fastgen.compile.ops.attention import paged_attention
-from fastgen.compile.ops.attention_cpp import CppAttention
 from fastgen.compile.ops.kv_write import write_kv
-from fastgen.compile.ops.qkv import QkvKernel
 from fastgen.layers.kv_cache import LayerKVCache, PagedKVCache
 from fastgen.layers.linear import Linear
 from fastgen.layers.norm import QkNorm
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.layers.rotary import Rotary
+
+Prepare = Callable[..., None]
+"""Norms, rotates and writes to the cache: see :class:`fastgen.compile.ops.qkv.QkvKernel`."""
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""Attends, given ``q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, out``."""
 
 
 class Attention(nn.Module):
@@ -40,7 +44,7 @@ class Attention(nn.Module):
         k_norm: QkNorm | None = None,
         alibi: Alibi | None = None,
         softcap: float | None = None,
-        kernels: tuple[QkvKernel, CppAttention] | None = None,
+        kernels: tuple[Prepare, Attend] | None = None,
     ):
         super().__init__()
         self.qkv, self.output, self.kv_layer = qkv, output, kv_layer
@@ -88,7 +92,7 @@ class Attention(nn.Module):
             given |= {f"{prefix}_{name}": parameter for name, parameter in parameters.items()}
         prepare(qkv, batch.positions, cache.k, cache.v, batch.slot_mapping[cache.group], **given)
         q = qkv.view(len(qkv), -1, self.head_dim)[:, : self.num_heads]
-        mixed = torch.empty(q.shape, dtype=q.dtype)
+        mixed = q.new_empty(q.shape)
         tables = batch.block_tables[cache.group]
         attend(q, cache.k, cache.v, tables, batch.cu_seqlens_q, batch.seq_lens, mixed)
         return mixed

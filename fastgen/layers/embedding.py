@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
 from fastgen.compile.ops.embedding import embed, resolve_token_ids
 from fastgen.compile.ops.linear import LinearKernel
+from fastgen.compile.ops.packed_weight import PackedWeight
 from fastgen.layers.linear import Linear, PackedRows
 from fastgen.layers.norm import Norm
 from fastgen.layers.ragged_batch import RaggedBatch
 
+Stored = Tensor | PackedWeight
+"""A table as kernels read it."""
+
 
 class EmbeddingTable(nn.Module):
-    """``weight [rows, size]``, looked up by id. What is looked up has ``out_dtype``.
+    """``weight [rows, size]``, looked up by id.
 
     With a ``kernel`` it is packed for it: a head, or an embedding that is the head as well.
     """
@@ -24,12 +30,11 @@ class EmbeddingTable(nn.Module):
         size: int,
         *,
         dtype: torch.dtype,
-        out_dtype: torch.dtype,
         device: torch.device,
         kernel: LinearKernel | None = None,
     ):
         super().__init__()
-        self.num_rows, self.size, self.out_dtype, self.kernel = num_rows, size, out_dtype, kernel
+        self.num_rows, self.size, self.kernel = num_rows, size, kernel
         if kernel is not None:
             self.packed = kernel.pack(num_rows, size)
         else:
@@ -40,13 +45,32 @@ class EmbeddingTable(nn.Module):
         """Where the checkpoint's tensor goes."""
         return self.weight.data if self.kernel is None else PackedRows(self.packed, 0, (self.num_rows, self.size))
 
+    @property
+    def stored(self) -> Stored:
+        return self.weight if self.kernel is None else self.packed
+
     def forward(self, ids: Tensor) -> Tensor:
-        rows = embed(ids, self.weight) if self.kernel is None else self.packed.rows(ids.long())
-        return rows.to(self.out_dtype)
+        return embed(ids, self.weight)
+
+
+class EmbeddingKernels(Protocol):
+    """Look up in a model's tables, as :attr:`EmbeddingTable.stored`; the scale and the offset are theirs."""
+
+    dtype: torch.dtype
+    """What they write."""
+
+    def look_up(self, batch: RaggedBatch, tokens: Stored, positions: Stored | None, out: Tensor) -> None:
+        """``out [T, E]``, the batch's tokens, scaled, and their positions where there is a table of these."""
+
+    def add_positions(self, batch: RaggedBatch, positions: Stored, x: Tensor) -> None:
+        """Adds positions to ``x [T, H]``."""
 
 
 class Embedding(nn.Module):
-    """``[T]`` token ids to ``[T, H]``: ``norm(project(scale * tokens[id]) + positions[position + offset])``."""
+    """``[T]`` token ids to ``[T, H]``: ``norm(project(scale * tokens[id]) + positions[position + offset])``.
+
+    ``kernels`` look up, where there are some.
+    """
 
     def __init__(
         self,
@@ -57,17 +81,31 @@ class Embedding(nn.Module):
         positions: EmbeddingTable | None = None,
         position_offset: int = 0,
         norm: Norm | None = None,
+        kernels: EmbeddingKernels | None = None,
     ):
         super().__init__()
         self.tokens, self.scale, self.project, self.norm = tokens, scale, project, norm
-        self.positions, self.position_offset = positions, position_offset
+        self.positions, self.position_offset, self.kernels = positions, position_offset, kernels
 
     def forward(self, batch: RaggedBatch) -> Tensor:
+        x = self._looked_up(batch) if self.kernels is None else self._looked_up_by(self.kernels, batch)
+        return x if self.norm is None else self.norm(x)
+
+    def _looked_up(self, batch: RaggedBatch) -> Tensor:
         x: Tensor = self.tokens(resolve_token_ids(batch.input_ids, batch.token_source, batch.sampled_ids))
         if self.scale is not None:
             x = x * self.scale
         if self.project is not None:
             x = self.project(x)
-        if self.positions is not None:
-            x = x + self.positions(batch.positions + self.position_offset)
-        return x if self.norm is None else self.norm(x)
+        return x if self.positions is None else x + self.positions(batch.positions + self.position_offset)
+
+    def _looked_up_by(self, kernels: EmbeddingKernels, batch: RaggedBatch) -> Tensor:
+        x = torch.empty(len(batch.input_ids), self.tokens.size, dtype=kernels.dtype, device=batch.input_ids.device)
+        positions = None if self.positions is None else self.positions.stored
+        fused = self.project is None
+        kernels.look_up(batch, self.tokens.stored, positions if fused else None, x)
+        if self.project is not None:
+            x = self.project(x)
+            if positions is not None:
+                kernels.add_positions(batch, positions, x)
+        return x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from fastgen.compile.ops.linear import LinearKernel, linear
 from fastgen.compile.ops.packed_weight import PackedWeight
+
+PlainLinear = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+"""Computes ``out = x Wᵀ + b``, given ``x, weight, bias, out``."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class Linear(nn.Module):
     """``y = x Wᵀ + b`` with the rows of several projections stacked: ``x [T, in] -> [T, sum(out_features)]``.
 
     ``biased[i]`` says whether part ``i`` has a bias; where only some have one, the others' entries stay zero. With a
-    ``kernel`` the weight is packed for it, in its format, and there is no other copy.
+    ``kernel`` the weight is packed for it, in its format, and there is no other copy; a ``plain_kernel`` reads it as it
+    is stored.
     """
 
     def __init__(
@@ -88,9 +92,10 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         kernel: LinearKernel | None = None,
+        plain_kernel: PlainLinear | None = None,
     ):
         super().__init__()
-        self.out_features, self.kernel = list(out_features), kernel
+        self.out_features, self.kernel, self.plain_kernel = list(out_features), kernel, plain_kernel
         total = sum(out_features)
         if kernel is not None:
             self.packed = kernel.pack(total, in_features)
@@ -110,8 +115,11 @@ class Linear(nn.Module):
         return self.weight.data[rows], None if self.bias is None else self.bias.data[rows]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kernel is None:
+        if self.kernel is None and self.plain_kernel is None:
             return linear(x, self.weight, self.bias)
-        out = x.new_empty(len(x), self.packed.out_features)
-        self.kernel(x, self.packed, out)
+        out = x.new_empty(len(x), sum(self.out_features))
+        if self.kernel is not None:
+            self.kernel(x, self.packed, out)
+        elif self.plain_kernel is not None:
+            self.plain_kernel(x, self.weight, self.bias, out)
         return out

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
-from fastgen.compile.ops.activation import ActivationKernel, activate, activate_and_multiply
+from fastgen.compile.ops.activation import activate, activate_and_multiply
 from fastgen.layers.linear import Linear
+
+Activate = Callable[[Tensor], Tensor]
 
 
 class Activation(nn.Module):
@@ -13,7 +17,7 @@ class Activation(nn.Module):
     is one. ``kind`` is a key of :data:`fastgen.compile.ops.activation.ACTIVATIONS`.
     """
 
-    def __init__(self, kind: str, *, gated: bool, kernel: ActivationKernel | None = None):
+    def __init__(self, kind: str, *, gated: bool, kernel: Activate | None = None):
         super().__init__()
         self.kind, self.gated, self.kernel = kind, gated, kernel
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.linear import LinearKernel, grouped_linear, logits
+from fastgen.compile.ops.linear import grouped_linear, logits
 from fastgen.compile.ops.moe import Scoring, combine, route, sort_by_expert
-from fastgen.compile.ops.moe_cpp import CombineKernel, RouteKernel
+from fastgen.compile.ops.moe_cpp import CombineKernel, RoutedLinearKernel, RouteKernel, SortedChoices, SortKernel
 from fastgen.layers.linear import Linear, PackedRows
 from fastgen.layers.mlp import Activation, GatedMlp, Mlp
 
@@ -64,8 +64,8 @@ class Router(nn.Module):
 class GroupedLinear(nn.Module):
     """A linear layer for each expert, several of the checkpoint's stacked where they read the same input.
 
-    ``x [M, in]`` sorted by expert to ``[M, sum(out_features)]``. With a ``kernel`` each expert's weights are packed
-    for it.
+    ``x [M, in]`` sorted by expert to ``[M, sum(out_features)]``. With a ``kernel`` the weights are packed for it, and
+    rows need not be sorted: see :meth:`route`.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class GroupedLinear(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        kernel: LinearKernel | None = None,
+        kernel: RoutedLinearKernel | None = None,
     ):
         super().__init__()
         self.num_experts, self.out_features, self.kernel = num_experts, list(out_features), kernel
         shape = (num_experts, sum(out_features))
         if kernel is not None:
-            self.packed = [kernel.pack(sum(out_features), in_features) for _ in range(num_experts)]
+            self.packed = kernel.pack(sum(out_features), in_features, num_groups=num_experts)
             return
         self.weight = nn.Parameter(torch.empty(*shape, in_features, dtype=dtype, device=device), requires_grad=False)
         self.bias = (
@@ -95,27 +95,24 @@ class GroupedLinear(nn.Module):
         start = sum(self.out_features[:index])
         rows = slice(start, start + self.out_features[index])
         if self.kernel is not None:
-            packed = self.packed[expert]
+            packed = self.packed.group(expert)
             return PackedRows(packed, start, (self.out_features[index], packed.in_features)), packed.bias[rows]
         return self.weight.data[expert, rows], None if self.bias is None else self.bias.data[expert, rows]
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        if self.kernel is None:
-            return grouped_linear(x, self.weight, self.bias, counts)
-        out = x.new_empty(len(x), sum(self.out_features))
-        start = 0
-        for packed, count in zip(self.packed, counts.tolist(), strict=True):
-            rows = slice(start, start + count)
-            self.kernel(x[rows], packed, out[rows])
-            start += count
-        return out
+        return grouped_linear(x, self.weight, self.bias, counts)
+
+    def route(self, x: Tensor, choices: SortedChoices) -> Tensor:
+        """A row of outputs for each choice, by the kernel; of ``x [T, in]``, or ``[T*k, in]`` by choice."""
+        assert self.kernel is not None
+        return self.kernel.route(x, choices, self.packed)
 
 
 class Moe(nn.Module):
     """``x [T, H] -> [T, H]``: the weighted sum of each token's experts, plus the shared expert where there is one.
 
     ``inward`` is the experts' up, or gate and up stacked where the activation is gated. ``shared_gate`` ``H -> 1``
-    weighs the shared expert by a sigmoid. A ``combine_kernel`` sums, where there is one.
+    weighs the shared expert by a sigmoid. ``kernels`` sort and sum, where there are some.
     """
 
     def __init__(
@@ -127,23 +124,25 @@ class Moe(nn.Module):
         *,
         shared: Mlp | GatedMlp | None = None,
         shared_gate: Linear | None = None,
-        combine_kernel: CombineKernel | None = None,
+        kernels: tuple[SortKernel, CombineKernel] | None = None,
     ):
         super().__init__()
-        self.combine_kernel = combine_kernel
+        self.kernels = kernels
         self.router, self.inward, self.down = router, inward, down
         self.activation, self.shared, self.shared_gate = activation, shared, shared_gate
 
     def forward(self, x: Tensor) -> Tensor:
         experts, weights = self.router(x)
-        order, counts = sort_by_expert(experts, self.inward.num_experts)
-        inner = self.activation(self.inward(x[order // experts.shape[1]], counts))
-        outer = self.down(inner, counts)
         shared: Tensor | None = None if self.shared is None else self.shared(x)
         gate: Tensor | None = None if self.shared_gate is None else self.shared_gate(x)
-        if self.combine_kernel is not None:
-            return self.combine_kernel(outer, order, weights, shared, gate)
-        out = combine(outer, order, weights)
+        if self.kernels is not None:
+            sort, add_up = self.kernels
+            choices = sort(experts)
+            inner = self.activation(self.inward.route(x, choices))
+            return add_up(self.down.route(inner, choices), weights, shared, gate)
+        order, counts = sort_by_expert(experts, self.inward.num_experts)
+        inner = self.activation(self.inward(x[order // experts.shape[1]], counts))
+        out = combine(self.down(inner, counts), order, weights)
         if shared is None:
             return out
         return out + (shared if gate is None else gate.sigmoid() * shared)

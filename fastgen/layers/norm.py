@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.compile.ops.norm import NormKernel, layer_norm, rms_norm
+from fastgen.layers.residual import Residual, Stream, settled
 
 
 class _Norm(nn.Module):
     """``weight`` and ``bias`` of ``shape``, whose last axis is normed; ``offset`` is added to the weight.
 
-    A ``kernel`` computes it, where there is one.
+    A ``kernel`` computes it, where there is one, and an ``adding_kernel`` where something is still to be added to the
+    stream that is normed.
     """
 
     def __init__(
@@ -27,9 +29,10 @@ class _Norm(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         kernel: NormKernel | None = None,
+        adding_kernel: NormKernel | None = None,
     ):
         super().__init__()
-        self.eps, self.offset, self.kernel = eps, offset, kernel
+        self.eps, self.offset, self.kernel, self.adding_kernel = eps, offset, kernel, adding_kernel
 
         def parameter(present: bool) -> nn.Parameter | None:
             return (
@@ -38,7 +41,14 @@ class _Norm(nn.Module):
 
         self.weight, self.bias = parameter(weight), parameter(bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Stream) -> Tensor:
+        if isinstance(x, Residual) and x.added is not None:
+            assert self.adding_kernel is not None, "this norm was not built to read the stream"
+            added, x.added = x.added, None
+            out = torch.empty_like(added)
+            self.adding_kernel(added, self.weight, self.bias, out, x.x)
+            return out
+        x = settled(x)
         if self.kernel is None:
             return self.reference(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast
 
 import torch
+from torch import Tensor
 
-from fastgen.compile.ops.activation import ACTIVATIONS, ActivationKernel, activation_spec
+from fastgen.compile.ops.activation import ACTIVATIONS
+from fastgen.compile.ops.add import scaled_add
 from fastgen.compile.ops.alibi import Alibi
 from fastgen.compile.ops.linear import LinearKernel, linear_spec
+from fastgen.compile.ops.moe_cpp import RoutedLinearKernel
 from fastgen.compile.ops.packed_weight import WeightFormat
 from fastgen.compile.spec import dtype_name
 from fastgen.compile.target import TORCH, Target
@@ -25,11 +28,13 @@ from fastgen.layers.linear import Linear, PackedHeads, PackedRows
 from fastgen.layers.mlp import Activation, GatedMlp, Mlp
 from fastgen.layers.moe import GroupedLinear, Moe, Router
 from fastgen.layers.norm import LayerNorm, Norm, QkNorm, RMSNorm
+from fastgen.layers.residual import DeferredAdd, Stream
 from fastgen.layers.rotary import Rotary
 from fastgen.models.causal_lm import Branch, CausalLM, Layer, Module, Part
 from fastgen.models.checkpoint import WeightSlot
 from fastgen.models.frequencies import inverse_frequencies
 from fastgen.models.layer_kernels import LayerKernels, unless_one
+from fastgen.models.layer_kernels_triton import TritonLayerKernels
 from fastgen.models.spec import (
     AlibiSpec,
     AttentionSpec,
@@ -112,14 +117,20 @@ class _Builder:
     slots: list[WeightSlot] = field(default_factory=list)
     rotaries: dict[tuple[object, ...], Rotary] = field(default_factory=dict)
     num_attentions: int = 0
+    unsettled: DeferredAdd | None = None
+    """What the next reader of the stream has to add to it first, where kernels compute."""
 
     def __post_init__(self) -> None:
         self.activation_dtype = self.target.activation_dtype(self.dtype)
-        self.has_cpp = self.target.name == "cpp"
-        self.kernels = LayerKernels(self.target, self.dtype, self.block_size, self.spec.recipe)
-        self.matrices = [tensor.shape for tensor in self.spec.tensors() if len(tensor.shape) == 2]
-        widest = max(shape[-1] for shape in self.matrices)
-        self.linear_kernel = self.find_linear_kernel(self.weight_format or self.plain_format, widest)
+        self.cpp = self.triton = None
+        if self.target.name == "cpp":
+            self.cpp = LayerKernels(self.target, self.dtype, self.block_size, self.spec.recipe)
+        elif self.target.name == "triton":
+            self.triton = TritonLayerKernels(self.target, self.dtype, self.device, self.block_size, self.spec.recipe)
+        self.kernels = self.cpp or self.triton
+        self.matrix_format = self.weight_format or self.plain_format
+        self.max_in_features = max(tensor.shape[1] for tensor in self.spec.tensors() if len(tensor.shape) == 2)
+        self.linear_kernel = self.find_linear_kernel(self.matrix_format)
 
     @property
     def plain_format(self) -> WeightFormat:
@@ -127,14 +138,23 @@ class _Builder:
 
     @cached_property
     def exact_kernel(self) -> LinearKernel | None:
-        """For what is never quantised, and may be multiplied from the other side."""
-        return self.find_linear_kernel(self.plain_format, max(map(max, self.matrices)))
+        """For what is never quantised."""
+        return self.find_linear_kernel(self.plain_format)
 
-    def find_linear_kernel(self, weight_format: WeightFormat, max_in_features: int) -> LinearKernel | None:
-        if not self.has_cpp:
+    def find_linear_kernel(self, weight_format: WeightFormat) -> LinearKernel | None:
+        if self.cpp is None:
             return None
         kernel = linear_spec(weight_format, self.target.arch)
-        return LinearKernel(self.target.kernel(kernel), self.target.max_rows, max_in_features)
+        return LinearKernel(self.target.kernel(kernel), self.target.max_rows, self.max_in_features)
+
+    @cached_property
+    def expert_kernel(self) -> RoutedLinearKernel | None:
+        """For the experts of all layers; a token of a step is a row for each that it chooses."""
+        if self.cpp is None:
+            return None
+        choices = max(part.router.top_k for part in self.spec.parts() if isinstance(part, MoeSpec))
+        kernel = linear_spec(self.matrix_format, self.target.arch, routed=True)
+        return RoutedLinearKernel(self.target.kernel(kernel), self.target.max_rows * choices, self.max_in_features)
 
     def model(self) -> CausalLM:
         spec = self.spec
@@ -142,45 +162,53 @@ class _Builder:
         return CausalLM(
             embedding,
             [Layer([self.branch(branch) for branch in layer.branches]) for layer in spec.layers],
-            self.norm(spec.final_norm),
+            self.stream_norm(spec.final_norm),
             self.head(spec.head, embedding.tokens),
+            self.triton.plans.values() if self.triton else (),
         )
 
     def embedding(self, spec: EmbeddingSpec) -> Embedding:
-        positions = spec.positions
+        positions, scale = spec.positions, unless_one(torch.tensor(spec.scale, dtype=self.dtype).item())
+        tokens = self.table(spec.tokens, is_head=self.spec.head.weight is None)
         return Embedding(
-            self.table(spec.tokens, is_head=self.spec.head.weight is None),
-            scale=unless_one(torch.tensor(spec.scale, dtype=self.dtype).item()),
+            tokens,
+            scale=scale,
             project=self.linear([spec.project]) if spec.project else None,
             positions=self.table(positions.weight) if positions else None,
             position_offset=positions.offset if positions else 0,
             norm=self.norm(spec.norm),
+            kernels=self.kernels.embedding_kernels(spec, tokens, scale) if self.kernels else None,
         )
 
     def head(self, spec: HeadSpec, tokens: EmbeddingTable) -> Head:
+        table = tokens if spec.weight is None else self.table(spec.weight, is_head=True)
         head = Head(
-            tokens if spec.weight is None else self.table(spec.weight, is_head=True),
+            table,
             project=self.linear([spec.project]) if spec.project else None,
             biased=spec.bias is not None,
             scale=unless_one(spec.scale),
             softcap=spec.softcap,
-            softcap_kernel=self.kernels.softcap_kernel(spec) if self.has_cpp and spec.softcap is not None else None,
+            softcap_kernel=self.kernels.softcap_kernel(spec) if self.kernels and spec.softcap is not None else None,
+            plain_kernel=self.triton.head_kernel(table.num_rows, table.size, spec.node) if self.triton else None,
             device=self.device,
         )
-        self.claim(spec.bias, head.bias)
+        self.claim(spec.bias, head.bias_slot)
         return head
 
     def branch(self, spec: BranchSpec) -> Branch:
-        return Branch(
-            self.norm(spec.norm),
-            [self.part(part) for part in spec.parts],
-            output_norm=self.norm(spec.output_norm),
-            scale=unless_one(spec.scale),
-            sum_norm=self.norm(spec.sum_norm),
-        )
+        norm = self.stream_norm(spec.norm) if spec.norm else None
+        parts = [self.part(part, reads_stream=norm is None) for part in spec.parts]
+        output_norm = self.norm(spec.output_norm)
+        scale = unless_one(spec.scale)
+        add: Callable[[Tensor, Tensor], Stream] = partial(scaled_add, scale=scale)
+        if self.kernels:
+            add = self.unsettled = DeferredAdd(scale, spec.node)
+        add_part = self.kernels.add_kernel(None, spec.node) if self.kernels and len(parts) > 1 else scaled_add
+        sum_norm = self.stream_norm(spec.sum_norm) if spec.sum_norm else None
+        return Branch(norm, parts, output_norm=output_norm, sum_norm=sum_norm, add=add, add_part=add_part)
 
-    def part(self, spec: PartSpec) -> Part:
-        norm = self.norm(spec.norm)
+    def part(self, spec: PartSpec, *, reads_stream: bool) -> Part:
+        norm = self.stream_norm(spec.norm) if reads_stream else self.norm(spec.norm)
         module: Module
         match spec.part:
             case AttentionSpec() as part:
@@ -208,11 +236,11 @@ class _Builder:
             k_norm=self.qk_norm(spec.k_norm) if spec.k_norm else None,
             alibi=(alibi := self.alibi(spec.alibi) if spec.alibi else None),
             softcap=spec.softcap,
-            kernels=self.kernels.attention_kernels(spec, alibi) if self.has_cpp else None,
+            kernels=self.kernels.attention_kernels(spec, alibi) if self.kernels else None,
         )
 
     def latent_attention(self, spec: LatentAttentionSpec) -> LatentAttention:
-        kv_norm = self.norm(spec.kv_norm)
+        kv_norm = self.norm(spec.kv_norm, in_kernel=True)
         assert kv_norm is not None
         for up in (spec.k_up, spec.v_up):
             if up.bias is not None:
@@ -231,7 +259,7 @@ class _Builder:
             nope_dim=spec.nope_dim,
             rope_dim=spec.rope_dim,
             scale=spec.scale,
-            kernel=self.kernels.latent_kernel(spec) if self.has_cpp else None,
+            kernels=self.cpp.latent_kernels(spec) if self.cpp else None,
         )
 
     def head_linear(self, spec: LinearSpec, num_heads: int, *, turned: bool) -> HeadLinear:
@@ -267,13 +295,8 @@ class _Builder:
             node = spec.activation_node or spec.node
             said = f"; the recipe says `{node.text}`" if node.text else ""
             raise _error(f"activation {spec.activation!r} is not known; known are {known}{said}", node)
-        gated = spec.gate is not None
-        if not self.has_cpp:
-            return Activation(spec.activation, gated=gated)
-        kernel = activation_spec(
-            spec.activation, self.target.arch, gated=gated, needed_by=self.kernels.asking(spec.node)
-        )
-        return Activation(spec.activation, gated=gated, kernel=ActivationKernel(self.target.kernel(kernel)))
+        kernel = self.kernels.activation_kernel(spec) if self.kernels else None
+        return Activation(spec.activation, gated=spec.gate is not None, kernel=kernel)
 
     def moe(self, spec: MoeSpec) -> Moe:
         router = self.router(spec.router)
@@ -285,7 +308,7 @@ class _Builder:
             self.activation(first),
             shared=self.mlp(spec.shared) if spec.shared else None,
             shared_gate=self.linear([spec.shared_gate]) if spec.shared_gate else None,
-            combine_kernel=self.kernels.combine_kernel(spec) if self.has_cpp else None,
+            kernels=self.cpp.moe_kernels(spec) if self.cpp else None,
         )
 
     def router(self, spec: RouterSpec) -> Router:
@@ -300,7 +323,7 @@ class _Builder:
             num_groups=spec.num_groups,
             top_groups=spec.top_groups,
             device=self.device,
-            kernel=self.kernels.route_kernel(spec) if self.has_cpp else None,
+            kernel=self.cpp.route_kernel(spec) if self.cpp else None,
         )
         self.claim(spec.correction, router.correction)
         return router
@@ -318,12 +341,20 @@ class _Builder:
         return self.rotaries[key]
 
     def qk_norm(self, spec: QkNormSpec) -> QkNorm:
-        norm = self.norm(spec.norm, in_qkv=True)
+        norm = self.norm(spec.norm, in_kernel=True)
         assert norm is not None
         return QkNorm(norm, over_all=spec.over == "all")
 
-    def norm(self, spec: NormSpec | None, *, in_qkv: bool = False) -> Norm | None:
-        """``in_qkv``: computed by the kernel of :meth:`attention_kernels`, where there are some."""
+    def stream_norm(self, spec: NormSpec | None) -> Norm | None:
+        """The norm with which something reads the residual stream; without one it reads the stream itself."""
+        added, self.unsettled = self.unsettled, None
+        if spec is None and added is not None:
+            assert self.kernels
+            added.kernel = self.kernels.add_kernel(added.scale, added.node)
+        return self.norm(spec, added=added)
+
+    def norm(self, spec: NormSpec | None, *, in_kernel: bool = False, added: DeferredAdd | None = None) -> Norm | None:
+        """``in_kernel``: computed by a kernel of the attention, where there are some."""
         if spec is None:
             return None
         kind = RMSNorm if spec.kind == "rms" else LayerNorm
@@ -335,7 +366,8 @@ class _Builder:
             offset=spec.offset,
             dtype=self.activation_dtype,
             device=self.device,
-            kernel=self.kernels.norm_kernel(spec) if self.has_cpp and not in_qkv else None,
+            kernel=self.kernels.norm_kernel(spec) if self.kernels and not in_kernel and added is None else None,
+            adding_kernel=self.kernels.norm_kernel(spec, added) if self.kernels and added else None,
         )
         self.claim(spec.weight, norm.weight)
         self.claim(spec.bias, norm.bias)
@@ -350,6 +382,7 @@ class _Builder:
             dtype=self.dtype,
             device=self.device,
             kernel=self.exact_kernel if exact else self.linear_kernel,
+            plain_kernel=self.triton.linear_kernel(parts) if self.triton else None,
         )
         for index, part in enumerate(parts):
             weight, bias = linear.part(index)
@@ -367,7 +400,7 @@ class _Builder:
             [part.bias is not None for part in parts],
             dtype=self.dtype,
             device=self.device,
-            kernel=self.linear_kernel,
+            kernel=self.expert_kernel,
         )
         for expert, its_parts in enumerate(experts):
             for index, part in enumerate(its_parts):
@@ -380,7 +413,6 @@ class _Builder:
         table = EmbeddingTable(
             *tensor.shape,
             dtype=self.dtype,
-            out_dtype=self.activation_dtype,
             device=self.device,
             kernel=self.linear_kernel if is_head else None,
         )

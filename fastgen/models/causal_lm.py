@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
+from fastgen.compile.ops.add import scaled_add
+from fastgen.compile.ops.attention import AttentionPlan
 from fastgen.layers.attention import Attention
 from fastgen.layers.embedding import Embedding
 from fastgen.layers.head import Head
@@ -15,6 +17,7 @@ from fastgen.layers.mlp import GatedMlp, Mlp
 from fastgen.layers.moe import Moe
 from fastgen.layers.norm import Norm
 from fastgen.layers.ragged_batch import RaggedBatch
+from fastgen.layers.residual import Add, Stream, settled
 
 Module = Attention | LatentAttention | Mlp | GatedMlp | Moe
 
@@ -26,16 +29,18 @@ class Part(nn.Module):
         super().__init__()
         self.norm, self.module = norm, module
 
-    def forward(self, x: Tensor, batch: RaggedBatch, kv_cache: PagedKVCache) -> Tensor:
-        if self.norm is not None:
-            x = self.norm(x)
+    def forward(self, stream: Stream, batch: RaggedBatch, kv_cache: PagedKVCache) -> Tensor:
+        x = settled(stream) if self.norm is None else self.norm(stream)
         attends = isinstance(self.module, Attention | LatentAttention)
         out: Tensor = self.module(x, batch, kv_cache) if attends else self.module(x)
         return out
 
 
 class Branch(nn.Module):
-    """``sum_norm(x + scale * output_norm(part1(norm(x)) + part2(norm(x)) …))``; norms and scale may be absent."""
+    """``sum_norm(x + scale * output_norm(part1(norm(x)) + part2(norm(x)) …))``; norms and scale may be absent.
+
+    ``add(x, out)`` is ``x + scale * out``, now or later, and ``add_part`` the sum of two parts.
+    """
 
     def __init__(
         self,
@@ -43,25 +48,24 @@ class Branch(nn.Module):
         parts: Iterable[Part],
         *,
         output_norm: Norm | None = None,
-        scale: float | None = None,
         sum_norm: Norm | None = None,
+        add: Callable[[Tensor, Tensor], Stream] = scaled_add,
+        add_part: Add = scaled_add,
     ):
         super().__init__()
         self.norm, self.parts, self.output_norm = norm, nn.ModuleList(parts), output_norm
-        self.scale, self.sum_norm = scale, sum_norm
+        self.sum_norm, self.add, self.add_part = sum_norm, add, add_part
 
-    def forward(self, x: Tensor, batch: RaggedBatch, kv_cache: PagedKVCache) -> Tensor:
-        inner = x if self.norm is None else self.norm(x)
+    def forward(self, stream: Stream, batch: RaggedBatch, kv_cache: PagedKVCache) -> Stream:
+        inner = stream if self.norm is None else self.norm(stream)
         first, *parallel = self.parts
         out: Tensor = first(inner, batch, kv_cache)
         for part in parallel:
-            out = out + part(inner, batch, kv_cache)
+            out = self.add_part(out, part(inner, batch, kv_cache))
         if self.output_norm is not None:
             out = self.output_norm(out)
-        if self.scale is not None:
-            out = out * self.scale
-        x = x + out
-        return x if self.sum_norm is None else self.sum_norm(x)
+        stream = self.add(settled(stream), out)
+        return stream if self.sum_norm is None else self.sum_norm(stream)
 
 
 class Layer(nn.Module):
@@ -71,28 +75,40 @@ class Layer(nn.Module):
         super().__init__()
         self.branches = nn.ModuleList(branches)
 
-    def forward(self, x: Tensor, batch: RaggedBatch, kv_cache: PagedKVCache) -> Tensor:
+    def forward(self, stream: Stream, batch: RaggedBatch, kv_cache: PagedKVCache) -> Stream:
         for branch in self.branches:
-            x = branch(x, batch, kv_cache)
-        return x
+            stream = branch(stream, batch, kv_cache)
+        return stream
 
 
 class CausalLM(nn.Module):
-    """Embedding, layers, final norm; :meth:`logits` is apart, for only some rows reach the head."""
+    """Embedding, layers, final norm; :meth:`logits` is apart, for only some rows reach the head.
 
-    def __init__(self, embedding: Embedding, layers: Iterable[Layer], final_norm: Norm | None, head: Head):
+    ``plans`` look at a step's lengths before its layers do.
+    """
+
+    def __init__(
+        self,
+        embedding: Embedding,
+        layers: Iterable[Layer],
+        final_norm: Norm | None,
+        head: Head,
+        plans: Iterable[AttentionPlan] = (),
+    ):
         super().__init__()
+        self.plans = list(plans)
         self.embedding, self.layers, self.final_norm, self.head = embedding, nn.ModuleList(layers), final_norm, head
 
     def forward(self, batch: RaggedBatch, kv_cache: PagedKVCache) -> Tensor:
         """Hidden states ``[T, H]`` of the batch; writes its keys and values into ``kv_cache``."""
-        x = self.embedding(batch)
+        for plan in self.plans:
+            plan(batch.cu_seqlens_q, batch.seq_lens)
+        stream: Stream = self.embedding(batch)
         for layer in self.layers:
-            x = layer(x, batch, kv_cache)
-        hidden: Tensor = x if self.final_norm is None else self.final_norm(x)
-        return hidden
+            stream = layer(stream, batch, kv_cache)
+        return settled(stream) if self.final_norm is None else self.final_norm(stream)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``hidden [R, H] -> [R, V]`` in fp32."""
-        out: Tensor = self.head(hidden)
-        return out
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """``hidden [R, H] -> [R, V]`` in fp32; where kernels compute it in ``out``, if that is given."""
+        logits: Tensor = self.head(hidden, out)
+        return logits

@@ -5,20 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from fastgen.compile.ops.activation import ActivationKernel, activation_spec
+from fastgen.compile.ops.add import AddKernel, add_spec
 from fastgen.compile.ops.alibi import Alibi
 from fastgen.compile.ops.attention_cpp import CppAttention, cpp_attention_spec
 from fastgen.compile.ops.attention_specs import AttentionShape
-from fastgen.compile.ops.moe_cpp import CombineKernel, RouteKernel, combine_spec, route_spec
+from fastgen.compile.ops.embedding_cpp import TableKernel, table_spec
+from fastgen.compile.ops.latent_cpp import LatentKernel, latent_spec
+from fastgen.compile.ops.moe_cpp import CombineKernel, RouteKernel, SortKernel, combine_spec, route_spec, sort_spec
 from fastgen.compile.ops.norm import NormKernel, norm_spec
+from fastgen.compile.ops.packed_weight import PackedWeight
 from fastgen.compile.ops.qkv import HeadNorm, QkvKernel, qkv_spec
 from fastgen.compile.ops.softcap import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import dtype_name
 from fastgen.compile.target import Target
+from fastgen.layers.embedding import EmbeddingTable, Stored
+from fastgen.layers.ragged_batch import RaggedBatch
+from fastgen.layers.residual import DeferredAdd
 from fastgen.models.spec import (
     AttentionSpec,
+    EmbeddingSpec,
     HeadSpec,
     LatentAttentionSpec,
+    MlpSpec,
     MoeSpec,
     NodeRef,
     NormSpec,
@@ -31,15 +42,18 @@ def unless_one(scale: float) -> float | None:
     return None if scale == 1.0 else scale
 
 
-def _head_norm(spec: QkNormSpec | None) -> HeadNorm | None:
-    if spec is None:
-        return None
-    norm = spec.norm
+def qk_norm(spec: QkNormSpec | None) -> HeadNorm | None:
+    """As kernels are told of it."""
+    return None if spec is None else head_norm(spec.norm, over_all=spec.over == "all")
+
+
+def head_norm(norm: NormSpec, *, over_all: bool) -> HeadNorm:
+    """As kernels are told of it."""
     return HeadNorm(
         norm.kind,
         norm.eps,
         norm.offset,
-        over_all=spec.over == "all",
+        over_all=over_all,
         per_head=norm.weight is not None and len(norm.weight.shape) > 1,
         weight=norm.weight is not None,
         bias=norm.bias is not None,
@@ -59,6 +73,20 @@ class LayerKernels:
         """What generated kernels say about who asked for them."""
         return (f"{self.recipe}: {node.path}",)
 
+    def embedding_kernels(self, spec: EmbeddingSpec, tokens: EmbeddingTable, scale: float | None) -> CppEmbedding:
+        plain, arch = dtype_name(self.dtype), self.target.arch
+        packed = isinstance(tokens.stored, PackedWeight)
+        table_format = str(tokens.stored.format) if isinstance(tokens.stored, PackedWeight) else plain
+        look_up = table_spec(arch, table_format, packed=packed, scale=scale, needed_by=self.asking(spec.node))
+        if spec.positions is None:
+            return CppEmbedding(TableKernel(self.target.kernel(look_up)))
+        asking, offset = self.asking(spec.positions.node), spec.positions.offset
+        add = table_spec(arch, plain, packed=False, offset=offset, needed_by=asking)
+        return CppEmbedding(TableKernel(self.target.kernel(look_up)), TableKernel(self.target.kernel(add)))
+
+    def add_kernel(self, scale: float | None, node: NodeRef) -> AddKernel:
+        return AddKernel(self.target.kernel(add_spec(self.target.arch, scale, needed_by=self.asking(node))))
+
     def attention_kernels(self, spec: AttentionSpec, alibi: Alibi | None) -> tuple[QkvKernel, CppAttention]:
         """What computes all between the projections."""
         asking = self.asking(spec.q.node)
@@ -71,8 +99,8 @@ class LayerKernels:
             cache_dtype=dtype_name(self.dtype),
             rotary_dim=spec.rotary.dim if spec.rotary else 0,
             interleaved=spec.rotary is not None and spec.rotary.kind == "interleaved",
-            q_norm=_head_norm(spec.q_norm),
-            k_norm=_head_norm(spec.k_norm),
+            q_norm=qk_norm(spec.q_norm),
+            k_norm=qk_norm(spec.k_norm),
             needed_by=asking,
         )
         shape = AttentionShape(
@@ -91,7 +119,22 @@ class LayerKernels:
         slopes = None if alibi is None else alibi.slopes
         return QkvKernel(self.target.kernel(prepare)), CppAttention(self.target.kernel(attend), slopes)
 
-    def latent_kernel(self, spec: LatentAttentionSpec) -> CppAttention:
+    def latent_kernels(self, spec: LatentAttentionSpec) -> tuple[LatentKernel, CppAttention]:
+        """What computes all between the projections but the maps of the heads."""
+        asking = self.asking(spec.q.node)
+        prepare = latent_spec(
+            self.target.arch,
+            num_heads=spec.num_heads,
+            nope_dim=spec.nope_dim,
+            rope_dim=spec.rope_dim,
+            kv_rank=spec.kv_rank,
+            block_size=self.block_size,
+            cache_dtype=dtype_name(self.dtype),
+            rotary_dim=spec.rotary.dim,
+            interleaved=spec.rotary.kind == "interleaved",
+            norm=head_norm(spec.kv_norm, over_all=False),
+            needed_by=asking,
+        )
         shape = AttentionShape(
             spec.num_heads,
             1,
@@ -102,22 +145,26 @@ class LayerKernels:
             v_dim=spec.kv_rank,
             values_in_keys=True,
         )
-        return CppAttention(self.target.kernel(cpp_attention_spec(shape, self.target.arch, self.asking(spec.q.node))))
+        attend = cpp_attention_spec(shape, self.target.arch, asking)
+        return LatentKernel(self.target.kernel(prepare)), CppAttention(self.target.kernel(attend))
 
     def softcap_kernel(self, spec: HeadSpec) -> SoftcapKernel:
         assert spec.softcap is not None
         kernel = softcap_spec(spec.softcap, self.target.arch, needed_by=self.asking(spec.node))
         return SoftcapKernel(self.target.kernel(kernel))
 
-    def combine_kernel(self, spec: MoeSpec) -> CombineKernel:
-        kernel = combine_spec(
+    def moe_kernels(self, spec: MoeSpec) -> tuple[SortKernel, CombineKernel]:
+        """What sorts choices by expert, and sums what the experts make."""
+        asking = self.asking(spec.router.node)
+        sort = sort_spec(len(spec.experts), needed_by=asking)
+        add_up = combine_spec(
             self.target.arch,
             top_k=spec.router.top_k,
             shared=spec.shared is not None,
             gated=spec.shared_gate is not None,
-            needed_by=self.asking(spec.router.node),
+            needed_by=asking,
         )
-        return CombineKernel(self.target.kernel(kernel))
+        return SortKernel(self.target.kernel(sort)), CombineKernel(self.target.kernel(add_up))
 
     def route_kernel(self, spec: RouterSpec) -> RouteKernel:
         kernel = route_spec(
@@ -134,7 +181,14 @@ class LayerKernels:
         )
         return RouteKernel(self.target.kernel(kernel))
 
-    def norm_kernel(self, spec: NormSpec) -> NormKernel:
+    def activation_kernel(self, spec: MlpSpec) -> ActivationKernel:
+        kernel = activation_spec(
+            spec.activation, self.target.arch, gated=spec.gate is not None, needed_by=self.asking(spec.node)
+        )
+        return ActivationKernel(self.target.kernel(kernel))
+
+    def norm_kernel(self, spec: NormSpec, added: DeferredAdd | None = None) -> NormKernel:
+        """With what is ``added`` to the stream that it reads."""
         kernel = norm_spec(
             "cpp",
             spec.kind,
@@ -144,6 +198,26 @@ class LayerKernels:
             weight=spec.weight is not None,
             bias=spec.bias is not None,
             offset=spec.offset,
+            residual=added is not None,
+            scale=1.0 if added is None or added.scale is None else added.scale,
             needed_by=self.asking(spec.node),
         )
         return NormKernel(self.target.kernel(kernel))
+
+
+class CppEmbedding:
+    """A model's :class:`fastgen.layers.embedding.EmbeddingKernels`: one looks up tokens, one adds positions."""
+
+    dtype = torch.float32
+
+    def __init__(self, tokens: TableKernel, positions: TableKernel | None = None):
+        self._tokens, self._positions = tokens, positions
+
+    def look_up(self, batch: RaggedBatch, tokens: Stored, positions: Stored | None, out: Tensor) -> None:
+        self._tokens(tokens, out, batch.input_ids, batch.token_source, batch.sampled_ids)
+        if positions is not None:
+            self.add_positions(batch, positions, out)
+
+    def add_positions(self, batch: RaggedBatch, positions: Stored, x: Tensor) -> None:
+        assert self._positions is not None
+        self._positions(positions, x, batch.positions)

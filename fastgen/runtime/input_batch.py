@@ -60,7 +60,8 @@ class _PackedLayout:
 class InputBatch:
     """Owns the device-side inputs of a step: the packed buffer, the block tables, the ids last sampled for each seat.
 
-    ``block_tables [G, S, max_blocks]`` stay on the device; a step's copy carries only the entries that changed.
+    ``block_tables [G, S, max_blocks]`` stay on the device; a step's copy carries only the entries that changed. With
+    ``pads`` its sizes are few: of tokens the captured ones, of block updates one.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class InputBatch:
         max_blocks: int,
         block_size: int,
         device: torch.device,
+        pads: bool = True,
     ):
-        self.block_size = block_size
+        self.block_size, self.pads = block_size, pads
         self.num_groups, self.max_num_seqs, self.max_blocks = num_groups, max_num_seqs, max_blocks
         # A chunk of n tokens begins at most n/P + 1 blocks in each group. Twice that leaves a margin for the updates of
         # steps that failed, which are still due.
@@ -90,7 +92,7 @@ class InputBatch:
                 "cu_seqlens_q": (*i32, max_num_seqs + 1),
                 "seq_lens": (*i32, max_num_seqs),
                 "logits_indices": (*i32, max_num_seqs),
-                "logits_seats": (*i32, max_num_seqs),
+                "logits_seats": (np.int64, torch.int64, max_num_seqs),
             }
         )
         pinned = device.type == "cuda"
@@ -110,29 +112,35 @@ class InputBatch:
         """For each seat, whose token ``sampled_ids`` holds: sequence, its preemptions so far, the token's position."""
 
     def build(self, schedule: Schedule) -> tuple[RaggedBatch, list[Sequence]]:
-        """The batch of ``schedule`` at its captured size, and the sequences that need a token, in the order of its
-        ``logits_indices``."""
-        size = schedule.size
+        """The batch of ``schedule``, at its captured size where it ``pads``, and the sequences that need a token,
+        in the order of its ``logits_indices``."""
+        size = schedule.size if self.pads else schedule.num_tokens
         entries = sorted(schedule.entries, key=lambda entry: _seat(entry.seq))
         host = self._host[self._turn]
         sampled = self._fill_tokens(host, entries, size)
         self._fill_updates(host, schedule)
         self._packed.copy_(self._staging[self._turn], non_blocking=True)
         self._turn = (self._turn + 1) % _NUM_STAGING_BUFFERS
+        num_updates = self.max_updates if self.pads else len(schedule.block_updates)
+        if num_updates:
+            index, block = (self._device[name][:num_updates] for name in ("update_index", "update_block"))
+            self._flat_tables[index] = block
+        return self.views(size, len(sampled)), sampled
+
+    def views(self, num_tokens: int, num_rows: int) -> RaggedBatch:
+        """The batch of ``num_tokens`` tokens and ``num_rows`` that need logits, whatever they are by then."""
         device = self._device
-        self._flat_tables[device["update_index"]] = device["update_block"]
-        batch = RaggedBatch(
-            input_ids=device["input_ids"][:size],
-            token_source=device["token_source"][:size],
-            positions=device["positions"][:size],
+        return RaggedBatch(
+            input_ids=device["input_ids"][:num_tokens],
+            token_source=device["token_source"][:num_tokens],
+            positions=device["positions"][:num_tokens],
             cu_seqlens_q=device["cu_seqlens_q"],
             seq_lens=device["seq_lens"],
             block_tables=self.block_tables,
-            slot_mapping=device["slot_mapping"].view(self.num_groups, -1)[:, :size],
-            logits_indices=device["logits_indices"][: len(sampled)],
+            slot_mapping=device["slot_mapping"].view(self.num_groups, -1)[:, :num_tokens],
+            logits_indices=device["logits_indices"][:num_rows],
             sampled_ids=self.sampled_ids,
         )
-        return batch, sampled
 
     def store_sampled(self, token_ids: list[int], sequences: list[Sequence]) -> None:
         """Keep the new ``token_ids`` of ``sequences`` on the device, where the next step's ``token_source`` finds them.
@@ -140,7 +148,7 @@ class InputBatch:
         Call before the tokens are appended to the sequences.
         """
         seats = self._device["logits_seats"][: len(sequences)]
-        self.sampled_ids[seats.long()] = torch.tensor(token_ids, dtype=torch.int32, device=seats.device)
+        self.sampled_ids.index_copy_(0, seats, torch.tensor(token_ids, dtype=torch.int32, device=seats.device))
         for sequence in sequences:
             self._sampled[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
 
@@ -155,18 +163,13 @@ class InputBatch:
             sequence, seat, start, stop = entry.seq, _seat(entry.seq), entry.start, entry.end
             rows = slice(end, end + entry.num_tokens)
             end = rows.stop
-            where = np.arange(start, stop)
             input_ids[rows] = sequence.token_ids[start:stop]
-            positions[rows] = where
+            positions[rows] = np.arange(start, stop) if entry.num_tokens > 1 else start
             token_source[rows] = -1
             if self._sampled[seat] == (sequence, sequence.num_preemptions, stop - 1):
                 token_source[end - 1] = seat
-            first_block, last_block = start // self.block_size, (stop - 1) // self.block_size
             for group, table in enumerate(sequence.block_tables):
-                blocks = np.asarray(table[first_block : last_block + 1], dtype=np.int64)
-                slots[group, rows] = (
-                    blocks[where // self.block_size - first_block] * self.block_size + where % self.block_size
-                )
+                slots[group, rows] = self._slots(table, start, stop)
             host["cu_seqlens_q"][seat + 1] = entry.num_tokens
             host["seq_lens"][seat] = stop
             if entry.samples:
@@ -180,12 +183,22 @@ class InputBatch:
         slots[:, end:size] = 0
         return sampled
 
+    def _slots(self, table: list[int], start: int, stop: int) -> npt.NDArray[np.int64] | int:
+        """Where in the cache the tokens ``start`` to ``stop`` of the sequence with this block table lie."""
+        first_block, offset = divmod(start, self.block_size)
+        if stop == start + 1:  # a decode: there are many, and numpy takes longer than the arithmetic
+            return table[first_block] * self.block_size + offset
+        where = np.arange(start, stop)
+        blocks = np.asarray(table[first_block : (stop - 1) // self.block_size + 1], dtype=np.int64)
+        return blocks[where // self.block_size - first_block] * self.block_size + where % self.block_size
+
     def _fill_updates(self, host: _HostArrays, schedule: Schedule) -> None:
-        """Where the entries of ``schedule.block_updates`` go; the rest of the list writes the spare entry."""
+        """Where the entries of ``schedule.block_updates`` go; padding writes the spare entry."""
         updates = schedule.block_updates
         assert len(updates) <= self.max_updates, f"{len(updates)} block updates in a step, room for {self.max_updates}"
-        host["update_index"][:] = self._flat_tables.numel() - 1
-        host["update_block"][:] = 0
+        if self.pads:
+            host["update_index"][:] = self._flat_tables.numel() - 1
+            host["update_block"][:] = 0
         if updates:
             seat, group, index, block = np.array(updates).T
             host["update_index"][: len(updates)] = (group * self.max_num_seqs + seat) * self.max_blocks + index

@@ -10,33 +10,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
-import torch
-
 from fastgen.compile import device as devices
-from fastgen.compile.ops.packed_weight import WeightFormat
-from fastgen.compile.target import Target
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models import hub, registry
-from fastgen.models.builder import build, kv_groups, kv_shapes
 from fastgen.models.causal_lm import CausalLM
-from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype, load_weights
+from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
 from fastgen.models.recipe import Recipe
 from fastgen.models.resolve import resolve
 from fastgen.models.spec import ModelSpec
+from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import EngineConfig, parse_dtype, resolve_engine_config
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Generation
-from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.interrupts import interrupt_deferred
-from fastgen.runtime.kv_cache_manager import KVCacheManager
-from fastgen.runtime.model_runner import ModelRunner
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts
-from fastgen.runtime.sampler import Sampler
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.scheduler import Scheduler
 from fastgen.runtime.targets import choose_target, parse_quantize
 from fastgen.runtime.text import TextCodec
 
@@ -105,64 +95,10 @@ def load(
     codec = TextCodec.from_checkpoint(directory, checkpoint.config)
     kernels = choose_target(target, found_device, config, num_threads=num_threads)
     weight_format = parse_quantize(quantize, kernels)
-    engine = _build_engine(
+    engine = build_engine(
         spec, config, checkpoint, codec, torch_dtype, found_device.torch_device, kernels, weight_format
     )
     return LLM(engine, codec, spec=spec, config=config)
-
-
-def _build_engine(
-    spec: ModelSpec,
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    codec: TextCodec,
-    dtype: torch.dtype,
-    device: torch.device,
-    target: Target,
-    weight_format: WeightFormat | None,
-) -> Engine:
-    model, slots = build(
-        spec,
-        dtype=dtype,
-        device=device,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-        target=target,
-        weight_format=weight_format,
-    )
-    with progress_bar("kernels") as kernel_progress:
-        target.build(kernel_progress)
-    with progress_bar("weights", unit="B") as progress:
-        load_weights(checkpoint, slots, ignored=spec.ignored_tensors, progress=progress)
-    kv_cache = PagedKVCache(
-        kv_groups(spec),
-        kv_shapes(spec),
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        dtype=dtype,
-        device=device,
-        feature_major=target.name == "cpp",
-    )
-    input_batch = InputBatch(
-        token_budget=config.token_budget,
-        max_num_seqs=config.max_num_seqs,
-        num_groups=config.num_kv_groups,
-        max_blocks=config.max_blocks,
-        block_size=config.block_size,
-        device=device,
-    )
-    return Engine(
-        ModelRunner(model, kv_cache, input_batch, Sampler(codec.eos_token_ids)),
-        Scheduler(
-            KVCacheManager(config.num_blocks, config.block_size, config.num_kv_groups),
-            token_budget=config.token_budget,
-            max_num_seqs=config.max_num_seqs,
-        ),
-        vocab_size=spec.vocab_size,
-        max_model_len=config.max_model_len,
-        eos_token_ids=codec.eos_token_ids,
-        new_detokenizer=codec.new_detokenizer if codec.has_tokenizer else None,
-    )
 
 
 class LLM:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastgen.errors import GenerationError
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.causal_lm import CausalLM
+from fastgen.runtime.forward import Forward
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.outputs import Logprobs
 from fastgen.runtime.request import Sequence
@@ -41,16 +42,24 @@ class StepOutput:
 
 
 class ModelRunner:
-    """Owns the model, its KV cache and the static inputs; knows nothing of requests beyond the step it is given."""
+    """Owns the model and the static inputs; knows nothing of requests beyond the step it is given."""
 
-    def __init__(self, model: CausalLM, kv_cache: PagedKVCache, input_batch: InputBatch, sampler: Sampler):
-        self.model, self.kv_cache, self.input_batch, self.sampler = model, kv_cache, input_batch, sampler
+    def __init__(self, forward: Forward, input_batch: InputBatch, sampler: Sampler):
+        self.forward, self.input_batch, self.sampler = forward, input_batch, sampler
+
+    @property
+    def model(self) -> CausalLM:
+        return self.forward.model
+
+    @property
+    def kv_cache(self) -> PagedKVCache:
+        return self.forward.kv_cache
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> StepOutput:
         batch, sequences = self.input_batch.build(schedule)
-        hidden = self.model(batch, self.kv_cache)
-        logits = self.model.logits(hidden[batch.logits_indices.long()])
+        hidden = self.forward.hidden(batch)
+        logits = self.forward.logits(hidden, batch)
         sampled = self.sampler.sample(logits, sequences)
         self.input_batch.store_sampled([token.token_id for token in sampled], sequences)
         return StepOutput(

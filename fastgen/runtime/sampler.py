@@ -1,7 +1,8 @@
 """The sampler: one token for each row of logits, by each sequence's own parameters.
 
-It keeps nothing between steps. Penalties are derived from a sequence's tokens and draws from its request's seed, its
-index and the position, so a sequence that was preempted and computed anew gets the tokens it would have got.
+Penalties are derived from a sequence's tokens and draws from its request's seed, its index and the position, so a
+sequence that was preempted and computed anew gets the tokens it would have got: what is kept between steps only saves
+making it again. Where there is a kernel, it samples; elsewhere torch does.
 
 ``R`` rows, ``V`` vocabulary.
 """
@@ -10,15 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastgen.compile.ops.sampling import Adjustments, Draws, RowStatus, adjust, log_probabilities, row_status, sample
+from fastgen.compile.ops.sampling_cpp import RowLogprobs, SamplingKernel, sampling_spec
+from fastgen.compile.target import Target
+from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import GenerationError
 from fastgen.runtime.outputs import Logprobs
 from fastgen.runtime.request import Sequence
+from fastgen.runtime.sampled_rows import PLAIN_ROW, RowHistory, is_plain
 
 _MAX_INT64 = 2**63 - 1
 _FP32 = torch.finfo(torch.float32)
@@ -28,8 +33,7 @@ _ERRORS = {
 }
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """What became of one row. With an ``error`` the ``token_id`` means nothing and there are no ``logprobs``."""
 
     token_id: int
@@ -38,15 +42,29 @@ class SampledToken:
     error: str | None = None
 
 
+def sampling_kernel(target: Target, vocab_size: int, *, max_rows: int) -> SamplingKernel | None:
+    """The kernel that a :class:`Sampler` of this model needs, to be asked for before ``target.build()``; ``None`` where
+    torch samples.
+    """
+    if target.name != "cpp":
+        return None
+    assert target.loader is not None
+    kernel = target.kernel(sampling_spec(target.arch, needed_by=("the sampler",)))
+    num_threads = load_thread_pool(target.loader).num_threads
+    return SamplingKernel(kernel, vocab_size, max_rows=max_rows, max_threads=num_threads)
+
+
 class Sampler:
-    """Chooses tokens. ``eos_token_ids`` are the model's end-of-text ids.
+    """Chooses tokens. ``eos_token_ids`` are the model's end-of-text ids; ``kernel``, if given, is for its vocabulary.
 
     While a sequence has fewer than ``min_new_tokens`` generated tokens, its stop token ids and the end-of-text ids are
     forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled.
     """
 
-    def __init__(self, eos_token_ids: Iterable[int] = ()):
+    def __init__(self, eos_token_ids: Iterable[int] = (), kernel: SamplingKernel | None = None):
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.kernel = kernel
+        self._histories: dict[Sequence, RowHistory | None] = {}
 
     def sample(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
         """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``.
@@ -56,6 +74,8 @@ class Sampler:
         """
         if not sequences:
             return []
+        if self.kernel is not None:
+            return self._sample_by_kernel(self.kernel, logits, sequences)
         status = row_status(logits)
         scores = self._adjusted(logits, sequences)
         if all(sequence.request.sampling.greedy for sequence in sequences) and scores is logits:
@@ -77,6 +97,35 @@ class Sampler:
             logprobs = dict(zip(wanted, found, strict=True))
         return [SampledToken(ids[row], logprobs.get(row), errors[row]) for row in range(len(sequences))]
 
+    def _sample_by_kernel(
+        self, kernel: SamplingKernel, logits: Tensor, sequences: SequenceOf[Sequence]
+    ) -> list[SampledToken]:
+        logits = logits.float().contiguous()
+        known = self._histories
+        if list(known) != list(sequences):
+            # Only of this step's sequences: the others have ended, or wait so long that making it anew does not matter.
+            self._histories = {each: known[each] if each in known else self._history(each) for each in sequences}
+        histories = self._histories
+        if not any(histories.values()):
+            ids = kernel.greedy(logits)
+            if min(ids) >= 0:
+                return list(map(SampledToken, ids))
+            logprobs: SequenceOf[RowLogprobs | None] = [None] * len(ids)
+        else:
+            rows = [PLAIN_ROW if (each := histories[sequence]) is None else each.row() for sequence in sequences]
+            ids, logprobs = kernel(logits, rows)
+        return [
+            SampledToken(0, error=_ERRORS[RowStatus(-token_id)]) if token_id < 0
+            else SampledToken(token_id, _logprobs_by_kernel(found, sequence))
+            for token_id, found, sequence in zip(ids, logprobs, sequences, strict=True)
+        ]  # fmt: skip
+
+    def _history(self, sequence: Sequence) -> RowHistory | None:
+        if is_plain(sequence.request.sampling):
+            return None
+        assert self.kernel is not None
+        return RowHistory(sequence, self._ending_ids(sequence), self.kernel.vocab_size)
+
     def _adjusted(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
         """``logits`` itself when no sequence adjusts them, else a copy in fp32 with the adjustments applied."""
         forbidden = [self._forbidden(sequence) for sequence in sequences]
@@ -91,9 +140,12 @@ class Sampler:
         return scores
 
     def _forbidden(self, sequence: Sequence) -> frozenset[int]:
-        sampling = sequence.request.sampling
-        if sequence.num_tokens - sequence.num_prompt_tokens >= sampling.min_new_tokens:
+        if sequence.num_tokens - sequence.num_prompt_tokens >= sequence.request.sampling.min_new_tokens:
             return frozenset()
+        return self._ending_ids(sequence)
+
+    def _ending_ids(self, sequence: Sequence) -> frozenset[int]:
+        sampling = sequence.request.sampling
         return (frozenset() if sampling.ignore_eos else self.eos_token_ids).union(sampling.stop_token_ids)
 
 
@@ -109,12 +161,10 @@ def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceO
     # One more than asked for, since the token itself may be among the likeliest.
     num_top = min(most + 1, logits.shape[1]) if most else 0
     actual, top, top_ids = (item.tolist() for item in log_probabilities(logits, actual_ids, num_top))
-    entries = []
-    for row, (token_id, count) in enumerate(zip(token_ids, counts, strict=True)):
-        likeliest = zip(top_ids[row], top[row], strict=True)
-        alternatives = [(other, value) for other, value in likeliest if other != token_id][:count]
-        entries.append({token_id: actual[row], **dict(alternatives)})
-    return entries
+    return [
+        _token_first(token_id, actual[row], zip(top_ids[row], top[row], strict=True), count)
+        for row, (token_id, count) in enumerate(zip(token_ids, counts, strict=True))
+    ]
 
 
 def prompt_logprobs(logits: Tensor, token_ids: SequenceOf[int], count: int) -> list[Logprobs]:
@@ -127,6 +177,18 @@ def prompt_logprobs(logits: Tensor, token_ids: SequenceOf[int], count: int) -> l
         if state != RowStatus.OK:
             raise GenerationError(_ERRORS[RowStatus(state)])
     return token_logprobs(logits, token_ids, [count] * len(token_ids))
+
+
+def _logprobs_by_kernel(found: RowLogprobs | None, sequence: Sequence) -> Logprobs | None:
+    if found is None:
+        return None
+    (token_id, value), *likeliest = zip(found.token_ids, found.values, strict=True)
+    return _token_first(token_id, value, likeliest, sequence.request.sampling.logprobs or 0)
+
+
+def _token_first(token_id: int, value: float, likeliest: Iterable[tuple[int, float]], count: int) -> Logprobs:
+    alternatives = [(other, each) for other, each in likeliest if other != token_id][:count]
+    return {token_id: value, **dict(alternatives)}
 
 
 def _take(logits: Tensor, rows: list[int]) -> Tensor:

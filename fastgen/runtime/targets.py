@@ -18,13 +18,15 @@ from fastgen.errors import CompilerNotFoundError, InvalidArgumentError
 from fastgen.runtime.config import EngineConfig
 from fastgen.runtime.model_runner import PROMPT_LOGITS_ROWS
 
-_NAMES = ("auto", "torch", "cpp")
+_NAMES = ("auto", "torch", "cpp", "triton")
 _QUANTIZED = ("int8", "int4", "int8_weight_only")
+_INTERPRETED_SMS = 2  # as many as make attention share its work out
 _log = logging.getLogger(__name__)
 
 
 def choose_target(name: str, device: Device, config: EngineConfig, *, num_threads: int | None) -> Target:
-    """The target of that name, its threads at hand; ``"auto"`` is ``"cpp"`` on a CPU with a compiler, or ``"torch"``.
+    """The target of that name, its threads at hand; ``"auto"`` is ``"triton"`` on a GPU, and on a CPU ``"cpp"`` where
+    there is a compiler, else ``"torch"``. On a CPU ``"triton"`` interprets its kernels, to look at what they do.
 
     Sets the process's threads: kernels' pool and torch's would spin beside each other, so one of them gets one thread.
     Raises :class:`InvalidArgumentError` for another name or one that the device cannot run, and
@@ -34,7 +36,16 @@ def choose_target(name: str, device: Device, config: EngineConfig, *, num_thread
         raise InvalidArgumentError(f"target={name!r}: expected one of {', '.join(map(repr, _NAMES))}")
     if name == "cpp" and device.kind != "cpu":
         raise InvalidArgumentError(f"target='cpp' runs on a CPU, and device={str(device)!r} is asked for")
-    if name == "torch" or device.kind != "cpu":
+    if name == "triton" or (name == "auto" and device.kind == "cuda"):
+        from fastgen.compile.build_triton import TritonBuilder, triton_arch
+
+        return Target(
+            KernelLoader(TritonBuilder(triton_arch(device))),
+            max_rows=config.token_budget,
+            max_num_seqs=config.max_num_seqs,
+            num_sms=device.num_sms or _INTERPRETED_SMS,
+        )
+    if name == "torch":
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         return Target()

@@ -16,6 +16,7 @@ from fastgen.compile.loader import KernelLoader, make_builder
 from fastgen.compile.ops.norm import norm_spec
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec, dtype_name
+from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.models import kernels
 from fastgen.models.spec import ModelSpec
 
@@ -76,6 +77,7 @@ def test_a_sealed_bundle_is_written_and_loads(run, tmp_path: Path) -> None:
     assert [each["name"] for each in built] == [spec.name for spec in needed("cpp")]
     assert all(Path(each["directory"]).is_relative_to(output) for each in built)
     loader = load_bundle(output, current("cpu"))
+    load_thread_pool(KernelLoader(make_builder("portable")))
     assert loader.bundle.about == {"model": "tiny-opt", "quantize": "int8", "block_size": "32"}
     for spec in needed("cpp"):
         assert loader.load(spec).spec == spec

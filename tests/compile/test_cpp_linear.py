@@ -6,114 +6,40 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.linear import LinearKernel, linear, linear_spec
+from fastgen.compile.ops.linear import linear_spec
 from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat
-from fastgen.compile.ops.quantization import (
-    linear_int4,
-    linear_int8,
-    linear_int8_weight_only,
-    quantize_channels,
-    quantize_groups,
-)
-from fastgen.compile.render import render
-from fastgen.compile.thread_pool import ThreadPool, load_thread_pool, thread_pool_spec
+from fastgen.compile.ops.quantization import quantize_channels, quantize_groups
+from fastgen.compile.thread_pool import ThreadPool
 from fastgen.errors import InvalidArgumentError
-
-HERE = cpp_arch(device.current("cpu"))
-FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
-FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
-"""Those whose instructions this machine has."""
-ONCE = [(HERE, each) for each in FORMATS] + [
-    (arch, each) for arch in ARCHES[1:] if arch != "avx512" for each in ("fp32", "int8")
-]
-KERNELS = [pytest.param((arch, each), id=f"{arch}-{each}") for arch, each in ONCE] + [
-    pytest.param((arch, each), id=f"{arch}-{each}", marks=pytest.mark.slow)
-    for arch in ARCHES
-    for each in FORMATS
-    if (arch, each) not in ONCE
-]
-TOLERANCE = {"int8": 1e-7, "int4": 1e-6}
-"""Of the sum of the products' magnitudes. In int8 only the last three operations are rounded, in both alike."""
-MAX_ROWS, MAX_IN = 300, 5000
-
-
-@cache
-def loader(arch: str) -> KernelLoader:
-    loader = KernelLoader(CppBuilder(arch))
-    load_thread_pool(loader)
-    return loader
+from tests.compile.linear_cases import (
+    ARCHES,
+    FLOATS,
+    FORMATS,
+    HERE,
+    KERNELS,
+    MAX_ROWS,
+    Layer,
+    draw,
+    pool_as_it_was,
+    sanitize,
+)
 
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPool]:
-    pool = load_thread_pool(loader(HERE))
-    before = pool.num_threads
-    yield pool
-    pool.resize(before)
+    yield from pool_as_it_was()
 
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest, pool: ThreadPool) -> Layer:
     pool.resize(2)
     return Layer(*request.param)
-
-
-class Layer:
-    """Kernels of one format for one instruction set, and the arithmetic that they stand for."""
-
-    def __init__(self, arch: str, weight_format: WeightFormat):
-        self.arch, self.format = arch, weight_format
-        self.kernel = LinearKernel(loader(arch).load(linear_spec(weight_format, arch)), MAX_ROWS, MAX_IN)
-
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
-        packed = PackedWeight(self.format, *weight.shape, self.arch)
-        packed.write(0, weight)
-        if bias is not None:
-            packed.write_bias(0, bias)
-        return packed
-
-    def run(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        out = torch.full((len(x), packed.out_features), torch.nan)
-        self.kernel(x, packed, out)
-        return out
-
-    def reference(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.format == "int8":
-            return linear_int8(x, quantize_channels(weight), bias)
-        if self.format == "int4":
-            return linear_int4(x, quantize_groups(weight), bias)
-        if self.format == "int8_weight_only":
-            return linear_int8_weight_only(x, quantize_channels(weight), bias)
-        return linear(x.double(), weight.to(FLOATS[self.format]).double(), None if bias is None else bias.double())
-
-    def assert_right(self, x: Tensor, weight: Tensor, bias: Tensor | None, where: str) -> None:
-        found, expected = self.run(x, self.pack(weight, bias)).double(), self.reference(x, weight, bias).double()
-        products = x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.abs())
-        error = ((found - expected).abs() / products.clamp(min=1e-30)).max().item()
-        assert error <= TOLERANCE.get(self.format, 1e-6), (where, error)
-
-
-def draw(seed: int, num_rows: int, out_features: int, in_features: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and weights of very different sizes, so that a value in another's place shows."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(num_rows, in_features, generator=generator)
-    x *= torch.logspace(-2, 2, num_rows)[:, None]
-    weight = torch.randn(out_features, in_features, generator=generator)
-    weight *= torch.logspace(-2, 1, out_features)[torch.randperm(out_features, generator=generator), None]
-    return x, weight, torch.randn(out_features, generator=generator)
 
 
 by_kernel = pytest.mark.parametrize("make", KERNELS, indirect=True)
@@ -129,7 +55,9 @@ def test_drawn_shapes(make: Layer) -> None:
         out_features, in_features = rng.choice(sizes), rng.choice([*sizes, 2047, 2081, 4500])
         x, weight, bias = draw(seed * 1000 + case, num_rows, out_features, in_features)
         where = f"seed {seed}, case {case}: {num_rows} rows, {out_features} x {in_features}"
-        make.assert_right(x, weight, bias if case % 3 else None, where)
+        if case % 3 == 0:
+            bias = None
+        make.assert_right(make.run(x, make.pack(weight, bias)), x, weight, bias, where)
 
 
 @by_kernel
@@ -168,6 +96,28 @@ def test_rows_may_lie_anywhere(make: Layer) -> None:
     make.kernel(wide_x[:, 13:83], packed, wide_out[:, 3:48])
     assert torch.equal(wide_out[:, 3:48], expected)
     assert (wide_out[:, :3] == 7).all() and (wide_out[:, 48:] == 7).all()  # noqa: PT018
+
+
+@by_kernel
+def test_heads_have_weights_of_their_own(make: Layer, pool: ThreadPool) -> None:
+    """Each head gets the bits that it would alone, with its part of rows that lie apart."""
+    for case, (num_rows, num_heads, out_features, in_features) in enumerate(
+        [(1, 1, 33, 65), (1, 7, 40, 31), (2, 3, 1, 600), (13, 3, 70, 130), (40, 5, 17, 9)]
+    ):
+        drawn = [draw(100 * case + head, num_rows, out_features, in_features) for head in range(num_heads)]
+        packed = make.kernel.pack(out_features, in_features, num_groups=num_heads)
+        for head, (_, weight, bias) in enumerate(drawn):
+            packed.group(head).write(0, weight)
+            packed.group(head).write_bias(0, bias)
+        x = torch.full((num_rows, num_heads, in_features + 5), torch.nan)
+        x[..., 2:-3] = torch.stack([rows for rows, _, _ in drawn], dim=1)
+        for num_threads in (1, 3):
+            pool.resize(num_threads)
+            out = torch.full((num_rows, num_heads, out_features + 4), 7.0)
+            make.kernel(x[..., 2:-3], packed, out[..., 1:-3])
+            for head, (rows, weight, bias) in enumerate(drawn):
+                assert torch.equal(out[:, head, 1:-3], make.run(rows, make.pack(weight, bias))), (case, head)
+            assert (out[..., :1] == 7).all() and (out[..., -3:] == 7).all()  # noqa: PT018
 
 
 @by_kernel
@@ -247,18 +197,18 @@ print(memory("VmHWM") - before)
 
 
 def test_what_does_not_fit_is_refused(pool: ThreadPool) -> None:
-    layer = Layer(HERE, "fp32")
-    packed = layer.pack(torch.ones(8, 16))
+    layer, quantized = Layer(HERE, "fp32"), Layer(HERE, "int8")
+    packed, in_int8 = layer.pack(torch.ones(8, 16)), quantized.pack(torch.ones(8, 16))
+    heads = layer.kernel.pack(8, 16, num_groups=2)
     x, out = torch.ones(3, 16), torch.full((3, 8), 5.0)
+    many, many_out = torch.ones(MAX_ROWS + 1, 16), torch.ones(MAX_ROWS + 1, 8)
     wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: layer.kernel(x[:, :15], packed, out), ValueError, "expected"),
         (lambda: layer.kernel(x, packed, out[:2]), ValueError, "expected"),
         (lambda: layer.kernel(torch.ones(16, 3).T, packed, out), ValueError, "contiguous"),
-        (
-            lambda: layer.kernel(torch.ones(MAX_ROWS + 1, 16), packed, torch.ones(MAX_ROWS + 1, 8)),
-            ValueError,
-            "at most",
-        ),
+        (lambda: layer.kernel(x, heads, out), ValueError, "expected"),
+        (lambda: layer.kernel(x.view(1, 3, 16), heads, out.view(1, 3, 8)), ValueError, "expected"),
+        (lambda: quantized.kernel(many, in_int8, many_out), ValueError, "at most"),
         (lambda: layer.kernel(x, PackedWeight("bf16", 8, 16, HERE), out), ValueError, "weights in bf16"),
         (lambda: packed.write(6, torch.ones(3, 16)), ValueError, "do not fit"),
         (lambda: packed.write(0, torch.ones(3, 15)), ValueError, "do not fit"),
@@ -275,50 +225,8 @@ def test_what_does_not_fit_is_refused(pool: ThreadPool) -> None:
     assert torch.equal(packed.rows(torch.arange(8)), torch.ones(8, 16))
 
 
-SANITIZED = """
-#include <cstdlib>
-#include <vector>
-template <class T>
-static T* exactly(size_t count) {  // so that one past the end is found
-    T* memory = static_cast<T*>(std::aligned_alloc(alignof(T), count * sizeof(T)));
-    for (size_t i = 0; i < count; ++i) memory[i] = T(i % 7) - T(3);
-    return memory;
-}
-int main() {
-    fastgen_set_num_threads(3);
-    for (int64_t num_rows : {1, 2, 5, 12, 13, 25, 101}) {
-        for (int64_t K : {1, 33, 130, 2100}) {
-            for (int64_t N : {1, 16, 33, 200}) {
-                const int64_t num_panels = (N + PANEL - 1) / PANEL, num_steps = (K + K_STEP - 1) / K_STEP;
-                float *x = exactly<float>(num_rows * K), *y = exactly<float>(num_rows * N);
-                uint8_t* weights = exactly<uint8_t>(num_panels * num_steps * PANEL_BYTES_PER_STEP);
-                float *scale = exactly<float>(num_panels * PANEL), *bias = exactly<float>(num_panels * PANEL);
-                uint8_t* workspace = exactly<uint8_t>(num_rows * ((K / 32 + 1) * 40 + 128));
-                CALL;
-                free(x), free(y), free(weights), free(scale), free(bias), free(workspace);
-            }
-        }
-    }
-    std::puts("done");
-}
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("arch", ARCHES)
 def test_sanitizers_find_nothing(arch: str, weight_format: WeightFormat, tmp_path: Path) -> None:
-    spec = linear_spec(weight_format, arch)
-    workspace = "workspace, " if weight_format in ("int8", "int4") else ""
-    call = f"{spec.name}(x, K, num_rows, {workspace}weights, scale, bias, y, N, K, N)"
-    (tmp_path / "pool.cpp").write_text(render(thread_pool_spec()))
-    (tmp_path / "main.cpp").write_text(
-        '#include <cstdio>\n#include <type_traits>\nextern "C" int fastgen_set_num_threads(int);\n'
-        + render(spec)
-        + SANITIZED.replace("CALL", call)
-    )
-    flags = [flag for flag in CppBuilder(arch).flags if flag != "-shared"]
-    checks = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    subprocess.run(["g++", *flags, *checks, "main.cpp", "pool.cpp", "-o", "main", "-pthread"], cwd=tmp_path, check=True)
-    done = subprocess.run(["./main"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "done", "")
+    sanitize(linear_spec(weight_format, arch), tmp_path)

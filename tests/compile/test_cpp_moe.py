@@ -1,4 +1,4 @@
-"""Routing, its inverse and the soft cap in C++ against the torch references, ties and what is no number included."""
+"""Routing, sorting, summing and the soft cap in C++ against the torch references, with ties and what is no number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastgen.compile import device
 from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
 from fastgen.compile.loader import KernelLoader
 from fastgen.compile.ops.moe import combine, route, sort_by_expert
-from fastgen.compile.ops.moe_cpp import CombineKernel, RouteKernel, combine_spec, route_spec
+from fastgen.compile.ops.moe_cpp import CombineKernel, RouteKernel, SortKernel, combine_spec, route_spec, sort_spec
 from fastgen.compile.ops.softcap import SoftcapKernel, soft_cap, softcap_spec
 from fastgen.compile.thread_pool import load_thread_pool
 
@@ -81,6 +81,20 @@ def test_a_logit_that_is_no_number_shows(loaders: dict[str, KernelLoader]) -> No
         assert all(len(set(row)) == options["top_k"] and max(row) < num_experts for row in experts.tolist())
 
 
+@pytest.mark.parametrize("num_experts", [1, 2, 7, 300])
+def test_sort(loaders: dict[str, KernelLoader], num_experts: int) -> None:
+    kernel = SortKernel(loaders[HERE].load(sort_spec(num_experts)))
+    for seed, (num_tokens, top_k) in enumerate([(0, 2), (1, 1), (1, 6), (3, 2), (40, 5), (500, 8)]):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(num_experts, (num_tokens, top_k), generator=generator)
+        for experts in (drawn, torch.full_like(drawn, num_experts - 1), drawn // 3 * 3 % num_experts):
+            order, counts = sort_by_expert(experts, num_experts)
+            choices = kernel(experts)
+            assert torch.equal(choices.order, order)
+            assert torch.equal(choices.first_rows[1:], counts.cumsum(0))
+            assert choices.first_rows[0] == 0
+
+
 @pytest.mark.parametrize(
     ("shared", "gated", "top_k"), [(False, False, 1), (False, False, 3), (True, False, 2), (True, True, 4)]
 )
@@ -90,14 +104,14 @@ def test_combine(loaders: dict[str, KernelLoader], shared: bool, gated: bool, to
         generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
         num_tokens, size = rng.choice((0, 1, 4, rng.randint(5, 60))), rng.randint(1, 70)
         order, _ = sort_by_expert(torch.randint(5, (num_tokens, top_k), generator=generator), 5)
-        outputs = torch.randn(num_tokens * top_k, size, generator=generator)
+        outputs = torch.randn(num_tokens * top_k, size, generator=generator)  # by choice
         weights = torch.rand(num_tokens, top_k, generator=generator)
         added = torch.randn(num_tokens, size, generator=generator)
         gates = torch.randn(num_tokens, 1, generator=generator)
-        expected = combine(outputs, order, weights)
+        expected = combine(outputs[order], order, weights)
         if shared:
             expected = expected + (gates.sigmoid() if gated else 1) * added
-        found = kernel(outputs, order, weights, added if shared else None, gates if gated else None)
+        found = kernel(outputs, weights, added if shared else None, gates if gated else None)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

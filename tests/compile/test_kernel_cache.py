@@ -159,7 +159,7 @@ from fastgen.compile.cache import KernelCache
 def stall(directory):
     (directory / "norm.so").write_bytes(b"half")
     print("building", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 
 KernelCache(Path({str(cache.directory)!r})).build("norm", {KEY!r}, "source", stall)
 """
@@ -212,7 +212,7 @@ for number in range(4):
 """
     processes = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for process in processes:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
     assert (tmp_path / "builds").read_text().count("built") == 4
     assert len(cache.entries()) == 4
@@ -260,11 +260,12 @@ def test_a_cache_that_cannot_be_written_is_replaced_with_one_warning(cache, make
     refuse(code, monkeypatch, cache.directory)
     with pytest.warns(UserWarning, match="FASTGEN_CACHE names another directory") as warned:
         entries = [build(cache, make, KEY | {"source": str(number)}) for number in range(3)]
-    assert len(warned) == 1
-    assert str(cache.directory) in str(warned[0].message)
-    assert os.strerror(code) in str(warned[0].message)
+    (said,) = (str(each.message) for each in warned if each.category is UserWarning)
+    assert str(cache.directory) in said
+    assert os.strerror(code) in said
     assert not any(entry.directory.is_relative_to(cache.directory) for entry in entries)
-    with warnings.catch_warnings(action="error"):  # what was there is still used, and what was built is found
+    # What was there is still used, and what was built is found.
+    with warnings.catch_warnings(action="error", category=UserWarning):
         assert cache.find("norm", KEY) == kept
         assert [cache.find("norm", KEY | {"source": str(number)}) for number in range(3)] == entries
         assert build(cache, make, KEY | {"source": "2"}) == entries[2]

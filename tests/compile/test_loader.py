@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,19 @@ def test_a_batch_is_built_once_each_and_in_order(tmp_path) -> None:
     assert entries[0] == entries[2]
     assert told == [(1, 2), (2, 2)]
     assert loader.build([]) == []
+
+
+def test_progress_is_told_one_at_a_time_and_in_order(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(CppBuilder, "build", lambda builder, spec, source: {})
+    specs = [a_norm(size=size) for size in range(1, 13)]
+    told: list[tuple[int, int]] = []
+
+    def slowly(*progress: int) -> None:
+        time.sleep(0.001)  # the others go on
+        told.append(progress)
+
+    KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path), num_jobs=6).build(specs, slowly)
+    assert told == [(done, 12) for done in range(1, 13)]
 
 
 def test_a_second_start_builds_nothing_whoever_asks(tmp_path, monkeypatch) -> None:
@@ -122,7 +136,7 @@ def run_alone(script: str | None) -> subprocess.CompletedProcess[str]:
     assert "import fastgen" not in text
     assert "from fastgen" not in text
     return subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=False, cwd="/", env=environment, timeout=120
+        [sys.executable, script], capture_output=True, text=True, check=False, cwd="/", env=environment, timeout=600
     )
 
 
@@ -248,7 +262,7 @@ def test_an_edited_source_takes_the_place_of_the_rendered_one(tmp_path, monkeypa
     x, weight, out = torch.randn(2, 64), torch.rand(64), torch.empty(2, 64)
     kernel(x, weight, None, out)
     torch.testing.assert_close(out, -rms_norm(x, weight, 1e-5))
-    with warnings.catch_warnings(action="error"):  # another kernel is none of its business
+    with warnings.catch_warnings(action="error", category=UserWarning):  # another kernel is none of its business
         loader.build([a_norm(size=8)])
     monkeypatch.delenv("FASTGEN_KERNEL_SOURCES")
     assert KernelLoader(CppBuilder("portable"), cache=loader.cache).build([spec]) == ours

@@ -22,7 +22,8 @@ from fastgen.compile.thread_pool import MAX_THREADS, ThreadPool, load_thread_poo
 from fastgen.errors import InvalidArgumentError
 
 CHUNK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
-DEADLINE_S = 30
+DEADLINE_S = 300
+"""For what comes at once on an idle machine: reached only where something hangs."""
 
 
 @pytest.fixture
@@ -122,12 +123,20 @@ def test_jobs_from_several_threads_do_not_mix(pool: ThreadPool) -> None:
 def test_idle_threads_sleep_and_take_no_signals(pool: ThreadPool) -> None:
     pool.resize(4)
     parallel_for(100, lambda chunk: None)
-    wait_until(lambda: [facts["State"][0] for facts in pool_threads().values()] == ["S"] * 3)
-    before = pool_threads()
-    time.sleep(0.1)
-    for key in ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"):  # nor do they wake to look for work
-        assert [facts[key] for facts in pool_threads().values()] == [facts[key] for facts in before.values()]
+
+    def all_sleep_on() -> bool:
+        """Nobody wakes to look for work. One that is about to sleep may still be on its way."""
+        before = pool_threads()
+        time.sleep(0.1)
+        after = pool_threads()
+        switches = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+        return [facts["State"][0] for facts in after.values()] == ["S"] * 3 and all(
+            after[name][key] == before.get(name, {}).get(key) for name in after for key in switches
+        )
+
+    wait_until(all_sleep_on)
     blocked = [int(facts["SigBlk"], 16) for facts in pool_threads().values()]
+    assert len(blocked) == 3
     assert all(mask >> (signal.SIGINT - 1) & 1 for mask in blocked)
 
 
@@ -136,7 +145,15 @@ def test_threads_go_when_the_pool_shrinks(pool: ThreadPool) -> None:
     wait_until(lambda: sorted(pool_threads()) == ["fastgen-1", "fastgen-2", "fastgen-3", "fastgen-4"])
     pool.resize(2)
     wait_until(lambda: sorted(pool_threads()) == ["fastgen-1"])
-    assert not pool_threads().keys() - {"fastgen-1"}
+
+
+def test_a_thread_told_to_go_while_it_begins_goes(pool: ThreadPool) -> None:
+    """Hundreds of times, since what is looked for is a moment: one who misses the word would never go, nor resize."""
+    for size in range(2, 8):
+        for _ in range(100):
+            pool.resize(size)
+            pool.resize(1)
+    wait_until(lambda: not pool_threads())
 
 
 @pytest.mark.parametrize("num_threads", [0, -1, MAX_THREADS + 1])
@@ -156,13 +173,17 @@ def test_a_forked_child_has_a_pool_of_its_own(pool: ThreadPool) -> None:
     parallel_for(10, lambda chunk: None)
     child = os.fork()
     if child == 0:
-        signal.alarm(DEADLINE_S)
-        done = Counter[int]()
-        size_at_first = pool.num_threads
-        parallel_for(10, lambda chunk: done.update([chunk]))
-        pool.resize(2)
-        parallel_for(10, lambda chunk: done.update([chunk]))
-        os._exit(0 if (size_at_first, pool.num_threads, done) == (1, 2, Counter([*range(10)] * 2)) else 1)
+        try:
+            signal.alarm(DEADLINE_S)
+            done = Counter[int]()
+            size_at_first = pool.num_threads
+            parallel_for(10, lambda chunk: done.update([chunk]))
+            pool.resize(2)
+            parallel_for(10, lambda chunk: done.update([chunk]))
+            is_right = (size_at_first, pool.num_threads, done) == (1, 2, Counter([*range(10)] * 2))
+            os._exit(0 if is_right else 1)
+        finally:
+            os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     assert pool.num_threads == 3
 

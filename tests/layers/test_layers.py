@@ -30,7 +30,7 @@ def linear(in_features: int, *out_features: int, biased: bool = True, seed: int 
 
 
 def table(num_rows: int, size: int, seed: int = 0) -> EmbeddingTable:
-    layer = EmbeddingTable(num_rows, size, dtype=torch.float32, out_dtype=torch.float32, device=CPU)
+    layer = EmbeddingTable(num_rows, size, dtype=torch.float32, device=CPU)
     fill(layer, seed)
     return layer
 

@@ -24,8 +24,9 @@ def needed(model: str, target: str, dtype: torch.dtype = torch.bfloat16, **chang
     return kernel_specs(spec, KernelLoader(make_builder(target)), dtype)
 
 
-def test_a_llama_norms_its_first_input_alone_and_from_then_on_with_the_residual() -> None:
-    first, others = needed("tiny-llama", "sm_90")
+@pytest.mark.parametrize("target", ["sm_90", "portable"])
+def test_a_llama_norms_its_first_input_alone_and_from_then_on_with_the_residual(target: str) -> None:
+    first, others = (spec for spec in needed("tiny-llama", target) if spec.op == "rms_norm")
     assert first.parameters["residual"] is False
     assert first.needed_by == ("llama: model.layers.residual.attend.norm",)
     assert others.parameters["residual"] is True
@@ -45,10 +46,11 @@ def test_the_number_of_layers_makes_no_difference(target) -> None:
 
 
 def test_sizes_and_features_come_from_the_configuration() -> None:
-    for spec in needed("tiny-opt", "gfx942", torch.float16, hidden_size=192, word_embed_proj_dim=192):
-        assert (spec.op, spec.target) == ("layer_norm", "triton")
-        assert spec.parameters["bias"] is True
-        assert (spec.parameters["H"], spec.parameters["dtype"]) == (192, "fp16")
+    specs = needed("tiny-opt", "gfx942", torch.float16, hidden_size=192, word_embed_proj_dim=192)
+    norms = [spec for spec in specs if "norm" in spec.op]
+    assert {(spec.op, spec.target, spec.parameters["bias"]) for spec in norms} == {("layer_norm", "triton", True)}
+    assert {(spec.parameters["H"], spec.parameters["dtype"]) for spec in norms} == {(192, "fp16")}
+    assert {spec.op for spec in specs} >= {"attention", "qkv", "embedding", "activation", "few_row_linear"}
 
 
 @pytest.mark.parametrize("model", BUILTINS)

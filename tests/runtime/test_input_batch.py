@@ -66,7 +66,7 @@ def example() -> tuple[InputBatch, list[Sequence]]:
 def build_example(inputs: InputBatch, sequences: list[Sequence]) -> tuple[RaggedBatch, list[Sequence]]:
     chunk, long, short = sequences
     # the decodes' last tokens have been sampled a step ago, and are still on the device
-    inputs._device["logits_seats"][:2] = torch.tensor([1, 2], dtype=torch.int32)
+    inputs._device["logits_seats"][:2] = torch.tensor([1, 2])
     inputs.store_sampled([68, 72], [long, short])
     long.token_ids.append(68)
     short.token_ids.append(72)

@@ -264,17 +264,17 @@ def test_logits_that_are_not_numbers_end_only_their_request(llm: LLM, monkeypatc
 
 def test_a_step_that_fails_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = llm.generate(PROMPT, max_new_tokens=9, ignore_eos=True).token_ids
-    model = llm._engine.runner.model
-    forward, num_calls = model.forward, 0
+    forward = llm._engine.runner.forward
+    hidden, num_calls = forward.hidden, 0
 
     def fails_once(*arguments):  # type: ignore[no-untyped-def]
         nonlocal num_calls
         num_calls += 1
         if num_calls == 3:
             raise RuntimeError("a kernel failed")
-        return forward(*arguments)
+        return hidden(*arguments)
 
-    monkeypatch.setattr(model, "forward", fails_once)
+    monkeypatch.setattr(forward, "hidden", fails_once)
     with pytest.raises(RuntimeError, match="a kernel failed"):
         llm.generate([PROMPT, [8] * 70], max_new_tokens=9)
     assert_idle(llm)
@@ -588,25 +588,25 @@ def test_ctrl_c_is_not_lost_where_the_step_fails() -> None:
 @pytest.mark.parametrize("during", ["step", "between"])
 def test_ctrl_c_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch, during: str) -> None:
     expected = llm.generate(PROMPT, max_new_tokens=9, ignore_eos=True).token_ids
-    model = llm._engine.runner.model
-    forward, num_calls = model.forward, 0
+    forward = llm._engine.runner.forward
+    hidden, num_calls = forward.hidden, 0
 
     def interrupts(*arguments):  # type: ignore[no-untyped-def]
         nonlocal num_calls
         num_calls += 1
-        hidden = forward(*arguments)
+        computed = hidden(*arguments)
         if num_calls == 3:
             signal.raise_signal(signal.SIGINT)
             time.sleep(0)  # were it not held back, it would be raised here, with the step half done
             assert during
-        return hidden
+        return computed
 
     def step_and_interrupt() -> None:
         step()
         signal.raise_signal(signal.SIGINT)
 
     if during == "step":
-        monkeypatch.setattr(model, "forward", interrupts)
+        monkeypatch.setattr(forward, "hidden", interrupts)
     else:
         step = llm._step
         monkeypatch.setattr(llm, "_step", step_and_interrupt)

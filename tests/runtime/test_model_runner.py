@@ -12,6 +12,7 @@ from fastgen.compile.ops.embedding import resolve_token_ids
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
+from fastgen.runtime.forward import Forward
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.model_runner import ModelRunner, StepOutput
@@ -52,9 +53,8 @@ class Bench:
         inputs = InputBatch(
             token_budget=token_budget, max_num_seqs=4, num_groups=1, max_blocks=80, block_size=4, device=CPU
         )
-        self.runner = ModelRunner(
-            cast(CausalLM, self.model), cast(PagedKVCache, None), inputs, Sampler(frozenset({VOCAB_SIZE - 1}))
-        )
+        forward = Forward(cast(CausalLM, self.model), cast(PagedKVCache, None))
+        self.runner = ModelRunner(forward, inputs, Sampler(frozenset({VOCAB_SIZE - 1})))
         kv = KVCacheManager(num_blocks, 4)
         self.scheduler = Scheduler(kv, token_budget=token_budget, max_num_seqs=4)
         self.num_requests = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
@@ -57,8 +58,11 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tenso
     return out
 
 
-def linear_spec(weight: WeightFormat, arch: str, *, needed_by: tuple[str, ...] = ()) -> KernelSpec:
-    """The kernel for every layer whose weights have this format, of any size, for :class:`LinearKernel`.
+def linear_spec(
+    weight: WeightFormat, arch: str, *, routed: bool = False, needed_by: tuple[str, ...] = ()
+) -> KernelSpec:
+    """The kernel for every layer whose weights have this format, of any size, for :class:`LinearKernel`, or where it is
+    ``routed`` for :class:`fastgen.compile.ops.moe_cpp.RoutedLinearKernel`.
 
     ``arch`` is the instruction set, one of :data:`fastgen.compile.build_cpp.CPP_ARCHES`. The kernel runs on the pool:
     :func:`fastgen.compile.thread_pool.load_thread_pool` comes first.
@@ -67,20 +71,25 @@ def linear_spec(weight: WeightFormat, arch: str, *, needed_by: tuple[str, ...] =
     arguments = [
         Argument("x", "fp32", "in"),
         Argument("x_stride", "i64", "scalar"),
-        Argument("num_rows", "i64", "scalar"),
+        *([] if routed else [Argument("x_group_stride", "i64", "scalar")]),
+        *([] if routed and not in_integers else [Argument("num_rows", "i64", "scalar")]),
+        *([Argument(name, "i64", "in") for name in ("order", "first_rows")] if routed else []),
+        *([Argument("choices_per_row", "i64", "scalar")] if routed else []),
+        Argument("num_groups", "i64", "scalar"),
         *([Argument("workspace", "u8", "out")] if in_integers else []),
         Argument("weights", "u8", "in"),
         Argument("scale", "fp32", "in"),
         Argument("bias", "fp32", "in"),
         Argument("y", "fp32", "out"),
         Argument("y_stride", "i64", "scalar"),
+        *([] if routed else [Argument("y_group_stride", "i64", "scalar")]),
         Argument("in_features", "i64", "scalar"),
         Argument("out_features", "i64", "scalar"),
     ]
     return KernelSpec(
         op="linear",
         target="cpp",
-        parameters={"weight": weight, "arch": arch, "panel": PANELS[arch]},
+        parameters={"weight": weight, "arch": arch, "panel": PANELS[arch], "routed": routed},
         arguments=tuple(arguments),
         template="linear_int" if in_integers else "linear_float",
         needed_by=needed_by,
@@ -91,39 +100,60 @@ class LinearKernel:
     """Launches a kernel of :func:`linear_spec`: ``x Wᵀ + b``, in fp32 beside the weights.
 
     An output's bits depend on its row of ``x``, its weights and the instruction set alone. ``max_rows`` and
-    ``max_in_features`` bound the rows that integer formats quantise at once. Two threads need a launcher each.
+    ``max_in_features`` bound the rows, those of each group counted, that integer formats quantise at once. Two threads
+    need a launcher each.
     """
 
     def __init__(self, kernel: Kernel, max_rows: int, max_in_features: int):
         self._kernel = kernel
         self._format = cast(WeightFormat, kernel.spec.parameters["weight"])
         self._arch = str(kernel.spec.parameters["arch"])
+        self._names = [argument.name for argument in kernel.spec.arguments]
         self._max_rows, self._max_in_features = max_rows, max_in_features
-        self._workspace: list[Tensor] = []
-        if self._format in ("int8", "int4"):
-            row_bytes = (max_in_features // GROUP + 1) * (GROUP + 8) + 128
-            self._workspace = [torch.empty(max_rows * row_bytes, dtype=torch.uint8)]
+        row_bytes = (max_in_features // GROUP + 1) * (GROUP + 8) + 128 if self._format in ("int8", "int4") else 0
+        self._workspace = torch.empty(max_rows * row_bytes, dtype=torch.uint8)
 
-    def pack(self, out_features: int, in_features: int) -> PackedWeight:
+    def pack(self, out_features: int, in_features: int, *, num_groups: int = 1) -> PackedWeight:
         """An empty weight in the kernel's format."""
-        return PackedWeight(self._format, out_features, in_features, self._arch)
+        return PackedWeight(self._format, out_features, in_features, self._arch, num_groups=num_groups)
 
     def __call__(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None:
-        """``x [T, in]`` and ``out [T, out]``, fp32 with rows contiguous in themselves. Raises ``ValueError``."""
+        """``x [T, in]`` and ``out [T, out]``, or ``[T, N, in]`` and ``[T, N, out]`` for a weight of ``N`` groups; fp32,
+        rows contiguous in themselves. Raises ``ValueError``."""
         if len(x):
             self._kernel((), *self.arguments(x, weight, out))
 
-    def arguments(self, x: Tensor, weight: PackedWeight, out: Tensor) -> tuple[Tensor | int, ...]:
+    def arguments(self, x: Tensor, weight: PackedWeight, out: Tensor) -> list[Tensor | int]:
         """The kernel's own arguments for these. Raises ``ValueError`` where they do not fit it."""
-        num_rows, in_features = x.shape
-        is_contiguous = x.stride(1) == 1 and out.stride(1) == 1
-        if in_features != weight.in_features or out.shape != (num_rows, weight.out_features) or not is_contiguous:
-            expected = f"({num_rows}, {weight.in_features}) and ({num_rows}, {weight.out_features})"
-            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)}: expected {expected}, their rows contiguous")
+        rows = (len(x),) if x.ndim == 2 and weight.num_groups == 1 else (len(x), weight.num_groups)
+        groups = {"x_group_stride": x.stride(-2), "y_group_stride": out.stride(-2)}
+        return self.fitting(x, weight, out, rows, rows, num_rows=len(x), **groups)
+
+    def fitting(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        out: Tensor,
+        x_rows: tuple[int, ...],
+        out_rows: tuple[int, ...],
+        **given: Tensor | int,
+    ) -> list[Tensor | int]:
+        """The kernel's arguments, those that are not of ``x``, ``weight`` and ``out`` as they are given.
+
+        Raises ``ValueError`` where ``x`` is not ``[*x_rows, in]`` or ``out`` not ``[*out_rows, out]``, and where the
+        kernel was made for something else.
+        """
+        expected, expected_out = (*x_rows, weight.in_features), (*out_rows, weight.out_features)
+        is_contiguous = x.stride(-1) == 1 and out.stride(-1) == 1
+        if x.shape != expected or out.shape != expected_out or not is_contiguous:
+            found = f"x {tuple(x.shape)}, out {tuple(out.shape)}"
+            raise ValueError(f"{found}: expected {expected} and {expected_out}, their rows contiguous")
         if weight.format != self._format or weight.arch != self._arch:
             raise ValueError(f"weights in {weight.format} for {weight.arch}, the kernel is {self._kernel.spec.name}")
-        if num_rows > self._max_rows or in_features > self._max_in_features:
+        is_too_large = math.prod(x_rows) > self._max_rows or weight.in_features > self._max_in_features
+        if is_too_large and len(self._workspace):
             raise ValueError(f"x {tuple(x.shape)}: made for at most {self._max_rows} x {self._max_in_features}")
-        sizes = (out.stride(0), in_features, weight.out_features)
-        pointers = (*self._workspace, weight.panels, weight.scale, weight.bias, out)
-        return (x, x.stride(0), num_rows, *pointers, *sizes)
+        given |= {"x": x, "x_stride": x.stride(0), "y": out, "y_stride": out.stride(0), "workspace": self._workspace}
+        given |= {"weights": weight.panels, "scale": weight.scale, "bias": weight.bias, "num_groups": weight.num_groups}
+        given |= {"in_features": weight.in_features, "out_features": weight.out_features}
+        return [given[name] for name in self._names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from copy import copy
 from typing import Literal, get_args
 
 import torch
@@ -16,7 +17,8 @@ from fastgen.errors import InvalidArgumentError
 WeightFormat = Literal["fp32", "bf16", "fp16", "int8_weight_only", "int8", "int4"]
 PANELS = {"avx512vnni": 32, "avx512": 32, "avx2": 16, "portable": 16}
 """By instruction set, how many outputs' weights lie side by side."""
-_LANES = {"avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
+LANES = {"avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
+"""By instruction set, how many 32-bit numbers a vector has."""
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SCALED = ("int8_weight_only", "int8")
 _MAX_IN_FEATURES = (2**31 - 1) // 127**2  # so that a sum of products of 8 bits has room in 32
@@ -25,17 +27,22 @@ _PIECE = 4 << 20  # weights converted at a time
 
 
 class PackedWeight:
-    """``weight [out_features, in_features]`` and ``bias [out_features]`` of one layer, packed for one instruction set.
+    """``weight [out_features, in_features]`` and ``bias [out_features]`` of one layer, packed for one instruction set,
+    or of ``num_groups`` alike, one after the other: of a head each, or an expert.
 
     Written by rows as they come, from any float dtype, in pieces, so that next to the packed weights only the rows at
-    hand exist. Rows and biases that were never written are zero. The memory is the process's own, in huge pages where
-    the system has them, and goes when the object and all its tensors do.
+    hand exist; where there are groups, each by itself (:meth:`group`). Rows and biases that were never written are
+    zero. The memory is the process's own, in huge pages where the system has them, and goes when the object and all
+    its tensors do.
 
-    ``panels`` holds bytes, ``[num_panels, bytes]``, in the order that ``templates/cpp/linear_float.cpp.j2`` and
-    ``linear_int.cpp.j2`` describe; ``scale`` and ``bias`` fp32, one for each output, the last panel's padding included.
+    ``panels`` holds bytes, ``[num_groups * num_panels, bytes]``, in the order that ``linear_float.cpp.j2`` and
+    ``linear_int.cpp.j2`` of ``templates/cpp`` describe; ``scale`` and ``bias`` fp32, one for each output, the padding
+    of each group's last panel included.
     """
 
-    def __init__(self, weight_format: WeightFormat, out_features: int, in_features: int, arch: str):
+    def __init__(
+        self, weight_format: WeightFormat, out_features: int, in_features: int, arch: str, *, num_groups: int = 1
+    ):
         if weight_format not in get_args(WeightFormat):
             raise InvalidArgumentError(f"weight format {weight_format!r}: expected {', '.join(get_args(WeightFormat))}")
         most = _MAX_IN_FEATURES if weight_format == "int8" else sys.maxsize
@@ -44,9 +51,9 @@ class PackedWeight:
                 f"a weight of {out_features} x {in_features} cannot be packed in {weight_format}"
             )
         self.format, self.arch = weight_format, arch
-        self.out_features, self.in_features = out_features, in_features
-        self._panel, self._lanes = PANELS[arch], _LANES[arch]
-        num_panels = -(-out_features // self._panel)
+        self.out_features, self.in_features, self.num_groups = out_features, in_features, num_groups
+        self._panel, self._lanes = PANELS[arch], LANES[arch]
+        num_panels = num_groups * -(-out_features // self._panel)
         self.panels = _allocate(num_panels * self._panel_bytes()).view(num_panels, -1)
         self.scale = torch.zeros(num_panels * self._panel if weight_format in _SCALED else 0)
         self.bias = torch.zeros(num_panels * self._panel)
@@ -55,6 +62,15 @@ class PackedWeight:
     def size_bytes(self) -> int:
         """What a forward pass reads."""
         return self.panels.nbytes + self.scale.nbytes + self.bias.nbytes
+
+    def group(self, index: int) -> PackedWeight:
+        """One of the groups, as a weight of its own in the same memory."""
+        one, num_panels = copy(self), len(self.panels) // self.num_groups
+        one.num_groups = 1
+        one.panels = self.panels[index * num_panels : (index + 1) * num_panels]
+        outputs = slice(index * num_panels * self._panel, (index + 1) * num_panels * self._panel)
+        one.scale, one.bias = self.scale[outputs], self.bias[outputs]
+        return one
 
     def write(self, start: int, rows: Tensor) -> None:
         """Packs ``rows [n, in_features]`` as outputs ``start`` to ``start + n``. Raises ``ValueError``."""
@@ -178,7 +194,7 @@ def _tensors(values: Tensor | Quantized) -> tuple[Tensor, ...]:
 
 def _allocate(size_bytes: int) -> Tensor:
     """Zeroed bytes, at the start of a huge page."""
-    memory = mmap.mmap(-1, size_bytes + _HUGE_PAGE)
+    memory = mmap.mmap(-1, size_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,222 @@
+"""The kernels that layers of a model ask the ``triton`` target for, by their part of the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fastgen.compile.ops.activation_triton import TritonActivation, triton_activation_spec
+from fastgen.compile.ops.alibi import Alibi
+from fastgen.compile.ops.attention import AttentionPlan, PagedAttention
+from fastgen.compile.ops.attention_specs import AttentionShape, attention_specs
+from fastgen.compile.ops.embedding import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
+from fastgen.compile.ops.few_row_linear import FewRowShape
+from fastgen.compile.ops.linear_triton import TritonLinear
+from fastgen.compile.ops.norm import NormKernel, norm_spec
+from fastgen.compile.ops.qkv_triton import TritonQkv, triton_qkv_spec
+from fastgen.compile.recording import library_call
+from fastgen.compile.spec import dtype_name
+from fastgen.compile.target import Target
+from fastgen.layers.attention import Attend, Prepare
+from fastgen.layers.embedding import EmbeddingTable, Stored
+from fastgen.layers.head import Cap
+from fastgen.layers.mlp import Activate
+from fastgen.layers.ragged_batch import RaggedBatch
+from fastgen.layers.residual import Add, DeferredAdd
+from fastgen.models.layer_kernels import qk_norm
+from fastgen.models.spec import AttentionSpec, EmbeddingSpec, HeadSpec, LinearSpec, MlpSpec, NodeRef, NormSpec
+
+
+@dataclass
+class TritonLayerKernels:
+    """``dtype`` is the model's; ``recipe`` its name. Attentions of one shape share a plan: :attr:`plans`."""
+
+    target: Target
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int
+    recipe: str
+    plans: dict[object, AttentionPlan] = field(default_factory=dict)
+    _workspaces: dict[int, Tensor] = field(default_factory=dict)
+
+    def asking(self, node: NodeRef) -> tuple[str, ...]:
+        """What generated kernels say about who asked for them."""
+        return (f"{self.recipe}: {node.path}",)
+
+    @property
+    def dtype_name(self) -> str:
+        return dtype_name(self.dtype)
+
+    def embedding_kernels(self, spec: EmbeddingSpec, tokens: EmbeddingTable, scale: float | None) -> TritonEmbedding:
+        size, asking = tokens.size, self.asking(spec.node)
+        positions, offset = spec.positions, None
+        if positions is not None and spec.project is None:
+            offset = positions.offset
+        look_up = embedding_spec(
+            size, self.dtype_name, scale=1.0 if scale is None else scale, position_offset=offset, needed_by=asking
+        )
+        gather = None
+        if positions is not None and offset is None:
+            gather = row_gather_spec(positions.weight.shape[1], self.dtype_name, needed_by=self.asking(positions.node))
+        return TritonEmbedding(
+            self.dtype,
+            EmbeddingKernel(self.target.kernel(look_up)),
+            None if gather is None else RowGatherKernel(self.target.kernel(gather)),
+            positions.offset if positions else 0,
+        )
+
+    def add_kernel(self, scale: float | None, node: NodeRef) -> Add:
+        """By the library: a sum is all it is."""
+
+        def add(x: Tensor, y: Tensor) -> Tensor:
+            library_call(torch.add, x, y, alpha=1 if scale is None else scale, out=x)
+            return x
+
+        return add
+
+    def linear_kernel(self, parts: Sequence[LinearSpec]) -> TritonLinear:
+        """For parts stacked into one matrix."""
+        out_features, biased = sum(part.out_features for part in parts), any(part.bias for part in parts)
+        shape = FewRowShape(out_features, parts[0].in_features, self.dtype_name, bias=biased)
+        return self._linear(shape, parts[0].node)
+
+    def head_kernel(self, num_rows: int, size: int, node: NodeRef) -> TritonLinear:
+        """To logits, without their bias."""
+        return self._linear(FewRowShape(num_rows, size, self.dtype_name, out_dtype="fp32"), node)
+
+    def _linear(self, shape: FewRowShape, node: NodeRef) -> TritonLinear:
+        return TritonLinear(
+            shape,
+            self.target.kernel,
+            self._workspace,
+            arch=self.target.arch,
+            needed_by=self.asking(node),
+        )
+
+    def _workspace(self, numel: int) -> Tensor:
+        if numel not in self._workspaces:
+            self._workspaces[numel] = torch.empty(numel, dtype=torch.float32, device=self.device)
+        return self._workspaces[numel]
+
+    def norm_kernel(self, spec: NormSpec, added: DeferredAdd | None = None) -> NormKernel:
+        """With what is ``added`` to the stream that it reads."""
+        kernel = norm_spec(
+            "triton",
+            spec.kind,
+            spec.size,
+            self.dtype_name,
+            spec.eps,
+            weight=spec.weight is not None,
+            bias=spec.bias is not None,
+            offset=spec.offset,
+            residual=added is not None,
+            scale=1.0 if added is None or added.scale is None else added.scale,
+            needed_by=self.asking(spec.node),
+        )
+        return NormKernel(self.target.kernel(kernel))
+
+    def activation_kernel(self, spec: MlpSpec) -> Activate:
+        num_features, gated = spec.up.out_features, spec.gate is not None
+        kernel = triton_activation_spec(
+            spec.activation, num_features, self.dtype_name, gated=gated, needed_by=self.asking(spec.node)
+        )
+        activation = TritonActivation(self.target.kernel(kernel))
+
+        def activate(x: Tensor) -> Tensor:
+            out = x.new_empty(len(x), num_features)
+            activation(x, out)
+            return out
+
+        return activate
+
+    def attention_kernels(self, spec: AttentionSpec, alibi: Alibi | None) -> tuple[Prepare, Attend]:
+        """What computes all between the projections."""
+        asking = self.asking(spec.q.node)
+        prepare = triton_qkv_spec(
+            self.dtype_name,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rotary_dim=spec.rotary.dim if spec.rotary else 0,
+            interleaved=spec.rotary is not None and spec.rotary.kind == "interleaved",
+            q_norm=qk_norm(spec.q_norm),
+            k_norm=qk_norm(spec.k_norm),
+            needed_by=asking,
+        )
+        shape = AttentionShape(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            self.block_size,
+            self.dtype_name,
+            spec.scale,
+            q_stride=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
+            sliding_window=spec.sliding_window,
+            alibi=None if alibi is None else "scaled" if alibi.scaled else "plain",
+            alibi_dtype="fp32" if alibi is None else dtype_name(alibi.slopes.dtype),
+            softcap=spec.softcap,
+        )
+        attend = self._attend(shape, asking)
+        slopes = None if alibi is None else alibi.slopes
+
+        def with_slopes(*given: Tensor) -> None:
+            attend(*given, slopes=slopes)
+
+        return TritonQkv(self.target.kernel(prepare)), with_slopes
+
+    def _attend(self, shape: AttentionShape, asking: tuple[str, ...]) -> PagedAttention:
+        specs = attention_specs(shape, max_num_seqs=self.target.max_num_seqs, arch=self.target.arch, needed_by=asking)
+        # All that a plan depends on; what else distinguishes attentions does not show in it.
+        key = (specs.plan, shape.num_kv_heads, shape.v_dim, specs.decode)
+        if key not in self.plans:
+            self.plans[key] = AttentionPlan(
+                specs,
+                self.target.kernel,
+                token_budget=self.target.max_rows,
+                max_num_seqs=self.target.max_num_seqs,
+                num_sms=self.target.num_sms,
+                device=self.device,
+            )
+        return PagedAttention(specs, self.target.kernel, self.plans[key])
+
+    def softcap_kernel(self, spec: HeadSpec) -> Cap:
+        """By the library: it is a small part of a head's work."""
+        cap = spec.softcap
+        assert cap is not None
+
+        def apply(x: Tensor) -> Tensor:
+            library_call(torch.div, x, cap, out=x)
+            library_call(torch.tanh, x, out=x)
+            library_call(torch.mul, x, cap, out=x)
+            return x
+
+        return apply
+
+
+class TritonEmbedding:
+    """A model's :class:`fastgen.layers.embedding.EmbeddingKernels`.
+
+    ``look_up`` adds positions, except where a projection comes between: then ``gather`` finds them.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, look_up: EmbeddingKernel, gather: RowGatherKernel | None, position_offset: int
+    ):
+        self.dtype = dtype
+        self._look_up, self._gather, self._offset = look_up, gather, position_offset
+
+    def look_up(self, batch: RaggedBatch, tokens: Stored, positions: Stored | None, out: Tensor) -> None:
+        assert isinstance(tokens, Tensor)
+        assert positions is None or isinstance(positions, Tensor)
+        ids = (batch.input_ids, batch.token_source, batch.sampled_ids)
+        self._look_up(*ids, tokens, out, batch.positions, positions)
+
+    def add_positions(self, batch: RaggedBatch, positions: Stored, x: Tensor) -> None:
+        assert self._gather is not None
+        assert isinstance(positions, Tensor)
+        rows = torch.empty_like(x)
+        self._gather(batch.positions, positions[self._offset :], rows)
+        library_call(torch.add, x, rows, out=x)

@@ -1,0 +1,107 @@
+"""An engine put together: kernels built, weights in place, memory taken, graphs captured."""
+
+from __future__ import annotations
+
+import torch
+
+from fastgen.compile.cuda_graph import GraphPool
+from fastgen.compile.ops.packed_weight import WeightFormat
+from fastgen.compile.target import Target
+from fastgen.layers.kv_cache import PagedKVCache
+from fastgen.models.builder import build, kv_groups, kv_shapes
+from fastgen.models.causal_lm import CausalLM
+from fastgen.models.checkpoint import Checkpoint, load_weights
+from fastgen.models.spec import ModelSpec
+from fastgen.runtime.config import EngineConfig
+from fastgen.runtime.engine import Engine
+from fastgen.runtime.forward import CapturedForward, Forward, Results, TapedForward
+from fastgen.runtime.input_batch import InputBatch
+from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.model_runner import ModelRunner
+from fastgen.runtime.policies.splitfuse import captured_sizes
+from fastgen.runtime.progress import progress_bar
+from fastgen.runtime.sampler import Sampler, sampling_kernel
+from fastgen.runtime.scheduler import Scheduler
+from fastgen.runtime.text import TextCodec
+
+
+def build_engine(
+    spec: ModelSpec,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    codec: TextCodec,
+    dtype: torch.dtype,
+    device: torch.device,
+    target: Target,
+    weight_format: WeightFormat | None,
+) -> Engine:
+    """The engine of the model in ``checkpoint``, which runs on ``target``; progress is shown on a terminal."""
+    model, slots = build(
+        spec,
+        dtype=dtype,
+        device=device,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        target=target,
+        weight_format=weight_format,
+    )
+    kernel = sampling_kernel(target, spec.vocab_size, max_rows=config.max_num_seqs)
+    with progress_bar("kernels", enabled=bool(target.specs())) as kernel_progress:
+        target.build(kernel_progress)
+    with progress_bar("weights", unit="B") as progress:
+        load_weights(checkpoint, slots, ignored=spec.ignored_tensors, progress=progress)
+    kv_cache = PagedKVCache(
+        kv_groups(spec),
+        kv_shapes(spec),
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        dtype=dtype,
+        device=device,
+        feature_major=target.name == "cpp",
+    )
+    input_batch = InputBatch(
+        token_budget=config.token_budget,
+        max_num_seqs=config.max_num_seqs,
+        num_groups=config.num_kv_groups,
+        max_blocks=config.max_blocks,
+        block_size=config.block_size,
+        device=device,
+        pads=target.name != "cpp",
+    )
+    results = Results(spec.hidden_size, spec.vocab_size, target.activation_dtype(dtype), device)
+    forward = _forward(model, kv_cache, input_batch, results, config, target)
+    return Engine(
+        ModelRunner(forward, input_batch, Sampler(codec.eos_token_ids, kernel)),
+        Scheduler(
+            KVCacheManager(config.num_blocks, config.block_size, config.num_kv_groups),
+            token_budget=config.token_budget,
+            max_num_seqs=config.max_num_seqs,
+        ),
+        vocab_size=spec.vocab_size,
+        max_model_len=config.max_model_len,
+        eos_token_ids=codec.eos_token_ids,
+        new_detokenizer=codec.new_detokenizer if codec.has_tokenizer else None,
+    )
+
+
+def _forward(
+    model: CausalLM,
+    kv_cache: PagedKVCache,
+    input_batch: InputBatch,
+    results: Results,
+    config: EngineConfig,
+    target: Target,
+) -> Forward:
+    if target.loader is None:
+        return Forward(model, kv_cache)
+    pool = GraphPool(results.device, target.loader)
+    sizes, row_sizes = captured_sizes(config.token_budget), captured_sizes(config.max_num_seqs)
+    if target.name == "cpp":
+        return TapedForward(
+            model, kv_cache, pool, input_batch.views, results, sizes=sizes, max_rows=config.max_num_seqs
+        )
+    forward = CapturedForward(model, kv_cache, pool, input_batch.views, results, sizes=sizes, row_sizes=row_sizes)
+    with progress_bar("graphs") as progress, torch.inference_mode():
+        forward.capture(progress)
+    target.loader.fence.close()
+    return forward

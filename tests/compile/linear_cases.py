@@ -1,0 +1,171 @@
+"""Linear layers in C++ and the arithmetic that they stand for: formats, instruction sets, drawn weights."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen.compile import device
+from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.loader import KernelLoader
+from fastgen.compile.ops.linear import LinearKernel, linear, linear_spec
+from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat
+from fastgen.compile.ops.quantization import (
+    linear_int4,
+    linear_int8,
+    linear_int8_weight_only,
+    quantize_channels,
+    quantize_groups,
+)
+from fastgen.compile.render import render
+from fastgen.compile.spec import KernelSpec
+from fastgen.compile.thread_pool import ThreadPool, load_thread_pool, thread_pool_spec
+
+HERE = cpp_arch(device.current("cpu"))
+FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
+"""Those whose instructions this machine has."""
+ONCE = [(HERE, each) for each in FORMATS] + [
+    (arch, each) for arch in ARCHES[1:] if arch != "avx512" for each in ("fp32", "int8")
+]
+KERNELS = [pytest.param((arch, each), id=f"{arch}-{each}") for arch, each in ONCE] + [
+    pytest.param((arch, each), id=f"{arch}-{each}", marks=pytest.mark.slow)
+    for arch in ARCHES
+    for each in FORMATS
+    if (arch, each) not in ONCE
+]
+TOLERANCE = {"int8": 1e-7, "int4": 1e-6}
+"""Of the sum of the products' magnitudes. In int8 only the last three operations are rounded, in both alike."""
+MAX_ROWS, MAX_IN = 300, 5000
+
+
+@cache
+def loader(arch: str) -> KernelLoader:
+    loader = KernelLoader(CppBuilder(arch))
+    load_thread_pool(loader)
+    return loader
+
+
+def pool_as_it_was() -> Iterator[ThreadPool]:
+    """For a fixture: the pool, whose size the test may change."""
+    pool = load_thread_pool(loader(HERE))
+    before = pool.num_threads
+    yield pool
+    pool.resize(before)
+
+
+class Layer:
+    """Kernels of one format for one instruction set, and the arithmetic that they stand for."""
+
+    def __init__(self, arch: str, weight_format: WeightFormat):
+        self.arch, self.format = arch, weight_format
+        self.kernel = LinearKernel(loader(arch).load(linear_spec(weight_format, arch)), MAX_ROWS, MAX_IN)
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+        packed = PackedWeight(self.format, *weight.shape, self.arch)
+        packed.write(0, weight)
+        if bias is not None:
+            packed.write_bias(0, bias)
+        return packed
+
+    def run(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        out = torch.full((len(x), packed.out_features), torch.nan)
+        self.kernel(x, packed, out)
+        return out
+
+    def reference(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.format == "int8":
+            return linear_int8(x, quantize_channels(weight), bias)
+        if self.format == "int4":
+            return linear_int4(x, quantize_groups(weight), bias)
+        if self.format == "int8_weight_only":
+            return linear_int8_weight_only(x, quantize_channels(weight), bias)
+        return linear(x.double(), weight.to(FLOATS[self.format]).double(), None if bias is None else bias.double())
+
+    def assert_right(self, found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, where: str) -> None:
+        """Whether ``found`` is what the reference makes of these."""
+        products = x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.abs())
+        error = (found.double() - self.reference(x, weight, bias).double()).abs() / products.clamp(min=1e-30)
+        assert not (error > TOLERANCE.get(self.format, 1e-6)).any(), (where, error.max().item())
+        assert not found.isnan().any(), where
+
+
+def draw(seed: int, num_rows: int, out_features: int, in_features: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows and weights of very different sizes, so that a value in another's place shows."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, in_features, generator=generator)
+    x *= torch.logspace(-2, 2, num_rows)[:, None]
+    weight = torch.randn(out_features, in_features, generator=generator)
+    weight *= torch.logspace(-2, 1, out_features)[torch.randperm(out_features, generator=generator), None]
+    return x, weight, torch.randn(out_features, generator=generator)
+
+
+SANITIZED = """
+#include <cstdlib>
+#include <vector>
+template <class T>
+static T* exactly(size_t count) {  // so that one past the end is found
+    T* memory = static_cast<T*>(std::aligned_alloc(alignof(T), count * sizeof(T)));
+    for (size_t i = 0; i < count; ++i) memory[i] = T(i % 7) - T(3);
+    return memory;
+}
+static void run(int64_t num_rows, int64_t in_features, int64_t out_features, int64_t num_groups) {
+    const int64_t num_panels = num_groups * ((out_features + PANEL - 1) / PANEL);
+    const int64_t num_steps = (in_features + K_STEP - 1) / K_STEP, choices_per_row = 2;
+    const int64_t x_group_stride = in_features, y_group_stride = out_features;
+    const int64_t x_rows = ROUTED ? num_rows : num_rows * num_groups;
+    const int64_t y_rows = ROUTED ? num_rows * choices_per_row : num_rows * num_groups;
+    const int64_t x_stride = x_rows / num_rows * in_features, y_stride = (ROUTED ? 1 : num_groups) * out_features;
+    float *x = exactly<float>(x_rows * in_features), *y = exactly<float>(y_rows * out_features);
+    uint8_t* weights = exactly<uint8_t>(num_panels * num_steps * PANEL_BYTES_PER_STEP);
+    float *scale = exactly<float>(num_panels * PANEL), *bias = exactly<float>(num_panels * PANEL);
+    uint8_t* workspace = exactly<uint8_t>(x_rows * ((in_features / 32 + 1) * 40 + 128));
+    int64_t *order = exactly<int64_t>(y_rows), *first_rows = exactly<int64_t>(num_groups + 1);
+    for (int64_t group = 0, place = 0; group < num_groups; ++group) {  // of squares, so some groups are empty
+        first_rows[group] = place;
+        for (int64_t choice = 0; choice < y_rows; ++choice) {
+            if (choice * choice % num_groups == group) order[place++] = choice;
+        }
+        first_rows[group + 1] = place;
+    }
+    CALL;
+    free(x), free(y), free(weights), free(scale), free(bias), free(workspace), free(order), free(first_rows);
+}
+int main() {
+    fastgen_set_num_threads(3);
+    for (int64_t num_groups : {1, 3}) {
+        for (int64_t num_rows : {1, 2, 5, 12, 13, 25, 101}) {
+            for (int64_t in_features : {1, 33, 130, 2100}) {
+                for (int64_t out_features : {1, 16, 33, 200}) run(num_rows, in_features, out_features, num_groups);
+            }
+        }
+    }
+    std::puts("done");
+}
+"""
+
+
+def sanitize(spec: KernelSpec, directory: Path) -> None:
+    """Runs the kernel of :func:`linear_spec` for many sizes, memory and arithmetic watched."""
+    arguments = ", ".join(argument.name for argument in spec.arguments)
+    main = SANITIZED.replace("CALL", f"{spec.name}({arguments})")
+    (directory / "pool.cpp").write_text(render(thread_pool_spec()))
+    (directory / "main.cpp").write_text(
+        '#include <cstdio>\n#include <type_traits>\nextern "C" int fastgen_set_num_threads(int);\n'
+        + render(spec)
+        + main.replace("ROUTED", "true" if spec.parameters["routed"] else "false")
+    )
+    flags = [flag for flag in CppBuilder(str(spec.parameters["arch"])).flags if flag != "-shared"]
+    checks = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    command = ["g++", *flags, *checks, "main.cpp", "pool.cpp", "-o", "main", "-pthread"]
+    subprocess.run(command, cwd=directory, check=True)
+    done = subprocess.run(["./main"], cwd=directory, capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "done", "")
