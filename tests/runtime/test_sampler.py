@@ -1,18 +1,59 @@
-"""The sampler over sequences: each row by its own parameters, in any company, with errors and log-probabilities."""
+"""The sampler over sequences: each row by its own parameters, in any company, with errors and log-probabilities; by
+torch, and by the kernel."""
 
 import random
+from functools import cache
 
 import pytest
 import torch
 
+from fastgen.compile import device
+from fastgen.compile.build_cpp import CppBuilder, cpp_arch
+from fastgen.compile.loader import KernelLoader
 from fastgen.compile.ops.sampling import gumbel_noise
+from fastgen.compile.target import Target
+from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import GenerationError
 from fastgen.runtime.request import Request
-from fastgen.runtime.sampler import Sampler, prompt_logprobs
+from fastgen.runtime.sampler import Sampler, prompt_logprobs, sampling_kernel
 from fastgen.runtime.sampling_params import SamplingParams
 
 VOCAB = 60
 EOS = 7
+
+
+@cache
+def cpp_target():
+    loader = KernelLoader(CppBuilder(cpp_arch(device.current("cpu"))))
+    load_thread_pool(loader)
+    return Target(loader)
+
+
+def cpp_kernel(vocab_size):
+    target = cpp_target()
+    kernel = sampling_kernel(target, vocab_size, max_rows=32)
+    target.build()
+    return kernel
+
+
+@pytest.fixture(params=["torch", "cpp"])
+def new_sampler(request):
+    """Makes samplers, of one kind and then of the other."""
+
+    def make(eos_token_ids=(EOS,), vocab_size=VOCAB):
+        return Sampler(eos_token_ids, None if request.param == "torch" else cpp_kernel(vocab_size))
+
+    return make
+
+
+@pytest.fixture
+def token(new_sampler):
+    def sample(logits, *sequences):
+        found = new_sampler().sample(logits, sequences)
+        assert all(item.error is None for item in found)
+        return [item.token_id for item in found]
+
+    return sample
 
 
 def sequence(prompt, generated=(), index=0, **fields):
@@ -25,12 +66,6 @@ def sequence(prompt, generated=(), index=0, **fields):
 
 def logits_of(seed, num_rows=1, scale=3.0):
     return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def token(logits, *sequences):
-    found = Sampler([EOS]).sample(logits, sequences)
-    assert all(item.error is None for item in found)
-    return [item.token_id for item in found]
 
 
 def random_sequence(draw):
@@ -86,11 +121,11 @@ def token_by_definition(row, made):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_each_row_gets_its_token_whatever_the_company(seed):
+def test_each_row_gets_its_token_whatever_the_company(new_sampler, seed):
     draw = random.Random(seed)
     sequences = [random_sequence(draw) for _ in range(24)]
     logits = logits_of(seed, len(sequences))
-    sampler = Sampler([EOS])
+    sampler = new_sampler()
     together = sampler.sample(logits, sequences)
     assert [item.token_id for item in together] == [
         token_by_definition(row, made) for row, made in zip(logits, sequences, strict=True)
@@ -101,18 +136,18 @@ def test_each_row_gets_its_token_whatever_the_company(seed):
     assert alone == together
 
 
-def test_logits_are_left_as_they_are():
+def test_logits_are_left_as_they_are(token):
     logits = logits_of(0, 2)
     before = logits.clone()
     token(logits, sequence([1], [2], repetition_penalty=2.0, min_new_tokens=5), sequence([1], temperature=1.0, top_k=3))
     assert torch.equal(logits, before)
 
 
-def test_no_rows_give_no_tokens():
-    assert Sampler([EOS]).sample(torch.empty(0, VOCAB), []) == []
+def test_no_rows_give_no_tokens(new_sampler):
+    assert new_sampler().sample(torch.empty(0, VOCAB), []) == []
 
 
-def test_the_draw_depends_on_seed_position_and_sequence_index_alone():
+def test_the_draw_depends_on_seed_position_and_sequence_index_alone(token):
     logits = torch.zeros(1, VOCAB)
 
     def run(**changes):
@@ -136,7 +171,7 @@ def test_the_draw_depends_on_seed_position_and_sequence_index_alone():
     )
 
 
-def test_ending_tokens_are_forbidden_until_min_new_tokens():
+def test_ending_tokens_are_forbidden_until_min_new_tokens(token):
     logits = torch.zeros(1, VOCAB)
     logits[0, [EOS, 9, 11]] = torch.tensor([5.0, 4.0, 3.0])
     fields = {"min_new_tokens": 2, "stop_token_ids": [9]}
@@ -149,12 +184,12 @@ def test_ending_tokens_are_forbidden_until_min_new_tokens():
     assert token(logits, sequence([1], ignore_eos=True, **fields)) == [11]
 
 
-def test_an_end_of_text_id_beyond_the_head_is_never_sampled_anyway():
-    found = Sampler([EOS, VOCAB + 3]).sample(logits_of(0), [sequence([1], min_new_tokens=3)])
+def test_an_end_of_text_id_beyond_the_head_is_never_sampled_anyway(new_sampler):
+    found = new_sampler([EOS, VOCAB + 3]).sample(logits_of(0), [sequence([1], min_new_tokens=3)])
     assert found[0].error is None
 
 
-def test_penalties_count_generated_tokens_and_repetition_the_prompt_too():
+def test_penalties_count_generated_tokens_and_repetition_the_prompt_too(token):
     logits = torch.zeros(1, VOCAB)
     logits[0, [20, 21, 22]] = torch.tensor([3.0, 2.9, 2.0])
     assert token(logits, sequence([20], presence_penalty=2.0, frequency_penalty=2.0)) == [20]
@@ -175,7 +210,7 @@ def test_penalties_count_generated_tokens_and_repetition_the_prompt_too():
         {"top_p": 5e-324, "temperature": 1.0},
     ],
 )
-def test_the_most_extreme_parameters_are_served(extremes):
+def test_the_most_extreme_parameters_are_served(token, extremes):
     token(logits_of(1), sequence([1], [2, 3, 4], **extremes))
     hollow = logits_of(2)
     hollow[0, ::2] = -torch.inf
@@ -183,29 +218,29 @@ def test_the_most_extreme_parameters_are_served(extremes):
 
 
 @pytest.mark.parametrize("adjusting", [{}, {"temperature": 1.0}, {"repetition_penalty": 1.5}, {"logit_bias": {5: 1.0}}])
-def test_a_row_that_cannot_be_sampled_gets_an_error_and_the_others_their_tokens(adjusting):
+def test_a_row_that_cannot_be_sampled_gets_an_error_and_the_others_their_tokens(new_sampler, adjusting):
     logits = logits_of(4, 5)
     logits[1, 5] = torch.nan
     logits[2, 5] = torch.inf
     logits[3] = -torch.inf
     sequences = [sequence([1, 5], [5], logprobs=2, **adjusting) for _ in range(5)]
-    found = Sampler([EOS]).sample(logits, sequences)
+    found = new_sampler().sample(logits, sequences)
     assert [item.error is None for item in found] == [True, False, False, False, True]
     assert "NaN" in found[1].error
     assert "inf" in found[2].error
     assert "no token can be chosen" in found[3].error
     assert [item.logprobs is None for item in found] == [False, True, True, True, False]
-    assert found[0] == Sampler([EOS]).sample(logits[:1], sequences[:1])[0]
+    assert found[0] == new_sampler().sample(logits[:1], sequences[:1])[0]
 
 
-def test_min_new_tokens_may_leave_nothing_to_choose():
+def test_min_new_tokens_may_leave_nothing_to_choose(token, new_sampler):
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, EOS] = 1.0
     assert token(logits, sequence([1])) == [EOS]
-    assert "min_new_tokens" in Sampler([EOS]).sample(logits, [sequence([1], min_new_tokens=1)])[0].error
+    assert "min_new_tokens" in new_sampler().sample(logits, [sequence([1], min_new_tokens=1)])[0].error
 
 
-def test_logprobs_are_the_models_own_with_so_many_alternatives():
+def test_logprobs_are_the_models_own_with_so_many_alternatives(new_sampler):
     logits = logits_of(6, 4)
     reference = logits.double().log_softmax(-1)
     bias = {3: 100.0}
@@ -213,7 +248,7 @@ def test_logprobs_are_the_models_own_with_so_many_alternatives():
         sequence([1], logprobs=count, logit_bias=bias, temperature=temperature)
         for count, temperature in ((0, 0.0), (3, 0.0), (VOCAB, 1.0), (None, 1.0))
     ]
-    found = Sampler([EOS]).sample(logits, sequences)
+    found = new_sampler().sample(logits, sequences)
     assert [item.token_id for item in found] == [3] * 4
     assert [None if item.logprobs is None else len(item.logprobs) for item in found] == [1, 4, VOCAB, None]
     for row in range(3):
@@ -223,9 +258,9 @@ def test_logprobs_are_the_models_own_with_so_many_alternatives():
     assert list(found[1].logprobs) == [3, *likeliest[:3]]
 
 
-def test_the_likeliest_token_is_not_its_own_alternative():
+def test_the_likeliest_token_is_not_its_own_alternative(new_sampler):
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
-    found = Sampler().sample(logits, [sequence([1], logprobs=2)])[0]
+    found = new_sampler(vocab_size=4).sample(logits, [sequence([1], logprobs=2)])[0]
     assert list(found.logprobs) == [1, 2, 3]
 
 
@@ -250,8 +285,49 @@ def test_prompt_logprobs_are_those_of_the_given_tokens():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_are_sampled_in_single(dtype):
+def test_half_precision_logits_are_sampled_in_single(new_sampler, dtype):
     logits = logits_of(9, 8).to(dtype)
     draw = random.Random(9)
     sequences = [random_sequence(draw) for _ in range(8)]
-    assert Sampler([EOS]).sample(logits, sequences) == Sampler([EOS]).sample(logits.float(), sequences)
+    assert new_sampler().sample(logits, sequences) == new_sampler().sample(logits.float(), sequences)
+
+
+def test_what_is_kept_between_steps_changes_nothing():
+    """The kernel's tokens are torch's, step after step, whether a sequence was there before, paused, or is new."""
+    draw = random.Random(10)
+    vocab_size = 300
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+    sequences = [
+        sequence([draw.randrange(vocab_size) for _ in range(1 + 40 * index)], index=index, **fields)
+        for index, fields in enumerate(
+            [
+                {"temperature": 0.8, "top_p": 0.9, **penalties},
+                {"temperature": 1.0, "top_k": 40, "frequency_penalty": 0.5, "min_new_tokens": 9, "stop_token_ids": [3]},
+                {"logit_bias": {5: 2.0, 3: 1.0}, "min_new_tokens": 30, "presence_penalty": 1.0},
+                {},
+            ]
+        )
+    ]
+    kept = Sampler([EOS], cpp_kernel(vocab_size))
+    for step in range(160):
+        logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(step)) * 2
+        there = [row for row in range(4) if draw.random() < 0.9] or [0]
+        company = [sequences[row] for row in there]
+        found = kept.sample(logits[there], company)
+        assert found == Sampler([EOS]).sample(logits[there], company)
+        assert found == Sampler([EOS], cpp_kernel(vocab_size)).sample(logits[there], company)
+        for made, item in zip(company, found, strict=True):
+            made.token_ids.append(item.token_id)
+    assert len(set(sequences[0].token_ids)) > 65
+
+
+def test_tokens_that_the_head_does_not_reach_are_left_out():
+    fields = {"repetition_penalty": 1.5, "logit_bias": {VOCAB: 3.0, VOCAB + 9: 3.0}, "min_new_tokens": 2}
+    made = sequence([1, VOCAB + 1], [2, VOCAB + 2], **fields)
+    found = Sampler([VOCAB + 3], cpp_kernel(VOCAB)).sample(logits_of(11), [made])
+    reachable = sequence([1], [2], **{**fields, "logit_bias": {}})
+    assert found == Sampler([EOS]).sample(logits_of(11), [reachable])
+
+
+def test_only_kernels_targets_sample_by_kernel():
+    assert sampling_kernel(Target(), VOCAB, max_rows=4) is None
