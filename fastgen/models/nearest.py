@@ -109,11 +109,8 @@ def hint(config: Mapping[str, Any], directory: Path | None, recipes: Iterable[Re
     """
     if directory is None:
         return ""
-    from fastgen.models.checkpoint import Checkpoint  # needs torch, which finding a recipe does not
-
     try:
-        shapes = {name: header.shape for name, header in Checkpoint.open(directory).tensors.items()}
-        best = next(iter(nearest_recipes(config, shapes, recipes)), None)
+        best = next(iter(_nearest(config, directory, recipes)), None)
     except (FastgenError, OSError):  # a broken checkpoint is told where it is asked for
         return ""
     advice = f"`fastgen recipe new {shlex.quote(str(directory))}` proposes a recipe for it."
@@ -121,6 +118,33 @@ def hint(config: Mapping[str, Any], directory: Path | None, recipes: Iterable[Re
         return advice
     share = f"{best.explained:,} of its {best.num_tensors:,} tensors"
     return f"The nearest known recipe is {best.recipe.name!r}, which explains {share}. {advice}"
+
+
+def suspicion(config: Mapping[str, Any], directory: Path, recipe: Recipe, recipes: Iterable[Recipe]) -> str:
+    """What to add to an error of ``recipe``, which was chosen by the architecture, where the tensors are another's; else
+    nothing."""
+    try:
+        nearest = _nearest(config, directory, recipes)
+    except (FastgenError, OSError):
+        return ""
+    fitting = [
+        each for each in nearest if each.explained == each.num_tensors and each.structure == nearest[0].structure
+    ]
+    names = sorted(repr(each.recipe.name) for each in fitting)
+    if not names or repr(recipe.name) in names:
+        return ""
+    said = ", ".join(config.get("architectures") or [])
+    return (
+        f"; config.json says that this is {said}, but its tensors are those of another: they fit the recipes "
+        f"{', '.join(names)}. If it is one of these, pass its name as recipe="
+    )
+
+
+def _nearest(config: Mapping[str, Any], directory: Path, recipes: Iterable[Recipe]) -> list[Nearness]:
+    from fastgen.models.checkpoint import Checkpoint  # needs torch, which finding a recipe does not
+
+    shapes = {name: header.shape for name, header in Checkpoint.open(directory).tensors.items()}
+    return nearest_recipes(config, shapes, recipes)
 
 
 def translated(config: Mapping[str, Any], recipe: Recipe, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import fastgen
 from fastgen.errors import RecipeError, UnknownArchitectureError
-from fastgen.models.nearest import hint
+from fastgen.models.nearest import hint, suspicion
 from fastgen.models.recipe import Recipe, load_recipe, read_text, stated_name
 from fastgen.models.recipe_yaml import parse_recipe_yaml
 from fastgen.models.spelling import close_to, one_of, quoted, shown
@@ -144,6 +144,11 @@ def find_recipe(
         f"no recipe is for {' or '.join(map(quoted, architectures))}{near or '.'} {advice} `fastgen recipe list` names "
         f"all that are known"
     )
+
+
+def doubt(found: Recipe, config: Mapping[str, Any], checkpoint_dir: Path) -> str:
+    """What to add to an error of the recipe that was ``found`` by the architecture, where the tensors are another's."""
+    return suspicion(config, checkpoint_dir, found, [each.recipe for each in list_recipes()])
 
 
 def named_recipe(recipe: str | Path) -> Recipe:

@@ -71,10 +71,16 @@ class Generation:
         )
         self.left_queue_s: float | None = None
         """When a token of it was first scheduled, or it ended without."""
+        self._num_finished = 0
 
     @property
     def finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.completions)
+        """Whether every completion has ended. Those seen to have are not looked at again, however many there are."""
+        while self._num_finished < len(self.completions):
+            if self.completions[self._num_finished].finish_reason is None:
+                return False
+            self._num_finished += 1
+        return True
 
     def take_chunks(self) -> list[GenerationChunk]:
         """What each completion has added since the last call."""

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from fastgen.compile import device as devices
-from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.errors import FastgenError, InvalidArgumentError, RecipeError
 from fastgen.models import hub, registry
 from fastgen.models.causal_lm import CausalLM
 from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
@@ -75,12 +75,17 @@ def load(
     directory = hub.locate(model, revision=revision)
     checkpoint = Checkpoint.open(directory)
     found = registry.find_recipe(checkpoint.config, recipe=recipe, checkpoint_dir=directory)
-    spec = resolve(
-        found,
-        checkpoint.config,
-        config_file=str(directory / "config.json"),
-        allow_config_keys=allow_config_keys,
-    )
+    try:
+        spec = resolve(
+            found,
+            checkpoint.config,
+            config_file=str(directory / "config.json"),
+            allow_config_keys=allow_config_keys,
+        )
+    except RecipeError as error:
+        if recipe is None and (doubt := registry.doubt(found, checkpoint.config, directory)):
+            raise RecipeError(error.message + doubt, file=error.file, line=error.line, node=error.node) from error
+        raise
     torch_dtype = checkpoint_dtype(checkpoint.config, checkpoint) if dtype == "auto" else parse_dtype(dtype)
     config = resolve_engine_config(
         spec,

@@ -17,6 +17,9 @@ from typing import Any, cast
 
 from fastgen.errors import InvalidArgumentError
 
+MAX_N = 16384
+"""Completions that one request may ask for: all of them are made when it is submitted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -49,7 +52,7 @@ class SamplingParams:
     seed: int | None = None
     """Any integer, taken modulo 2**64. ``None`` draws one for the request when it is submitted."""
     n: int = 1
-    """How many completions of the prompt; at least 1."""
+    """How many completions of the prompt; 1 to :data:`MAX_N`."""
     stop: tuple[str, ...] = ()
     """Strings that end the request and are not part of its text. A single string or any iterable of strings."""
     stop_token_ids: tuple[int, ...] = ()
@@ -135,11 +138,15 @@ def _refuse(name: str, wanted: str, value: object) -> InvalidArgumentError:
     return InvalidArgumentError(f"{name} must be {wanted}, not {reprlib.repr(value)}")
 
 
-def _integer(minimum: int | None = None) -> _Check:
+def _integer(minimum: int | None = None, maximum: int | None = None) -> _Check:
     wanted = "an integer" if minimum is None else f"an integer ≥ {minimum}"
+    if maximum is not None:
+        wanted = f"an integer from {minimum} to {maximum}"
 
     def check(name: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, Integral) or (minimum is not None and value < minimum):
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise _refuse(name, wanted, value)
+        if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
             raise _refuse(name, wanted, value)
         return int(value)
 
@@ -219,7 +226,7 @@ _CHECKS: dict[str, _Check] = {
     "top_p": _number("a number in (0, 1]", lambda number: 0 < number <= 1),
     "min_p": _number("a number in [0, 1]", lambda number: 0 <= number <= 1),
     "seed": _optional(_integer()),
-    "n": _integer(1),
+    "n": _integer(1, MAX_N),
     "stop": _strings,
     "stop_token_ids": _token_ids,
     "ignore_eos": _flag,

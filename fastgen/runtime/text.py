@@ -61,21 +61,14 @@ class TextCodec:
         """The token ids of a conversation as the chat template renders it, up to where the answer begins."""
         if not isinstance(messages, (list, tuple)):
             raise InvalidArgumentError(f"a conversation is a list of messages, not {messages!r:.40}")
-        for index, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-                raise InvalidArgumentError(f"message {index} must be {{'role': …, 'content': …}}, not {message!r:.80}")
-            if not isinstance(message["content"], (str, list)):
-                content = message["content"]
-                raise InvalidArgumentError(f"message {index}: content must be text, not {content!r:.40}")
+        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
         self._need_tokenizer("a conversation")
         if not self.tokenizer.chat_template:
             raise InvalidArgumentError(
                 "this model's tokenizer has no chat template; use generate with a prompt of your own"
             )
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-            )
+            text = self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # the template is the checkpoint's: division by zero, endless recursion, anything
             raise InvalidArgumentError(f"the model's chat template refuses this conversation: {error}") from error
         return self._encode_text(text, add_special_tokens=False)
@@ -109,6 +102,22 @@ def _load_tokenizer(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the library raises anything from KeyError to its Rust part's own exceptions
         raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
+
+
+def _plain_message(index: int, message: object) -> dict[str, Any]:
+    """``message`` with its content as one text: not every template knows of content in parts."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+        raise InvalidArgumentError(f"message {index} must be {{'role': …, 'content': …}}, not {message!r:.80}")
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise InvalidArgumentError(f"message {index}: content must be text, not {content!r:.40}")
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidArgumentError(
+                f"message {index}: content must be text, or parts {{'type': 'text', 'text': …}}, not {part!r:.60}"
+            )
+    return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 def _token_ids(prompt: object) -> list[int]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+import fastgen
 from fastgen.authoring.propose import propose
-from fastgen.errors import UnknownArchitectureError
+from fastgen.errors import RecipeError, UnknownArchitectureError
+from fastgen.models.builtins import BUILTINS
 from fastgen.models.checkpoint import Checkpoint
 from fastgen.models.nearest import fold, nearest_recipes
 from fastgen.models.registry import find_recipe, list_recipes
@@ -99,3 +102,18 @@ def test_a_broken_checkpoint_makes_no_other_error(damage: bytes | None, tmp_path
         (tmp_path / "model.safetensors").write_bytes(damage)
     with pytest.raises(UnknownArchitectureError, match="no recipe is for HeronForCausalLM"):
         find_recipe(config, checkpoint_dir=tmp_path)
+
+
+def test_a_checkpoint_that_says_it_is_another_architecture(tmp_path: Path) -> None:
+    """The recipe that was chosen cannot read it; the error says whose tensors they look like."""
+    for file in BUILTINS["tiny-llama"].iterdir():
+        shutil.copy(file, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["OPTForCausalLM"]}))
+    expected = r"no key 'ffn_dim'.*says that this is OPTForCausalLM, but its tensors are those of another.*'llama'"
+    with pytest.raises(RecipeError, match=expected):
+        fastgen.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": None, "num_hidden_layers": "two"}))
+    with pytest.raises(RecipeError) as found:  # it is a Llama: its own mistake stands alone
+        fastgen.load(tmp_path)
+    assert "those of another" not in str(found.value)

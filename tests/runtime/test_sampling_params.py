@@ -89,7 +89,7 @@ REFUSED = {
         5,
     ],
     "seed": [True, 1.0, "1", math.nan],
-    "n": [0, -1, *NOT_INTEGERS],
+    "n": [0, -1, 16385, 10**30, *NOT_INTEGERS],
     "stop": ["", ["a", ""], [1], 5, b"x", {"a": 1}, [None], True],
     "stop_token_ids": [[-1], [True], [1.0], ["1"], "12", 5, {1: 2}, [[1]]],
     "ignore_eos": [0, 1, None, "true"],
