@@ -1,23 +1,30 @@
-"""Settings of every test: quiet libraries, no network."""
+"""Settings of every test: quiet libraries, no network, and nothing that differs from run to run or place to place."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests.matrix import Record
 
 # `make test` draws the same cases every time, so that what turns red is what a change broke; `make test-all` draws
-# afresh and prints how to draw a failing case again.
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("fresh", print_blob=True)
+# afresh and prints how to draw a failing case again. How long a case takes says nothing: others may be at work.
+UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, **UNTIMED)
+settings.register_profile("fresh", derandomize=False, print_blob=True, **UNTIMED)
 settings.load_profile("repeatable")
+# It would also draw numbers and words that it finds in those of our modules that happen to be imported: other ones in
+# each process, by the tests that ran there before.
+providers._get_local_constants = providers.Constants
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -28,8 +35,34 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Triton kernels run in Python here. Triton reads this when it is imported, so it stands before every import of it.
 os.environ["TRITON_INTERPRET"] = "1"
 
+# What people and services set for their own terminals, languages and models.
+for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):
+    os.environ.pop(name, None)
+for name in ("FASTGEN_RECIPES", "FASTGEN_KERNEL_SOURCES", "LANGUAGE"):
+    os.environ.pop(name, None)
+os.environ["LC_ALL"] = "C"
+
 # A test runner started in the background ignores Ctrl-C, and its children inherit that; some tests raise it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def begin_draws(name: str) -> None:
+    """What is drawn from here on without a generator of its own follows from ``name`` alone."""
+    import torch  # not above: the process that only hands out tests needs none
+
+    seed = zlib.crc32(name.encode())
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    begin_draws(f"{fixturedef.baseid} {fixturedef.argname}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    begin_draws(item.nodeid)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -81,7 +81,8 @@ PROOFS: dict[str, Proof] = {
     "bfloat16": Proof(
         "bf16 error",
         _ratio,
-        "error of bf16 log-probabilities against exact ones, as a multiple of transformers' own; the largest",
+        "error of bf16 log-probabilities against exact ones, at the median position, as a multiple of transformers' "
+        "own; the largest",
     ),
     "verify": Proof(
         "verify",

@@ -121,8 +121,7 @@ def hint(config: Mapping[str, Any], directory: Path | None, recipes: Iterable[Re
 
 
 def suspicion(config: Mapping[str, Any], directory: Path, recipe: Recipe, recipes: Iterable[Recipe]) -> str:
-    """What to add to an error of ``recipe``, which was chosen by the architecture, where the tensors are another's; else
-    nothing."""
+    """What to add to an error of ``recipe``, which the architecture chose: whose the tensors are if another's."""
     try:
         nearest = _nearest(config, directory, recipes)
     except (FastgenError, OSError):

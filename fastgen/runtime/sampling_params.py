@@ -146,9 +146,10 @@ def _integer(minimum: int | None = None, maximum: int | None = None) -> _Check:
     def check(name: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise _refuse(name, wanted, value)
-        if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
+        number = int(value)
+        if (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
             raise _refuse(name, wanted, value)
-        return int(value)
+        return number
 
     return check
 

@@ -17,7 +17,7 @@ def run(*arguments: str, interpret: bool, cache: Path) -> subprocess.CompletedPr
     environment = {**os.environ, "FASTGEN_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_the_numeric_gate_runs_interpreted(tmp_path: Path) -> None:

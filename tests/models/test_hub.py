@@ -162,7 +162,15 @@ def locate_each(
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING", "TRANSFORMERS"))
     }
-    environment = {**kept, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, "NO_PROXY": "*", **environment}
+    environment = {
+        **kept,
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": endpoint,
+        "NO_PROXY": "*",
+        "no_proxy": "*",
+        **environment,
+    }
+    environment |= dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), "600")  # the server may be slow
     done = subprocess.run(
         [sys.executable, "-c", LOCATE, json.dumps(wanted)], env=environment, cwd=home, capture_output=True, text=True
     )

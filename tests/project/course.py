@@ -161,7 +161,7 @@ def run(line: str, directory: Path) -> Printed:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     return Printed(done.returncode, _stripped(done.stdout))
 

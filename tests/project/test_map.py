@@ -23,7 +23,7 @@ SKIPPED = {".git", ".venv", ".hypothesis", "build", "dist", "__pycache__", "unfi
 def run_python(code: str, *flags: str) -> str:
     """What a fresh interpreter prints that runs ``code`` away from the checkout."""
     done = subprocess.run(
-        [sys.executable, *flags, "-c", code], cwd="/", capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-B", *flags, "-c", code], cwd="/", capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
