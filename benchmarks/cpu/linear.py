@@ -28,7 +28,7 @@ from typing import Any, get_args
 
 import torch
 
-from benchmarks.cpu.machine_limits import Limits, Machine
+from benchmarks.cpu.machine_limits import Limits, Machine, is_steady
 from fastgen.compile import device
 from fastgen.compile.build_cpp import CppBuilder, CppKernel, cpp_arch
 from fastgen.compile.loader import KernelLoader
@@ -38,7 +38,6 @@ from fastgen.compile.thread_pool import load_thread_pool
 
 _FEW_ROWS = (1, 2, 4, 8, 16)
 _COPIES_BYTES = 128 << 20
-_CLOSE = 0.85
 
 
 class Case:
@@ -123,10 +122,6 @@ def measure(
 def summarise(
     cases: dict[tuple[str, int], Case], limits: list[tuple[Limits, Limits]], times: dict[Any, list[float]]
 ) -> dict[str, Any]:
-    def is_steady(before: Limits, after: Limits) -> bool:
-        pairs = ((before.read, after.read), (before.fp32, after.fp32))
-        return all(min(pair) >= _CLOSE * max(pair) for pair in pairs)
-
     read = [(before.read + after.read) / 2 for before, after in limits]
     fp32 = [(before.fp32 + after.fp32) / 2 for before, after in limits]
     steady = [i for i, each in enumerate(limits) if is_steady(*each)] or list(range(len(limits)))

@@ -1,31 +1,40 @@
-"""What this machine can do at most, measured where and when it is compared with: read bandwidth and fp32 rate."""
+"""What this machine can do at most, measured where and when it is compared with: read bandwidth, fp32 and int8 rate."""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fastgen.compile.build_cpp import CppBuilder
+from fastgen.compile.huge_pages import in_huge_pages
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _BUFFER_BYTES = 256 << 20  # beyond any cache
 _READ_BYTES = 16 << 20  # a sample: about a millisecond
 _NUM_CHUNKS = 16
-_FP32_COUNT = 2000
-_CHAINS, _LANES = 24, 16  # as in the source
+_COUNT = 2000
+_CLOSE = 0.85
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes a second from memory and operations (two for a multiply-add) a second in fp32, on the pool's threads."""
+    """Bytes a second from memory and operations (two for a multiply-add) a second in fp32 and in 8 bits, on the pool's
+    threads. ``int8`` is zero where the CPU has no instructions for it."""
 
     read: float
     fp32: float
+    int8: float
+
+
+def is_steady(before: Limits, after: Limits) -> bool:
+    """Whether no neighbour took much of the machine meanwhile."""
+    pairs = ((before.read, after.read), (before.fp32, after.fp32))
+    return all(min(pair) >= _CLOSE * max(pair) for pair in pairs)
 
 
 class Machine:
@@ -38,30 +47,27 @@ class Machine:
             subprocess.run([builder.compiler, *builder.flags, "-ffp-contract=fast", "-o", library, _SOURCE], check=True)
             self._library = ctypes.CDLL(str(library))
         self._library.read_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-        self._library.add_fp32.argtypes = [ctypes.c_int64, ctypes.c_int64]
-        self._memory = mmap.mmap(-1, _BUFFER_BYTES)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        for start in range(0, _BUFFER_BYTES, mmap.PAGESIZE):
-            self._memory[start] = 1
-        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        for function in (self._library.add_fp32, self._library.add_int8):
+            function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_int64], ctypes.c_int64
+        self._memory = in_huge_pages(_BUFFER_BYTES).fill_(1)
         self._place = 0
 
     def measure(self) -> Limits:
         """The better of two samples each, as what is compared with them is measured."""
         return Limits(
             read=_READ_BYTES / min(self._read_once() for _ in range(2)),
-            fp32=2 * _LANES * _CHAINS * _FP32_COUNT * _NUM_CHUNKS / min(self._fp32_once() for _ in range(2)),
+            fp32=max(self._add_once(self._library.add_fp32) for _ in range(2)),
+            int8=max(self._add_once(self._library.add_int8) for _ in range(2)),
         )
 
     def _read_once(self) -> float:
-        address = self._start + self._place
+        address = self._memory.data_ptr() + self._place
         self._place = (self._place + _READ_BYTES) % _BUFFER_BYTES
         start = time.perf_counter()
         self._library.read_memory(address, _READ_BYTES // _NUM_CHUNKS, _NUM_CHUNKS)
         return time.perf_counter() - start
 
-    def _fp32_once(self) -> float:
+    def _add_once(self, function: Callable[[int, int], int]) -> float:
         start = time.perf_counter()
-        self._library.add_fp32(_FP32_COUNT, _NUM_CHUNKS)
-        return time.perf_counter() - start
+        num_operations = function(_COUNT, _NUM_CHUNKS)
+        return num_operations / (time.perf_counter() - start)

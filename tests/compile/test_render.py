@@ -128,8 +128,9 @@ def test_every_template_is_named_after_its_target() -> None:
 
 
 def test_c_declares_what_is_only_read_and_that_nothing_overlaps() -> None:
-    text = render(norm_spec("cpp", "rms", 8, "bf16", 1e-5, residual=True))
-    head = text[text.index('extern "C"') :].partition(") {")[0]
+    spec = norm_spec("cpp", "rms", 8, "bf16", 1e-5, residual=True)
+    text = render(spec)
+    head = text[text.index(f"void {spec.name}(") :].partition(") {")[0]
     assert [line.strip() for line in head.splitlines()[1:]] == [
         "const bf16* __restrict x,",
         "bf16* __restrict residual,",

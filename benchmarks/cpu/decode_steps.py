@@ -1,0 +1,127 @@
+"""Decode steps of one model in one weight format, beside what memory allows in the same moment; prints JSON.
+
+    python -m benchmarks.cpu.decode_steps MODEL FORMAT
+
+Cases are numbers of requests at a time and of tokens already cached. Of each pair of steps in a row the better one
+counts, between two measurements of the machine's limits; a pair is steady where these agree. Also printed: the share of
+a step that is not spent inside kernels, and how much memory loading took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fastgen
+from benchmarks.cpu.engines.fastgen_llm import OPTIONS
+from benchmarks.cpu.machine_limits import Machine
+from benchmarks.cpu.memory import MemoryWatch
+from fastgen.compile import device
+from fastgen.compile.build_cpp import CppBuilder, CppKernel, cpp_arch
+from fastgen.runtime.engine import Engine
+
+CASES = ((1, 16), (8, 16), (16, 16), (1, 4000))
+_NUM_UNTIMED = 4  # steps after the prompts are read
+
+
+class KernelClock:
+    """Adds up the seconds inside kernels that are loaded while it is there: the calls alone, not what prepares them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        load = CppBuilder.load
+
+        def load_clocked(builder: CppBuilder, *arguments: Any) -> CppKernel:
+            kernel = load(builder, *arguments)
+            kernel._function = self._clocked(kernel._function)
+            return kernel
+
+        CppBuilder.load = load_clocked  # type: ignore[assignment, method-assign]
+
+    def _clocked(self, function: Any) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            start = time.perf_counter()
+            function(*arguments)
+            self.seconds += time.perf_counter() - start
+
+        call.argtypes = function.argtypes  # type: ignore[attr-defined]
+        return call
+
+
+def measure(model: Path, weight_format: str, num_threads: int, num_pairs: int) -> dict[str, Any]:
+    dtype, quantize = OPTIONS[weight_format]
+    clock = KernelClock()
+    fastgen.load("tiny-llama", device="cpu").close()  # all that is imported is there before memory is looked at
+    with MemoryWatch() as memory:
+        llm = fastgen.load(
+            model, device="cpu", dtype=dtype, quantize=quantize, num_threads=num_threads, kv_cache_memory="1GiB"
+        )
+    engine = llm._engine
+    assert engine is not None
+    cache, config = engine.runner.kv_cache, llm.config
+    machine = Machine(cpp_arch(device.current("cpu")))
+    return {
+        "weight_bytes": weight_bytes(engine),
+        "kv_bytes_per_token": cache.size_bytes // (config.num_blocks * config.block_size),
+        "memory": {**memory.found(), "kv_cache": cache.size_bytes},
+        "cases": [
+            {"requests": requests, "cached": cached} | measure_case(engine, machine, clock, requests, cached, num_pairs)
+            for requests, cached in CASES
+        ],
+    }
+
+
+def weight_bytes(engine: Engine) -> int:
+    """What a decode step reads of the matrices."""
+    packed: list[Any] = [each.packed for each in engine.runner.model.modules() if hasattr(each, "packed")]
+    return sum({id(each): int(each.size_bytes) for each in packed}.values())
+
+
+def measure_case(
+    engine: Engine, machine: Machine, clock: KernelClock, num_requests: int, num_cached: int, num_pairs: int
+) -> dict[str, Any]:
+    """``pairs`` are limits before and after, bytes and operations a second, and seconds of a step and in kernels."""
+    generator = random.Random(0)
+    num_new = _NUM_UNTIMED + 2 * num_pairs + 1
+    sampling = fastgen.SamplingParams(max_new_tokens=num_new, min_new_tokens=num_new, temperature=0, ignore_eos=True)
+    generations = [
+        engine.submit([generator.randrange(300, 31_900) for _ in range(num_cached)], sampling)
+        for _ in range(num_requests)
+    ]
+    while any(len(each.completions[0].token_ids) <= _NUM_UNTIMED for each in generations):
+        engine.step()
+    first_length = num_cached + len(generations[0].completions[0].token_ids)
+    pairs = []
+    for _ in range(num_pairs):
+        before = machine.measure()
+        step_s, kernel_s = min(_time_step(engine, clock) for _ in range(2))
+        after = machine.measure()
+        pairs.append({"before": vars(before), "after": vars(after), "step_s": step_s, "kernel_s": kernel_s})
+    engine.cancel_all()
+    return {"mean_length": first_length + num_pairs, "pairs": pairs}
+
+
+def _time_step(engine: Engine, clock: KernelClock) -> tuple[float, float]:
+    clock.seconds = 0.0
+    start = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - start, clock.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("format", choices=OPTIONS)
+    parser.add_argument("--num-threads", type=int, default=device.current("cpu").num_cores)
+    parser.add_argument("--pairs", type=int, default=30, help="pairs of steps a case")
+    options = parser.parse_args()
+    print(json.dumps(measure(options.model, options.format, options.num_threads, options.pairs)))
+
+
+if __name__ == "__main__":
+    main()

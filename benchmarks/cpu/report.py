@@ -1,0 +1,182 @@
+"""A page of what was measured: ``python -m benchmarks.cpu.report FILE … > docs/performance.md``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.cpu.engines.protocol import ADAPTERS, BITS
+from benchmarks.cpu.targets import (
+    RATES,
+    TARGETS,
+    Data,
+    around,
+    best_other,
+    median_of,
+    outside_kernels,
+    rate,
+    samples_of,
+    step_seconds,
+)
+
+_ABOUT_WORKLOADS = {
+    "W1": ("one request, prompt of 128 tokens, 128 new ones", "tokens a second while decoding"),
+    "W2": ("one request, prompt of 2048 tokens, one new one", "prompt tokens a second"),
+    "W3": ("32 requests at once, about 520 tokens of prompt and 26 new ones each", "seconds in all"),
+    "W4": ("16 requests at once, prompts of 32 tokens, 128 new ones each", "new tokens a second"),
+}
+_CASES = {(1, 16): "1 request", (8, 16): "8 requests", (16, 16): "16 requests", (1, 4000): "1 request, 4,000 cached"}
+
+
+def render(files: Sequence[Data], names: Sequence[str]) -> str:
+    """The page of results measured by ``benchmarks.cpu.whole_model``; ``names`` are the files'."""
+    lines = [
+        "# Performance on a CPU",
+        "",
+        f"Written by `python -m benchmarks.cpu.report {' '.join(names)}`;"
+        " [benchmarks/README.md](../benchmarks/README.md) tells how to measure again. Models have random weights. All"
+        " numbers are medians over rounds of fresh processes that took turns, leaving out runs during which the"
+        " machine's own limits moved by more than 15 % (where all did, none is left out).",
+    ]
+    for data in files:
+        for model in dict.fromkeys(each["model"] for each in [*data["samples"], *data["steps"]]):
+            lines += ["", f"## {model}", "", *_about(data), *_targets(data, model)]
+            for workload in RATES:
+                lines += _workload(data, model, workload)
+            lines += [*_steps(data, model), *_memory(data, model), *_engines(data, model)]
+    return "\n".join(lines) + "\n"
+
+
+def _about(data: Data) -> list[str]:
+    about = data["about"]
+    text = f"{about['machine']}, {about['threads']} threads, {about['date'][:10]}, Linux {about['kernel']}."
+    samples = data["samples"]
+    if samples:
+        read, fp32, int8, mkl = (
+            statistics.median(around(each, name) for each in samples) / 1e9 for name in ("read", "fp32", "int8", "mkl")
+        )
+        text += (
+            f" The machine's limits, medians beside all samples: {read:.1f} GB/s read, {fp32:.0f} GFLOP/s in fp32 and"
+            f" {int8:.0f} GOP/s in int8 from registers, {mkl:.0f} GFLOP/s in MKL's fp32 product of 512 x 2048 x 2048."
+        )
+    return [text]
+
+
+def _targets(data: Data, model: str) -> list[str]:
+    lines = [
+        "",
+        "### What was to be reached",
+        "",
+        "| | format | measured | floor | goal | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for target in TARGETS:
+        for weight_format, floor in target.floors.items():
+            value, goal = target.figure(data, model, weight_format), target.goals[weight_format]
+            if value is None:
+                shown, verdict = "–", "not measured"
+            else:
+                shown = f"{value:.2f}"
+                verdict = next(
+                    (name for name, bound in (("goal", goal), ("floor", floor)) if target.reached(value, bound)),
+                    "missed",
+                )
+            lines.append(f"| {target.what} | {weight_format} | {shown} | {floor:g} | {goal:g} | {verdict} |")
+    return lines
+
+
+def _workload(data: Data, model: str, name: str) -> list[str]:
+    """Best first among those of as many bits. ``fastgen`` is how many times as fast fastgen is."""
+    rows = {(each["engine"], each["format"]) for each in data["samples"] if each["model"] == model}
+    found = [
+        (engine, each, value) for engine, each in rows if (value := rate(data, model, engine, each, name)) is not None
+    ]
+    if not found:
+        return []
+    what, figure = _ABOUT_WORKLOADS[name]
+    head = f"| format | engine | {figure} | fastgen's over it | first token, s | gap p50 / p95 / p99, ms | rounds |"
+    lines = ["", f"### {name}: {what}", "", head, "|---|---|---|---|---|---|---|"]
+    for engine, weight_format, value in sorted(found, key=lambda row: (-BITS[row[1]], -row[2])):
+        samples = samples_of(data, model, engine, weight_format, name)
+        shown = f"{1 / value:.2f}" if name == "W3" else f"{value:.1f}"
+        ours = rate(data, model, "fastgen", _ours(weight_format), name)
+        over = "" if engine == "fastgen" or ours is None else f"{ours / value:.2f}"
+        first = median_of(samples, lambda each: each["first_token_s"].get("p50"))
+        gaps = [median_of(samples, lambda each, p=part: each["gap_s"].get(p)) for part in ("p50", "p95", "p99")]
+        shown_gaps = " / ".join("–" if gap is None else f"{1e3 * gap:.1f}" for gap in gaps)
+        shown_first = "–" if first is None else f"{first:.2f}"
+        cells = (weight_format, engine, shown, over, shown_first, shown_gaps, str(len(samples)))
+        lines.append(f"| {' | '.join(cells)} |")
+    best = [best_other(data, model, each, name) for each in ("fp32", "bf16", "int8", "int4")]
+    if not any(best):
+        lines += ["", "No other engine was there to compare with."]
+    return lines
+
+
+def _ours(weight_format: str) -> str:
+    """Fastgen's format of as many bits."""
+    return next(each for each in ADAPTERS["fastgen"].formats if BITS[each] == BITS[weight_format])
+
+
+def _steps(data: Data, model: str) -> list[str]:
+    formats = [each for each in BITS if step_seconds(data, model, each, 1, 16) is not None]
+    if not formats:
+        return []
+    lines = ["", "### Decode steps of fastgen: milliseconds, and the share that is not in kernels", ""]
+    lines += [f"| format | {' | '.join(_CASES.values())} |", "|---" * (len(_CASES) + 1) + "|"]
+    for weight_format in formats:
+        cells = []
+        for case in _CASES:
+            seconds, share = (figure(data, model, weight_format, *case) for figure in (step_seconds, outside_kernels))
+            cells.append("–" if seconds is None or share is None else f"{1e3 * seconds:.2f}, {share:.1%}")
+        lines.append(f"| {weight_format} | {' | '.join(cells)} |")
+    return lines
+
+
+def _memory(data: Data, model: str) -> list[str]:
+    """Of loading, in MB."""
+    entries = {each["format"]: each for each in data["steps"] if each["model"] == model}
+    if not entries:
+        return []
+    lines = ["", "### Memory of loading, MB beyond what the process held before", ""]
+    lines += ["| format | weights a step reads | held after loading | most while loading |", "|---|---|---|---|"]
+    for weight_format, entry in entries.items():
+        memory = entry["memory"]
+        values = (entry["weight_bytes"], memory["after"] - memory["before"], memory["most"] - memory["before"])
+        lines.append(f"| {weight_format} | {' | '.join(f'{value / 1e6:.0f}' for value in values)} |")
+    lines += ["", "Held after loading: those weights, the embedding table, and what of the KV cache was touched."]
+    return lines
+
+
+def _engines(data: Data, model: str) -> list[str]:
+    rows = {row: each for row, each in data["engines"].items() if row.startswith(f"{model} / ")}
+    if not rows:
+        return []
+    head = "| engine | format | worst token below the greatest logit | versions | set up with |"
+    lines = ["", "### Engines, and what the numeric gate found", "", head, "|---|---|---|---|---|"]
+    absent = []
+    for row, facts in rows.items():
+        _, engine, weight_format = row.split(" / ")
+        if "gate_below" not in facts:
+            absent.append(f"- {engine} in {weight_format}: {facts.get('absent', 'not measured')}")
+            continue
+        versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+        options = ", ".join(f"{name} {value}" for name, value in facts["options"].items())
+        lines.append(f"| {engine} | {weight_format} | {facts['gate_below']:.3g} | {versions} | {options} |")
+    return [*lines, *(["", "Not measured:", "", *absent] if absent else [])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    options = parser.parse_args()
+    print(
+        render([json.loads(each.read_text()) for each in options.files], [str(each) for each in options.files]), end=""
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The file of results: everything measured, in the order in which it was, written after every sample."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cpu.engines.protocol import versions
+from fastgen.compile import device
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+class Results:
+    """``about`` the machine and the run; ``engines`` by row: set-up, versions, what the gate found, or why there is
+    nothing; ``samples`` of workloads; ``steps`` of decoding. A file that is there is continued.
+
+    Raises ``ValueError`` where the file is of another machine or another number of threads.
+    """
+
+    def __init__(self, path: Path, num_threads: int):
+        self._path = path
+        here = device.current("cpu")
+        about = {"machine": here.name, "cores": here.num_cores, "threads": num_threads, "memory": here.memory_bytes}
+        self.data: dict[str, Any] = {
+            "about": about | {"date": now(), "kernel": platform.release(), "versions": versions("fastgen", "torch")},
+            "engines": {},
+            "samples": [],
+            "steps": [],
+        }
+        if path.exists():
+            self.data = json.loads(path.read_text())
+            others = {name for name, value in about.items() if self.data["about"][name] != value}
+            if others:
+                raise ValueError(f"{path} was measured with another {', '.join(sorted(others))}; give another --json")
+
+    def has_sample(self, **fields: Any) -> bool:
+        return any(fields.items() <= each.items() for each in self.data["samples"])
+
+    def has_steps(self, **fields: Any) -> bool:
+        return any(fields.items() <= each.items() for each in self.data["steps"])
+
+    def add(self, kind: str, **fields: Any) -> None:
+        """``kind`` is ``"samples"`` or ``"steps"``."""
+        self.data[kind].append({"date": now(), **fields})
+        self.write()
+
+    def note_engine(self, row: str, **fields: Any) -> None:
+        self.data["engines"].setdefault(row, {}).update(fields)
+        self.write()
+
+    def write(self) -> None:
+        """Whole or not at all."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._path.with_suffix(".unfinished")
+        unfinished.write_text(_compact(self.data) + "\n")
+        os.replace(unfinished, self._path)
+
+
+def _compact(data: dict[str, Any]) -> str:
+    """A line for each sample, so that differences can be read."""
+    parts = []
+    for name, value in data.items():
+        if isinstance(value, list):
+            lines = ",\n  ".join(json.dumps(each) for each in value)
+            parts.append(f'"{name}": [\n  {lines}\n ]' if value else f'"{name}": []')
+        else:
+            parts.append(f'"{name}": {json.dumps(value, indent=2)}')
+    return "{\n " + ",\n ".join(parts) + "\n}"

@@ -1,0 +1,185 @@
+"""What weight formats cost in quality: ``python -m benchmarks.quality.quantization --json FILE``.
+
+Perplexity of the built-in models on held-out text of the grammar that they were trained on, drawn by another seed; and
+how far the whole distribution moves at every position of random prompts, for larger models given by their directories.
+What is printed is a page, ``docs/quantization.md``; with ``--render FILE`` that of an earlier file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastgen
+from fastgen.compile import device
+from training.data import IGNORED, training_row
+
+FORMATS = {
+    "fp32": ("float32", None),
+    "bf16": ("bfloat16", None),
+    "int8_weight_only": ("float32", "int8_weight_only"),
+    "int8": ("float32", "int8"),
+    "int4": ("float32", "int4"),
+}
+"""``dtype`` and ``quantize`` of each; the first is what others are compared with."""
+BUILT_IN = ("tiny-llama", "tiny-mistral", "tiny-opt")
+_ROW_TOKENS = 512
+_RANDOM_PROMPTS, _RANDOM_TOKENS = 4, 32
+
+
+def load(model: str | Path, weight_format: str) -> fastgen.LLM:
+    dtype, quantize = FORMATS[weight_format]
+    return fastgen.load(model, device="cpu", dtype=dtype, quantize=quantize, kv_cache_memory="256MiB")
+
+
+def perplexity(llm: fastgen.LLM, num_rows: int) -> dict[str, float]:
+    """Over the tokens that the model was trained to say, rows of text that begin anywhere in a document."""
+    total, count = 0.0, 0
+    for row in range(num_rows):
+        ids, targets = training_row(f"held-out/{row}", _ROW_TOKENS, llm.tokenizer)
+        output = llm.generate(ids, max_new_tokens=1, temperature=0, prompt_logprobs=0)
+        assert output.prompt_logprobs is not None
+        for target, entry in zip(targets, output.prompt_logprobs[1:], strict=False):
+            if target != IGNORED and entry is not None:
+                total, count = total + entry[target], count + 1
+    return {"perplexity": math.exp(-total / count), "tokens": count}
+
+
+def distributions(llm: fastgen.LLM) -> Tensor:
+    """Log-probabilities ``[positions, vocabulary]`` of what follows each position of random prompts."""
+    generator = random.Random(0)
+    vocab = llm.spec.vocab_size
+    rows = []
+    for _ in range(_RANDOM_PROMPTS):
+        prompt = [generator.randrange(vocab) for _ in range(_RANDOM_TOKENS)]
+        output = llm.generate(prompt, max_new_tokens=1, temperature=0, prompt_logprobs=vocab - 1)
+        for entry in (output.prompt_logprobs or [])[1:]:
+            assert entry is not None
+            row = torch.empty(vocab)
+            row[torch.tensor(list(entry))] = torch.tensor(list(entry.values()))
+            rows.append(row)
+    return torch.stack(rows)
+
+
+def moved(reference: Tensor, found: Tensor) -> dict[str, float]:
+    """``kl``: mean Kullback-Leibler divergence in nats. ``logit_error``: root of the mean squared difference of logits,
+    over their standard deviation. ``same_first``: positions whose likeliest token is the same.
+    """
+    centred = [each - each.mean(-1, keepdim=True) for each in (reference, found)]
+    return {
+        "kl": float((reference.exp() * (reference - found)).sum(-1).mean()),
+        "logit_error": float((centred[1] - centred[0]).square().mean().sqrt() / centred[0].std()),
+        "same_first": float((reference.argmax(-1) == found.argmax(-1)).float().mean()),
+        "positions": len(reference),
+    }
+
+
+def measure(random_models: Sequence[Path], num_rows: int) -> dict[str, Any]:
+    here = device.current("cpu")
+    found: dict[str, Any] = {
+        "about": {
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "machine": here.name,
+            "kernel": platform.release(),
+            "torch": torch.__version__,
+            "fastgen": fastgen.__version__,
+        },
+        "perplexity": {},
+        "moved": {},
+    }
+    for name in BUILT_IN:
+        found["perplexity"][name] = {}
+        for weight_format in FORMATS:
+            with load(name, weight_format) as llm:
+                found["perplexity"][name][weight_format] = perplexity(llm, num_rows)
+    for model in random_models:
+        found["moved"][model.name] = {}
+        reference = None
+        for weight_format in FORMATS:
+            with load(model, weight_format) as llm:
+                here_found = distributions(llm)
+            if reference is None:
+                reference = here_found
+            found["moved"][model.name][weight_format] = moved(reference, here_found)
+    return found
+
+
+def render(found: dict[str, Any], name: str) -> str:
+    """The page of a file written by this command; ``name`` is the file's."""
+    about = found["about"]
+    lines = [
+        "# What weight formats cost in quality",
+        "",
+        f"Measured {about['date'][:10]} on {about['machine']} with fastgen {about['fastgen']}; written by"
+        f" `python -m benchmarks.quality.quantization --render {name}`.",
+        "",
+        '`bf16` is `dtype="bfloat16"`, the others are `quantize=` over fp32: `int8_weight_only` one scale for each'
+        " output; `int8` the same, and activations in 8 bits with one scale a token; `int4` one scale for 32 weights,"
+        " activations in 8 bits.",
+        "",
+        "## Perplexity of the built-in models",
+        "",
+        f"Text of the grammar that they were trained on, drawn by another seed, in rows of {_ROW_TOKENS} tokens. The"
+        " checkpoints are bf16 themselves, so `bf16` differs by what the KV cache keeps, not by its weights.",
+        "",
+        f"| model | tokens | {' | '.join(FORMATS)} |",
+        "|---" * (len(FORMATS) + 2) + "|",
+    ]
+    for model, values in found["perplexity"].items():
+        reference = values["fp32"]["perplexity"]
+        cells = [f"{reference:.4f}"]
+        for weight_format in list(FORMATS)[1:]:
+            value = values[weight_format]["perplexity"]
+            cells.append(f"{value:.4f} ({100 * (value / reference - 1):+.2f} %)")
+        lines.append(f"| {model} | {values['fp32']['tokens']} | {' | '.join(cells)} |")
+    if found["moved"]:
+        lines += [
+            "",
+            "## Logits of a larger model",
+            "",
+            "Weights are random: nothing was trained to bear rounding, and there are no outliers, so this is a rough"
+            " guide. Compared with fp32 at every position of random prompts: mean Kullback-Leibler divergence; root"
+            " mean square error of the logits over their standard deviation; positions whose likeliest token stays.",
+            "",
+            "| model | format | divergence, nats | logit error | same first token |",
+            "|---|---|---|---|---|",
+        ]
+    for model, values in found["moved"].items():
+        for weight_format in list(FORMATS)[1:]:
+            each = values[weight_format]
+            lines.append(
+                f"| {model} | {weight_format} | {each['kl']:.2g} | {each['logit_error']:.2%} |"
+                f" {each['same_first']:.1%} of {each['positions']} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("random_models", nargs="*", type=Path, help="directories that benchmarks.cpu.models wrote")
+    parser.add_argument("--rows", type=int, default=24, help=f"of {_ROW_TOKENS} tokens, for each built-in model")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--json", type=Path, help="write what is measured to this file")
+    which.add_argument("--render", type=Path, help="print the page of this file")
+    options = parser.parse_args()
+    if options.json:
+        found = measure(options.random_models, options.rows)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    else:
+        found = json.loads(options.render.read_text())
+    print(render(found, str(options.json or options.render)), end="")
+
+
+if __name__ == "__main__":
+    main()
