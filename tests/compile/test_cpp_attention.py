@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ from fastgen.compile.ops.alibi import Alibi
 from fastgen.compile.ops.attention import paged_attention
 from fastgen.compile.ops.attention_cpp import CppAttention, cpp_attention_spec, empty_cpp_cache
 from fastgen.compile.ops.attention_specs import AttentionShape
+from fastgen.compile.render import render
 from fastgen.compile.spec import torch_dtype
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.thread_pool import load_thread_pool, thread_pool_spec
 
 HERE = cpp_arch(device.current("cpu"))
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
@@ -132,7 +135,10 @@ def test_every_pair_of_features(loaders: dict[str, KernelLoader], arch: str, pai
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [(71, 1, 64, 16), (4, 4, 80, 1), (8, 1, 96, 32), (3, 3, 128, 256), (2, 1, 256, 16), (1, 1, 1, 16)],
+    [
+        *[(71, 1, 64, 16), (4, 4, 80, 1), (8, 1, 96, 32), (3, 3, 128, 256), (2, 1, 256, 16), (1, 1, 1, 16)],
+        *[(64, 8, 32, 16), (12, 12, 16, 16)],  # more heads than are computed together, and many that are
+    ],
 )
 def test_sizes(
     loaders: dict[str, KernelLoader], num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
@@ -169,6 +175,42 @@ def test_a_sequence_gets_the_same_bits_in_any_company_chunking_and_number_of_thr
         assert torch.equal(company.computed(loader, 2)[mine], whole), seed
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_how_the_heads_and_keys_of_decodes_are_shared_out_shows_nowhere(
+    loaders: dict[str, KernelLoader], dtype: str
+) -> None:
+    shape = AttentionShape(24, 8, 32, 16, dtype, scale=0.2)
+    batch = Batch(shape, [(1, 5000), (1, 17), (1, 900), (2, 1030)], 3)
+    found = batch.computed(loaders[HERE])
+    assert_close(batch, found)
+    for num_threads in (2, 3, 7):
+        assert torch.equal(batch.computed(loaders[HERE], num_threads), found), num_threads
+    q, starts, tables, seq_lens = batch.q, batch.starts, batch.tables, batch.seq_lens
+    for row in range(len(seq_lens)):
+        mine = slice(int(starts[row]), int(starts[row + 1]))
+        batch.q, batch.starts = q[mine], torch.tensor([0, mine.stop - mine.start], dtype=torch.int32)
+        batch.tables, batch.seq_lens = tables[row : row + 1], seq_lens[row : row + 1]
+        assert torch.equal(batch.computed(loaders[HERE]), found[mine]), row
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("rising", [False, True])
+def test_what_is_far_below_the_best_score_weighs_nothing(
+    loaders: dict[str, KernelLoader], arch: str, rising: bool
+) -> None:
+    shape = replace(SHAPE, num_heads=1, num_kv_heads=1)
+    batch = Batch(shape, [(1, 1300)], 4)
+    order = torch.arange(1300)
+    place = (batch.tables[0, order // 16].long(), order % 16, 0)
+    batch.q[0] = torch.eye(32)[0]
+    best = 1299 if rising else 3
+    batch.k[place] = torch.eye(32)[0] * -1000.0 * (order - best).abs().unsqueeze(1)
+    values = torch.full((1300, 32), 1e30)
+    values[best] = torch.arange(32.0)
+    batch.v[place] = values
+    assert torch.equal(batch.computed(loaders[arch], 2)[0, 0], torch.arange(32.0))
+
+
 def test_a_score_that_is_no_number_shows_in_its_row_alone(loaders: dict[str, KernelLoader]) -> None:
     batch = Batch(SHAPE, [(3, 3), (1, 70)], 0)
     batch.q[3, 4] = torch.nan
@@ -176,6 +218,57 @@ def test_a_score_that_is_no_number_shows_in_its_row_alone(loaders: dict[str, Ker
     assert found[3, 4].isnan().all()
     assert not found[:3].isnan().any()
     assert not found[3, [0, 1, 2, 3, 5]].isnan().any()
+
+
+SANITIZED = """
+#include <cstdio>
+extern "C" int fastgen_set_num_threads(int);
+
+static void run(int64_t num_new, int64_t num_cached, int64_t others) {  // others: decodes at that length, in front
+    const int64_t num_seqs = 3, num_tokens = 2 + num_new + 2, q_stride = N * D;
+    const std::vector<int32_t> cu_seqlens_q{0, 1, 2, int32_t(2 + num_new)};
+    const std::vector<int32_t> seq_lens{int32_t(others), int32_t(others), int32_t(num_cached + num_new)};
+    const int64_t max_blocks = (std::max(others, num_cached + num_new) + P - 1) / P;
+    std::vector<int32_t> block_tables(num_seqs * max_blocks, 1 << 28);
+    int64_t num_blocks = 0;
+    for (int64_t s = 0; s < num_seqs; ++s) {
+        for (int64_t i = 0; i * P < seq_lens[s]; ++i) block_tables[s * max_blocks + i] = int32_t(num_blocks++);
+    }
+    const std::vector<float> q(num_tokens * N * D, 0.5f), slopes(N, 0.5f);
+    const std::vector<T> k_cache(num_blocks * K * D * P, T(0.5f)), v_cache(num_blocks * K * DV * P, T(0.5f));
+    std::vector<float> out(num_tokens * N * DV);
+    CALL;
+}
+
+int main() {
+    fastgen_set_num_threads(3);
+    for (int64_t num_new : {0, 1, 7, 130}) {
+        for (int64_t num_cached : {0, 15, 700, 2050}) {
+            for (int64_t others : {1, 16, 1100}) run(num_new, num_cached, others);
+        }
+    }
+    std::puts("done");
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("feature", [None, *FEATURES])
+@pytest.mark.parametrize("checks", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(tmp_path: Path, arch: str, feature: str | None, checks: str) -> None:
+    spec = cpp_attention_spec(with_features(*([feature] if feature else [])), arch)
+    arguments = ", ".join(
+        f"{argument.name}.data()" if argument.is_pointer else argument.name for argument in spec.arguments
+    )
+    (tmp_path / "main.cpp").write_text(render(spec) + SANITIZED.replace("CALL", f"{spec.name}({arguments})"))
+    (tmp_path / "pool.cpp").write_text(render(thread_pool_spec()))
+    flags = [flag for flag in CppBuilder(arch).flags if flag != "-shared"]
+    watched = ["-O1", "-g", f"-fsanitize={checks}", "-fno-sanitize-recover=all"]
+    command = ["g++", *flags, *watched, "main.cpp", "pool.cpp", "-o", "main", "-pthread"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    done = subprocess.run(["./main"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "done", "")
 
 
 def with_features(*features: str) -> AttentionShape:

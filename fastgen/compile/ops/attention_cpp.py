@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.build import Kernel
+from fastgen.compile.huge_pages import in_huge_pages
 from fastgen.compile.ops.attention_specs import AttentionShape
 from fastgen.compile.spec import Argument, KernelSpec, Value
 
@@ -47,12 +48,15 @@ def empty_cpp_cache(
     """A cache as the kernel wants it, seen as everybody sees it: ``k [B, P, K, D]``, ``v [B, P, K, D]``, or with a
     ``latent_dim`` the first so many features of the keys.
 
-    In memory a block's keys lie ``[K, D, P]``, so that a vector of keys is loaded at once, and values ``[K, P, D]``.
+    In memory a block's keys lie ``[K, D, P]``, so that a vector of keys is loaded at once, and values ``[K, P, D]``,
+    all in huge pages: a sequence's blocks lie anywhere, and in small pages finding one takes as long as reading it.
     """
-    k = torch.empty(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype).permute(0, 3, 1, 2)
+    size_bytes = num_blocks * num_kv_heads * head_dim * block_size * dtype.itemsize
+    k = in_huge_pages(size_bytes).view(dtype).view(num_blocks, num_kv_heads, head_dim, block_size).permute(0, 3, 1, 2)
     if latent_dim is not None:
         return k, k[..., :latent_dim]
-    return k, torch.empty(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype).transpose(1, 2)
+    v = in_huge_pages(size_bytes).view(dtype).view(num_blocks, num_kv_heads, block_size, head_dim)
+    return k, v.transpose(1, 2)
 
 
 class CppAttention:
@@ -75,9 +79,19 @@ class CppAttention:
     ) -> None:
         """Shapes as there; caches of :func:`empty_cpp_cache`. ``q``'s tokens may lie apart, all else is contiguous.
         ``q`` and ``out`` are fp32."""
+        self._kernel((), *self.arguments(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, out))
+
+    def arguments(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        out: Tensor,
+    ) -> list[Tensor | int]:
+        """The kernel's own arguments for these."""
         caches = (k_cache, v_cache) if self._takes_values else (k_cache,)
-        self._kernel(
-            (),
-            *(q, *caches, block_tables, cu_seqlens_q, seq_lens, *self._slopes, out),
-            *(len(seq_lens), len(q), block_tables.shape[1], q.stride(0)),
-        )
+        tensors = (q, *caches, block_tables, cu_seqlens_q, seq_lens, *self._slopes, out)
+        return [*tensors, len(seq_lens), len(q), block_tables.shape[1], q.stride(0)]

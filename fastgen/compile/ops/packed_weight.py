@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import sys
 from copy import copy
 from typing import Literal, get_args
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fastgen.compile.huge_pages import in_huge_pages
 from fastgen.compile.ops.quantization import GROUP, Quantized, quantize_channels, quantize_groups
 from fastgen.errors import InvalidArgumentError
 
@@ -22,7 +22,6 @@ LANES = {"avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SCALED = ("int8_weight_only", "int8")
 _MAX_IN_FEATURES = (2**31 - 1) // 127**2  # so that a sum of products of 8 bits has room in 32
-_HUGE_PAGE = 2 << 20
 _PIECE = 4 << 20  # weights converted at a time
 
 
@@ -54,7 +53,7 @@ class PackedWeight:
         self.out_features, self.in_features, self.num_groups = out_features, in_features, num_groups
         self._panel, self._lanes = PANELS[arch], LANES[arch]
         num_panels = num_groups * -(-out_features // self._panel)
-        self.panels = _allocate(num_panels * self._panel_bytes()).view(num_panels, -1)
+        self.panels = in_huge_pages(num_panels * self._panel_bytes()).view(num_panels, -1)
         self.scale = torch.zeros(num_panels * self._panel if weight_format in _SCALED else 0)
         self.bias = torch.zeros(num_panels * self._panel)
 
@@ -190,13 +189,3 @@ def unpack_nibbles(panels: Tensor, lanes: int, panel: int) -> Quantized:
 
 def _tensors(values: Tensor | Quantized) -> tuple[Tensor, ...]:
     return (values.codes, values.scale) if isinstance(values, Quantized) else (values,)
-
-
-def _allocate(size_bytes: int) -> Tensor:
-    """Zeroed bytes, at the start of a huge page."""
-    memory = mmap.mmap(-1, size_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE
-    return whole[start : start + size_bytes]
