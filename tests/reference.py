@@ -126,10 +126,12 @@ def rounding_errors(
     *,
     attention: str = "eager",
     dtype: torch.dtype = torch.bfloat16,
-    target: str = "torch",
     write: Callable[[PreTrainedModel, Path], object] = save,
+    **options: Any,
 ) -> tuple[float, float]:
     """How far answers in 16 bits lie from the exact ones of the same weights in fp32, ours and transformers' own.
+
+    ``options`` are :func:`fastgen.load`'s, the reference's target unless they say another.
 
     The root of the mean square of a position's log-probabilities, at the median of a prompt's positions: where rounding
     sends a token to another expert, on either side, that position is off by twenty times as much as the others.
@@ -144,7 +146,7 @@ def rounding_errors(
     prompt = torch.randint(vocab_size, (64,), generator=torch.Generator().manual_seed(3)).tolist()
     with tempfile.TemporaryDirectory() as directory:
         write(rounded, Path(directory))
-        with fastgen.load(directory, max_model_len=96, target=target) as llm:
+        with fastgen.load(directory, **({"max_model_len": 96, "target": "torch"} | options)) as llm:
             output = llm.generate(prompt, max_new_tokens=1, temperature=0, prompt_logprobs=vocab_size, ignore_eos=True)
     ours = torch.tensor([[row[i] for i in range(vocab_size)] for row in output.prompt_logprobs[1:]])
     truth, theirs = log_probs(exact, prompt[:-1]), log_probs(rounded, prompt[:-1])

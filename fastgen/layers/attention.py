@@ -16,7 +16,8 @@ from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.layers.rotary import Rotary
 
 Prepare = Callable[..., None]
-"""Norms, rotates and writes to the cache: see :class:`fastgen.compile.ops.qkv.QkvKernel`."""
+"""Norms, rotates and writes to the cache: see :class:`fastgen.compile.ops.qkv.QkvKernel`, and for latent attention
+:class:`fastgen.compile.ops.latent_cpp.LatentKernel`."""
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """Attends, given ``q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, out``."""
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.compile.ops.attention import paged_attention
-from fastgen.compile.ops.attention_cpp import CppAttention
 from fastgen.compile.ops.kv_write import write
-from fastgen.compile.ops.latent_cpp import LatentKernel
 from fastgen.compile.ops.linear import LinearKernel, per_head_linear
+from fastgen.compile.recording import library_call
+from fastgen.layers.attention import Attend, Prepare
 from fastgen.layers.kv_cache import LayerKVCache, PagedKVCache
 from fastgen.layers.linear import Linear, PackedHeads
 from fastgen.layers.norm import Norm
@@ -46,6 +46,7 @@ class HeadLinear(nn.Module):
     ):
         super().__init__()
         self.num_heads, self.turned, self.kernel = num_heads, turned, kernel
+        self.out_features = shape[1] if turned else shape[0] // num_heads
         if kernel is None:
             self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
             return
@@ -60,13 +61,19 @@ class HeadLinear(nn.Module):
         return PackedHeads([self.packed.group(head) for head in range(self.num_heads)], self.turned)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.view(self.num_heads, -1, self.weight.shape[1])
-        return per_head_linear(x, weight.transpose(1, 2) if self.turned else weight)
+        return per_head_linear(x, self._maps())
 
     def into(self, x: Tensor, out: Tensor) -> None:
-        """The same by the kernel; each row of ``out [T, N, …]`` may lie apart."""
-        assert self.kernel is not None
-        self.kernel(x, self.packed, out)
+        """The same by the kernel, or else the library; each row of ``out [T, N, …]`` may lie apart."""
+        if self.kernel is not None:
+            self.kernel(x, self.packed, out)
+        else:
+            library_call(torch.bmm, x.transpose(0, 1), self._maps().transpose(1, 2), out=out.transpose(0, 1))
+
+    def _maps(self) -> Tensor:
+        """``[N, out, in]``."""
+        weight = self.weight.view(self.num_heads, -1, self.weight.shape[1])
+        return weight.transpose(1, 2) if self.turned else weight
 
 
 class LatentAttention(nn.Module):
@@ -94,7 +101,7 @@ class LatentAttention(nn.Module):
         nope_dim: int,
         rope_dim: int,
         scale: float,
-        kernels: tuple[LatentKernel, CppAttention] | None = None,
+        kernels: tuple[Prepare, Attend] | None = None,
     ):
         super().__init__()
         self.kernels = kernels
@@ -134,6 +141,6 @@ class LatentAttention(nn.Module):
         seen = (cache.k, cache.v, batch.block_tables[cache.group], batch.cu_seqlens_q, batch.seq_lens)
         mixed = q.new_empty(*q.shape[:2], rank)
         attend(mapped, *seen, mixed)
-        out = q.new_empty(*q.shape[:2], self.v_up.packed.out_features)
+        out = q.new_empty(*q.shape[:2], self.v_up.out_features)
         self.v_up.into(mixed, out)
         return out

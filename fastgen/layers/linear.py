@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.linear import LinearKernel, linear
+from fastgen.compile.ops.linear import LinearKernel, linear, logits
 from fastgen.compile.ops.packed_weight import PackedWeight
 
 PlainLinear = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
@@ -117,7 +117,16 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kernel is None and self.plain_kernel is None:
             return linear(x, self.weight, self.bias)
-        out = x.new_empty(len(x), sum(self.out_features))
+        return self._by_kernel(x, x.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The same in fp32; a kernel must be one that computes so."""
+        if self.kernel is None and self.plain_kernel is None:
+            return logits(x, self.weight, self.bias)
+        return self._by_kernel(x, torch.float32)
+
+    def _by_kernel(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        out = x.new_empty(len(x), sum(self.out_features), dtype=dtype)
         if self.kernel is not None:
             self.kernel(x, self.packed, out)
         elif self.plain_kernel is not None:

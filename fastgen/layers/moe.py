@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.linear import grouped_linear, logits
+from fastgen.compile.ops.linear import grouped_linear
 from fastgen.compile.ops.moe import Scoring, combine, route, sort_by_expert
-from fastgen.compile.ops.moe_cpp import CombineKernel, RoutedLinearKernel, RouteKernel, SortedChoices, SortKernel
+from fastgen.compile.ops.moe_cpp import RoutedLinearKernel
 from fastgen.layers.linear import Linear, PackedRows
 from fastgen.layers.mlp import Activation, GatedMlp, Mlp
+
+Choose = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""Chooses experts, given the router's logits and what corrects them: see :func:`fastgen.compile.ops.moe.route`."""
 
 
 class Router(nn.Module):
@@ -32,7 +36,7 @@ class Router(nn.Module):
         num_groups: int = 1,
         top_groups: int = 1,
         device: torch.device,
-        kernel: RouteKernel | None = None,
+        kernel: Choose | None = None,
     ):
         super().__init__()
         self.kernel = kernel
@@ -47,10 +51,11 @@ class Router(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.linear.logits(x)
         if self.kernel is not None:
-            return self.kernel(self.linear(x), self.correction)
+            return self.kernel(logits, self.correction)
         return route(
-            logits(x, self.linear.weight, self.linear.bias),
+            logits,
             self.correction,
             top_k=self.top_k,
             scoring=self.scoring,
@@ -64,8 +69,8 @@ class Router(nn.Module):
 class GroupedLinear(nn.Module):
     """A linear layer for each expert, several of the checkpoint's stacked where they read the same input.
 
-    ``x [M, in]`` sorted by expert to ``[M, sum(out_features)]``. With a ``kernel`` the weights are packed for it, and
-    rows need not be sorted: see :meth:`route`.
+    ``x [M, in]`` sorted by expert to ``[M, sum(out_features)]``. With a ``kernel`` the weights are packed for it.
+    :class:`MoeKernels` multiply by them in their own way.
     """
 
     def __init__(
@@ -102,17 +107,25 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         return grouped_linear(x, self.weight, self.bias, counts)
 
-    def route(self, x: Tensor, choices: SortedChoices) -> Tensor:
-        """A row of outputs for each choice, by the kernel; of ``x [T, in]``, or ``[T*k, in]`` by choice."""
-        assert self.kernel is not None
-        return self.kernel.route(x, choices, self.packed)
+
+class MoeKernels(Protocol):
+    """What computes a mixture behind its router. Choices are numbered ``token * k + place``."""
+
+    def expert_outputs(
+        self, x: Tensor, experts: Tensor, inward: GroupedLinear, activation: Activation, down: GroupedLinear
+    ) -> Tensor:
+        """``[T * k, H]`` in the order of choices, of ``x [T, H]`` and the ``experts [T, k]`` that the router chose."""
+
+    def combine(self, outputs: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+        """``[T, H]``: these outputs weighed ``[T, k]`` and summed, and what is ``shared [T, H]`` added, weighed by the
+        sigmoid of its ``gate [T, 1]``. May change both."""
 
 
 class Moe(nn.Module):
     """``x [T, H] -> [T, H]``: the weighted sum of each token's experts, plus the shared expert where there is one.
 
     ``inward`` is the experts' up, or gate and up stacked where the activation is gated. ``shared_gate`` ``H -> 1``
-    weighs the shared expert by a sigmoid. ``kernels`` sort and sum, where there are some.
+    weighs the shared expert by a sigmoid. ``kernels`` compute what the experts do, where there are some.
     """
 
     def __init__(
@@ -124,7 +137,7 @@ class Moe(nn.Module):
         *,
         shared: Mlp | GatedMlp | None = None,
         shared_gate: Linear | None = None,
-        kernels: tuple[SortKernel, CombineKernel] | None = None,
+        kernels: MoeKernels | None = None,
     ):
         super().__init__()
         self.kernels = kernels
@@ -136,10 +149,8 @@ class Moe(nn.Module):
         shared: Tensor | None = None if self.shared is None else self.shared(x)
         gate: Tensor | None = None if self.shared_gate is None else self.shared_gate(x)
         if self.kernels is not None:
-            sort, add_up = self.kernels
-            choices = sort(experts)
-            inner = self.activation(self.inward.route(x, choices))
-            return add_up(self.down.route(inner, choices), weights, shared, gate)
+            outputs = self.kernels.expert_outputs(x, experts, self.inward, self.activation, self.down)
+            return self.kernels.combine(outputs, weights, shared, gate)
         order, counts = sort_by_expert(experts, self.inward.num_experts)
         inner = self.activation(self.inward(x[order // experts.shape[1]], counts))
         out = combine(self.down(inner, counts), order, weights)

@@ -259,7 +259,7 @@ class _Builder:
             nope_dim=spec.nope_dim,
             rope_dim=spec.rope_dim,
             scale=spec.scale,
-            kernels=self.cpp.latent_kernels(spec) if self.cpp else None,
+            kernels=self.kernels.latent_kernels(spec) if self.kernels else None,
         )
 
     def head_linear(self, spec: LinearSpec, num_heads: int, *, turned: bool) -> HeadLinear:
@@ -308,7 +308,7 @@ class _Builder:
             self.activation(first),
             shared=self.mlp(spec.shared) if spec.shared else None,
             shared_gate=self.linear([spec.shared_gate]) if spec.shared_gate else None,
-            kernels=self.cpp.moe_kernels(spec) if self.cpp else None,
+            kernels=self.kernels.moe_kernels(spec) if self.kernels else None,
         )
 
     def router(self, spec: RouterSpec) -> Router:
@@ -323,7 +323,7 @@ class _Builder:
             num_groups=spec.num_groups,
             top_groups=spec.top_groups,
             device=self.device,
-            kernel=self.cpp.route_kernel(spec) if self.cpp else None,
+            kernel=self.kernels.route_kernel(spec) if self.kernels else None,
         )
         self.claim(spec.correction, router.correction)
         return router
@@ -374,7 +374,7 @@ class _Builder:
         return norm
 
     def linear(self, parts: Sequence[LinearSpec], *, exact: bool = False) -> Linear:
-        """``exact`` never quantises."""
+        """``exact`` is for what must not be rounded: never quantised, and where kernels compute, in fp32."""
         linear = Linear(
             parts[0].in_features,
             [part.out_features for part in parts],
@@ -382,7 +382,7 @@ class _Builder:
             dtype=self.dtype,
             device=self.device,
             kernel=self.exact_kernel if exact else self.linear_kernel,
-            plain_kernel=self.triton.linear_kernel(parts) if self.triton else None,
+            plain_kernel=self.triton.linear_kernel(parts, out_dtype="fp32" if exact else "") if self.triton else None,
         )
         for index, part in enumerate(parts):
             weight, bias = linear.part(index)

@@ -9,6 +9,7 @@ import torch
 from fastgen.compile.loader import KernelLoader
 from fastgen.compile.ops.packed_weight import WeightFormat
 from fastgen.compile.ops.sampling_cpp import sampling_spec
+from fastgen.compile.ops.sampling_triton import SamplingSpecs, sampling_specs
 from fastgen.compile.spec import KernelSpec
 from fastgen.compile.tape import tape_spec
 from fastgen.compile.target import Target
@@ -26,14 +27,15 @@ def kernel_specs(
     *,
     weight_format: WeightFormat | None = None,
     block_size: int | None = None,
+    max_num_seqs: int | None = None,
 ) -> list[KernelSpec]:
     """Each kernel that ``model`` needs on the loader's target once, by name, with all recipe nodes that ask for it.
 
     ``dtype`` is that of the weights, ``weight_format`` what matrices are kept in, where that differs; ``block_size`` is
-    in tokens, by default an engine's. With the kernels of ``cpp`` come the sampler's and the libraries
-    that run them.
+    in tokens, by default an engine's; ``max_num_seqs`` matters to GPUs alone. With the model's kernels come the
+    sampler's, and on ``cpp`` the libraries that run them.
     """
-    target = Target(loader, max_rows=1, max_num_seqs=_MAX_NUM_SEQS)
+    target = Target(loader, max_rows=1, max_num_seqs=max_num_seqs or _MAX_NUM_SEQS)
     build(
         model,
         dtype=dtype,
@@ -44,7 +46,13 @@ def kernel_specs(
         **({} if block_size is None else {"block_size": block_size}),
     )
     if target.name == "triton":
-        return target.specs()
+        sampler = sampler_specs(model.vocab_size)
+        return sorted([*target.specs(), sampler.scan, sampler.draw, sampler.choose], key=lambda spec: spec.name)
     pool = replace(thread_pool_spec(), needed_by=("every kernel that runs on several threads",))
     sampling = sampling_spec(target.arch, needed_by=("the sampler",))
     return sorted([*target.specs(), sampling, pool, tape_spec()], key=lambda spec: spec.name)
+
+
+def sampler_specs(vocab_size: int) -> SamplingSpecs:
+    """The kernels by which the ``triton`` target samples."""
+    return sampling_specs(vocab_size, mask=False, needed_by=("the sampler",))

@@ -14,7 +14,15 @@ from fastgen.compile.ops.attention_cpp import CppAttention, cpp_attention_spec
 from fastgen.compile.ops.attention_specs import AttentionShape
 from fastgen.compile.ops.embedding_cpp import TableKernel, table_spec
 from fastgen.compile.ops.latent_cpp import LatentKernel, latent_spec
-from fastgen.compile.ops.moe_cpp import CombineKernel, RouteKernel, SortKernel, combine_spec, route_spec, sort_spec
+from fastgen.compile.ops.moe_cpp import (
+    CombineKernel,
+    RouteKernel,
+    SortedChoices,
+    SortKernel,
+    combine_spec,
+    route_spec,
+    sort_spec,
+)
 from fastgen.compile.ops.norm import NormKernel, norm_spec
 from fastgen.compile.ops.packed_weight import PackedWeight
 from fastgen.compile.ops.qkv import HeadNorm, QkvKernel, qkv_spec
@@ -22,6 +30,8 @@ from fastgen.compile.ops.softcap import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import dtype_name
 from fastgen.compile.target import Target
 from fastgen.layers.embedding import EmbeddingTable, Stored
+from fastgen.layers.mlp import Activation
+from fastgen.layers.moe import GroupedLinear
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.layers.residual import DeferredAdd
 from fastgen.models.spec import (
@@ -153,8 +163,7 @@ class LayerKernels:
         kernel = softcap_spec(spec.softcap, self.target.arch, needed_by=self.asking(spec.node))
         return SoftcapKernel(self.target.kernel(kernel))
 
-    def moe_kernels(self, spec: MoeSpec) -> tuple[SortKernel, CombineKernel]:
-        """What sorts choices by expert, and sums what the experts make."""
+    def moe_kernels(self, spec: MoeSpec) -> CppMoe:
         asking = self.asking(spec.router.node)
         sort = sort_spec(len(spec.experts), needed_by=asking)
         add_up = combine_spec(
@@ -164,7 +173,7 @@ class LayerKernels:
             gated=spec.shared_gate is not None,
             needed_by=asking,
         )
-        return SortKernel(self.target.kernel(sort)), CombineKernel(self.target.kernel(add_up))
+        return CppMoe(SortKernel(self.target.kernel(sort)), CombineKernel(self.target.kernel(add_up)))
 
     def route_kernel(self, spec: RouterSpec) -> RouteKernel:
         kernel = route_spec(
@@ -221,3 +230,25 @@ class CppEmbedding:
     def add_positions(self, batch: RaggedBatch, positions: Stored, x: Tensor) -> None:
         assert self._positions is not None
         self._positions(positions, x, batch.positions)
+
+
+class CppMoe:
+    """A mixture's :class:`fastgen.layers.moe.MoeKernels`: choices are sorted by expert, rows stay where they are."""
+
+    def __init__(self, sort: SortKernel, combine: CombineKernel):
+        self._sort, self._combine = sort, combine
+
+    def expert_outputs(
+        self, x: Tensor, experts: Tensor, inward: GroupedLinear, activation: Activation, down: GroupedLinear
+    ) -> Tensor:
+        choices = self._sort(experts)
+        inner = activation(_multiply(x, choices, inward))
+        return _multiply(inner, choices, down)
+
+    def combine(self, outputs: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+        return self._combine(outputs, weights, shared, gate)
+
+
+def _multiply(x: Tensor, choices: SortedChoices, layer: GroupedLinear) -> Tensor:
+    assert layer.kernel is not None
+    return layer.kernel.route(x, choices, layer.packed)

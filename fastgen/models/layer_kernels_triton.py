@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,24 +16,50 @@ from fastgen.compile.ops.attention_specs import AttentionShape, attention_specs
 from fastgen.compile.ops.embedding import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
 from fastgen.compile.ops.few_row_linear import FewRowShape
 from fastgen.compile.ops.linear_triton import TritonLinear
+from fastgen.compile.ops.moe_triton import (
+    Combine,
+    ExpertTiles,
+    GroupedTiling,
+    Route,
+    TritonGroupedLinear,
+    combine_spec,
+    grouped_linear_spec,
+    grouped_tilings,
+    route_spec,
+    sort_spec,
+)
 from fastgen.compile.ops.norm import NormKernel, norm_spec
-from fastgen.compile.ops.qkv_triton import TritonQkv, triton_qkv_spec
+from fastgen.compile.ops.qkv_triton import LatentKv, TritonQkv, latent_kv_spec, triton_qkv_spec
 from fastgen.compile.recording import library_call
 from fastgen.compile.spec import dtype_name
 from fastgen.compile.target import Target
 from fastgen.layers.attention import Attend, Prepare
 from fastgen.layers.embedding import EmbeddingTable, Stored
 from fastgen.layers.head import Cap
-from fastgen.layers.mlp import Activate
+from fastgen.layers.mlp import Activate, Activation
+from fastgen.layers.moe import Choose, GroupedLinear
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.layers.residual import Add, DeferredAdd
-from fastgen.models.layer_kernels import qk_norm
-from fastgen.models.spec import AttentionSpec, EmbeddingSpec, HeadSpec, LinearSpec, MlpSpec, NodeRef, NormSpec
+from fastgen.models.layer_kernels import head_norm, qk_norm, unless_one
+from fastgen.models.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LatentAttentionSpec,
+    LinearSpec,
+    MlpSpec,
+    MoeSpec,
+    NodeRef,
+    NormSpec,
+    RouterSpec,
+)
 
 
 @dataclass
 class TritonLayerKernels:
-    """``dtype`` is the model's; ``recipe`` its name. Attentions of one shape share a plan: :attr:`plans`."""
+    """``dtype`` is the model's; ``recipe`` its name. Attentions of one shape share a plan, and mixtures of as many
+    experts the lists of their choices.
+    """
 
     target: Target
     dtype: torch.dtype
@@ -41,6 +68,7 @@ class TritonLayerKernels:
     recipe: str
     plans: dict[object, AttentionPlan] = field(default_factory=dict)
     _workspaces: dict[int, Tensor] = field(default_factory=dict)
+    _expert_tiles: dict[tuple[int, int, int], ExpertTiles] = field(default_factory=dict)
 
     def asking(self, node: NodeRef) -> tuple[str, ...]:
         """What generated kernels say about who asked for them."""
@@ -77,10 +105,10 @@ class TritonLayerKernels:
 
         return add
 
-    def linear_kernel(self, parts: Sequence[LinearSpec]) -> TritonLinear:
-        """For parts stacked into one matrix."""
+    def linear_kernel(self, parts: Sequence[LinearSpec], *, out_dtype: str = "") -> TritonLinear:
+        """For parts stacked into one matrix; to the model's dtype unless another is named."""
         out_features, biased = sum(part.out_features for part in parts), any(part.bias for part in parts)
-        shape = FewRowShape(out_features, parts[0].in_features, self.dtype_name, bias=biased)
+        shape = FewRowShape(out_features, parts[0].in_features, self.dtype_name, bias=biased, out_dtype=out_dtype)
         return self._linear(shape, parts[0].node)
 
     def head_kernel(self, num_rows: int, size: int, node: NodeRef) -> TritonLinear:
@@ -167,6 +195,31 @@ class TritonLayerKernels:
 
         return TritonQkv(self.target.kernel(prepare)), with_slopes
 
+    def latent_kernels(self, spec: LatentAttentionSpec) -> tuple[Prepare, Attend]:
+        """What computes all between the projections but the maps of the heads."""
+        asking = self.asking(spec.q.node)
+        prepare = latent_kv_spec(
+            self.dtype_name,
+            head_norm(spec.kv_norm, over_all=False),
+            num_heads=spec.num_heads,
+            latent_dim=spec.kv_rank,
+            nope_dim=spec.nope_dim,
+            rotary_dim=spec.rotary.dim,
+            interleaved=spec.rotary.kind == "interleaved",
+            needed_by=asking,
+        )
+        shape = AttentionShape(
+            spec.num_heads,
+            1,
+            spec.kv_rank + spec.rope_dim,
+            self.block_size,
+            self.dtype_name,
+            spec.scale,
+            v_dim=spec.kv_rank,
+            values_in_keys=True,
+        )
+        return LatentKv(self.target.kernel(prepare)), self._attend(shape, asking)
+
     def _attend(self, shape: AttentionShape, asking: tuple[str, ...]) -> PagedAttention:
         specs = attention_specs(shape, max_num_seqs=self.target.max_num_seqs, arch=self.target.arch, needed_by=asking)
         # All that a plan depends on; what else distinguishes attentions does not show in it.
@@ -181,6 +234,63 @@ class TritonLayerKernels:
                 device=self.device,
             )
         return PagedAttention(specs, self.target.kernel, self.plans[key])
+
+    def route_kernel(self, spec: RouterSpec) -> Choose:
+        kernel = route_spec(
+            spec.weight.out_features,
+            top_k=spec.top_k,
+            scoring=spec.scoring,
+            normalize=spec.normalize,
+            corrected=spec.correction is not None,
+            scale=unless_one(spec.scale),
+            num_groups=spec.num_groups,
+            top_groups=spec.top_groups,
+            needed_by=self.asking(spec.node),
+        )
+        route = Route(self.target.kernel(kernel))
+
+        def choose(logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+            weights = logits.new_empty(len(logits), spec.top_k)
+            experts = torch.empty_like(weights, dtype=torch.int32)
+            route(logits, correction, experts, weights)
+            return experts, weights
+
+        return choose
+
+    def moe_kernels(self, spec: MoeSpec) -> TritonMoe:
+        asking, first, top_k = self.asking(spec.router.node), spec.experts[0], spec.router.top_k
+        inward = [first.gate, first.up] if first.gate else [first.up]
+
+        def product(parts: Sequence[LinearSpec], tiling: GroupedTiling, **rows: Any) -> TritonGroupedLinear:
+            kernel = grouped_linear_spec(
+                parts[0].in_features,
+                sum(part.out_features for part in parts),
+                self.dtype_name,
+                tiling,
+                bias=any(part.bias for part in parts),
+                needed_by=self.asking(parts[0].node),
+                **rows,
+            )
+            return TritonGroupedLinear(self.target.kernel(kernel))
+
+        add_up = combine_spec(first.down.out_features, top_k, self.dtype_name, needed_by=asking)
+        cuts = {
+            rows: GroupedKernels(
+                self._tiles(len(spec.experts), tiling.block_m, top_k, asking),
+                product(inward, tiling, top_k=top_k),
+                product([first.down], tiling, scatters=True),
+            )
+            for rows, tiling in grouped_tilings(self.dtype_name, self.target.arch).items()
+        }
+        return TritonMoe(cuts, Combine(self.target.kernel(add_up)))
+
+    def _tiles(self, num_experts: int, block_m: int, top_k: int, asking: tuple[str, ...]) -> ExpertTiles:
+        kernel = self.target.kernel(sort_spec(num_experts, block_m, needed_by=asking))
+        key = (num_experts, block_m, top_k)
+        if key not in self._expert_tiles:
+            max_choices = self.target.max_rows * top_k
+            self._expert_tiles[key] = ExpertTiles(kernel, max_choices=max_choices, device=self.device)
+        return self._expert_tiles[key]
 
     def softcap_kernel(self, spec: HeadSpec) -> Cap:
         """By the library: it is a small part of a head's work."""
@@ -220,3 +330,44 @@ class TritonEmbedding:
         rows = torch.empty_like(x)
         self._gather(batch.positions, positions[self._offset :], rows)
         library_call(torch.add, x, rows, out=x)
+
+
+@dataclass(frozen=True)
+class GroupedKernels:
+    """A mixture cut into tiles of one height: what sorts its choices, and the products of its experts."""
+
+    tiles: ExpertTiles
+    inward: TritonGroupedLinear
+    down: TritonGroupedLinear
+
+
+class TritonMoe:
+    """A mixture's :class:`fastgen.layers.moe.MoeKernels`: the first product gathers rows by expert, the second puts
+    them back. ``cuts`` are by the rows that an expert gets on average, up to which each holds.
+    """
+
+    def __init__(self, cuts: dict[int, GroupedKernels], combine: Combine):
+        self._cuts, self._combine = cuts, combine
+
+    def expert_outputs(
+        self, x: Tensor, experts: Tensor, inward: GroupedLinear, activation: Activation, down: GroupedLinear
+    ) -> Tensor:
+        num_choices = experts.numel()
+        cut = self._cuts[min(rows for rows in self._cuts if rows * inward.num_experts >= num_choices)]
+        cut.tiles(experts)
+        inner = x.new_empty(num_choices, sum(inward.out_features))
+        cut.inward(x, inward.weight, inward.bias, cut.tiles, num_choices, inner)
+        outputs = x.new_empty(num_choices, sum(down.out_features))
+        cut.down(activation(inner), down.weight, down.bias, cut.tiles, num_choices, outputs)
+        return outputs
+
+    def combine(self, outputs: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+        out = outputs.new_empty(len(weights), outputs.shape[1])
+        self._combine(outputs, weights, out)
+        if shared is None:
+            return out
+        if gate is not None:
+            library_call(torch.sigmoid, gate, out=gate)
+            library_call(torch.mul, shared, gate, out=shared)
+        library_call(torch.add, out, shared, out=out)
+        return out

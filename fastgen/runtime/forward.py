@@ -18,6 +18,8 @@ from fastgen.runtime.policies.splitfuse import smallest_size
 
 Views = Callable[[int, int], RaggedBatch]
 """The static inputs of a step with so many tokens, and so many rows that need logits."""
+Sample = Callable[[Tensor], None]
+"""Samples from the logits of a step's first rows."""
 
 
 class Forward:
@@ -124,7 +126,8 @@ class TapedForward(_ReplayedForward):
 class CapturedForward(_ReplayedForward):
     """All steps run from graphs, captured beforehand for each of the ascending ``sizes`` and ``row_sizes``.
 
-    Batches come at one of the ``sizes``. Rows are padded here, with whatever was asked for earlier.
+    Batches come at one of the ``sizes``. Rows are padded here; behind the last in use the batch names the first
+    token. Graphs of logits end with ``sample``.
     """
 
     def __init__(
@@ -137,9 +140,10 @@ class CapturedForward(_ReplayedForward):
         *,
         sizes: Sequence[int],
         row_sizes: Sequence[int],
+        sample: Sample,
     ):
         super().__init__(model, kv_cache, pool, views, results, max_tokens=sizes[-1], max_rows=row_sizes[-1])
-        self._sizes, self._row_sizes = sizes, row_sizes
+        self._sizes, self._row_sizes, self._sample = sizes, row_sizes, sample
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Captures every graph, the largest first; ``progress`` is told how many of how many there are."""
@@ -151,6 +155,10 @@ class CapturedForward(_ReplayedForward):
             step = partial(self._head_step, num_rows)
             self._heads[num_rows] = self._pool.capture(f"logits of {num_rows} rows", step)
             progress(len(self._forwards) + len(self._heads), total)
+
+    def _head_step(self, num_rows: int) -> None:
+        super()._head_step(num_rows)
+        self._sample(self._logits[:num_rows])
 
     def hidden(self, batch: RaggedBatch) -> Tensor:
         num_tokens = len(batch.input_ids)

@@ -92,7 +92,8 @@ class InputBatch:
                 "cu_seqlens_q": (*i32, max_num_seqs + 1),
                 "seq_lens": (*i32, max_num_seqs),
                 "logits_indices": (*i32, max_num_seqs),
-                "logits_seats": (np.int64, torch.int64, max_num_seqs),
+                "logits_seats": (*i32, max_num_seqs),
+                "sampled_positions": (*i32, max_num_seqs),
             }
         )
         pinned = device.type == "cuda"
@@ -142,13 +143,22 @@ class InputBatch:
             sampled_ids=self.sampled_ids,
         )
 
+    def sampled_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """For each row that needs logits its seat, −1 behind the last row in use, and where its token will stand; i32.
+        Whatever they are by then."""
+        return self._device["logits_seats"][:num_rows], self._device["sampled_positions"][:num_rows]
+
     def store_sampled(self, token_ids: list[int], sequences: list[Sequence]) -> None:
         """Keep the new ``token_ids`` of ``sequences`` on the device, where the next step's ``token_source`` finds them.
 
         Call before the tokens are appended to the sequences.
         """
-        seats = self._device["logits_seats"][: len(sequences)]
+        seats = self._device["logits_seats"][: len(sequences)].long()
         self.sampled_ids.index_copy_(0, seats, torch.tensor(token_ids, dtype=torch.int32, device=seats.device))
+        self.note_sampled(sequences)
+
+    def note_sampled(self, sequences: list[Sequence]) -> None:
+        """As :meth:`store_sampled`, where kernels wrote the ids to :attr:`sampled_ids` themselves."""
         for sequence in sequences:
             self._sampled[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
 
@@ -175,8 +185,11 @@ class InputBatch:
             if entry.samples:
                 host["logits_indices"][len(sampled)] = end - 1
                 host["logits_seats"][len(sampled)] = seat
+                host["sampled_positions"][len(sampled)] = stop
                 sampled.append(sequence)
         np.cumsum(host["cu_seqlens_q"], out=host["cu_seqlens_q"])
+        host["logits_indices"][len(sampled) :] = 0
+        host["logits_seats"][len(sampled) :] = -1
         input_ids[end:size] = 0
         positions[end:size] = 0
         token_source[end:size] = -1

@@ -58,10 +58,14 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> StepOutput:
         batch, sequences = self.input_batch.build(schedule)
+        self.sampler.prepare(sequences)
         hidden = self.forward.hidden(batch)
         logits = self.forward.logits(hidden, batch)
         sampled = self.sampler.sample(logits, sequences)
-        self.input_batch.store_sampled([token.token_id for token in sampled], sequences)
+        if self.sampler.seats is None:
+            self.input_batch.store_sampled([token.token_id for token in sampled], sequences)
+        else:
+            self.input_batch.note_sampled(sequences)
         return StepOutput(
             sampled=list(zip(sequences, sampled, strict=True)),
             prompt_logprobs=self._prompt_logprobs(schedule, batch.cu_seqlens_q, hidden),

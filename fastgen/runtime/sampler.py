@@ -2,7 +2,7 @@
 
 Penalties are derived from a sequence's tokens and draws from its request's seed, its index and the position, so a
 sequence that was preempted and computed anew gets the tokens it would have got: what is kept between steps only saves
-making it again. Where there is a kernel, it samples; elsewhere torch does.
+making it again. Where there are kernels, they sample; elsewhere torch does.
 
 ``R`` rows, ``V`` vocabulary.
 """
@@ -24,6 +24,7 @@ from fastgen.errors import GenerationError
 from fastgen.runtime.outputs import Logprobs
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampled_rows import PLAIN_ROW, RowHistory, is_plain
+from fastgen.runtime.seat_sampler import SeatSampler
 
 _MAX_INT64 = 2**63 - 1
 _FP32 = torch.finfo(torch.float32)
@@ -56,15 +57,26 @@ def sampling_kernel(target: Target, vocab_size: int, *, max_rows: int) -> Sampli
 
 class Sampler:
     """Chooses tokens. ``eos_token_ids`` are the model's end-of-text ids; ``kernel``, if given, is for its vocabulary.
+    With ``seats`` tokens are chosen on the device, where logits are computed; here they are read.
 
     While a sequence has fewer than ``min_new_tokens`` generated tokens, its stop token ids and the end-of-text ids are
     forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled.
     """
 
-    def __init__(self, eos_token_ids: Iterable[int] = (), kernel: SamplingKernel | None = None):
+    def __init__(
+        self,
+        eos_token_ids: Iterable[int] = (),
+        kernel: SamplingKernel | None = None,
+        seats: SeatSampler | None = None,
+    ):
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.kernel = kernel
+        self.kernel, self.seats = kernel, seats
         self._histories: dict[Sequence, RowHistory | None] = {}
+
+    def prepare(self, sequences: SequenceOf[Sequence]) -> None:
+        """Before the step that computes the logits of ``sequences``."""
+        if self.seats is not None:
+            self.seats.prepare(sequences, self._ending_ids)
 
     def sample(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
         """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``.
@@ -76,6 +88,8 @@ class Sampler:
             return []
         if self.kernel is not None:
             return self._sample_by_kernel(self.kernel, logits, sequences)
+        if self.seats is not None:
+            return _answers(logits, self.seats.token_ids(sequences), sequences)
         status = row_status(logits)
         scores = self._adjusted(logits, sequences)
         if all(sequence.request.sampling.greedy for sequence in sequences) and scores is logits:
@@ -83,19 +97,8 @@ class Sampler:
         else:
             token_ids, adjusted_status = sample(scores, _draws(sequences, logits.device))
             status = torch.where(status == RowStatus.OK, adjusted_status, status)
-        ids, states = torch.stack((token_ids, status)).tolist()
-
-        errors = [_ERRORS.get(RowStatus(state)) for state in states]
-        logprobs: dict[int, Logprobs] = {}
-        wanted = [
-            row for row, sequence in enumerate(sequences)
-            if errors[row] is None and sequence.request.sampling.logprobs is not None
-        ]  # fmt: skip
-        if wanted:
-            counts = [sequences[row].request.sampling.logprobs or 0 for row in wanted]
-            found = token_logprobs(_take(logits, wanted), [ids[row] for row in wanted], counts)
-            logprobs = dict(zip(wanted, found, strict=True))
-        return [SampledToken(ids[row], logprobs.get(row), errors[row]) for row in range(len(sequences))]
+        found = torch.where(status == RowStatus.OK, token_ids, -status)
+        return _answers(logits, found.tolist(), sequences)
 
     def _sample_by_kernel(
         self, kernel: SamplingKernel, logits: Tensor, sequences: SequenceOf[Sequence]
@@ -115,7 +118,7 @@ class Sampler:
             rows = [PLAIN_ROW if (each := histories[sequence]) is None else each.row() for sequence in sequences]
             ids, logprobs = kernel(logits, rows)
         return [
-            SampledToken(0, error=_ERRORS[RowStatus(-token_id)]) if token_id < 0
+            _failed(token_id) if token_id < 0
             else SampledToken(token_id, _logprobs_by_kernel(found, sequence))
             for token_id, found, sequence in zip(ids, logprobs, sequences, strict=True)
         ]  # fmt: skip
@@ -147,6 +150,27 @@ class Sampler:
     def _ending_ids(self, sequence: Sequence) -> frozenset[int]:
         sampling = sequence.request.sampling
         return (frozenset() if sampling.ignore_eos else self.eos_token_ids).union(sampling.stop_token_ids)
+
+
+def _answers(logits: Tensor, found: list[int], sequences: SequenceOf[Sequence]) -> list[SampledToken]:
+    """What was ``found`` in each row, its token or ``-status``, with the log-probabilities that are asked for."""
+    logprobs: dict[int, Logprobs] = {}
+    wanted = [
+        row for row, sequence in enumerate(sequences)
+        if found[row] >= 0 and sequence.request.sampling.logprobs is not None
+    ]  # fmt: skip
+    if wanted:
+        counts = [sequences[row].request.sampling.logprobs or 0 for row in wanted]
+        each = token_logprobs(_take(logits, wanted), [found[row] for row in wanted], counts)
+        logprobs = dict(zip(wanted, each, strict=True))
+    return [
+        _failed(token_id) if token_id < 0 else SampledToken(token_id, logprobs.get(row))
+        for row, token_id in enumerate(found)
+    ]
+
+
+def _failed(found: int) -> SampledToken:
+    return SampledToken(0, error=_ERRORS[RowStatus(-found)])
 
 
 def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceOf[int]) -> list[Logprobs]:

@@ -14,8 +14,10 @@ from fastgen.compile.tape import tape_spec
 from fastgen.compile.thread_pool import thread_pool_spec
 from fastgen.models.builtins import BUILTINS
 from fastgen.models.kernels import kernel_specs
-from fastgen.models.registry import named_recipe
+from fastgen.models.registry import find_recipe, list_recipes, named_recipe
 from fastgen.models.resolve import resolve
+from fastgen.models.spec import LatentAttentionSpec, ModelSpec, MoeSpec
+from tests.models import test_recipe_published, test_recipe_published_families
 
 
 def needed(model: str, target: str, dtype: torch.dtype = torch.bfloat16, **changed: object) -> list[KernelSpec]:
@@ -73,3 +75,38 @@ def test_libraries_formats_and_block_sizes_are_part_of_what_a_cpu_needs() -> Non
     assert "linear" in differing
     assert any("attention" in op for op in differing)
     assert "norm" not in " ".join(differing)
+
+
+def published() -> dict[str, ModelSpec]:
+    """One model of each recipe, as it was published but for the number of its layers."""
+    found: dict[str, ModelSpec] = {}
+    for config, _ in {**test_recipe_published.PUBLISHED, **test_recipe_published_families.PUBLISHED}.values():
+        recipe = find_recipe(config)
+        if recipe.name not in found:
+            few = {key: min(6, config[key]) for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config}
+            found[recipe.name] = resolve(recipe, config | few)
+    return found
+
+
+def test_every_recipe_s_kernels_are_known_before_a_gpu_is_there() -> None:
+    """All that a step launches, mixtures' and latent attention's kernels and the sampler's among it, by the node."""
+    loader, models = KernelLoader(make_builder("sm_90")), published()
+    assert models.keys() == {listed.recipe.name for listed in list_recipes()}
+    distinct: set[KernelSpec] = set()
+    for name, model in models.items():
+        specs = kernel_specs(model, loader, torch.bfloat16)
+        distinct |= set(specs)
+        ops = {spec.op for spec in specs}
+        always = {"embedding", "attention", "attention_plan", "attention_combine", "few_row_linear", "activation"}
+        assert ops >= always | {"sampling_scan", "sampling_draw", "sampling_choose"}, name
+        mixes = any(isinstance(part, MoeSpec) for part in model.parts())
+        assert mixes == (ops >= {"moe_route", "moe_sort", "grouped_linear", "moe_combine"}), name
+        is_latent = any(isinstance(attention, LatentAttentionSpec) for attention in model.attentions())
+        assert (is_latent, not is_latent) == ("latent_kv" in ops, "qkv" in ops), name
+        assert all(spec.needed_by for spec in specs), name
+        if mixes:  # a decode's tiles, a small step's and a large one's
+            products = [spec for spec in specs if spec.op == "grouped_linear"]
+            assert sorted({spec.parameters["block_m"] for spec in products}) == [16, 64, 128], name
+            assert all("experts" in node for spec in products for node in spec.needed_by), name
+    for spec in distinct:
+        assert f"{spec.name}(" in render(spec)

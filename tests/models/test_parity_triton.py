@@ -7,13 +7,18 @@ each. Sizes are those of the ``cpp`` target's tests.
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import triton.language as tl
 from transformers import OPTConfig, OPTForCausalLM
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.models.test_parity_cpp import SHARED, config_of
 from tests.models.test_parity_more import DRAWS, Drawn
-from tests.reference import check_family
+from tests.reference import check_family, rounding_errors
 
 OPTIONS: Drawn = {"target": "triton", "token_budget": 9, "block_size": 16, "max_num_seqs": 3, "max_model_len": 96}
 QUICK = ("gemma2", "falcon_rw", "cohere")
@@ -21,9 +26,7 @@ QUICK = ("gemma2", "falcon_rw", "cohere")
 CASES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in DRAWS]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in DRAWS]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_family(name: str) -> None:
     config, model_class, attention = config_of(name, Random(f"{name} triton"), SHARED)
     check_family(config, model_class, OPTIONS, 0, attention=attention)
@@ -43,3 +46,39 @@ def test_positions_behind_a_projection() -> None:
         pad_token_id=1,
     )
     check_family(config, OPTForCausalLM, OPTIONS, 0)
+
+
+@pytest.fixture
+def bfloat16_of_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as its bits: it cuts them off where hardware rounds, and multiplies the bits."""
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def rounding_cast(self: Any, source: Any, dtype: Any) -> Any:
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, widened(source) if dtype.scalar == tl.float32 else source, dtype)
+        rounded = torch.tensor(source.data).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return TensorHandle(rounded, tl.bfloat16)
+
+    def wide_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return dot(self, widened(a), widened(b), *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounding_cast)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", wide_dot)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bfloat16_of_hardware")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3"])
+def test_weights_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    """Both sides differ from the exact answer of the same weights in fp32; ours by no more than twice as much."""
+    config, model_class, attention = config_of(name, Random(f"{name} in 16 bits"), SHARED)
+    options = OPTIONS | {"token_budget": 16}
+    error, their_error = rounding_errors(config, model_class, attention=attention, dtype=dtype, **options)
+    print(f"{name} {dtype}: {error:.3e}, theirs {their_error:.3e}")
+    assert 0 < error <= 2 * their_error, (error, their_error)

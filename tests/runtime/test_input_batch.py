@@ -96,6 +96,9 @@ def test_the_worked_example(example: tuple[InputBatch, list[Sequence]]) -> None:
     assert batch.block_tables[1, :3].tolist() == [[1, 3, 0], [11, 10, 9], [12, 0, 0]]
     assert batch.sampled_ids[1:3].tolist() == [68, 72]
     assert sampled == [chunk, long, short]
+    seats, positions = example[0].sampled_rows(4)
+    assert seats.tolist() == [0, 1, 2, -1]
+    assert positions[:3].tolist() == [6, 9, 3]
 
 
 def test_what_does_not_sample_needs_no_logits(example: tuple[InputBatch, list[Sequence]]) -> None:
@@ -107,6 +110,7 @@ def test_what_does_not_sample_needs_no_logits(example: tuple[InputBatch, list[Se
     assert batch.input_ids.tolist() == [52, 53, 54, 0]
     assert batch.slot_mapping.shape == (2, 4)
     assert batch.cu_seqlens_q.tolist() == [0, 3, 3, 3, 3]
+    assert inputs.sampled_rows(4)[0].tolist() == [-1] * 4
     inputs.store_sampled([], sampled)
 
 

@@ -56,12 +56,12 @@ def num_certain_tokens(output: GenerationOutput, sampling: SamplingParams) -> in
     """How many tokens of ``output`` come before the first one that another order of summation may change."""
     assert output.logprobs is not None
     for step, row in enumerate(output.logprobs):
-        scores = torch.tensor([row[token_id] for token_id in range(VOCAB_SIZE)])
+        scores = torch.tensor([row[token_id] for token_id in range(len(row))])
         if sampling.temperature:
             assert sampling.seed is not None
             position = len(output.prompt_token_ids) + step
             draw = [torch.tensor([number]) for number in (sampling.seed, position, 0)]
-            scores = scores / sampling.temperature + gumbel_noise(*draw, VOCAB_SIZE)[0]
+            scores = scores / sampling.temperature + gumbel_noise(*draw, len(row))[0]
         best, second = scores.topk(2).values.tolist()
         if best - second < MARGIN:
             return step

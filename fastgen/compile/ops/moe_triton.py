@@ -21,6 +21,7 @@ from fastgen.compile.ops.moe import Scoring
 from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 
 _COMBINED = 1024  # features that a program combines
+_ANY_ROWS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -40,30 +41,36 @@ _TILINGS: dict[str, dict[int, GroupedTiling]] = {
     "sm_80": {
         16: GroupedTiling(16, 64, 128, 4, 3),
         64: GroupedTiling(64, 128, 64, 8, 3),
-        1 << 30: GroupedTiling(128, 128, 32, 8, 4),
+        _ANY_ROWS: GroupedTiling(128, 128, 32, 8, 4),
     },
     "sm_90": {
         16: GroupedTiling(16, 64, 128, 4, 4),
         64: GroupedTiling(64, 128, 64, 4, 4),
-        1 << 30: GroupedTiling(128, 128, 64, 8, 4),
+        _ANY_ROWS: GroupedTiling(128, 128, 64, 8, 4),
     },
     "gfx942": {
         16: GroupedTiling(16, 64, 128, 4, 2),
         64: GroupedTiling(64, 64, 64, 4, 2),
-        1 << 30: GroupedTiling(128, 128, 32, 8, 2),
+        _ANY_ROWS: GroupedTiling(128, 128, 32, 8, 2),
     },
-    "interpret": {1 << 30: GroupedTiling(16, 32, 32, 4, 1)},
+    "interpret": {_ANY_ROWS: GroupedTiling(16, 32, 32, 4, 1)},
 }
 _TILINGS |= {"sm_86": _TILINGS["sm_80"], "sm_89": _TILINGS["sm_80"], "sm_100": _TILINGS["sm_90"]}
 # fp32 products are exact, without tensor cores, and their operands lie in registers.
 _TILING_FP32 = GroupedTiling(16, 32, 32, 4, 1)
 
 
-def grouped_tiling(dtype: str, arch: str, rows_per_expert: float) -> GroupedTiling:
-    """The default where experts get so many rows on average; an unknown architecture gets NVIDIA's oldest."""
+def grouped_tilings(dtype: str, arch: str) -> dict[int, GroupedTiling]:
+    """The defaults, by the rows that experts get on average, up to which each holds; an unknown architecture gets
+    NVIDIA's oldest."""
     if dtype == "fp32" and arch != "interpret":
-        return _TILING_FP32
-    tilings = _TILINGS.get(arch, _TILINGS["sm_80"])
+        return {_ANY_ROWS: _TILING_FP32}
+    return _TILINGS.get(arch, _TILINGS["sm_80"])
+
+
+def grouped_tiling(dtype: str, arch: str, rows_per_expert: float) -> GroupedTiling:
+    """That of :func:`grouped_tilings` where experts get so many rows on average."""
+    tilings = grouped_tilings(dtype, arch)
     return tilings[min(rows for rows in tilings if rows >= rows_per_expert)]
 
 

@@ -1,0 +1,105 @@
+"""Sampling by kernels on a device: what they are told of the sequence in each seat, and what they chose.
+
+A seat is told of its sequence once. From then on nothing is copied for it: the kernels count the tokens they penalise
+themselves, and the ids they choose are where the next step finds them. What a seat knows follows from its sequence's
+parameters and tokens, so one that was preempted, or whose step failed, is simply told of again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from fastgen.compile.ops.sampling_cpp import Biases, Uses
+from fastgen.compile.ops.sampling_triton import SamplingKernels, SeatSampling
+from fastgen.compile.target import Target
+from fastgen.models.kernels import sampler_specs
+from fastgen.runtime.input_batch import InputBatch
+from fastgen.runtime.request import Sequence
+from fastgen.runtime.sampled_rows import RowHistory, is_plain
+
+EndingIds = Callable[[Sequence], frozenset[int]]
+"""The ids that a sequence may not have before its ``min_new_tokens``."""
+
+
+class SeatSampler:
+    """Launches ``kernels`` on the rows of ``inputs``, and keeps each seat's parameters up to date."""
+
+    def __init__(self, kernels: SamplingKernels, inputs: InputBatch):
+        self._kernels, self._inputs = kernels, inputs
+        self._settings: list[SeatSampling | None] = [None] * kernels.max_seats
+        self._told: list[tuple[Sequence, int, int] | None] = [None] * kernels.max_seats
+        """Where a seat knows all of its next token: the sequence, its preemptions so far, the position."""
+
+    def launch(self, logits: Tensor) -> None:
+        """A token for each of the ``logits [R, V]``: of the batch's first rows, or of nobody's. May be captured."""
+        self._kernels(logits, *self._inputs.sampled_rows(len(logits)))
+
+    def prepare(self, sequences: SequenceOf[Sequence], ending_ids: EndingIds) -> None:
+        """Before a step that gives each of ``sequences`` a token."""
+        for sequence in sequences:
+            seat, position = _seat(sequence), sequence.num_tokens
+            known = self._told[seat] == (sequence, sequence.num_preemptions, position)
+            first_free = sequence.num_prompt_tokens + sequence.request.sampling.min_new_tokens
+            if not known or position == first_free:
+                self._tell(seat, sequence, ending_ids(sequence))
+            self._told[seat] = None  # until the step has ended, nobody knows what was counted
+
+    def token_ids(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """What that step chose: an id for each, or ``-status`` of its row."""
+        for sequence in sequences:
+            self._told[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens + 1)
+        found: list[int] = self._kernels.buffer("token_ids")[: len(sequences)].tolist()
+        return found
+
+    def _tell(self, seat: int, sequence: Sequence, ending_ids: frozenset[int]) -> None:
+        settings = SeatSampling()
+        if not is_plain(sequence.request.sampling):
+            row = RowHistory(sequence, ending_ids, self._kernels.vocab_size).row()
+            settings = SeatSampling(
+                temperature=row.sampling.temperature,
+                top_k=row.sampling.top_k,
+                top_p=row.sampling.top_p,
+                min_p=row.sampling.min_p,
+                seed=row.sampling.seed,
+                sequence_index=row.sampling.sequence_index,
+                repetition=row.sampling.repetition,
+                presence=row.sampling.presence,
+                frequency=row.sampling.frequency,
+                biased=len(row.biases[0]) > 0,
+            )
+            if settings.penalised:
+                self._fill("uses", seat, row.uses)
+            if settings.biased:
+                self._fill("bias", seat, row.biases)
+        if settings != self._settings[seat]:
+            self._kernels.write(seat, settings)
+            self._settings[seat] = settings
+
+    def _fill(self, name: str, seat: int, given: Uses | Biases) -> None:
+        row = self._kernels.buffer(name)[seat].zero_()
+        ids, values = (torch.from_numpy(each).to(row.device) for each in given)
+        row[ids.long()] = values
+
+
+def seat_sampler(target: Target, vocab_size: int, inputs: InputBatch) -> SeatSampler | None:
+    """What samples for the seats of ``inputs``, its kernels asked for; ``None`` on a target that samples otherwise."""
+    if target.name != "triton":
+        return None
+    kernels = SamplingKernels(
+        sampler_specs(vocab_size),
+        target.kernel,
+        max_rows=inputs.max_num_seqs,
+        max_seats=inputs.max_num_seqs,
+        device=inputs.sampled_ids.device,
+        sampled_ids=inputs.sampled_ids,
+    )
+    return SeatSampler(kernels, inputs)
+
+
+def _seat(sequence: Sequence) -> int:
+    assert sequence.seat is not None
+    return sequence.seat
