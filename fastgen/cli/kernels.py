@@ -49,7 +49,7 @@ def list_command(
     if model is None:
         rows = [_entry_facts(entry) for entry in KernelCache().entries()]
     else:
-        loader, specs = _needed(model, target, recipe, dtype)
+        loader, specs, _ = _needed(model, target, recipe, dtype)
         rows = [{**_spec_facts(spec), "built": loader.find(spec) is not None} for spec in specs]
     _print(rows, as_json, ("name", "arch", "size_bytes") if model is None else ("name", "built", "needed_by"))
 
@@ -66,7 +66,7 @@ def show_command(
     """Print the source of a kernel, as it is rendered for MODEL. Builds nothing."""
     from fastgen.compile.render import render
 
-    _, specs = _needed(model, target, recipe, dtype)
+    _, specs, _ = _needed(model, target, recipe, dtype)
     chosen = [spec for spec in specs if name in (None, spec.name)]
     if not chosen:
         usage_error(f"{model} needs no kernel {name}; it needs {', '.join(spec.name for spec in specs)}")
@@ -84,6 +84,7 @@ def build_command(
     dtype: options.Dtype = None,
     quantize: Annotated[str | None, typer.Option(help="int8, int4 or int8_weight_only, as for fastgen.load.")] = None,
     block_size: options.BlockSize = None,
+    max_num_seqs: options.MaxNumSeqs = None,
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write them there as a sealed bundle, to run from elsewhere.")
     ] = None,
@@ -93,13 +94,12 @@ def build_command(
     from fastgen.compile.bundle import write_bundle
     from fastgen.runtime.progress import progress_bar
 
-    loader, specs = _needed(model, target, recipe, dtype, quantize=quantize, block_size=block_size)
+    sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs}
+    loader, specs, about = _needed(model, target, recipe, dtype, quantize=quantize, **sizes)
     with progress_bar(f"building {len(specs)} kernels for {loader.builder.arch}") as update:
         if output is None:
             entries = loader.build(specs, update)
         else:
-            given = {"model": model, "recipe": recipe, "dtype": dtype, "quantize": quantize, "block_size": block_size}
-            about = {key: str(value) for key, value in given.items() if value is not None}
             bundle = write_bundle(loader, specs, output.absolute(), about=about, progress=update)
             entries = list(bundle.entries.values())
     _print([_entry_facts(entry) for entry in entries], as_json, ("name", "directory"))
@@ -118,7 +118,7 @@ def report_command(
     """Build all kernels of MODEL and tell what each costs: registers, spills, shared memory, occupancy …"""
     from fastgen.runtime.progress import progress_bar
 
-    loader, specs = _needed(model, target, recipe, dtype)
+    loader, specs, _ = _needed(model, target, recipe, dtype)
     with progress_bar(f"building {len(specs)} kernels for {loader.builder.arch}") as update:
         entries = loader.build(specs, update)
     rows = [{**_entry_facts(entry), **entry.report} for entry in entries]
@@ -150,8 +150,9 @@ def _needed(
     *,
     quantize: str | None = None,
     block_size: int | None = None,
-) -> tuple[KernelLoader, list[KernelSpec]]:
-    """A loader for ``target`` and the kernels that ``model`` needs there."""
+    max_num_seqs: int | None = None,
+) -> tuple[KernelLoader, list[KernelSpec], dict[str, str]]:
+    """A loader for ``target``, the kernels that ``model`` needs there, and what a bundle of them is about."""
     from fastgen.compile import target as targets
     from fastgen.compile.device import current
     from fastgen.compile.loader import KernelLoader, make_builder, target_of
@@ -159,8 +160,8 @@ def _needed(
     from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
     from fastgen.models.kernels import kernel_specs
     from fastgen.models.resolve import resolve
-    from fastgen.runtime.config import parse_dtype
-    from fastgen.runtime.targets import parse_quantize
+    from fastgen.runtime.config import DEFAULT_BLOCK_SIZE, parse_dtype
+    from fastgen.runtime.targets import bundle_flags, parse_quantize
 
     loader = KernelLoader(make_builder(target or target_of(current())))
     directory = hub.locate(model)
@@ -169,7 +170,12 @@ def _needed(
     spec = resolve(found, checkpoint.config, config_file=str(directory / "config.json"))
     torch_dtype = parse_dtype(dtype) if dtype not in (None, "auto") else checkpoint_dtype(checkpoint.config, checkpoint)
     weight_format = parse_quantize(quantize, targets.Target(loader))
-    return loader, kernel_specs(spec, loader, torch_dtype, weight_format=weight_format, block_size=block_size)
+    block_size = block_size or DEFAULT_BLOCK_SIZE
+    specs = kernel_specs(
+        spec, loader, torch_dtype, weight_format=weight_format, block_size=block_size, max_num_seqs=max_num_seqs
+    )
+    about = bundle_flags(model, torch_dtype, block_size, recipe=recipe, quantize=quantize, max_num_seqs=max_num_seqs)
+    return loader, specs, about
 
 
 def _spec_facts(spec: KernelSpec) -> dict[str, Any]:

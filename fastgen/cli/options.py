@@ -17,7 +17,7 @@ from fastgen.errors import FastgenError, InvalidArgumentError, OutOfMemoryError
 
 LOAD_ARGUMENTS = (
     *("recipe", "device", "dtype", "token_budget", "max_num_seqs", "kv_cache_memory", "block_size", "max_model_len"),
-    *("num_threads", "target", "quantize", "revision", "allow_config_keys"),
+    *("num_threads", "target", "quantize", "sealed", "revision", "allow_config_keys"),
 )
 SAMPLING_FIELDS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -40,6 +40,10 @@ MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer
 NumThreads = Annotated[int | None, typer.Option(help="Threads that compute on a CPU.")]
 Target = Annotated[str | None, typer.Option(help="Whose kernels run: torch (the reference), cpp, or auto.")]
 Quantize = Annotated[str | None, typer.Option(help="Keep matrices in int8, int4 or int8_weight_only. On a CPU.")]
+Sealed = Annotated[
+    bool | None, typer.Option("--sealed", help="Compile nothing: run from the bundle beside the weights.")
+]
+Bundle = Annotated[str | None, typer.Option(metavar="DIR", help="The same, from the bundle in this directory.")]
 Revision = Annotated[str | None, typer.Option(help="A hub repository's branch, tag or commit.")]
 AllowConfigKeys = Annotated[
     list[str] | None,
@@ -95,8 +99,9 @@ def usage_error(message: str) -> NoReturn:
 
 
 def given_load_arguments(ctx: typer.Context) -> dict[str, Any]:
-    """The arguments of ``fastgen.load`` that the command line names."""
-    return _given(ctx, LOAD_ARGUMENTS)
+    """The arguments of ``fastgen.load`` that the command line names; ``--bundle DIR`` is ``sealed=DIR``."""
+    bundle = ctx.params.get("bundle")
+    return _given(ctx, LOAD_ARGUMENTS) | ({} if bundle is None else {"sealed": bundle})
 
 
 def given_sampling_fields(ctx: typer.Context) -> dict[str, Any]:

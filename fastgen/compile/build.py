@@ -11,6 +11,9 @@ from fastgen.compile.cache import Entry
 from fastgen.compile.recording import recorder
 from fastgen.compile.spec import KernelSpec, Target
 
+INTERPRET = "interpret"
+"""The architecture that runs Triton kernels in Python on a CPU."""
+
 
 class BuildFailure(Exception):  # noqa: N818 (never leaves this package: the loader makes a KernelError of it)
     """A compiler refused a source. ``log`` is all that it said, ``script`` a program that makes it say so again."""

@@ -23,7 +23,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from fastgen.compile.build import BuildFailure, BuiltKernel
+from fastgen.compile.build import INTERPRET, BuildFailure, BuiltKernel
 from fastgen.compile.cache import Entry
 from fastgen.compile.device import Device
 from fastgen.compile.reproduce import launch_error, made_up, script
@@ -32,7 +32,6 @@ from fastgen.compile.triton_worker import FlatCache, parse_arch, stand_in
 from fastgen.errors import KernelError
 
 TRITON_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
-INTERPRET = "interpret"
 _PACKAGE = "fastgen_kernels"
 # Given with every kernel, since Triton's default differs by version.
 _OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}

@@ -7,13 +7,15 @@
 ```
 
 It is taken as it was written or not at all: a file that differs, an architecture, Triton or machine that is not the one
-here, and a kernel that this version of fastgen renders differently are each refused with a sentence.
+here, settings that the engine does not have, and a kernel that it lacks or that this version of fastgen renders
+differently are each refused with a sentence.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
@@ -22,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fastgen.compile.build import Builder
+from fastgen.compile.build import INTERPRET, Builder
 from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, can_run
 from fastgen.compile.cache import Entry, file_hash, publish, remove, sync
 from fastgen.compile.device import Device, current
@@ -34,6 +36,8 @@ from fastgen.errors import BundleError
 _MANIFEST = "bundle.json"
 _KERNELS = "kernels"
 _FORMAT = 1
+_DECIDING = ("dtype", "quantize", "block_size")
+"""What a bundle is about that makes its kernels other ones than another bundle's."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,17 @@ class Bundle:
 
     def how(self) -> str:
         """The command that writes the like of it."""
-        model = self.about.get("model", "MODEL")
-        return f"build it again: fastgen kernels build {model} --target {self.arch} --output {self.directory}"
+        return f"build it again: {_command(self.about, self.arch, self.directory)}"
 
 
-_HOW = "build it again: fastgen kernels build MODEL --target ARCH --output DIR"
+def _command(about: Mapping[str, str], arch: str, directory: Path | str) -> str:
+    """That writes a bundle into ``directory``. ``about`` has the model and the flags that its kernels follow from."""
+    flags = [f"--{key.replace('_', '-')} {shlex.quote(about[key])}" for key in about if key != "model"]
+    model = shlex.quote(about["model"]) if "model" in about else "MODEL"
+    return " ".join(["fastgen kernels build", model, "--target", arch, *flags, "--output", str(directory)])
+
+
+_HOW = f"build it again: {_command({}, 'ARCH', 'DIR')}"
 
 
 def write_bundle(
@@ -111,8 +121,9 @@ def write_bundle(
 ) -> Bundle:
     """Builds the kernels of ``specs`` and seals them in ``directory``, which is made, or replaced where it is a bundle.
 
-    ``about`` is kept beside them: the model, for one. Nothing is written unless all are built. Raises
-    :class:`KernelError` for one that cannot be, and :class:`BundleError` for a directory that holds something else.
+    ``about`` is kept beside them: the ``model``, and the flags of ``fastgen kernels build`` that decide what is in it.
+    Nothing is written unless all are built. Raises :class:`KernelError` for one that cannot be, and
+    :class:`BundleError` for a directory that holds something else.
     """
     if (
         directory.exists()
@@ -149,11 +160,15 @@ def write_bundle(
 
 
 class SealedLoader(KernelLoader):
-    """Loads the kernels of one bundle and builds nothing. Made by :func:`load_bundle`."""
+    """Loads the kernels of one bundle and builds nothing. Made by :func:`load_bundle`.
 
-    def __init__(self, bundle: Bundle, builder: Builder):
+    ``how`` is the command that writes the bundle that was asked for.
+    """
+
+    def __init__(self, bundle: Bundle, builder: Builder, how: str):
         super().__init__(builder)
-        self.bundle = bundle
+        self.bundle, self._how = bundle, how
+        self.fence.close(f"this engine runs from the sealed bundle {bundle.directory}")
 
     def build(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> list[Entry]:
         """The bundle's entries of these specs, in order. Raises :class:`BundleError` naming those that it lacks."""
@@ -163,13 +178,13 @@ class SealedLoader(KernelLoader):
             about = ", ".join(f"{key} {value}" for key, value in self.bundle.about.items())
             raise BundleError(
                 f"the bundle {self.bundle.directory} ({about}) lacks {len(lacking)} of {len(set(wanted))} kernels that "
-                f"are needed here ({', '.join(lacking[:3])}{' …' if len(lacking) > 3 else ''}); {self.bundle.how()}"
+                f"are needed here ({', '.join(lacking[:3])}{' …' if len(lacking) > 3 else ''}); {self._how}"
             )
         for spec in wanted:
             if self.bundle.manifest["kernels"][spec.digest]["body"] != body_hash(spec):
                 raise BundleError(
                     f"the bundle {self.bundle.directory} has kernel {spec.name} of another source than this version of "
-                    f"fastgen renders; {self.bundle.how()}"
+                    f"fastgen renders; {self._how}"
                 )
         return [self.bundle.entries[spec.digest] for spec in wanted]
 
@@ -177,30 +192,58 @@ class SealedLoader(KernelLoader):
         return self.bundle.entries.get(spec.digest)
 
 
-def load_bundle(directory: Path | str, device: Device | None = None) -> SealedLoader:
+def bundle_beside(weights: Path, device: Device, about: Mapping[str, str]) -> Path:
+    """The bundle in the directory of a model's ``weights``: ``kernels-<arch>``, the best of those that ``device`` runs.
+
+    Raises :class:`BundleError`, with the command that writes it, where there is none. ``about`` as in
+    :func:`write_bundle`.
+    """
+    places = [weights.absolute() / f"kernels-{arch}" for arch in _arches(device)]
+    if found := next((place for place in places if place.exists()), None):
+        return found
+    raise BundleError(
+        f"no sealed bundle lies beside the weights: there is no {places[0]}; build it: "
+        f"{_command(about, target_of(device), places[0])}"
+    )
+
+
+def load_bundle(
+    directory: Path | str, device: Device | None = None, about: Mapping[str, str] | None = None
+) -> SealedLoader:
     """The bundle at ``directory`` for ``device``, by default the one here. No compiler needs to be installed.
 
-    Raises :class:`BundleError`, with how to build the right one, where it is damaged or for other hardware or versions.
+    ``about`` is what it is wanted for, as in :func:`write_bundle`; another model of the same kernels is as good. Raises
+    :class:`BundleError`, with how to build the right one, where it is damaged or for other hardware, versions, dtype,
+    format or block size.
     """
     bundle = Bundle.open(Path(directory).absolute())
     device = device or current()
-    builder: Builder
-    if bundle.arch in CPP_ARCHES:
-        builder = CppBuilder(bundle.arch, compiler="c++")
-        fits = device.kind == "cpu" and can_run(bundle.arch, device)
-    else:
-        fits = bundle.arch == target_of(device)
-    if not fits:
+    wanted = bundle.about if about is None else about
+    if bundle.arch not in _arches(device):
         right = target_of(device)
-        how = f"fastgen kernels build {bundle.about.get('model', 'MODEL')} --target {right} --output DIR"
         raise BundleError(
-            f"the bundle {bundle.directory} is for {bundle.arch}, and {device.name} needs one for {right}: {how}"
+            f"the bundle {bundle.directory} is for {bundle.arch}, and {device.name} needs one for {right}: "
+            f"{_command(wanted, right, 'DIR')}"
         )
-    if bundle.arch not in CPP_ARCHES:
-        builder = make_builder(bundle.arch)
+    if differing := next((key for key in _DECIDING if wanted.get(key) != bundle.about.get(key)), None):
+        there, here = (each.get(differing, "none") for each in (bundle.about, wanted))
+        raise BundleError(
+            f"the bundle {bundle.directory} is for {differing.replace('_', ' ')} {there}, and {here} is asked for; "
+            f"build the right one: {_command(wanted, bundle.arch, 'DIR')}"
+        )
+    # To load alone takes no compiler, so any name will do.
+    builder = CppBuilder(bundle.arch, compiler="c++") if bundle.arch in CPP_ARCHES else make_builder(bundle.arch)
     if reason := builder.mismatch(bundle.manifest["versions"]):
         raise BundleError(f"the bundle {bundle.directory} cannot be used: {reason}; {bundle.how()}")
-    return SealedLoader(bundle, builder)
+    how = bundle.how() if about is None else f"build the right one: {_command(about, bundle.arch, 'DIR')}"
+    return SealedLoader(bundle, builder, how)
+
+
+def _arches(device: Device) -> list[str]:
+    """The architectures whose kernels run here, the best first: on a CPU those of its instructions, and interpreted."""
+    if device.kind != "cpu":
+        return [target_of(device)]
+    return [*(arch for arch in CPP_ARCHES if can_run(arch, device)), INTERPRET]
 
 
 def _copy(spec: KernelSpec, entry: Entry, kernels: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fastgen.compile.build import Builder, BuildFailure, Kernel
+from fastgen.compile.build import INTERPRET, Builder, BuildFailure, Kernel
 from fastgen.compile.cache import Entry, KernelCache
 from fastgen.compile.device import Device, current
 from fastgen.compile.fence import Fence
@@ -34,7 +34,7 @@ def make_builder(target: str) -> Builder:
 
     if target in CPP_ARCHES:
         return CppBuilder(target)
-    from fastgen.compile.build_triton import INTERPRET, TRITON_ARCHES, TritonBuilder
+    from fastgen.compile.build_triton import TRITON_ARCHES, TritonBuilder
 
     try:
         return TritonBuilder(target)

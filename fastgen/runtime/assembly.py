@@ -22,6 +22,7 @@ from fastgen.runtime.policies.splitfuse import captured_sizes
 from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.sampler import Sampler, sampling_kernel
 from fastgen.runtime.scheduler import Scheduler
+from fastgen.runtime.seat_sampler import SeatSampler, seat_sampler
 from fastgen.runtime.text import TextCodec
 
 
@@ -45,7 +46,20 @@ def build_engine(
         target=target,
         weight_format=weight_format,
     )
-    kernel = sampling_kernel(target, spec.vocab_size, max_rows=config.max_num_seqs)
+    input_batch = InputBatch(
+        token_budget=config.token_budget,
+        max_num_seqs=config.max_num_seqs,
+        num_groups=config.num_kv_groups,
+        max_blocks=config.max_blocks,
+        block_size=config.block_size,
+        device=device,
+        pads=target.name != "cpp",
+    )
+    sampler = Sampler(
+        codec.eos_token_ids,
+        sampling_kernel(target, spec.vocab_size, max_rows=config.max_num_seqs),
+        seat_sampler(target, spec.vocab_size, input_batch),
+    )
     with progress_bar("kernels", enabled=bool(target.specs())) as kernel_progress:
         target.build(kernel_progress)
     with progress_bar("weights", unit="B") as progress:
@@ -59,19 +73,10 @@ def build_engine(
         device=device,
         feature_major=target.name == "cpp",
     )
-    input_batch = InputBatch(
-        token_budget=config.token_budget,
-        max_num_seqs=config.max_num_seqs,
-        num_groups=config.num_kv_groups,
-        max_blocks=config.max_blocks,
-        block_size=config.block_size,
-        device=device,
-        pads=target.name != "cpp",
-    )
     results = Results(spec.hidden_size, spec.vocab_size, target.activation_dtype(dtype), device)
-    forward = _forward(model, kv_cache, input_batch, results, config, target)
+    forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats)
     return Engine(
-        ModelRunner(forward, input_batch, Sampler(codec.eos_token_ids, kernel)),
+        ModelRunner(forward, input_batch, sampler),
         Scheduler(
             KVCacheManager(config.num_blocks, config.block_size, config.num_kv_groups),
             token_budget=config.token_budget,
@@ -91,6 +96,7 @@ def _forward(
     results: Results,
     config: EngineConfig,
     target: Target,
+    seats: SeatSampler | None,
 ) -> Forward:
     if target.loader is None:
         return Forward(model, kv_cache)
@@ -100,8 +106,12 @@ def _forward(
         return TapedForward(
             model, kv_cache, pool, input_batch.views, results, sizes=sizes, max_rows=config.max_num_seqs
         )
-    forward = CapturedForward(model, kv_cache, pool, input_batch.views, results, sizes=sizes, row_sizes=row_sizes)
-    with progress_bar("graphs") as progress, torch.inference_mode():
+    assert seats is not None
+    forward = CapturedForward(
+        model, kv_cache, pool, input_batch.views, results, sizes=sizes, row_sizes=row_sizes, sample=seats.launch
+    )
+    # A sealed bundle's fence is closed from the start; its loader builds nothing in here either.
+    with progress_bar("graphs") as progress, torch.inference_mode(), target.loader.fence.open():
         forward.capture(progress)
     target.loader.fence.close()
     return forward

@@ -16,7 +16,7 @@ from fastgen.models.spec import ModelSpec
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DEFAULT_TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}
 _DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
-_DEFAULT_BLOCK_SIZE = 16
+DEFAULT_BLOCK_SIZE = 16
 _KV_SHARE_OF_MEMORY = {"cpu": 0.25, "cuda": 0.90}
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
@@ -71,7 +71,7 @@ def resolve_engine_config(
             f"max_num_seqs={num_seqs} is above token_budget={budget}: every running sequence takes a token of each "
             "step; raise token_budget or lower max_num_seqs"
         )
-    size = block_size or _DEFAULT_BLOCK_SIZE
+    size = block_size or DEFAULT_BLOCK_SIZE
     groups = kv_groups(spec)
     num_groups = len(set(groups))
     storages = set(storage_places(groups, kv_shapes(spec)))

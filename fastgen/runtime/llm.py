@@ -27,7 +27,7 @@ from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.targets import choose_target, parse_quantize
+from fastgen.runtime.targets import bundle_flags, choose_target, parse_quantize, sealed_loader
 from fastgen.runtime.text import TextCodec
 
 _T = TypeVar("_T")
@@ -48,6 +48,7 @@ def load(
     num_threads: int | None = None,
     target: str = "auto",
     quantize: str | None = None,
+    sealed: bool | str | Path = False,
     revision: str | None = None,
     allow_config_keys: Sequence[str] = (),
 ) -> LLM:
@@ -64,6 +65,8 @@ def load(
     process; by default one a core. ``target``: whose kernels run: ``"torch"`` for the reference, ``"cpp"`` for kernels
     built for this CPU, ``"auto"`` for these where there is a compiler. ``quantize``: what matrices are kept in, where
     not in ``dtype``: ``"int8"`` (activations too), ``"int4"`` or ``"int8_weight_only"``; needs ``target="cpp"``.
+    ``sealed``: compile nothing and run from a bundle that ``fastgen kernels build`` wrote: from that in this directory,
+    or for ``True`` from ``kernels-<arch>`` beside the weights.
 
     Raises a :class:`fastgen.errors.FastgenError` that says what is wrong, where, and what to do.
     """
@@ -98,7 +101,11 @@ def load(
         max_model_len=max_model_len,
     )
     codec = TextCodec.from_checkpoint(directory, checkpoint.config)
-    kernels = choose_target(target, found_device, config, num_threads=num_threads)
+    about = bundle_flags(
+        model, torch_dtype, config.block_size, recipe=recipe, quantize=quantize, max_num_seqs=config.max_num_seqs
+    )
+    bundle = sealed_loader(sealed, directory, found_device, about)
+    kernels = choose_target(target, found_device, config, num_threads=num_threads, sealed=bundle)
     weight_format = parse_quantize(quantize, kernels)
     engine = build_engine(
         spec, config, checkpoint, codec, torch_dtype, found_device.torch_device, kernels, weight_format

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import cast, get_args
 
 import torch
 
 from fastgen.compile.build_cpp import CppBuilder, cpp_arch, find_compiler
+from fastgen.compile.bundle import SealedLoader, bundle_beside, load_bundle
 from fastgen.compile.device import Device
 from fastgen.compile.loader import KernelLoader
 from fastgen.compile.ops.packed_weight import WeightFormat
@@ -24,9 +27,12 @@ _INTERPRETED_SMS = 2  # as many as make attention share its work out
 _log = logging.getLogger(__name__)
 
 
-def choose_target(name: str, device: Device, config: EngineConfig, *, num_threads: int | None) -> Target:
+def choose_target(
+    name: str, device: Device, config: EngineConfig, *, num_threads: int | None, sealed: SealedLoader | None = None
+) -> Target:
     """The target of that name, its threads at hand; ``"auto"`` is ``"triton"`` on a GPU, and on a CPU ``"cpp"`` where
-    there is a compiler, else ``"torch"``. On a CPU ``"triton"`` interprets its kernels, to look at what they do.
+    there is a compiler, else ``"torch"``. On a CPU ``"triton"`` interprets its kernels, to look at what they do. Where
+    there is a ``sealed`` bundle, its kernels run, and ``"auto"`` is its target.
 
     Sets the process's threads: kernels' pool and torch's would spin beside each other, so one of them gets one thread.
     Raises :class:`InvalidArgumentError` for another name or one that the device cannot run, and
@@ -36,29 +42,80 @@ def choose_target(name: str, device: Device, config: EngineConfig, *, num_thread
         raise InvalidArgumentError(f"target={name!r}: expected one of {', '.join(map(repr, _NAMES))}")
     if name == "cpp" and device.kind != "cpu":
         raise InvalidArgumentError(f"target='cpp' runs on a CPU, and device={str(device)!r} is asked for")
-    if name == "triton" or (name == "auto" and device.kind == "cuda"):
-        from fastgen.compile.build_triton import TritonBuilder, triton_arch
-
+    if sealed is not None and name not in ("auto", sealed.builder.target):
+        raise InvalidArgumentError(
+            f"target={name!r} is asked for, and the sealed bundle {sealed.bundle.directory} has kernels for "
+            f"{sealed.builder.target!r}; leave target= out, or sealed="
+        )
+    loader = sealed or _building_loader(name, device)
+    if loader is None:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        return Target()
+    if loader.builder.target == "triton":
         return Target(
-            KernelLoader(TritonBuilder(triton_arch(device))),
+            loader,
             max_rows=config.token_budget,
             max_num_seqs=config.max_num_seqs,
             num_sms=device.num_sms or _INTERPRETED_SMS,
         )
+    load_thread_pool(loader).resize(num_threads or device.num_cores)
+    torch.set_num_threads(1)
+    return Target(loader, max_rows=max(config.token_budget, PROMPT_LOGITS_ROWS))
+
+
+def _building_loader(name: str, device: Device) -> KernelLoader | None:
+    """Of the target of that name; none for torch's."""
+    if name == "triton" or (name == "auto" and device.kind == "cuda"):
+        from fastgen.compile.build_triton import TritonBuilder, triton_arch
+
+        return KernelLoader(TritonBuilder(triton_arch(device)))
     if name == "torch":
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        return Target()
+        return None
     try:
-        loader = KernelLoader(CppBuilder(cpp_arch(device)))
+        return KernelLoader(CppBuilder(cpp_arch(device)))
     except CompilerNotFoundError as error:
         if name == "cpp":
             raise
         _say_once(f"{error}; until then torch computes, several times more slowly")
-        return choose_target("torch", device, config, num_threads=num_threads)
-    load_thread_pool(loader).resize(num_threads or device.num_cores)
-    torch.set_num_threads(1)
-    return Target(loader, max_rows=max(config.token_budget, PROMPT_LOGITS_ROWS))
+        return None
+
+
+def sealed_loader(
+    sealed: bool | str | Path, weights: Path, device: Device, about: Mapping[str, str]
+) -> SealedLoader | None:
+    """Of the bundle that ``sealed=`` asks for, of :func:`bundle_flags`: ``True`` for that in the directory of the
+    ``weights``, a path for that one, ``False`` for none.
+
+    Raises :class:`InvalidArgumentError` for anything else, and :class:`fastgen.errors.BundleError`.
+    """
+    if sealed is False:
+        return None
+    if sealed is not True and not isinstance(sealed, (str, Path)):
+        raise InvalidArgumentError(f"sealed={sealed!r}: expected True, False, or the directory of a sealed bundle")
+    place = bundle_beside(weights, device, about) if sealed is True else Path(sealed).expanduser()
+    return load_bundle(place, device, about)
+
+
+def bundle_flags(
+    model: str | Path,
+    dtype: torch.dtype,
+    block_size: int,
+    *,
+    recipe: object = None,
+    quantize: str | None = None,
+    max_num_seqs: int | None = None,
+) -> dict[str, str]:
+    """What a bundle is about: the model and flags by which ``fastgen kernels build`` writes it."""
+    given = {
+        "model": model,
+        "recipe": recipe if isinstance(recipe, (str, Path)) else None,
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantize": quantize,
+        "block_size": block_size,
+        "max_num_seqs": max_num_seqs,
+    }
+    return {key: str(value) for key, value in given.items() if value is not None}
 
 
 def kernel_targets() -> tuple[str, ...]:

@@ -27,6 +27,7 @@ LOAD_FLAGS = {
     "num_threads": (["--num-threads", "2"], 2),
     "target": (["--target", "torch"], "torch"),
     "quantize": (["--quantize", "int8"], "int8"),
+    "sealed": (["--sealed"], True),
     "revision": (["--revision", "main"], "main"),
     "allow_config_keys": (["--allow-config-key", "a", "--allow-config-key", "b"], ["a", "b"]),
 }
@@ -74,6 +75,13 @@ def test_a_load_flag_arrives_alone(run, stub, name) -> None:
     assert run("generate", "m", "p", *flags).status == 0
     assert stub.loaded == ("m", {name: value})
     assert stub.fields == {}
+
+
+@pytest.mark.parametrize("flags", [["--bundle", "dir"], ["--sealed", "--bundle", "dir"]])
+@pytest.mark.parametrize("command", [("generate", "m", "p"), ("chat", "m")])
+def test_a_bundle_elsewhere_is_named_by_a_flag_of_its_own(run, stub, command, flags) -> None:
+    assert run(*command, *flags).status == 0
+    assert stub.loaded == ("m", {"sealed": "dir"})
 
 
 @pytest.mark.parametrize("name", SAMPLING_FLAGS)

@@ -38,9 +38,15 @@ def needed(target: str, recipe: str = "llama", dtype: str = "bf16") -> list[Kern
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel_specs(
-        model: ModelSpec, loader: KernelLoader, dtype: torch.dtype, *, weight_format: object, block_size: object
+        model: ModelSpec,
+        loader: KernelLoader,
+        dtype: torch.dtype,
+        *,
+        weight_format: object,
+        block_size: object,
+        max_num_seqs: object,
     ) -> list[KernelSpec]:
-        assert (weight_format, block_size) in ((None, None), ("int8", 32))
+        assert (weight_format, block_size, max_num_seqs) in ((None, 16, None), ("int8", 32, 8))
         return needed(loader.builder.target, model.recipe, dtype_name(dtype))
 
     monkeypatch.setattr(kernels, "kernel_specs", kernel_specs)
@@ -72,13 +78,18 @@ def test_build_then_list_then_clean(run, directory: Path) -> None:
 
 def test_a_sealed_bundle_is_written_and_loads(run, tmp_path: Path) -> None:
     output = tmp_path / "bundles" / "avx2"
-    arguments = ("kernels", "build", "tiny-opt", "--target", "portable", "--quantize", "int8", "--block-size", "32")
+    flags = ("--target", "portable", "--quantize", "int8", "--block-size", "32", "--max-num-seqs", "8")
+    arguments = ("kernels", "build", "tiny-opt", *flags)
     built = json.loads(run(*arguments, "--output", str(output), "--json").out)
     assert [each["name"] for each in built] == [spec.name for spec in needed("cpp")]
     assert all(Path(each["directory"]).is_relative_to(output) for each in built)
     loader = load_bundle(output, current("cpu"))
     load_thread_pool(KernelLoader(make_builder("portable")))
-    assert loader.bundle.about == {"model": "tiny-opt", "quantize": "int8", "block_size": "32"}
+    about = {"model": "tiny-opt", "dtype": "bfloat16", "quantize": "int8", "block_size": "32", "max_num_seqs": "8"}
+    assert loader.bundle.about == about
+    assert (
+        f"fastgen {' '.join(arguments)}".replace(" --quantize", " --dtype bfloat16 --quantize") in loader.bundle.how()
+    )
     for spec in needed("cpp"):
         assert loader.load(spec).spec == spec
     out = run(*arguments, "--output", str(output)).out

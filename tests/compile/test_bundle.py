@@ -18,7 +18,7 @@ import torch
 from fastgen.compile import build_cpp, build_triton, bundle, loader
 from fastgen.compile.build_cpp import CppBuilder
 from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.bundle import Bundle, load_bundle, write_bundle
+from fastgen.compile.bundle import Bundle, bundle_beside, load_bundle, write_bundle
 from fastgen.compile.cache import KernelCache
 from fastgen.compile.device import Device, current
 from fastgen.compile.loader import KernelLoader
@@ -102,7 +102,9 @@ loader = load_bundle({str(written)!r})
 load_thread_pool(loader).resize(2)
 norm = NormKernel(loader.load(norm_spec("cpp", "rms", 64, "fp32", 1e-5)))
 x, weight, out = torch.randn(3, 64), torch.ones(64), torch.empty(3, 64)
-graph = GraphPool(torch.device("cpu"), loader).capture("a step", lambda: norm(x, weight, None, out))
+pool = GraphPool(torch.device("cpu"), loader)
+with loader.fence.open():  # as an engine does while it starts
+    graph = pool.capture("a step", lambda: norm(x, weight, None, out))
 x.fill_(7)
 graph.replay()
 print(out.unique().tolist())
@@ -145,6 +147,11 @@ def test_a_bundle_for_a_gpu_is_written_and_opened_without_one(written_for_h100: 
     assert entry.report["spill_bytes"] == 0
     text = "".join(file.read_text(errors="replace") for file in written_for_h100.rglob("*") if file.is_file())
     assert str(written_for_h100.parent) not in text
+
+
+def test_its_fence_is_closed_from_the_start(written: Path) -> None:
+    with pytest.raises(KernelError, match=f"runs from the sealed bundle {written}: a graph is not there"):
+        load_bundle(written, CPU).fence.check("capture", "a graph")
 
 
 # ---- writing
@@ -257,6 +264,27 @@ def test_a_damaged_bundle_is_refused(place: Path, spoil: Callable[[Path], str]) 
 
 
 # ---- for something else
+
+
+def test_beside_the_weights_the_best_that_runs_is_taken(tmp_path: Path) -> None:
+    for arch in ("portable", "avx2", "avx512", "sm_80"):
+        (tmp_path / f"kernels-{arch}").mkdir()
+    old = Device("cpu", "an old CPU", 1 << 30, num_cores=1)
+    newer = replace(old, instruction_sets=("avx2", "fma", "f16c"))
+    found = [bundle_beside(tmp_path, device, ABOUT).name for device in (old, newer, A100)]
+    assert found == ["kernels-portable", "kernels-avx2", "kernels-sm_80"]
+    place = tmp_path / "kernels-sm_90"
+    command = f"fastgen kernels build tiny-llama --target sm_90 --dtype float32 --output {place}"
+    with pytest.raises(BundleError, match=re.escape(f"there is no {place}; build it: {command}")):
+        bundle_beside(tmp_path, H100, ABOUT)
+
+
+def test_for_other_settings(written: Path) -> None:
+    as_good = {"model": "another", "dtype": "float32", "max_num_seqs": "9"}
+    assert load_bundle(written, CPU, as_good).bundle.about == ABOUT
+    command = "fastgen kernels build 'my model' --target portable --dtype float32 --block-size 32 --output DIR"
+    with pytest.raises(BundleError, match=f"for block size none, and 32 is asked for; build the right one: {command}"):
+        load_bundle(written, CPU, {"model": "my model", "dtype": "float32", "block_size": "32"})
 
 
 def test_for_another_device(written: Path, written_for_h100: Path) -> None:

@@ -1,0 +1,392 @@
+// linear(weight=bf16, arch=portable, panel=16, routed=True) for cpp
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+constexpr int LANES = 4;
+typedef float f32v __attribute__((vector_size(4 * LANES)));
+typedef int32_t i32v __attribute__((vector_size(4 * LANES)));
+typedef uint32_t u32v __attribute__((vector_size(4 * LANES)));
+typedef uint16_t u16v __attribute__((vector_size(2 * LANES)));
+typedef int8_t i8v __attribute__((vector_size(LANES)));
+#define INLINE static inline __attribute__((always_inline))
+
+template <class V>
+INLINE V load(const void* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+template <class V>
+INLINE void store(void* to, V v) {
+    std::memcpy(to, &v, sizeof v);
+}
+template <class To, class From>
+INLINE To bits_of(From v) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits under another type");
+    To to;
+    std::memcpy(&to, &v, sizeof to);
+    return to;
+}
+INLINE f32v all_lanes(float s) { return f32v{s, s, s, s}; }
+INLINE i32v all_lanes(int32_t s) { return i32v{s, s, s, s}; }
+INLINE f32v to_float(i32v v) { return __builtin_convertvector(v, f32v); }
+
+// a * b + c, rounded once where the machine can.
+INLINE f32v fma(f32v a, f32v b, f32v c) {
+#if defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
+}
+
+// LANES numbers in fp16 widened, exactly.
+INLINE f32v widen_fp16(const void* from) {
+    const u32v half = __builtin_convertvector(load<u16v>(from), u32v);
+    const u32v magnitude = bits_of<u32v>(bits_of<f32v>((half & 0x7fffu) << 13) * all_lanes(0x1p112f));
+    const u32v not_finite = u32v((half & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+    return bits_of<f32v>(magnitude | not_finite | (half & 0x8000u) << 16);
+}
+
+// LANES signed bytes as 32-bit numbers.
+INLINE i32v widen_i8(const void* from) {
+    return __builtin_convertvector(load<i8v>(from), i32v);
+}
+
+// Adds to each lane of sum the products of its four unsigned bytes in w with the four signed ones in x.
+INLINE i32v dot4(i32v sum, u32v w, int32_t x) {
+    u32v total = u32v(sum);
+    for (int byte = 0; byte < 4; ++byte) {
+        total += (w >> (8 * byte) & 0xffu) * uint32_t(int32_t(int8_t(uint32_t(x) >> (8 * byte))));
+    }
+    return i32v(total);
+}
+
+// Moves the cache line at an address towards the core, as far as its second level.
+INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// The same address, which the compiler takes for another: what is read there is read again, not kept in a register.
+INLINE const uint8_t* again(const uint8_t* address) {
+    asm volatile("" : "+r"(address));
+    return address;
+}
+
+extern "C" void fastgen_parallel_for(void (*run)(void* job, int64_t chunk), void* job, int64_t num_chunks);
+extern "C" int fastgen_num_threads();
+
+// Calls work(chunk) for every chunk below num_chunks, each on any thread, in any order.
+template <class Work>
+static void parallel_for(int64_t num_chunks, Work&& work) {
+    using Plain = std::remove_reference_t<Work>;
+    fastgen_parallel_for([](void* job, int64_t chunk) { (*static_cast<Plain*>(job))(chunk); }, &work, num_chunks);
+}
+
+constexpr int WEIGHT_BYTES = 2;
+constexpr int K_STEP = 1;
+constexpr int PANEL_BYTES_PER_STEP = 16 * WEIGHT_BYTES;
+constexpr int X_BYTES_PER_STEP = 4;
+
+constexpr int PANEL = 16;
+constexpr int VECTORS = PANEL / LANES;
+constexpr int MAX_R = 6;
+constexpr int MAX_P = 4;
+constexpr int BLOCK_K = 512;  // the rows of a tile then fill most of the first cache
+constexpr int BLOCK_PANELS = 16;  // their weights for BLOCK_K stay in the second while tiles go by
+constexpr int BLOCK_ROWS = 8 * MAX_R;
+constexpr int LEAST_PANELS = MAX_P;  // that a chunk copies its rows for, where every thread gets so many
+constexpr int X_STRIDE = BLOCK_K / K_STEP * X_BYTES_PER_STEP + 64;  // bytes; no multiple of 4096, so that rows share no cache sets
+constexpr int AHEAD = 6144 / PANEL_BYTES_PER_STEP;      // steps from a weight to the one that is prefetched beside it
+
+struct Call {
+    int64_t num_groups, K, N, num_panels;
+    const uint8_t* x;  // rows x_stride bytes apart
+    int64_t x_stride;
+    const uint8_t* weights;  // [num_groups][num_panels][K / K_STEP] steps
+    const float* scale;      // [num_groups][num_panels * PANEL], where the format has one for each output
+    const float* bias;       // [num_groups][num_panels * PANEL]
+    float* y;                // rows y_stride numbers apart
+    int64_t y_stride;
+    const int64_t* order;       // choices, those of group g from first_rows[g] on; choice c writes row c of y
+    const int64_t* first_rows;  // [num_groups + 1]
+    int64_t choices_per_row;    // of x
+
+    const uint8_t* step(int64_t panel, int64_t k) const { return weights + (panel * K + k) / K_STEP * PANEL_BYTES_PER_STEP; }
+    int64_t num_rows_of(int64_t group) const { return first_rows[group + 1] - first_rows[group]; }
+    const uint8_t* x_row(int64_t row) const { return x + order[row] / choices_per_row * x_stride; }
+    float* y_row(int64_t row) const { return y + order[row] * y_stride; }
+
+    // The same with one group alone.
+    Call of(int64_t group) const {
+        Call one = *this;
+        one.weights = step(group * num_panels, 0);
+        one.bias = bias + group * num_panels * PANEL;
+        one.order = order + first_rows[group];
+        return one;
+    }
+};
+
+struct Panel {
+    int64_t index;
+    const uint8_t* weights;  // the block's
+    const uint8_t* next;     // what is read after them
+    float* beside;           // [rows of the tile][PANEL], where y has no room for sums; else null
+};
+
+struct Tile {
+    const uint8_t* x;  // the block's part of the rows, X_STRIDE bytes apart
+    int64_t k, num_k;
+    const uint8_t* x_rows[MAX_R];  // the rows, whole
+    float* y_rows[MAX_R];
+    Panel panels[MAX_P];
+
+    // Where the sums of a row with a panel rest between blocks, and stay.
+    float* sums(const Panel& panel, int r) const {
+        return panel.beside ? panel.beside + r * PANEL : y_rows[r] + panel.index * PANEL;
+    }
+};
+
+// How many panels a tile of R rows has where there are several streams: as many as there are registers for.
+constexpr int panels_of(int R) { return MAX_R / R < MAX_P ? MAX_R / R : MAX_P; }
+
+template <int R, int P>
+static void tile(const Call& call, const Tile& at);
+
+static void run_tile(int64_t num_rows, int64_t num_panels, const Call& call, const Tile& at) {
+    using Run = void (*)(const Call&, const Tile&);
+    static constexpr Run ONE_PANEL[] = {
+        tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>, tile<5, 1>, tile<6, 1>
+    };
+    static constexpr Run STREAMS[] = {
+        tile<1, panels_of(1)>, tile<2, panels_of(2)>, tile<3, panels_of(3)>, tile<4, panels_of(4)>, tile<5, panels_of(5)>, tile<6, panels_of(6)>
+    };
+    (num_panels == 1 ? ONE_PANEL : STREAMS)[num_rows - 1](call, at);
+}
+
+// The weight to prefetch beside step i of `count` steps of a panel.
+INLINE const uint8_t* ahead_of(const Panel& panel, int64_t i, int64_t count) {
+    const int64_t step = i + AHEAD;
+    return step < count ? panel.weights + step * PANEL_BYTES_PER_STEP : panel.next + (step - count) * PANEL_BYTES_PER_STEP;
+}
+
+// Division of n things into parts that are as even as can be: part i begins at begin(i).
+struct Parts {
+    int64_t n, count;
+    int64_t begin(int64_t i) const { return n * i / count; }
+    int64_t size(int64_t i) const { return begin(i + 1) - begin(i); }
+};
+
+INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE Parts fewest_parts(int64_t n, int64_t most) { return {n, divide_up(n, most)}; }
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Some rows with panels `begin` to `end` of the first stream and their counterparts, `stream_length` further on, of the
+// others. The last panel may be wider than what is left of y: its sums rest beside it, until they are whole.
+static void multiply_block(const Call& call, int64_t row_begin, int64_t num_rows, int64_t begin, int64_t end,
+                           int64_t stream_length, int64_t num_streams) {
+    alignas(64) uint8_t x[MAX_R * X_STRIDE];
+    float beside[BLOCK_ROWS * PANEL];
+    const int64_t last = call.num_panels - 1, last_width = call.N - last * PANEL;
+    const Parts tiles = fewest_parts(num_rows, MAX_R);
+    for (int64_t k = 0; k < call.K; k += BLOCK_K) {
+        const int64_t num_k = smaller(BLOCK_K, call.K - k);
+        for (int64_t t = 0; t < tiles.count; ++t) {
+            const int64_t row = tiles.begin(t), size = tiles.size(t);
+            Tile at{x, k, num_k, {}, {}, {}};
+            for (int64_t r = 0; r < size; ++r) {
+                at.x_rows[r] = call.x_row(row_begin + row + r);
+                at.y_rows[r] = call.y_row(row_begin + row + r);
+                std::memcpy(x + r * X_STRIDE, at.x_rows[r] + k / K_STEP * X_BYTES_PER_STEP, num_k / K_STEP * X_BYTES_PER_STEP);
+            }
+            for (int64_t i = begin; i < end; ++i) {
+                int64_t count = 0;
+                const int64_t back = k + num_k < call.K ? i - begin : 0;
+                for (int64_t panel = i; panel <= last; panel += stream_length) {
+                    const uint8_t* next = i + 1 < end ? call.step(panel + 1, k) : call.step(panel - back, k + num_k);
+                    const bool is_cut = panel == last && last_width < PANEL;
+                    at.panels[count++] = {panel, call.step(panel, k), next, is_cut ? beside + row * PANEL : nullptr};
+                }
+                if (count == num_streams) {
+                    run_tile(size, count, call, at);
+                    continue;
+                }
+                for (int64_t p = 0; p < count; ++p) {  // the last stream has ended; one by one
+                    at.panels[0] = at.panels[p];
+                    run_tile(size, 1, call, at);
+                }
+            }
+        }
+    }
+    if (last_width < PANEL && begin <= last % stream_length && last % stream_length < end) {
+        for (int64_t r = 0; r < num_rows; ++r) {
+            std::memcpy(call.y_row(row_begin + r) + last * PANEL, beside + r * PANEL, 4 * last_width);
+        }
+    }
+}
+
+// How a group's work is divided into chunks, each of them a part of its rows with a part of every stream.
+struct Chunks {
+    Parts rows;
+    int64_t num_streams, stream_length;
+    Parts panels;  // of a stream
+
+    // `num_row_parts` are those of all groups.
+    Chunks(int64_t num_rows, int64_t num_panels, int64_t num_row_parts)
+        : rows(fewest_parts(num_rows, BLOCK_ROWS)),
+          num_streams(num_rows <= MAX_R ? panels_of(int(num_rows)) : 1),
+          stream_length(divide_up(num_panels, num_streams)),
+          panels{stream_length, parts_of_stream(stream_length, num_streams, num_row_parts)} {}
+
+    // Every thread gets as many chunks: several, so that others can help one that is held up.
+    static int64_t parts_of_stream(int64_t stream_length, int64_t num_streams, int64_t num_row_parts) {
+        const int64_t num_threads = fastgen_num_threads(), of_a_thread = divide_up(stream_length * num_row_parts, num_threads);
+        const int64_t most = smaller(larger(of_a_thread / 8, LEAST_PANELS / num_streams), BLOCK_PANELS);
+        return smaller(stream_length, divide_up(divide_up(of_a_thread, most) * num_threads, num_row_parts));
+    }
+
+    int64_t count() const { return rows.count * panels.count; }
+
+    void run(const Call& call, int64_t chunk) const {
+        const int64_t row = chunk % rows.count, panel = chunk / rows.count;
+        multiply_block(call, rows.begin(row), rows.size(row), panels.begin(panel), panels.begin(panel + 1), stream_length, num_streams);
+    }
+};
+
+// Goes through the groups that have rows, until visit(group, chunks) is true.
+template <class Visit>
+static void visit_groups(const Call& call, int64_t num_row_parts, Visit&& visit) {
+    Chunks chunks(1, call.num_panels, num_row_parts);
+    for (int64_t group = 0; group < call.num_groups; ++group) {
+        const int64_t num_rows = call.num_rows_of(group);
+        if (num_rows == 0) continue;
+        if (num_rows != chunks.rows.n) chunks = Chunks(num_rows, call.num_panels, num_row_parts);
+        if (visit(group, chunks)) return;
+    }
+}
+
+static void multiply(const Call& call) {
+    int64_t num_row_parts = 0, num_chunks = 0;
+    for (int64_t group = 0; group < call.num_groups; ++group) {
+        num_row_parts += divide_up(call.num_rows_of(group), BLOCK_ROWS);
+    }
+    if (num_row_parts == 0) return;
+    visit_groups(call, num_row_parts, [&](int64_t, const Chunks& chunks) {
+        num_chunks += chunks.count();
+        return false;
+    });
+    parallel_for(num_chunks, [&](int64_t chunk) {
+        visit_groups(call, num_row_parts, [&](int64_t group, const Chunks& chunks) {
+            if (chunk >= chunks.count()) {
+                chunk -= chunks.count();
+                return false;
+            }
+            chunks.run(call.of(group), chunk);
+            return true;
+        });
+    });
+}
+
+// A panel's weights for one k.
+INLINE void widen(const uint8_t* from, f32v (&w)[VECTORS]) {
+    #pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; v += 2) {
+        const u32v both = load<u32v>(from + v * LANES * 2);
+        w[v] = bits_of<f32v>(both << 16);
+        w[v + 1] = bits_of<f32v>(both & 0xffff0000u);
+    }
+}
+
+template <int R, int P>
+static void tile(const Call& call, const Tile& at) {
+    f32v sum[P][R][VECTORS];
+    #pragma GCC unroll 16
+    for (int p = 0; p < P; ++p) {
+        const Panel& panel = at.panels[p];
+        #pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            #pragma GCC unroll 16
+            for (int v = 0; v < VECTORS; ++v) {
+                sum[p][r][v] = at.k == 0 ? f32v{} : load<f32v>(at.sums(panel, r) + v * LANES);
+            }
+        }
+    }
+    const float* x = reinterpret_cast<const float*>(at.x);
+    for (int64_t k = 0; k < at.num_k; ++k) {
+        #pragma GCC unroll 16
+        for (int p = 0; p < P; ++p) {
+            const uint8_t* ahead = ahead_of(at.panels[p], k, at.num_k);
+            #pragma GCC unroll 16
+            for (int line = 0; line < PANEL_BYTES_PER_STEP; line += 64) prefetch(ahead + line);
+            f32v w[VECTORS];
+            widen(at.panels[p].weights + k * PANEL_BYTES_PER_STEP, w);
+            #pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const f32v x_all = all_lanes(x[r * (X_STRIDE / 4) + k]);
+                #pragma GCC unroll 16
+                for (int v = 0; v < VECTORS; ++v) sum[p][r][v] = fma(x_all, w[v], sum[p][r][v]);
+            }
+        }
+    }
+    const bool is_whole = at.k + at.num_k == call.K;
+    #pragma GCC unroll 16
+    for (int p = 0; p < P; ++p) {
+        const Panel& panel = at.panels[p];
+        #pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            #pragma GCC unroll 16
+            for (int v = 0; v < VECTORS; ++v) {
+                f32v value = sum[p][r][v];
+                if (is_whole) {
+                    const int64_t output = panel.index * PANEL + v * LANES;
+                    value = value + load<f32v>(call.bias + output);
+                }
+                store(at.sums(panel, r) + v * LANES, value);
+            }
+        }
+    }
+}
+
+extern "C" void linear_bf16_portable_panel16_routed(
+    const float* __restrict x,
+    int64_t x_stride,
+    const int64_t* __restrict order,
+    const int64_t* __restrict first_rows,
+    int64_t choices_per_row,
+    int64_t num_groups,
+    const uint8_t* __restrict weights,
+    const float* __restrict scale,
+    const float* __restrict bias,
+    float* __restrict y,
+    int64_t y_stride,
+    int64_t in_features,
+    int64_t out_features) {
+    const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
+    multiply({num_groups, in_features, out_features, num_panels, reinterpret_cast<const uint8_t*>(x), 4 * x_stride, weights, scale, bias, y, y_stride,
+              order, first_rows, choices_per_row});
+}
+
+// The same for a tape, whose argument blocks have 8 bytes for each.
+extern "C" void linear_bf16_portable_panel16_routed_from_slots(const int64_t* slots) {
+    linear_bf16_portable_panel16_routed(
+        reinterpret_cast<const float*>(slots[0]), 
+        int64_t(slots[1]), 
+        reinterpret_cast<const int64_t*>(slots[2]), 
+        reinterpret_cast<const int64_t*>(slots[3]), 
+        int64_t(slots[4]), 
+        int64_t(slots[5]), 
+        reinterpret_cast<const uint8_t*>(slots[6]), 
+        reinterpret_cast<const float*>(slots[7]), 
+        reinterpret_cast<const float*>(slots[8]), 
+        reinterpret_cast<float*>(slots[9]), 
+        int64_t(slots[10]), 
+        int64_t(slots[11]), 
+        int64_t(slots[12])
+    );
+}

@@ -1,0 +1,52 @@
+// tape() for cpp
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+// A float's upper half; widened exactly, narrowed to the nearest, ties to even.
+struct bf16 {
+    uint16_t bits;
+    bf16() = default;
+    bf16(float value) {
+        uint32_t wide;
+        std::memcpy(&wide, &value, 4);
+        const bool is_nan = (wide & 0x7fffffffu) > 0x7f800000u;
+        bits = is_nan ? uint16_t(wide >> 16 | 0x40u) : uint16_t((wide + 0x7fffu + (wide >> 16 & 1u)) >> 16);
+    }
+    operator float() const {
+        const uint32_t wide = uint32_t(bits) << 16;
+        float value;
+        std::memcpy(&value, &wide, 4);
+        return value;
+    }
+};
+#if defined(__aarch64__)
+using fp16 = __fp16;  // g++ knows the other name there from 13 on
+#else
+using fp16 = _Float16;
+#endif
+
+struct Call {
+    void (*kernel)(const int64_t* slots);
+    const int64_t* slots;
+};
+static_assert(sizeof(Call) == 2 * sizeof(int64_t));
+
+extern "C" void tape(
+    const int64_t* __restrict calls,
+    int64_t num_calls) {
+    for (int64_t i = 0; i < num_calls; ++i) {
+        Call call;
+        std::memcpy(&call, calls + 2 * i, sizeof call);
+        call.kernel(call.slots);
+    }
+}
+
+// The same for a tape, whose argument blocks have 8 bytes for each.
+extern "C" void tape_from_slots(const int64_t* slots) {
+    tape(
+        reinterpret_cast<const int64_t*>(slots[0]), 
+        int64_t(slots[1])
+    );
+}

@@ -1,0 +1,19 @@
+# activation(kind=silu, gated=True, F=256, dtype=bf16, x_stride=512, block=256, tiles=1, num_warps=1) for triton
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activation_silu_gated_f256_bf16_x_stride512_block256_tiles1(x_ptr, out_ptr):
+    """act(gate) * up of rows with F features of gate, then F of up; act is silu."""
+    F: tl.constexpr = 256
+    BLOCK: tl.constexpr = 256
+    TILES: tl.constexpr = 1  # programs that share a row
+    row = (tl.program_id(0) // TILES).to(tl.int64)
+    column = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * 512 + column).to(tl.float32)
+    y = x * tl.sigmoid(x)
+    y = y.to(tl.bfloat16).to(tl.float32)
+    y *= tl.load(x_ptr + row * 512 + F + column).to(tl.float32)
+    tl.store(out_ptr + row * F + column, y.to(tl.bfloat16))

@@ -1,0 +1,25 @@
+# layer_norm(H=256, dtype=bf16, eps=1e-05, weight=True, bias=True, residual=True, num_warps=1) for triton
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def layer_norm_h256_bf16_eps1e_05_weight_bias_residual(x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr):
+    """layer norm of rows of H features, after the residual is added; one program a row."""
+    H: tl.constexpr = 256
+    BLOCK: tl.constexpr = 256
+    row = tl.program_id(0).to(tl.int64) * H
+    column = tl.arange(0, BLOCK)
+    inside = tl.full([BLOCK], True, tl.int1)
+    x = tl.load(x_ptr + row + column, inside, 0.0).to(tl.float32)
+    total = (x + tl.load(residual_ptr + row + column, inside, 0.0).to(tl.float32)).to(tl.bfloat16)
+    tl.store(residual_ptr + row + column, total, inside)
+    x = total.to(tl.float32)
+
+    x = tl.where(inside, x - tl.sum(x) / H, 0.0)
+    normed = x * tl.rsqrt(tl.sum(x * x) / H + 1e-05)
+    weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
+    normed *= weight
+    normed += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)
+    tl.store(out_ptr + row + column, normed.to(tl.bfloat16), inside)

@@ -1,0 +1,21 @@
+# rms_norm(H=128, dtype=bf16, eps=1e-06, weight=True, bias=False, residual=False, num_warps=1) for triton
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_h128_bf16_eps1e_06_weight(x_ptr, weight_ptr, out_ptr):
+    """RMS norm of rows of H features; one program a row."""
+    H: tl.constexpr = 128
+    BLOCK: tl.constexpr = 128
+    row = tl.program_id(0).to(tl.int64) * H
+    column = tl.arange(0, BLOCK)
+    inside = tl.full([BLOCK], True, tl.int1)
+    x = tl.load(x_ptr + row + column, inside, 0.0).to(tl.float32)
+
+    normed = x * tl.rsqrt(tl.sum(x * x) / H + 1e-06)
+    weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
+    normed = normed.to(tl.bfloat16).to(tl.float32)
+    normed *= weight
+    tl.store(out_ptr + row + column, normed.to(tl.bfloat16), inside)
