@@ -23,7 +23,7 @@ from fastgen.compile.cache import Entry
 from fastgen.compile.device import Device
 from fastgen.compile.reproduce import launch_error, made_up, script
 from fastgen.compile.spec import KernelSpec, Target, torch_dtype
-from fastgen.errors import CompilerNotFoundError, KernelError
+from fastgen.errors import CompilerNotFoundError, InvalidArgumentError, KernelError
 
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
@@ -52,8 +52,22 @@ _SCALARS = {"fp32": ctypes.c_float, "i32": ctypes.c_int32, "i64": ctypes.c_int64
 
 
 def cpp_arch(device: Device) -> str:
-    """The best of :data:`CPP_ARCHES` that a CPU has the instructions of."""
-    return next(arch for arch in CPP_ARCHES if can_run(arch, device))
+    """The best of :data:`CPP_ARCHES` that a CPU has the instructions of, or the one that ``$FASTGEN_CPP_ARCH`` names.
+
+    Raises :class:`InvalidArgumentError` where that is none of them, or the CPU lacks its instructions.
+    """
+    possible = [arch for arch in CPP_ARCHES if can_run(arch, device)]
+    given = os.environ.get("FASTGEN_CPP_ARCH")
+    if not given:
+        return possible[0]
+    if given not in CPP_ARCHES:
+        raise InvalidArgumentError(f"FASTGEN_CPP_ARCH={given!r}: expected one of {', '.join(CPP_ARCHES)}")
+    if given not in possible:
+        lacking = ", ".join(sorted(_ARCH_NEEDS[given] - set(device.instruction_sets)))
+        raise InvalidArgumentError(
+            f"FASTGEN_CPP_ARCH={given!r}: this CPU lacks {lacking}; it can run {', '.join(possible)}"
+        )
+    return given
 
 
 def can_run(arch: str, device: Device) -> bool:

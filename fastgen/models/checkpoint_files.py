@@ -21,6 +21,8 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
 )
 
+_MAX_DIGITS = 1000
+
 
 def weights_entry(names: Collection[str]) -> str | None:
     """Which of a directory's file ``names`` says where the weights are; ``None`` where it holds none that are read."""
@@ -34,7 +36,9 @@ def is_index(entry: str) -> bool:
 def read_json_object(file: Path) -> dict[str, Any]:
     """The JSON object in ``file``, strictly: no repeated keys, no ``NaN``. Raises :class:`CheckpointError`."""
     try:
-        value = json.loads(file.read_text("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        value = json.loads(
+            file.read_text("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_int=_integer
+        )
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
     except json.JSONDecodeError as error:
@@ -51,6 +55,12 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if repeated:
         raise ValueError(f"key {repeated[0]!r} stands there more than once")
     return dict(pairs)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:  # Python's own limit is the process's, and anyone may move it
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _no_constant(name: str) -> NoReturn:

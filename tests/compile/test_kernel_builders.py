@@ -36,7 +36,8 @@ def test_builders_by_name() -> None:
             make_builder(wrong)
 
 
-def test_the_target_of_a_device() -> None:
+def test_the_target_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTGEN_CPP_ARCH", raising=False)
     hopper = Device("cuda", "H200", 1 << 37, 0, capability=(9, 0), num_sms=132)
     assert triton_arch(hopper) == target_of(hopper) == "sm_90"
     assert target_of(Device("cuda", "B200", 1 << 37, 0, capability=(10, 0))) == "sm_100"

@@ -147,16 +147,19 @@ def plain(name: str) -> dict[str, Any]:
 
 def replaced_nodes(name: str, cases: list[tuple[tuple[Any, ...], Any]], directory: Path) -> int:
     """How many of the recipes are refused that have one node replaced."""
+    file, num_refused, limit = directory / f"{name}.yaml", 0, sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(5000)
-    file, num_refused = directory / f"{name}.yaml", 0
-    for path, value in cases:
-        tree = plain(name)
-        put(tree, path, value)
-        file.write_text(written(tree), "utf-8")
-        try:
-            num_refused += outcome(file, CONFIGS[name]) is not None
-        except Exception as error:
-            raise AssertionError(f"{name}: {'.'.join(map(str, path))} = {value!a:.300}: {error!r}") from error
+    try:
+        for path, value in cases:
+            tree = plain(name)
+            put(tree, path, value)
+            file.write_text(written(tree), "utf-8")
+            try:
+                num_refused += outcome(file, CONFIGS[name]) is not None
+            except Exception as error:
+                raise AssertionError(f"{name}: {'.'.join(map(str, path))} = {value!a:.300}: {error!r}") from error
+    finally:
+        sys.set_int_max_str_digits(limit)
     return num_refused
 
 

@@ -21,8 +21,8 @@ struct bf16 {
         return value;
     }
 };
-#if defined(__aarch64__)
-using fp16 = __fp16;  // g++ knows the other name there from 13 on
+#if defined(__aarch64__) || defined(__clang__)
+using fp16 = __fp16;  // the other name is known to g++ for Arm from 13 on, to clang for x86 from 15 on
 #else
 using fp16 = _Float16;
 #endif

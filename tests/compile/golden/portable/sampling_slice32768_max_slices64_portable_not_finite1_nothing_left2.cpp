@@ -395,8 +395,7 @@ struct Stream {
 // to the largest, which costs a rounding. It never falls as the score rises.
 struct Tempered {
     float temperature, shift;
-    Tempered(float temperature, float peak)
-        : temperature(temperature), shift(std::isinf(peak / temperature) ? peak : 0.0f) {}
+    Tempered(float given, float peak) : temperature(given), shift(std::isinf(peak / given) ? peak : 0.0f) {}
     template <class Number>
     ALWAYS_INLINE Number operator()(Number score) const { return (score - shift) / temperature + 0.0f; }  // never -0
     float inverse(float y) const { return y * temperature + shift; }
