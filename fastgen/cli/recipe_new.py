@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fastgen.errors import InvalidArgumentError, ModelNotFoundError
+from fastgen.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from fastgen.authoring.propose import Proposal
+    from fastgen.authoring.remote import Headers
 
 _LISTED = 24  # modules of each side that the terminal shows
 
 
 def new(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A local directory, or the name of a built-in model.")
+        str, typer.Argument(metavar="CHECKPOINT", help="A directory, a built-in model, or a hub id: owner/name.")
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; else NAME.yaml, here.")
@@ -33,14 +34,12 @@ def new(
 ) -> None:
     """Propose a recipe for a checkpoint. Reads its config.json and the headers of its tensors, and never a weight."""
     from fastgen.authoring.propose import propose
-    from fastgen.models.checkpoint import Checkpoint
     from fastgen.models.registry import list_recipes
 
     if output is not None:
         _may_write(output, force)
-    opened = Checkpoint.open(_directory(checkpoint))
-    shapes = {name: header.shape for name, header in opened.tensors.items()}
-    proposal = propose(opened.config, shapes, [each.recipe for each in list_recipes()])
+    (config, shapes), place = _headers(checkpoint)
+    proposal = propose(config, shapes, [each.recipe for each in list_recipes()])
     file = output or Path(f"{proposal.recipe.name}.yaml")
     _may_write(file, force)
     try:
@@ -51,20 +50,21 @@ def new(
     if as_json:
         print(json.dumps(_facts(proposal, file)))
     else:
-        _print(proposal, file, opened.directory)
+        _print(proposal, file, place)
 
 
-def _directory(checkpoint: str) -> Path:
-    """Where a local directory or a built-in is; nothing is downloaded."""
+def _headers(checkpoint: str) -> tuple[Headers, str]:
+    """What the headers of a directory, a built-in or a hub id say, and how to name its directory in a command."""
+    from fastgen.authoring.remote import read_remote
     from fastgen.models.builtins import BUILTINS
+    from fastgen.models.checkpoint import Checkpoint
     from fastgen.models.hub import locate
 
-    if os.path.isdir(os.path.expanduser(checkpoint)) or checkpoint in BUILTINS:
-        return locate(checkpoint)
-    raise ModelNotFoundError(
-        f"{checkpoint[:200]!r} is no directory on this machine and no built-in ({', '.join(BUILTINS)}). For a model of "
-        f"the hub, download it first (`hf download OWNER/NAME --local-dir DIRECTORY`) and give that directory"
-    )
+    if not os.path.isdir(os.path.expanduser(checkpoint)) and checkpoint not in BUILTINS:
+        return read_remote(checkpoint), checkpoint
+    opened = Checkpoint.open(locate(checkpoint))
+    shapes = {name: header.shape for name, header in opened.tensors.items()}
+    return (opened.config, shapes), str(opened.directory)
 
 
 def _may_write(file: Path, force: bool) -> None:
@@ -96,7 +96,7 @@ def _facts(proposal: Proposal, file: Path) -> dict[str, Any]:
     }
 
 
-def _print(proposal: Proposal, file: Path, directory: Path) -> None:
+def _print(proposal: Proposal, file: Path, checkpoint: str) -> None:
     console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     nearest = proposal.nearest
     if nearest is None or not nearest.explained:
@@ -130,7 +130,7 @@ def _print(proposal: Proposal, file: Path, directory: Path) -> None:
     if not _transformers_knows(proposal.recipe.architectures):
         console.print("\ntransformers does not know this architecture: have at hand a Python file with a function that")
         console.print("takes the directory and makes a torch module whose submodules are named as in the checkpoint")
-        command = f"fastgen verify {_word(directory)} --recipe {_word(file)} --reference FILE.py:FUNCTION"
+        command = f"fastgen verify {_word(checkpoint)} --recipe {_word(file)} --reference FILE.py:FUNCTION"
     console.print(f"\nwrote {file}. Answer the questions there, then run: {command}")
 
 
@@ -141,7 +141,7 @@ def _transformers_knows(architectures: Sequence[str]) -> bool:
     return any(hasattr(transformers, name) for name in architectures)
 
 
-def _word(path: Path) -> str:
+def _word(path: Path | str) -> str:
     return shlex.quote(str(path))
 
 

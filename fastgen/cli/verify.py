@@ -48,7 +48,7 @@ def verify(
             "run), or recorded activations (safetensors).",
         ),
     ] = None,
-    configs: Annotated[int, typer.Option(min=1, help="How many tiny configurations are drawn.")] = 12,
+    configs: Annotated[int, typer.Option(min=1, help="How many tiny configurations are drawn.")] = 20,
     seed: Annotated[int, typer.Option(help="What they are drawn from.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from fastgen.errors import FastgenError, RecipeError
 from fastgen.models.recipe import Recipe
 from fastgen.models.resolve import mentioned_paths, resolve
-from fastgen.verify.configs import DERIVED, Draws
-from fastgen.verify.keys import needed_keys, read_spellings, unmentioned_keys
+from fastgen.verify.configs import DERIVED, Draws, is_filled_in, is_old
+from fastgen.verify.coverage import Place, Series
+from fastgen.verify.keys import needed_keys, reading_of, unmentioned_keys
 from fastgen.verify.old_files import make_old
+from fastgen.verify.published import published
 from fastgen.verify.reference import ModuleReference, Prompts, Reference, Trace
 
-_MAX_ATTEMPTS = 12
 _PROMPT_LENGTHS = (23, 41, 17)
 _SPREAD = 1.2
-_OLD = 3
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,31 @@ class Cases:
         self.directory, self.num_configs, self.seed, self.base = directory, num_configs, seed, base
         self.model_class = model_class
         self._made: dict[str, Case | Exception] = {}
-        self._spellings: dict[tuple[str, frozenset[str]], dict[str, str]] = {}
+        self._series: dict[tuple[str, frozenset[str]], Series] = {}
 
     def of(self, recipe: Recipe) -> Iterator[Case]:
         """Raises :class:`FastgenError` where transformers knows none, or refuses all that is drawn."""
         classes = self.classes(recipe)
         mentioned = {path[0] for path in mentioned_paths(recipe)}
         num_made, refusal = 0, ""
-        all_defaults = [cls.config_class().to_dict() for cls in classes]
+        needed = needed_keys(recipe)
+        all_series = [self.series(cls, mentioned) for cls in classes]
+        taken: list[tuple[Place, ...]] = [()] * len(classes)
         for index in range(self.num_configs):
-            cls, defaults = classes[index % len(classes)], all_defaults[index % len(classes)]
-            spellings = self.spellings(cls, mentioned - defaults.keys())
-            draws = Draws(defaults, mentioned, seed=self.seed, base=self.base, spellings=spellings)
-            needed = {key for key in needed_keys(recipe) if key in defaults.keys() - DERIVED}
-            for attempt in range(_MAX_ATTEMPTS):
-                config = draws.config(index, attempt)
-                stated = {spellings.get(key, key) for key in config}
-                config |= {key: draws.usual(key, index) for key in sorted(needed - stated)}
-                if attempt + 1 < _MAX_ATTEMPTS and _excluded(recipe, config):
+            turn = index % len(classes)
+            cls, series = classes[turn], all_series[turn]
+            draws = series.draws
+            bare = bool(recipe.schema.aliases) or published(cls.__name__).bare
+            attempts = series.order(index, taken[turn])
+            for attempt in attempts:
+                config = dict(series.configs[index][attempt])
+                stated = {draws.reading.spellings.get(key, key) for key in config}
+                config |= {key: draws.usual(key, index) for key in sorted(_to_state(needed, draws) - stated)}
+                if attempt != attempts[-1] and _excluded(recipe, config):
                     refusal = "the recipe's own `requires`"
                     continue
-                case = self.case(cls, config, index, bare=bool(recipe.schema.aliases))
+                taken[turn] += ((index, attempt),)
+                case = self.case(cls, config, index, bare=bare)
                 if isinstance(case, Exception):
                     refusal = f"{type(case).__name__}: {case}"
                     continue
@@ -95,12 +99,13 @@ class Cases:
             names = ", ".join(recipe.architectures)
             raise FastgenError(f"transformers refused all that was drawn for {names}: {refusal}")
 
-    def spellings(self, cls: Any, keys: Collection[str]) -> dict[str, str]:
-        """What ``cls`` reads some of ``keys`` as."""
-        known = cls.__name__, frozenset(keys)
-        if known not in self._spellings:
-            self._spellings[known] = read_spellings(cls.config_class, keys)
-        return self._spellings[known]
+    def series(self, cls: Any, mentioned: Collection[str]) -> Series:
+        """The configurations of ``cls`` that may be drawn for a recipe which mentions the keys ``mentioned``."""
+        known = cls.__name__, frozenset(mentioned)
+        if known not in self._series:
+            draws = draws_of(cls, mentioned, seed=self.seed, base=self.base)
+            self._series[known] = Series(draws, self.num_configs)
+        return self._series[known]
 
     def classes(self, recipe: Recipe) -> list[Any]:
         """Those whose models are drawn. Raises :class:`FastgenError` where there are none."""
@@ -109,8 +114,8 @@ class Cases:
     def case(self, cls: Any, config: dict[str, Any], index: int, *, bare: bool = False) -> Case | Exception:
         """The model of ``cls`` for ``config``, or why there is none.
 
-        ``config.json`` is kept as drawn if ``index`` is odd, else it has all that the class fills in. Every fourth
-        file of weights looks old: with tensors that are no weights, and if ``bare`` without the base model's prefix.
+        Every fourth ``config.json`` has all that the class fills in, the others are kept as drawn. Every fourth file of
+        weights looks old: with tensors that are no weights, and if ``bare`` without the base model's prefix.
         """
         key = json.dumps([cls.__name__, index, config, bare], sort_keys=True)
         if key not in self._made:
@@ -137,8 +142,22 @@ def _model_classes(recipe: Recipe) -> list[Any]:
     return classes
 
 
+def draws_of(cls: Any, mentioned: Collection[str], *, seed: int, base: Mapping[str, Any] | None = None) -> Draws:
+    """Configurations of the models of ``cls`` for a recipe that mentions the keys ``mentioned``."""
+    defaults, reading = cls.config_class().to_dict(), reading_of(cls.config_class, mentioned)
+    said = published(cls.__name__).config
+    return Draws(defaults, mentioned, seed=seed, base=base, reading=reading, published=said)
+
+
+def _to_state(needed: set[str], draws: Draws) -> set[str]:
+    """Of the keys that a recipe needs those that a file has to state; not flags, which old files leave out."""
+    return {key for key in needed & draws.defaults.keys() - DERIVED if not isinstance(draws.defaults[key], bool)}
+
+
 def _excluded(recipe: Recipe, config: Mapping[str, Any]) -> bool:
     """Whether the recipe itself says that it does not describe such a model."""
+    if not recipe.schema.requires:
+        return False
     try:
         resolve(recipe, config, allow_config_keys=unmentioned_keys(recipe, config))
     except RecipeError as error:
@@ -158,18 +177,18 @@ def _case(cls: Any, config: dict[str, Any], index: int, seed: int, directory: Pa
     randomise(model, seed)
     model.save_pretrained(directory)
     surplus: frozenset[str] = frozenset()
-    if index % 4 == _OLD:
-        surplus = make_old(directory / "model.safetensors", model, bare=bare)
+    if is_old(index):
+        surplus = make_old(directory / "model.safetensors", model, bare=bare, known=published(cls.__name__).tensors)
     file = directory / "config.json"
     written = json.loads(file.read_text())
-    if index % 2:  # the file as drawn; else with everything transformers states
+    if not is_filled_in(index):  # the file as drawn; else with everything transformers states
         written = {"architectures": [cls.__name__], "model_type": hf_config.model_type, **config}
         file.write_text(json.dumps(written, indent=2))
     prompts = draw_prompts(hf_config.vocab_size, seed)
     reference = ModuleReference(model)
     numbers = _numbers(hf_config) | _rotation(hf_config, model)
     trace = reference.trace(prompts)
-    return Case(index, directory, written, reference, prompts, trace, numbers, index % 2 == 0, surplus)
+    return Case(index, directory, written, reference, prompts, trace, numbers, is_filled_in(index), surplus)
 
 
 def draw_prompts(vocab_size: int, seed: int) -> list[list[int]]:
@@ -217,9 +236,10 @@ def _numbers(config: Any) -> dict[str, Any]:
     if hasattr(config, "kv_lora_rank"):
         del names["head_dim"]  # heads made of a latent have several sizes, and this one means the rotated part
     numbers = {word: getattr(config, name, None) for word, name in names.items()}
-    kinds = getattr(config, "layer_types", None)
-    if kinds and numbers["sliding_window"] is not None:
-        numbers["windowed"] = [kind == "sliding_attention" for kind in kinds]
+    if hasattr(config, "sliding_window"):
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+        window = numbers["sliding_window"] if getattr(config, "use_sliding_window", True) else None
+        numbers["windowed"] = [kind == "sliding_attention" and window is not None for kind in kinds]
     return numbers
 
 
@@ -227,9 +247,10 @@ def _rotation(config: Any, model: nn.Module) -> dict[str, Any]:
     """Theta, the trained length and the frequencies, where one kind of rotation serves all layers."""
     stated = getattr(config, "rope_parameters", None) or {}
     buffers = [module.inv_freq for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
+    whole = config.max_position_embeddings if stated.get("rope_type") == "dynamic" else None
     numbers = {
         "rope_theta": stated.get("rope_theta"),
-        "trained_positions": stated.get("original_max_position_embeddings"),
+        "trained_positions": stated.get("original_max_position_embeddings", whole),
         "frequencies": buffers[0] if len(buffers) == 1 else None,
     }
     return {name: value for name, value in numbers.items() if value is not None}

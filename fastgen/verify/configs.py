@@ -1,8 +1,9 @@
 """Tiny configurations of an architecture that transformers knows, drawn so that what a recipe asks for is exercised.
 
 A configuration is drawn as the content of a ``config.json``; both sides read the same. Over the draws every choice of a
-key comes up, files are written fully or with only what differs from transformers' defaults, and rotary facts in the
-spellings of transformers 4 and 5.
+key comes up, and rotary facts in the spellings of transformers 4 and 5. Files are of four kinds in turn: with all that
+transformers fills in, with as little as it takes, and twice with some of what it knows; of these two the second looks
+old, and says what published files of the architecture say beside it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,30 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from fastgen.models.config_keys import HARMLESS, INERT
+from fastgen.verify.keys import Reading
 
 MAX_POSITIONS: Final = 96
+_MOST_LAYERS: Final = 32
+_SPARSE: Final = 1
+_OLD: Final = 3
 
-_NAMES: Final[dict[str, tuple[str, ...]]] = {  # what the files call one and the same size
+
+def is_filled_in(index: int) -> bool:
+    """Whether the ``index``-th file has all that transformers fills in."""
+    return index % 4 == 0
+
+
+def is_old(index: int) -> bool:
+    """Whether the ``index``-th file looks as older versions and other programs wrote it."""
+    return index % 4 == _OLD
+
+
+def is_sparse(index: int) -> bool:
+    """Whether the ``index``-th file leaves all it can to the class's defaults."""
+    return index % 4 == _SPARSE
+
+
+SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -24,7 +45,9 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {  # what the files call one and the
     "head_dim": ("head_dim",),
     "max_positions": ("max_position_embeddings", "n_positions"),
 }
-DERIVED: Final = frozenset({*_NAMES["num_kv_heads"], *_NAMES["head_dim"]})
+"""What the files call one and the same size."""
+
+DERIVED: Final = frozenset({*SPELLINGS["num_kv_heads"], *SPELLINGS["head_dim"]})
 """Keys whose defaults follow from other sizes when they are absent, but not when the defaults are written out."""
 
 _SIZES: Final = (
@@ -34,10 +57,11 @@ _SIZES: Final = (
 _ACTIVATIONS: Final = ("hidden_act", "activation_function", "hidden_activation", "activation")
 _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "sliding_window": (5, None, 16),
-    "max_window_layers": (1, 0),
+    "max_window_layers": (1, 0, 2),
+    "no_rope_layer_interval": (2, 3),
     "num_local_experts": (4, 6),
     "num_experts": (4, 6),
-    "n_routed_experts": (6, 4),
+    "n_routed_experts": (16, 24),
     "num_experts_per_tok": (2, 3, 1),
     "q_lora_rank": (7, None),
     "kv_lora_rank": (16, 6),
@@ -55,9 +79,9 @@ _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "n_shared_experts": (1, 2),
     "first_k_dense_replace": (1, 0),
     "num_nextn_predict_layers": (0,),
-    "decoder_sparse_step": (1, 2),
+    "decoder_sparse_step": (1, 2, 3),
+    "num_ln_in_parallel_attn": (None, 2, 1),
     "mlp_only_layers": ([], [1]),
-    "no_rope_layers": ([0, 1, 1], [1, 0, 1]),
     "original_max_position_embeddings": (MAX_POSITIONS,),
     "embedding_multiplier": (3.0, 0.5),
     "attention_multiplier": (0.2, 0.05),
@@ -65,6 +89,20 @@ _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "logits_scaling": (3.0, 0.5),
     "routed_scaling_factor": (1.7, 0.6),
 }
+_NO_EXPERTS: Final = ("num_experts", "num_local_experts")  # 0 where the class has dense layers too: all are dense
+_LAYERS: Final[dict[str, tuple[Any, ...]]] = {  # lists of one entry a layer
+    "layer_types": ("sliding_attention", "full_attention"),
+    "no_rope_layers": (1, 0),
+}
+_COUNTS: Final[dict[str, str | None]] = {  # a number of layers: the list that says instead which layers they are
+    "max_window_layers": "layer_types",
+    "no_rope_layer_interval": "no_rope_layers",
+    "first_k_dense_replace": None,
+    "decoder_sparse_step": None,
+}
+_GROUPS: Final = ("n_group", "topk_group", "num_experts_per_tok")
+"""What has to fit one another where experts are chosen by groups: stated together, or left out."""
+
 _TOKEN_IDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
 _ROPE_KEYS: Final = ("rope_parameters", "rope_scaling", "rope_theta")
 
@@ -73,8 +111,8 @@ class Draws:
     """Configurations of one architecture, the first ones made to differ from one another as much as they can.
 
     ``defaults`` is a whole ``config.json`` of the architecture as its class fills it in, ``mentioned`` are the
-    top-level keys that the recipe's expressions mention, ``spellings`` what the class reads some of them as. ``base``
-    are flags and names to hold.
+    top-level keys that the recipe's expressions mention, ``reading`` is how the class reads keys. ``base`` are flags
+    and names to hold, ``published`` what published files say that the class passes over.
     """
 
     def __init__(
@@ -84,10 +122,11 @@ class Draws:
         *,
         seed: int,
         base: Mapping[str, Any] | None = None,
-        spellings: Mapping[str, str] | None = None,
+        reading: Reading | None = None,
+        published: Mapping[str, Any] | None = None,
     ):
-        self.defaults, self.mentioned, self.spellings = defaults, frozenset(mentioned), dict(spellings or {})
-        self.seed, self.base = seed, dict(base or {})
+        self.defaults, self.mentioned, self.reading = defaults, frozenset(mentioned), reading or Reading()
+        self.seed, self.base, self.published = seed, dict(base or {}), dict(published or {})
         self.attempt = 0
 
     def cycle(self, key: str, choices: tuple[Any, ...], index: int) -> Any:
@@ -105,29 +144,69 @@ class Draws:
         return key in self.defaults or key in self.mentioned
 
     def config(self, index: int, attempt: int = 0) -> dict[str, Any]:
-        """The ``index``-th configuration; ``attempt`` counts those of this index that the reference refused."""
+        """The ``index``-th configuration; ``attempt`` counts those of this index that were not taken."""
         self.attempt = attempt
-        sparse = index % 4 == 1  # a file that leaves all it can to the class's defaults
+        sparse = is_sparse(index)
         drawn = self.sizes(index, sparse)
         drawn |= {key: None if key == "pad_token_id" else 0 for key in _TOKEN_IDS}
-        sized = set(drawn)
-        if not sparse:
-            drawn |= self.features(index, drawn[self.spelling("num_layers") or "num_hidden_layers"])
-            drawn |= self.rotary(index)
-            drawn |= self.base_features()
         if sparse and attempt:  # the reference has no default of its own for some
             bare = (key for key in _CHOICES if key in self.defaults and self.defaults[key] is None)
             drawn |= {key: self.cycle(key, _CHOICES[key], index) for key in bare}
-        if index % 2 and not sparse:  # such files are read as drawn, the others with all that the class fills in
-            left_out = [key for key in drawn.keys() - sized if self.cycle(f"{key} left out", (True, False), index)]
-            drawn = {key: value for key, value in drawn.items() if key not in left_out}
+        if sparse:
+            return drawn
+        needed = {key for key, value in drawn.items() if value is not None or key not in self.reading.follow}
+        needed -= {self.spelling("max_positions")}
+        drawn |= self.features(index)
+        drawn |= self.rotary(index)
+        drawn |= self.base_features()
+        if not is_filled_in(index):
+            listed = _LAYERS.keys() & self.defaults.keys()
+            grouped = dict.fromkeys(_GROUPS, "groups") if "n_group" in self.defaults else {}
+            left_out = [
+                key
+                for key in drawn.keys() - needed | listed
+                if self.cycle(f"{grouped.get(key, key)} left out", (True, False), index)
+            ]
+        else:
+            left_out = []
+        drawn = {key: value for key, value in drawn.items() if key not in left_out}
+        drawn |= self.by_layer(index, drawn, left_out)
+        if is_old(index):
+            drawn = {**self.published, **drawn}
+        if not is_filled_in(index):
             drawn = {self.respelled(key, index): value for key, value in drawn.items()}
         return drawn
 
+    def by_layer(self, index: int, drawn: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
+        """How many layers there are, and what is said of each: more layers than a number of them left to the class."""
+        lists = {key: kinds for key, kinds in _LAYERS.items() if key in self.defaults and key not in left_out}
+        for key in sorted(lists.keys() & self.reading.nulls):
+            if self.cycle(f"{key} is null", (True, False), index):
+                lists[key] = ()
+        name = self.spelling("num_layers")
+        if name is None:
+            return {}
+        num_layers = drawn[name]
+        for key, instead in _COUNTS.items():
+            default = self.defaults.get(key)
+            if not isinstance(default, int) or key in drawn or lists.get(instead or ""):
+                continue
+            counts = key != "max_window_layers" or drawn.get("use_sliding_window")
+            if counts and default + 2 <= _MOST_LAYERS:
+                num_layers = max(num_layers, default + 2)
+        made: dict[str, Any] = {name: num_layers}
+        flag = "use_sliding_window"
+        windowed = drawn.get(flag, self.defaults.get(flag, True)) and drawn.get("sliding_window", 0) is not None
+        for key, kinds in lists.items():
+            kinds = kinds if key != "layer_types" or windowed else kinds[1:]
+            layers = [self.cycle(f"{key} {layer}", kinds, index) for layer in range(num_layers)] if kinds else None
+            made[key] = layers
+        return made
+
     def respelled(self, key: str, index: int) -> str:
         """``key`` in one of the spellings that the class reads."""
-        others = sorted(other for other, meant in self.spellings.items() if meant == key)
-        read = [key] if key in self.defaults or self.spellings.get(key) == key else []
+        others = sorted(other for other, meant in self.reading.spellings.items() if meant == key)
+        read = [key] if key in self.defaults or self.reading.spellings.get(key) == key else []
         choices = (*others, *read) if others else (key,)
         choice: str = self.cycle(f"{key} spelled", tuple(dict.fromkeys(choices)), index // 4)
         return choice
@@ -137,18 +216,26 @@ class Draws:
         return self.cycle(key, _CHOICES[key], index) if key in _CHOICES else self.defaults[key]
 
     def sizes(self, index: int, sparse: bool) -> dict[str, Any]:
-        names = {meaning: self.spelling(meaning) for meaning in _NAMES}
+        names = {meaning: self.spelling(meaning) for meaning in SPELLINGS}
         default_kv = self.defaults.get(names["num_kv_heads"] or "")
         default_heads = self.defaults.get(names["num_heads"] or "")
         kv_heads = self.cycle("num_kv_heads", (2, 1, 3), index)
         head_dim = self.cycle("head_dim", (8, 16, 24), index)
+        rotary_dim = self.defaults.get("rotary_dim")
+        if sparse and isinstance(rotary_dim, int):
+            head_dim = rotary_dim  # which the file leaves out
         hidden_per_head = head_dim
         # What an absent key means differs: it follows from other sizes, or is a number of the class's own.
         fixed = self.attempt > 0 or default_kv != default_heads
         if sparse and isinstance(default_kv, int) and fixed and self.attempt < 2:
             kv_heads, hidden_per_head = default_kv, 2 if self.attempt else head_dim
         latent = "kv_lora_rank" in self.defaults  # its heads are made of a latent: none are shared
-        num_heads = kv_heads * (1 if latent else self.cycle("group", (2, 1, 3), index))
+        follows = names["num_kv_heads"] in self.reading.nulls and self.cycle("kv follow", (False, True, False), index)
+        group = 1 if latent or (follows and not sparse) else self.cycle("group", (2, 1, 3, 5), index)
+        if "alibi" in self.defaults and not sparse and self.flag("alibi", index):
+            hidden_per_head = 8
+            kv_heads, group = (9, 1) if follows else (kv_heads, 9)  # up to 8 heads the slopes are powers of two
+        num_heads = kv_heads * group
         stated = names["head_dim"] is not None and not latent
         explicit = stated and (self.attempt > 1 or (not sparse and self.cycle("explicit", (True, False), index)))
         if explicit:
@@ -157,57 +244,60 @@ class Draws:
         values: dict[str, Any] = {
             "vocab_size": self.cycle("vocab_size", tuple(range(61, 141, 2)), index),
             "hidden_size": hidden,
-            "num_layers": self.cycle("num_layers", (2, 3), index) + (sparse and 2 * self.dense_first()),
+            "num_layers": self.cycle("num_layers", (2, 3), index) + (2 if sparse and self.dense_first() else 0),
             "num_heads": num_heads,
         }
         if not sparse or latent or self.attempt > 1:
-            values["num_kv_heads"] = kv_heads
+            values["num_kv_heads"] = None if follows and not sparse else kv_heads
         if not sparse or self.attempt > 1:
             values["max_positions"] = MAX_POSITIONS
         if explicit:
             values["head_dim"] = head_dim
         drawn = {name: values[meaning] for meaning, name in names.items() if name is not None and meaning in values}
         for key in _SIZES:
-            if key in self.defaults and not (self.attempt > 1 and self.defaults.get(key) is None):
+            if key in self.defaults and not (self.attempt > 1 and sparse and self.defaults.get(key) is None):
                 drawn[key] = self.cycle(key, tuple(range(9, 69, 2)), index)
-                if self.defaults[key] is None and self.cycle(f"{key} follows", (False, True), index):
+                if self.follows(key) and self.cycle(f"{key} follows", (False, True), index):
                     drawn[key] = None
-        if self.known("rotary_dim"):
+        if self.known("rotary_dim") and not (sparse and isinstance(rotary_dim, int)):
             drawn["rotary_dim"] = self.cycle("rotary_dim", _CHOICES["rotary_dim"], index)
         if self.known("word_embed_proj_dim"):
-            drawn["word_embed_proj_dim"] = hidden if sparse or index % 2 == 0 else 12
+            drawn["word_embed_proj_dim"] = hidden if sparse or self.cycle("projected", (False, True), index) else 12
         return drawn
+
+    def follows(self, key: str) -> bool:
+        """Whether the class takes a null as "make it of other sizes"."""
+        return self.defaults[key] is None or key in self.reading.nulls
 
     def dense_first(self) -> bool:
         """Whether by default more layers are dense than a tiny model has."""
         return (self.defaults.get("first_k_dense_replace") or 0) > 1
 
     def spelling(self, meaning: str) -> str | None:
-        return next((name for name in _NAMES[meaning] if name in self.defaults), None) or next(
-            (name for name in _NAMES[meaning] if name in self.mentioned), None
+        return next((name for name in SPELLINGS[meaning] if name in self.defaults), None) or next(
+            (name for name in SPELLINGS[meaning] if name in self.mentioned), None
         )
 
-    def features(self, index: int, num_layers: int) -> dict[str, Any]:
+    def features(self, index: int) -> dict[str, Any]:
         drawn: dict[str, Any] = {}
         for key in sorted(self.mentioned | self.defaults.keys()):
             default = self.defaults.get(key)
             if key in _CHOICES and key in self.defaults:
-                drawn[key] = self.cycle(key, _CHOICES[key], index)
+                none = (0,) if key in _NO_EXPERTS and "mlp_only_layers" in self.defaults else ()
+                drawn[key] = self.cycle(key, (*_CHOICES[key], *none), index)
             elif key in _ACTIVATIONS and key in self.defaults:
                 drawn[key] = self.cycle(key, (default or "silu", "gelu", "relu"), index)
             elif "eps" in key and isinstance(default, float):
                 drawn[key] = self.cycle(key, (1e-5, 0.05, 1e-6), index)
             elif isinstance(default, bool) and key not in INERT and key not in HARMLESS:
-                drawn[key] = default if index == 0 else self.cycle(key, (not default, default), index)
+                drawn[key] = self.flag(key, index)
             elif key in self.mentioned and key.startswith("_") and key not in self.defaults:
                 drawn[key] = self.cycle(key, (False, True), index)  # an attribute only old files state
-        if "layer_types" in self.defaults:
-            windowed = drawn.get("use_sliding_window", True) and drawn.get("sliding_window") is not None
-            kinds = ("sliding_attention", "full_attention") if windowed else ("full_attention",)
-            drawn["layer_types"] = [self.cycle(f"layer {layer}", kinds, index) for layer in range(num_layers)]
-        if drawn.get("no_rope_layers"):
-            drawn["no_rope_layers"] = drawn["no_rope_layers"][:num_layers]
         return drawn
+
+    def flag(self, key: str, index: int) -> bool:
+        default: bool = self.defaults[key]
+        return default if index == 0 else self.cycle(key, (not default, default), index)
 
     def rotary(self, index: int) -> dict[str, Any]:
         if not any(key in self.mentioned for key in _ROPE_KEYS):
@@ -227,7 +317,7 @@ class Draws:
             rope |= {"mscale": 0.7, "mscale_all_dim": self.cycle("mscale_all_dim", (0.9, 0.4), index)}
         if kind == "llama3":
             rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        if index % 2 == 0:
+        if is_filled_in(index) or (not is_old(index) and self.cycle("rope of today", (True, False), index // 4)):
             return {"rope_parameters": rope}
         if self.cycle("rope inside", (False, True), index // 4):
             return {"rope_scaling": rope}
@@ -235,7 +325,7 @@ class Draws:
         return {**flat, "rope_scaling": None if kind == "default" else rope}
 
     def base_features(self) -> dict[str, Any]:
-        sizes = {name for names in _NAMES.values() for name in names} | {*_SIZES, *_TOKEN_IDS, *_ROPE_KEYS}
+        sizes = {name for names in SPELLINGS.values() for name in names} | {*_SIZES, *_TOKEN_IDS, *_ROPE_KEYS}
         return {
             key: value
             for key, value in self.base.items()

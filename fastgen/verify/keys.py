@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from jinja2 import nodes
@@ -61,6 +62,34 @@ def unmentioned_keys(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
     ]
     keys = [key for key in config if all(path[0] != key for path in mentioned)]
     return keys + [".".join(path) for path in inner if path not in mentioned]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a configuration class reads keys.
+
+    ``spellings``: other names of keys, and what it calls them. ``nulls``: keys whose null it fills in from others;
+    ``follow``: those of them that it fills in where they are absent, too.
+    """
+
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    nulls: frozenset[str] = frozenset()
+    follow: frozenset[str] = frozenset()
+
+
+def reading_of(config_class: Any, mentioned: Collection[str]) -> Reading:
+    """What the class does with its own keys, and with those in ``mentioned``; found by asking it."""
+    defaults = config_class().to_dict()
+    nulls = frozenset(key for key in set(mentioned) & defaults.keys() if _filled_in(config_class, key))
+    follow = frozenset(key for key in nulls if getattr(config_class, key, key) is None)
+    return Reading(read_spellings(config_class, set(mentioned) - defaults.keys()), nulls, follow)
+
+
+def _filled_in(config_class: Any, key: str) -> bool:
+    try:
+        return config_class.from_dict({key: None}).to_dict().get(key) is not None
+    except Exception:  # it takes no null there
+        return False
 
 
 def read_spellings(config_class: Any, mentioned: Collection[str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ weights: buffers that it once saved, and those that a class says it ignores.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,13 +18,15 @@ _ONCE_SAVED: Final = ("inv_freq", "embed_positions")
 """Names of buffers that files hold: tables of angles."""
 
 
-def make_old(file: Path, model: Any, *, bare: bool) -> frozenset[str]:
-    """Write ``file``, those of transformers' ``model``, anew; ``bare``: without the base model's prefix.
+def make_old(file: Path, model: Any, *, bare: bool, known: Collection[str] = ()) -> frozenset[str]:
+    """Write ``file``, those of transformers' ``model``, anew; ``bare``: without the base model's prefix. ``known`` are
+    names of more tensors that files hold, ``{layer}`` standing for each layer.
 
     Returns the names of those that are no weights.
     """
     prefix = f"{model.base_model_prefix}." if bare else ""
-    ignored = _ignored(model)
+    layers = [str(layer) for layer in range(model.config.num_hidden_layers)]
+    ignored = _ignored(model) | {name.replace("{layer}", layer) for name in known for layer in layers}
     tensors = load_file(file) | dict.fromkeys(ignored, torch.zeros(1))
     tensors = {name.removeprefix(prefix): tensor.clone() for name, tensor in tensors.items()}
     save_file(tensors, file, metadata={"format": "pt"})

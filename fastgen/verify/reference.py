@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -155,7 +156,10 @@ class RecordedReference:
     """
 
     def __init__(self, file: str | Path):
-        tensors = load_file(file)
+        try:
+            tensors = load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise InvalidArgumentError(f"{file}: cannot be read as recorded activations: {error}") from None
         if "input_ids" not in tensors or tensors["input_ids"].is_floating_point():
             raise InvalidArgumentError(f"{file}: recorded activations need a tensor input_ids of integers")
         prompt = tensors.pop("input_ids").flatten().tolist()
@@ -184,7 +188,7 @@ class RecordedReference:
 
 def _by_token(x: Tensor, num_tokens: int) -> Tensor | None:
     """``x`` as ``[T, ...]``: without its batch axis, heads behind tokens; ``None`` where no axis is the tokens'."""
-    if x.ndim > 1 and x.shape[0] == 1:
+    while x.ndim > 1 and x.shape[0] == 1 != num_tokens:
         x = x[0]
     if x.ndim and x.shape[0] == num_tokens:
         return x

@@ -43,7 +43,7 @@ def verify(
     *,
     recipe: str | Path | Recipe | None = None,
     reference: nn.Module | type[Any] | str | Path | None = None,
-    configs: int = 12,
+    configs: int = 20,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
@@ -125,10 +125,10 @@ class Verifier:
         return Finding(wrong.check, wrong.message, node, failed.case.index, wrong.difference, cause)
 
     def _stray(self, recipe: Recipe, failed: _Made, made: list[_Made]) -> str | None:
-        """A flag that the recipe does not mention and whose value tells the cases that agree from those that do not."""
+        """A flag that the recipe says nothing of, and whose value tells the cases that agree from those that do not."""
         config = failed.case.config
         flags = {key for key in unmentioned_keys(recipe, config) if isinstance(config.get(key), bool)}
-        flags -= INERT | HARMLESS.keys()
+        flags -= INERT | HARMLESS.keys() | set(recipe.schema.ignores.config)
         failing: list[dict[str, Any]] = []
         agreeing: list[dict[str, Any]] = []
         for each in made if flags else ():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastgen.layers.latent_attention import HeadLinear
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.builder import build
 from fastgen.models.recipe import Recipe
@@ -90,9 +91,10 @@ def load_subject(
 def trace_subject(llm: LLM, prompts: Prompts) -> SubjectTrace:
     """One ragged step over all ``prompts`` (no two alike), for which ``llm``'s token budget has room."""
     model = llm.model
-    owners = _owners(llm.spec)
     recorder = _Recorder(prompts)
-    modules = dict(model.named_modules())
+    # a map for each head has no counterpart: it is given queries, where references give the latent
+    modules = {name: module for name, module in model.named_modules() if not isinstance(module, HeadLinear)}
+    owners = {name: parts for name, parts in _owners(llm.spec).items() if name in modules}
     with recorder.on(model, {name: modules[name] for name in owners}):
         llm.generate([list(prompt) for prompt in prompts], temperature=0, max_new_tokens=1, ignore_eos=True)
     sites = [

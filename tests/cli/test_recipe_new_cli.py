@@ -93,7 +93,8 @@ def test_bad_input_is_told(files: dict[str, bytes], said: str, run: Run, tmp_pat
     assert not (tmp_path / "x.yaml").exists()
 
 
-def test_a_hub_id_is_not_downloaded(run: Run, tmp_path: Path) -> None:
+def test_a_hub_id_without_a_network_is_told(run: Run, tmp_path: Path) -> None:
     finished = run("recipe", "new", "someone/something", "-o", str(tmp_path / "x.yaml"))
     assert finished.status == 1
-    assert "hf download" in finished.err
+    assert "fetching its headers" in finished.err
+    assert "Traceback" not in finished.err

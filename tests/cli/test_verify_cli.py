@@ -116,6 +116,14 @@ def test_a_reference_that_is_none_is_told(reference: str, said: str, checkpoint:
     assert sys.path == before
 
 
+def test_damaged_activations_are_told(checkpoint: Path, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{")
+    finished = run("verify", str(checkpoint), "--reference", str(tmp_path / "cut.safetensors"))
+    assert (finished.status, finished.out) == (1, "")
+    assert "cut.safetensors: cannot be read as recorded activations: " in finished.err
+    assert "Traceback" not in finished.err
+
+
 def test_a_reference_belongs_to_weights(checkpoint: Path, run: Run) -> None:
     finished = run("verify", str(RECIPES / "qwen2.yaml"), "--reference", f"{checkpoint}/good.py:load")
     assert finished.status == 1

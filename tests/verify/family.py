@@ -1,7 +1,8 @@
 """A large family of configurations of an architecture: what a survivor of the hunt is held against.
 
-Drawn configurations by other seeds than verify's own, as drawn and with all that the reference's class fills in; then
-each with one key that the recipe mentions taken away, made null or given another value, and with several such changes.
+Drawn configurations by other seeds than verify's own, as drawn, with all that the reference's class fills in, of more
+layers, of wider heads; then each with one key that the recipe mentions or ignores taken away, made null or given
+another value, and with several such changes.
 """
 
 from __future__ import annotations
@@ -21,19 +22,31 @@ from fastgen.models.expression_grammar import Path
 from fastgen.models.recipe import Recipe
 from fastgen.models.resolve import mentioned_paths, resolve
 from fastgen.models.spec import ModelSpec
-from fastgen.verify.configs import Draws
+from fastgen.verify.cases import draws_of
+from fastgen.verify.configs import SPELLINGS
 from fastgen.verify.edits import nodes
-from fastgen.verify.keys import read_spellings
 
-SEEDS = range(100, 104)
+SEEDS = range(100, 105)
 NUM_DRAWN = 8
-NUM_MIXED = 100
+NUM_MIXED = 200
+NUM_BASES = 2
+"""Drawn configurations that each change is made in; and one of those of more layers or wider heads."""
+MAX_TENSORS = 1000
+"""Of a model; one of more costs time and shows nothing else."""
+DEPTHS = (6, 31)
+WIDTHS = (4, 16)
+"""Layers, and how many times as wide."""
 _OTHERS: dict[type, tuple[Any, ...]] = {
     bool: (True, False),
-    int: (0, 1, 2, 3, 4, 5, 8, 12, 16, 24, 64, 96),
+    int: (0, 1, 2, 3, 4, 5, 8, 12, 16, 24, 48, 64, 96, 128, 192, 2048, 5000),
     float: (0.0, 0.5, 1.0, 1e-5, 0.05, 3.0),
-    list: ([], [0], [1], [0, 1], [1, 1, 0]),
+    list: ([], [0], [1], [0, 1], [1, 1, 0], [0] * 31, [1, 0] * 16),
 }
+_UNKNOWN = (True, False, 0, 1, 2, 0.5, 16, 64, 128, 5000, [1], [0, 1, 1])
+"""Values of a key that the class does not know, or leaves empty."""
+
+
+DEPTH_KEYS, WIDTH_KEYS = (*SPELLINGS["num_layers"],), (*SPELLINGS["hidden_size"], *SPELLINGS["head_dim"], "n_embed")
 
 
 class Family:
@@ -46,8 +59,7 @@ class Family:
         defaults = self.model_class.config_class().to_dict()
         self._defaults = defaults
         mentioned = {path[0] for path in mentioned_paths(recipe)}
-        spellings = read_spellings(self.model_class.config_class, mentioned - defaults.keys())
-        draws = [Draws(defaults, mentioned, seed=seed, spellings=spellings) for seed in SEEDS]
+        draws = [draws_of(self.model_class, mentioned, seed=seed) for seed in SEEDS]
         drawn = [each.config(index) for each in draws for index in range(NUM_DRAWN)]
         self.drawn = [{"architectures": list(recipe.architectures), **config} for config in drawn]
         self.specs = [spec for config in self.drawn if (spec := resolved(recipe, config)) is not None]
@@ -57,12 +69,23 @@ class Family:
         recipe = self.recipe
         whole = [_filled_in(self.model_class, config) for config in self.drawn[::3]]
         configs = [*self.drawn, *(each for each in whole if each is not None)]
-        described = [config for config in configs if resolved(recipe, config) is not None]
+        deep = [_scaled(config, DEPTH_KEYS, 0, depth) for config in self.drawn[::6] for depth in DEPTHS]
+        wide = [_scaled(config, WIDTH_KEYS, width, 0) for config in self.drawn[1::6] for width in WIDTHS]
+        described = [config for config in configs if _is_described(recipe, config)]
+        scaled = [config for config in (*deep, *wide) if _is_described(recipe, config)]
         generator = random.Random(recipe.name)
         changes = list(_changes(recipe, self._defaults))
-        varied = [_changed(base, [change]) for change in changes for base in generator.sample(described, 2)]
-        mixed = [_changed(generator.choice(described), generator.sample(changes, 3)) for _ in range(NUM_MIXED)]
-        return [*configs, *varied, *mixed]
+        varied = [
+            _changed(base, [change])
+            for change in changes
+            for base in (*generator.sample(described, NUM_BASES), generator.choice(scaled))
+        ]
+        mixed = [
+            _changed(generator.choice((*described, *scaled)), generator.sample(changes, number % 4 + 2))
+            for number in range(NUM_MIXED)
+        ]
+        found = [*configs, *scaled, *varied, *mixed]
+        return [config for config in found if _is_small(recipe, config)]
 
 
 def resolved(recipe: Recipe, config: dict[str, Any]) -> ModelSpec | None:
@@ -71,6 +94,16 @@ def resolved(recipe: Recipe, config: dict[str, Any]) -> ModelSpec | None:
         return resolve(recipe, config)
     except FastgenError:
         return None
+
+
+def _is_described(recipe: Recipe, config: dict[str, Any]) -> bool:
+    return resolved(recipe, config) is not None and _is_small(recipe, config)
+
+
+def _is_small(recipe: Recipe, config: dict[str, Any]) -> bool:
+    """Whether the model is, if there is one."""
+    spec = resolved(recipe, config)
+    return spec is None or sum(1 for _ in spec.tensors()) <= MAX_TENSORS
 
 
 def _filled_in(model_class: Any, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -97,8 +130,14 @@ def _changes(recipe: Recipe, defaults: Mapping[str, Any]) -> Iterator[_Change]:
         if isinstance(value, str):
             others: tuple[Any, ...] = (*sorted(texts), *ACTIVATIONS)
         else:
-            others = _OTHERS.get(type(value), (True, False, 2, 0.5, *sorted(texts)) if value is None else ())
+            others = _OTHERS.get(type(value), (*_UNKNOWN, *sorted(texts)) if value is None else ())
         yield from ((path, True, other) for other in others if other != value)
+
+
+def _scaled(config: dict[str, Any], keys: tuple[str, ...], factor: int, value: int) -> dict[str, Any]:
+    """``config`` with the numbers at ``keys`` made ``factor`` times as large, plus ``value``."""
+    numbers = {key: config[key] for key in keys if isinstance(config.get(key), int)}
+    return {**config, **{key: number * factor + value for key, number in numbers.items()}}
 
 
 def _quoted(text: str) -> list[str]:

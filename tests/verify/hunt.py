@@ -1,7 +1,8 @@
 """The mutation hunt: every single mistake in every shipped recipe, and whether ``verify`` finds it and says where.
 
-``python -m tests.verify.hunt`` judges all and writes docs/verify-mutations.md. What was judged before is kept in the
-directory that ``--work`` names and not judged again, unless the package, the recipes or the mistakes have changed.
+``python -m tests.verify.hunt`` judges all, writes docs/verify-mutations.md, and the figures for the matrix of proofs.
+What was judged before is kept in the directory that ``--work`` names and not judged again, unless the package, the
+recipes or the mistakes have changed.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from fastgen.models.recipe import Recipe
 from fastgen.models.registry import list_recipes
 from fastgen.verify.cases import Cases
 from fastgen.verify.run import Verifier
+from tests.matrix import MUTATIONS
 from tests.verify import mutation_report
 from tests.verify.family import Family
 from tests.verify.internlm2 import InternLM2ForCausalLM
 from tests.verify.mutations import Mutant, mutants
 from tests.verify.survivors import Survivors
 
-NUM_CONFIGS = 12
+NUM_CONFIGS = 20
+"""As many as `fastgen verify` draws unless told otherwise."""
+
 REFERENCES = {"internlm2": InternLM2ForCausalLM}
 """For architectures that transformers does not know."""
 
@@ -125,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fastgen-hunt")
     parser.add_argument("--page", type=Path, default=mutation_report.PAGE)
+    parser.add_argument("--figures", type=Path, default=MUTATIONS)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("recipes", nargs="*", help="judge these only, and write no page")
     options = parser.parse_args()
@@ -136,6 +141,8 @@ def main() -> None:
             task.get()
     if not options.recipes:
         rows = report(sorted(shipped()), work, options.page)
+        figures = {row.recipe: [row.num_judged, row.num_rejected, row.num_right] for row in rows}
+        options.figures.write_text(json.dumps(figures, indent=1) + "\n")
         print(mutation_report.total(rows))
 
 

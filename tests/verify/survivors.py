@@ -1,9 +1,13 @@
-"""What became of a mutant that verify did not reject: no mistake at all, beyond any reference, or missed."""
+"""What became of a mutant that verify did not reject: no mistake at all, beyond any reference, or missed.
+
+It is held against a family of configurations, strictly: to refuse what the reference reads is as wrong as another
+answer.
+"""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastgen.models.recipe import Recipe
@@ -13,7 +17,17 @@ from fastgen.verify.compare import Comparer
 from fastgen.verify.essence import Essence, essence
 from tests.verify.family import Family, resolved
 
-MAX_WITNESSES = 6
+MAX_WITNESSES = 12
+"""Configurations in which both recipes make a model that are run to find one that shows the mistake."""
+
+
+@dataclass(frozen=True)
+class _Differing:
+    """A configuration of which recipe and mutant make different models; ``None`` is none."""
+
+    config: dict[str, Any]
+    old: Essence | None
+    new: Essence | None
 
 
 class Survivors:
@@ -26,37 +40,49 @@ class Survivors:
         self.essences = [_essence(recipe, config) for config in self.family]
 
     def fate(self, mutant: Recipe) -> tuple[str, str]:
-        """``equivalent``, ``apart`` or ``missed``, and why."""
+        """``equivalent``, ``apart`` or ``missed``, and why.
+
+        Equivalent: the same model for every configuration. Apart: the reference refuses every configuration in which
+        they differ, or agrees with the mutant in those that only the mutant reads. All else is missed.
+        """
         pairs = zip(self.family, self.essences, strict=True)
-        differing = [(config, old, new) for config, old in pairs if (new := _essence(mutant, config)) != old]
-        ignored, before = (set(each.schema.ignores.tensors) for each in (mutant, self.recipe))
-        if not differing and ignored < before:
-            return "apart", f"refuses files with {', '.join(before - ignored)}, of which the reference writes none"
-        if not differing and ignored == before:
+        differing = [_Differing(config, old, new) for config, old in pairs if (new := _essence(mutant, config)) != old]
+        lost = sorted(set(self.recipe.schema.ignores.tensors) - set(mutant.schema.ignores.tensors))
+        if lost:
+            return "missed", f"refuses files with {', '.join(lost)}, which the reference passes over"
+        if not differing:
             return "equivalent", f"the same model for all of {len(self.family)} configurations"
-        answered = [(config, old) for config, old, new in differing if new is not None]
-        if not answered:
-            return "apart", f"refuses {len(differing)} of {len(self.family)} configurations, else the same model"
-        num_run = 0
-        for config, old in random.Random(0).sample(answered, len(answered)):
-            case = self.cases.case(self.model_class, config, 1)
-            if isinstance(case, Exception):
-                continue
-            num_run += 1
-            if old is not None and self.comparer.retry(self.recipe, case).disagreement is not None:
-                continue  # the reference reads the file in another way than the recipe it was made from
-            if self.comparer.retry(mutant, case).disagreement is not None:
-                return "missed", f"wrong for {self._stated(config)}"
-            if num_run == MAX_WITNESSES:
+        both = [each for each in differing if each.old is not None and each.new is not None]
+        refused = [each for each in differing if each.new is None]
+        added = [each for each in differing if each.old is None]
+        num_read = 0
+        for each in (*refused, *random.Random(0).sample(both, len(both)), *added):
+            wrong = self._wrong(mutant, each)
+            if wrong:
+                does = "refuses" if each.new is None else "wrong for"
+                return "missed", f"{does} {self._stated(each.config)}"
+            num_read += wrong is not None
+            if num_read == MAX_WITNESSES and both:
                 break
-        if not num_run:
-            return "apart", f"the reference refuses all of the {len(answered)} configurations in which it differs"
-        return "missed", f"differs in {len(answered)} configurations, none of {num_run} run shows it"
+        if num_read and both:
+            return "missed", f"differs in {len(both)} configurations, none of {num_read} run shows it"
+        if num_read:
+            return "apart", f"reads {len(added)} configurations more, {num_read} of them as the reference does"
+        return "apart", f"the reference refuses all of the {len(differing)} configurations in which it differs"
+
+    def _wrong(self, mutant: Recipe, each: _Differing) -> bool | None:
+        """Whether the reference contradicts the mutant; ``None`` where it refuses, or contradicts the recipe too."""
+        case = self.cases.case(self.model_class, each.config, 1)
+        if isinstance(case, Exception):
+            return None
+        if each.old is not None and self.comparer.retry(self.recipe, case).disagreement is not None:
+            return None
+        return self.comparer.retry(mutant, case).disagreement is not None
 
     def _stated(self, config: dict[str, Any]) -> str:
-        """What of ``config`` the recipe asks for and the class does not say by itself."""
+        """What of ``config`` the recipe asks for or ignores and the class does not say by itself."""
         defaults = self.model_class.config_class().to_dict()
-        asked = {path[0] for path in mentioned_paths(self.recipe)}
+        asked = {path[0] for path in mentioned_paths(self.recipe)} | set(self.recipe.schema.ignores.config)
         stated = [f"{key}: {value}" for key, value in config.items() if key in asked and defaults.get(key) != value]
         return ", ".join(stated)
 

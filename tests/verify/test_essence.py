@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from fastgen.models.recipe import Recipe
 from fastgen.models.registry import named_recipe
 from fastgen.models.resolve import resolve
+from fastgen.models.spec import Layout, MoeSpec
 from fastgen.verify.edits import replaced
 from fastgen.verify.essence import essence
 
@@ -54,6 +58,49 @@ def test_another_way_to_say_the_same(path: str, value: object) -> None:
 )
 def test_another_thing(path: str, value: object) -> None:
     assert of(changed(path, value)) != of(named_recipe("llama"))
+
+
+def layout_of(pattern: str, sizes: dict[str, int], part: tuple[int, int] | None = None) -> bytes:
+    spec = resolve(named_recipe("llama"), CONFIG)
+    layout = Layout(pattern, tuple(sizes.items()), part)
+    return essence(
+        replace(spec, embedding=replace(spec.embedding, tokens=replace(spec.embedding.tokens, layout=layout)))
+    )
+
+
+def test_layouts_are_alike_that_take_the_same_rows() -> None:
+    sizes = {"part": 3, "num_heads": 2, "head_dim": 4, "in": 8}
+    usual = layout_of("in (part num_heads head_dim)", sizes, (0, 1))
+    assert layout_of("in (part head_dim num_heads)", sizes, (0, 1)) == usual
+    assert layout_of("in (num_heads part head_dim)", sizes, (0, 1)) != usual
+    assert layout_of("in (part num_heads head_dim)", sizes, (1, 2)) != usual
+    assert layout_of("(part num_heads head_dim) in", sizes, (0, 1)) != usual
+    one = sizes | {"num_heads": 1}
+    assert layout_of("(num_heads part head_dim) in", one, (0, 1)) == layout_of("(part head_dim) in", one, (0, 1))
+
+
+def test_a_plain_layout_is_none() -> None:
+    assert layout_of("rows in", {"rows": 61, "in": 24}) == of(named_recipe("llama"))
+    assert layout_of("in rows", {"rows": 61, "in": 24}) != of(named_recipe("llama"))
+
+
+def router(**changes: Any) -> bytes:
+    config = {**CONFIG, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    config |= {"num_experts_per_tok": 2, "num_key_value_heads": 3}
+    spec = resolve(named_recipe("mixtral"), config)
+    (layer, *rest), (branch, last) = spec.layers, spec.layers[0].branches
+    (part,) = last.parts
+    assert isinstance(part.part, MoeSpec)
+    moe = replace(part.part, router=replace(part.part.router, **changes))
+    last = replace(last, parts=(replace(part, part=moe),))
+    return essence(replace(spec, layers=(replace(layer, branches=(branch, last)), *rest)))
+
+
+def test_softmax_of_the_chosen_is_what_normalizing_makes_of_softmax_of_all() -> None:
+    usual = router(scoring="softmax", normalize=True)
+    assert router(scoring="softmax_top_k", normalize=False) == router(scoring="softmax_top_k", normalize=True) == usual
+    assert router(scoring="softmax", normalize=False) != usual
+    assert router(scoring="softmax", normalize=True, num_groups=2) != usual
 
 
 def test_the_norm_of_an_only_part_is_its_branchs() -> None:

@@ -70,10 +70,22 @@ def test_no_other_spelling_passes_for_a_mistake(hunt: Hunt) -> None:
     assert fate(hunt, {at: True}) == "equivalent"
 
 
-def test_a_recipe_that_only_refuses_more_is_set_apart(hunt: Hunt) -> None:
+def test_a_recipe_that_refuses_what_the_reference_reads_is_missed(hunt: Hunt) -> None:
+    assert fate(hunt, requiring("not (qk_layernorm | default(false))")) == "missed"
+
+
+def test_a_recipe_that_refuses_what_the_reference_refuses_is_set_apart(hunt: Hunt) -> None:
+    normed = "qk_layernorm | default(false)"  # by norms of a size that transformers makes of the hidden size
+    assert fate(hunt, requiring(f"not ({normed}) or head_dim == hidden_size / num_heads")) == "apart"
+
+
+def test_a_recipe_that_no_longer_ignores_a_tensor_is_missed(hunt: Hunt) -> None:
+    assert fate(hunt, {("ignores", "tensors"): None}) == "missed"
+
+
+def requiring(text: str) -> dict[NodePath, Any]:
     architectures = named_recipe("phi").tree.find(("architectures",))
-    condition = replace(architectures, value="not (qk_layernorm | default(false))")
-    assert fate(hunt, {("requires",): replace(architectures, value=(condition,))}) == "apart"
+    return {("requires",): replace(architectures, value=(replace(architectures, value=text),))}
 
 
 def fate(hunt: Hunt, changes: dict[NodePath, Any]) -> str:

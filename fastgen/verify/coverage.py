@@ -1,0 +1,100 @@
+"""Which configurations are taken of those that can be drawn: ones that show what the others do not.
+
+A mistake is often seen only where several keys meet: an activation left to its default in a layer whose parts are not
+parallel.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any, Final
+
+from fastgen.models.config_keys import INERT
+from fastgen.verify.configs import Draws, is_sparse
+
+Fact = tuple[str, str]
+"""A key and what it says."""
+
+Place = tuple[int, int]
+"""The number of a configuration, and of the attempt at it."""
+
+_NUM_ATTEMPTS: Final = 16
+_FEW: Final = 8
+_MEANS: Final = " means"
+_FLAGS_COUNT: Final = 20.0
+"""What a new combination of three flags counts: they choose what a layer is made of."""
+
+
+class Series:
+    """``configs[index][attempt]``: attempts at ``num_configs`` configurations, of each of which one will do."""
+
+    def __init__(self, draws: Draws, num_configs: int):
+        self.draws = draws
+        self.configs = [
+            [draws.config(index, attempt) for attempt in range(_NUM_ATTEMPTS)] for index in range(num_configs)
+        ]
+        self._orders: dict[tuple[int, tuple[Place, ...]], list[int]] = {}
+
+    def order(self, index: int, taken: tuple[Place, ...]) -> list[int]:
+        """In which order the attempts at one configuration are tried where those at ``taken`` were before.
+
+        The one first that shows most that they do not; of files that leave out all they can, one after another.
+        """
+        if is_sparse(index):
+            return list(range(_NUM_ATTEMPTS))
+        if (index, taken) not in self._orders:
+            defaults = {key: value for key, value in self.draws.defaults.items() if key not in INERT}
+            coverage = Coverage([config for each in self.configs for config in each], defaults)
+            for number, attempt in taken:
+                coverage.add(self.configs[number][attempt])
+            gains = [coverage.gain(config) for config in self.configs[index]]
+            self._orders[index, taken] = sorted(range(_NUM_ATTEMPTS), key=lambda attempt: -gains[attempt])
+        return self._orders[index, taken]
+
+
+class Coverage:
+    """Which combinations of three values configurations have shown.
+
+    The rarer one is, the less it counts; but of flags all combinations are to come up.
+
+    ``candidates`` are configurations as they may be drawn, ``defaults`` the keys whose values are looked at, and what
+    their absence means: a flag shows a value whether it is stated or not, and also whether it is.
+    """
+
+    def __init__(self, candidates: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]):
+        self.defaults = dict(sorted(defaults.items()))
+        values: dict[str, set[str]] = defaultdict(set)
+        for config in candidates:
+            for key, value in self._facts(config):
+                values[key].add(value)
+        self._weights = {key: 1 / len(found) for key, found in values.items() if len(found) > 1}
+        self._seen: set[tuple[Fact, ...]] = set()
+
+    def gain(self, config: Mapping[str, Any]) -> float:
+        """How much of ``config`` is new."""
+        return sum(self._count(triple) for triple in self._triples(config) if triple not in self._seen)
+
+    def add(self, config: Mapping[str, Any]) -> None:
+        self._seen.update(self._triples(config))
+
+    def _count(self, triple: tuple[Fact, Fact, Fact]) -> float:
+        if all(key.endswith(_MEANS) for key, _ in triple):
+            return _FLAGS_COUNT
+        (a, _), (b, _), (c, _) = triple
+        return self._weights[a] * self._weights[b] * self._weights[c]
+
+    def _triples(self, config: Mapping[str, Any]) -> Iterator[tuple[Fact, Fact, Fact]]:
+        return combinations((fact for fact in self._facts(config) if fact[0] in self._weights), 3)
+
+    def _facts(self, config: Mapping[str, Any]) -> Iterator[Fact]:
+        for key, default in self.defaults.items():
+            value = config.get(key, "absent")
+            if isinstance(default, bool):
+                yield key + _MEANS, str(config.get(key, default))
+            if isinstance(value, Mapping):
+                yield "rope_type", str(value.get("rope_type"))
+            plain = isinstance(value, bool | str) or value is None
+            small = isinstance(value, int | float) and value < _FEW
+            yield key, str(value) if plain or small else "stated"
