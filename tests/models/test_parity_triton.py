@@ -1,6 +1,6 @@
 """The ``triton`` target against transformers: the engine whole, its steps captured, every kernel interpreted.
 
-Interpreted kernels are slow, so a few families that between them have every feature stand for all; the long tests take
+Interpreted kernels are slow, so two families with many features stand for all; the long tests take
 each. Sizes are those of the ``cpp`` target's tests.
 """
 
@@ -21,8 +21,8 @@ from tests.models.test_parity_more import DRAWS, Drawn
 from tests.reference import check_family, rounding_errors
 
 OPTIONS: Drawn = {"target": "triton", "token_budget": 9, "block_size": 16, "max_num_seqs": 3, "max_model_len": 96}
-QUICK = ("gemma2", "falcon_rw", "cohere")
-"""Windows, soft caps, norms around branches; ALiBi and biases; parallel parts, interleaved rotary, a scaled head."""
+QUICK = ("gemma2", "falcon_rw")
+"""Windows, soft caps, norms around branches; ALiBi and biases."""
 CASES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in DRAWS]
 
 
@@ -32,6 +32,7 @@ def test_family(name: str) -> None:
     check_family(config, model_class, OPTIONS, 0, attention=attention)
 
 
+@pytest.mark.slow
 def test_positions_behind_a_projection() -> None:
     """OPT's 350m: norms after, a projection on either side, positions added between."""
     config = OPTConfig(
