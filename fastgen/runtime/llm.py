@@ -63,8 +63,10 @@ def load(
     ``kv_cache_memory``: bytes, or ``"4GiB"``. ``block_size``: tokens per KV block. ``max_model_len``: most tokens of
     prompt and answer together; by default what the model was trained for. ``num_threads``: CPU threads, for the whole
     process; by default one a core. ``target``: whose kernels run: ``"torch"`` for the reference, ``"cpp"`` for kernels
-    built for this CPU, ``"auto"`` for these where there is a compiler. ``quantize``: what matrices are kept in, where
-    not in ``dtype``: ``"int8"`` (activations too), ``"int4"`` or ``"int8_weight_only"``; needs ``target="cpp"``.
+    built for this CPU, ``"triton"`` for those of a GPU (on a CPU interpreted, in a process that was started with
+    ``TRITON_INTERPRET=1``), ``"auto"`` for the device's own, on a CPU where there is a compiler. ``quantize``: what
+    matrices are kept in, where not in ``dtype``: ``"int8"`` (activations too), ``"int4"`` or ``"int8_weight_only"``;
+    needs ``target="cpp"``.
     ``sealed``: compile nothing and run from a bundle that ``fastgen kernels build`` wrote: from that in this directory,
     or for ``True`` from ``kernels-<arch>`` beside the weights.
 
