@@ -1,4 +1,4 @@
-"""Which sequence holds which blocks of the KV cache, and what can fit at all.
+"""Which sequence holds which blocks of the KV cache, which of them others may use too, and what can fit at all.
 
 A sequence has one block table per KV group (the layers with one window). Entry ``i`` of a table is the block with the
 keys and values of tokens ``i*P .. i*P + P - 1``. Here ``P = 4`` and there is one group; of 12 tokens 6 are computed,
@@ -11,91 +11,182 @@ and the next step takes 5 more::
 
 Nothing is reserved for tokens that are not generated yet. The last token a request generates is never computed, since
 nothing follows it, so a prompt of ``p`` tokens and ``m`` new ones fill at most ``p + m - 1`` places of each group.
+
+**Sharing.** Full blocks are published in the prefix cache when they have been computed, and a sequence that begins with
+the same tokens takes references on them instead of computing them again. A fork takes references on all blocks of its
+parent. Nobody writes into a block that is shared or published: blocks found in the cache are full, and of a shared block
+that is partly filled :meth:`KVCacheManager.allocate` makes a copy for who writes first (copy-on-write). The source keeps
+a reference until the copy is known to be made, since a step that failed is made again.
+
+**Windows.** A group with a window ``w`` keeps only the blocks that a later token sees. Entries left of these become the
+padding block, and tables keep their length. With ``P = 4`` and ``w = 6``, after 13 tokens::
+
+    token   0   1   2   3 | 4   5   6   7 | 8   9  10  11 | 12
+                                    <---- token 12 saw ---->     the block of tokens 4 … 7 is kept, for token 7
+    table [       0       |       2       |       5       |  9
+
+What a window leaves behind is freed whenever a sequence has filled a block, not token by token.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
-from fastgen.runtime.block_pool import BlockPool
+from fastgen.runtime.block_pool import PADDING_BLOCK, BlockPool
+from fastgen.runtime.prefix_cache import PrefixCache, PrefixNode, first_seen_block
 from fastgen.runtime.request import Sequence
+
+
+class TableEntry(NamedTuple):
+    """``block_tables[group][index]`` of a sequence is ``block_id`` now."""
+
+    group: int
+    index: int
+    block_id: int
+
+
+class BlockCopy(NamedTuple):
+    """Entry ``index`` of a sequence's table in ``group`` was block ``source`` and is ``destination`` now, which is to
+    be given what ``source`` contains before the step's forward pass.
+    """
+
+    group: int
+    index: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What a sequence was given: blocks ``appended`` to its tables, and ``copies`` of blocks it shared."""
+
+    appended: list[TableEntry] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
 
 
 class KVCacheManager:
     """Block tables over one pool of ``num_blocks`` blocks of ``block_size`` tokens, which all KV groups share.
 
-    ``num_blocks`` counts the padding block, as the cache tensors' first axis does.
+    ``num_blocks`` counts the padding block, as the cache tensors' first axis does. ``windows`` has an entry for each KV
+    group: how many positions a token sees there, its own included, or ``None`` for all. ``max_chunk`` is the most
+    tokens of a sequence that one step takes, the token budget; it bounds what a windowed group holds at once.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1):
-        if block_size < 1 or num_groups < 1:
-            raise InvalidArgumentError(f"block_size {block_size} and num_groups {num_groups} must be at least 1")
-        self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
-        self.num_groups = num_groups
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: SequenceOf[int | None] = (None,),
+        *,
+        max_chunk: int | None = None,
+        prefix_caching: bool = False,
+    ):
+        if block_size < 1 or not windows:
+            raise InvalidArgumentError(f"block_size {block_size} and the number of windows {windows} must be at least 1")
+        if any(window is not None and window < 1 for window in windows):
+            raise InvalidArgumentError(f"windows {windows}: a token sees at least itself")
+        self.prefix_cache = PrefixCache(block_size, windows) if prefix_caching else None
+        self.pool = BlockPool(num_blocks, self.prefix_cache.forget if self.prefix_cache else None)
+        self.block_size, self.windows, self.max_chunk = block_size, tuple(windows), max_chunk
+        self.num_groups = len(self.windows)
+        self._nodes: dict[Sequence, PrefixNode] = {}
+        """Of each sequence that holds blocks, the node of the last block it has published, or took from the cache."""
+        self._may_share: set[Sequence] = set()
+        """Those whose next token may go into a block that is not theirs alone, because one was forked from another."""
+        self._pending_copies: dict[int, tuple[Sequence, BlockCopy]] = {}
+        """By destination; each holds a reference on its source."""
+
+    # What fits
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens of one sequence, over all groups."""
-        return self.num_groups * -(-num_tokens // self.block_size)
+        """The most blocks that a sequence of ``num_tokens`` tokens ever holds at once, over all groups."""
+        return sum(
+            max_blocks_held(num_tokens, window, self.block_size, max_chunk=self.max_chunk) for window in self.windows
+        )
 
     def check_fits(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
         """Refuse a sequence that could not finish even with the whole cache to itself.
 
         :raises RequestTooLargeError: with the arithmetic.
         """
-        needed = self.blocks_needed(num_prompt_tokens + max_new_tokens - 1)
-        if needed <= self.pool.capacity:
-            return
-        groups = f"{self.num_groups} * " if self.num_groups > 1 else ""
-        most = self.pool.capacity // self.num_groups * self.block_size + 1
-        raise RequestTooLargeError(
-            f"a prompt of {num_prompt_tokens} tokens with max_new_tokens={max_new_tokens} needs "
-            f"{groups}ceil(({num_prompt_tokens} + {max_new_tokens} - 1) / {self.block_size}) = {needed} blocks, "
-            f"the KV cache has {self.pool.capacity}; prompt and new tokens together may be at most {most}: shorten the "
-            "prompt, lower max_new_tokens, or give the cache more memory (kv_cache_memory)",
-            room=most - num_prompt_tokens,
-        )
+        raise NotImplementedError
 
     def max_tokens(self, seq: Sequence) -> int:
         """How many tokens beyond those computed ``seq`` has places for, counting the blocks now free as its own."""
-        num_held = len(seq.block_tables[0]) if seq.block_tables else 0
-        num_blocks = num_held + self.pool.num_free // self.num_groups
-        return num_blocks * self.block_size - seq.num_computed_tokens
+        raise NotImplementedError
 
-    def allocate(self, seq: Sequence, num_new_tokens: int) -> list[tuple[int, int, int]] | None:
+    # A sequence's blocks, from admission to the end
+
+    def attach_cached(self, seq: Sequence) -> list[TableEntry]:
+        """Give a waiting ``seq`` what the prefix cache has of its tokens, but for at least one, which must be computed.
+
+        Sets ``block_tables``, ``num_computed_tokens`` and, unless it was preempted, ``num_cached_tokens``. Returns the
+        entries of its tables that hold a block: of one that was forked, those it has already. Nothing is looked up
+        where prompt log-probabilities are asked for, since these need every token computed.
+        """
+        raise NotImplementedError
+
+    def detach(self, seq: Sequence) -> None:
+        """Undo :meth:`attach_cached` of a sequence that could not be admitted after all."""
+        raise NotImplementedError
+
+    def allocate(self, seq: Sequence, num_new_tokens: int) -> Allocation | None:
         """Make places for the ``num_new_tokens`` tokens of ``seq`` that follow the computed ones.
 
-        Returns what was appended to its block tables as ``(group, index, block_id)``, nothing where it has the places
-        already, or ``None`` with nothing changed where the free blocks do not suffice for all groups.
+        Nothing is allocated where it has the places already and they are its own. ``None`` with nothing changed where
+        the free blocks do not suffice for all groups. Of :attr:`Allocation.copies` the table entries are the
+        destinations already; the copies are due until :meth:`copies_done`.
         """
-        first = len(seq.block_tables[0]) if seq.block_tables else 0
-        end = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
-        if end <= first:
-            return []
-        block_ids = self.pool.allocate((end - first) * self.num_groups)
-        if block_ids is None:
-            return None
-        if not seq.block_tables:
-            seq.block_tables = [[] for _ in range(self.num_groups)]
-        places = [(group, index) for group in range(self.num_groups) for index in range(first, end)]
-        appended = [(group, index, block_id) for (group, index), block_id in zip(places, block_ids, strict=True)]
-        for group, _, block_id in appended:
-            seq.block_tables[group].append(block_id)
-        return appended
+        raise NotImplementedError
+
+    @property
+    def pending_copies(self) -> tuple[BlockCopy, ...]:
+        """All copies that are due, those of steps that failed included; the device makes them before its forward."""
+        return tuple(copy for _, copy in self._pending_copies.values())
+
+    def copies_done(self, copies: Iterable[BlockCopy]) -> None:
+        """The step that made ``copies`` is committed: their sources may go. Those of sequences freed since are none."""
+        raise NotImplementedError
+
+    def advance(self, seq: Sequence) -> None:
+        """``num_computed_tokens`` of ``seq`` has grown: publish the blocks that are full now, and free those that no
+        later token sees. There is nothing to do unless a block has been filled since the last call.
+        """
+        raise NotImplementedError
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Let ``child``, which holds nothing, share the blocks of the first ``num_tokens`` computed tokens of
+        ``parent``; these tokens must be the same in both, and count as computed for the child.
+
+        Whoever writes into a last block that is partly filled gets a copy of it. Where ``num_tokens`` is less than the
+        parent has computed, windows must not have left behind what the child needs.
+        """
+        raise NotImplementedError
 
     def free(self, seq: Sequence) -> None:
-        """Take back every block ``seq`` holds."""
-        self.pool.free(block_id for table in seq.block_tables for block_id in table)
-        seq.block_tables = []
+        """Take back all that ``seq`` holds; of what stays cached, its last blocks will be evicted first."""
+        raise NotImplementedError
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that ``sequences`` hold every block that is not free, none twice, and places for what is computed."""
-        sequences = list(sequences)
-        self.pool.check_integrity(block_id for seq in sequences for table in seq.block_tables for block_id in table)
-        for seq in sequences:
-            lengths = {len(table) for table in seq.block_tables}
-            assert len(seq.block_tables) in (0, self.num_groups), f"{seq}: {len(seq.block_tables)} block tables"
-            assert len(lengths) <= 1, f"{seq}: its block tables differ in length: {lengths}"
-            num_places = max(lengths, default=0) * self.block_size
-            assert seq.num_computed_tokens <= num_places, f"{seq}: blocks for {num_places} tokens only"
+        """Assert that ``sequences`` and pending copies account for every reference, that tables hold what is computed
+        and not left behind, and that the prefix cache agrees.
+        """
+        raise NotImplementedError
+
+
+def max_blocks_held(num_tokens: int, window: int | None, block_size: int, *, max_chunk: int | None) -> int:
+    """The most blocks of one KV group that a sequence of ``num_tokens`` tokens holds at once, in steps of at most
+    ``max_chunk``.
+
+    With a window ``w``, before a chunk of ``c`` tokens that begins in block ``b``, what is kept reaches from the block
+    of token ``b*P - w + 1`` to the last of the chunk: ``ceil((w - 1)/P)`` blocks, ``b``, and ``ceil((c - 1)/P)`` more.
+    """
+    num_blocks = -(-num_tokens // block_size)
+    if window is None or max_chunk is None:
+        return num_blocks
+    return min(num_blocks, -(-(window - 1) // block_size) + 1 - (-(max_chunk - 1) // block_size))
