@@ -28,7 +28,7 @@ class BlockPool:
     cache. ``on_evict`` is told the id of each published block whose contents are given up.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] = lambda block_id: None):
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None):
         if num_blocks < 2:
             raise InvalidArgumentError(
                 f"num_blocks is {num_blocks}: the KV cache needs the padding block and at least one more"
@@ -54,6 +54,11 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks without a reference that are kept for what they contain."""
         return len(self._cached)
+
+    @property
+    def published(self) -> set[int]:
+        """Every block that is kept for what it contains, or will be when its last reference is gone."""
+        return {block_id for block_id, is_published in enumerate(self._is_published) if is_published}
 
     def is_shared(self, block_id: int) -> bool:
         """Whether somebody else relies on what ``block_id`` contains, so that its holder must not write into it."""
@@ -125,7 +130,7 @@ class BlockPool:
         )
         for block_id, count in enumerate(self._references):
             assert count == references[block_id], f"block {block_id}: {count} references, {references[block_id]} owners"
-        published = {block_id for block_id, is_published in enumerate(self._is_published) if is_published}
+        published = self.published
         assert free.isdisjoint(published), f"both free and published: {sorted(free.intersection(published))}"
         assert published.issuperset(self._cached), f"cached and not published: {sorted(self._cached)}"
 
@@ -133,7 +138,8 @@ class BlockPool:
         block_id, _ = self._cached.popitem(last=False)
         self._is_published[block_id] = False
         self._free.append(block_id)
-        self._on_evict(block_id)
+        if self._on_evict is not None:
+            self._on_evict(block_id)
 
     def _holds(self, block_id: int) -> bool:
         return 0 <= block_id < self.num_blocks and self._references[block_id] > 0

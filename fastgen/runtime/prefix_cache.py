@@ -1,8 +1,9 @@
 """What the blocks of the KV cache contain: a tree of the token ids that were computed, to be found by who begins alike.
 
 A node is one full block of ``P`` tokens after the blocks of its parents, so the path to it spells all tokens that its
-keys and values depend on. A child is found by the ids of its own block, as bytes, compared whole: two prefixes are never
-mistaken for one another, and each further block of a prompt costs one look into a dictionary, however long the prompt.
+keys and values depend on. A child is found by the ids of its own block, as bytes, compared whole: two prefixes are
+never mistaken for one another, and each further block of a prompt costs one look into a dictionary, however long the
+prompt.
 
 ::
 
@@ -16,6 +17,8 @@ since what a windowed group needs of a long prefix is only its last blocks.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -129,9 +132,12 @@ class PrefixCache:
             before.num_users -= 1
             self._prune(before)
 
-    def check_integrity(self) -> None:
-        """Assert that nodes and blocks name each other, and that no node is left that nothing needs."""
+    def check_integrity(self, published: set[int], users: Iterable[PrefixNode]) -> None:
+        """Assert that nodes and the ``published`` blocks name each other, that no node is left that nothing needs, and
+        that each of ``users`` is counted.
+        """
         found: dict[int, tuple[PrefixNode, int]] = {}
+        num_users = Counter(map(id, users))
         stack = [self.root]
         while stack:
             node = stack.pop()
@@ -141,8 +147,11 @@ class PrefixCache:
             named = {block_id: (node, group) for group, block_id in enumerate(node.block_ids) if block_id}
             assert named.keys().isdisjoint(found), f"published twice: {sorted(named.keys() & found.keys())}"
             found |= named
+            assert node.num_users == num_users.pop(id(node), 0), f"{node.num_users} users at depth {node.depth}"
             assert node is self.root or named or node.children or node.num_users, f"no use at depth {node.depth}"
+        assert not num_users, "a sequence stands at a node that is not in the tree"
         assert found == self._node_of_block, f"blocks {sorted(found)} in the tree, {sorted(self._node_of_block)} known"
+        assert found.keys() == published, f"blocks {sorted(found)} in the tree, {sorted(published)} published"
 
     def _prune(self, node: PrefixNode) -> None:
         while node.parent is not None and not (node.num_users or node.children or any(node.block_ids)):
