@@ -57,6 +57,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> StepOutput:
+        self._copy_blocks(schedule)
         batch, sequences = self.input_batch.build(schedule)
         self.sampler.prepare(sequences)
         hidden = self.forward.hidden(batch)
@@ -70,6 +71,11 @@ class ModelRunner:
             sampled=list(zip(sequences, sampled, strict=True)),
             prompt_logprobs=self._prompt_logprobs(schedule, batch.cu_seqlens_q, hidden),
         )
+
+    def _copy_blocks(self, schedule: Schedule) -> None:
+        for group in {copy.group for copy in schedule.block_copies}:
+            copies = [copy for copy in schedule.block_copies if copy.group == group]
+            self.kv_cache.copy_blocks(group, [c.source for c in copies], [c.destination for c in copies])
 
     def _prompt_logprobs(self, schedule: Schedule, cu_seqlens_q: Tensor, hidden: Tensor) -> list[PromptLogprobs]:
         """The row of position ``p`` predicts prompt token ``p + 1``; the first token has no prediction."""

@@ -58,6 +58,7 @@ class Sequence:
         "block_tables",
         "index",
         "key",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -79,6 +80,8 @@ class Sequence:
         self.seat: int | None = None
         self.status = SequenceStatus.WAITING
         self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        """Of the tokens it came with, those that the prefix cache had when it was first admitted."""
 
     @property
     def num_tokens(self) -> int:

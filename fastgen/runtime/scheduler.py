@@ -24,7 +24,7 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.kv_cache_manager import BlockCopy, KVCacheManager, TableEntry, held_entries
 from fastgen.runtime.policies import splitfuse
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 
@@ -60,13 +60,14 @@ class Schedule:
 
     ``entries`` are in order of arrival, the decodes before the prompts. ``size`` is the captured size to run at.
     ``block_updates`` are the entries of the block tables that the device has not been given. ``preempted`` lost their
-    seats and blocks before the step.
+    seats and blocks before the step. ``block_copies`` are to be made before its forward pass, all at once.
     """
 
     entries: tuple[ScheduledTokens, ...]
     block_updates: tuple[BlockUpdate, ...]
     preempted: tuple[Sequence, ...]
     size: int
+    block_copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -160,6 +161,7 @@ class Scheduler:
             block_updates=tuple(update for updates in self._updates_of_seat.values() for update in updates),
             preempted=tuple(preempted),
             size=splitfuse.smallest_size(sum(entry.num_tokens for entry in entries), self.sizes),
+            block_copies=self.kv.pending_copies,
         )
         schedule.check(self.kv, self.token_budget)
         self._scheduled = schedule
@@ -173,9 +175,11 @@ class Scheduler:
         assert schedule is self._scheduled, "only the schedule made last can be committed, and only once"
         self._scheduled = None
         self._updates_of_seat.clear()
+        self.kv.copies_done(schedule.block_copies)
         for entry in schedule.entries:
             if entry.seq.status is SequenceStatus.RUNNING:
                 entry.seq.num_computed_tokens = entry.end
+                self.kv.advance(entry.seq)
 
     def check_integrity(self) -> None:
         """Assert that blocks, seats and the order of arrival are all accounted for."""
@@ -216,11 +220,13 @@ class Scheduler:
 
         entries: list[ScheduledTokens] = []
         for seq in prompts:
-            if seq.status is SequenceStatus.WAITING and seq.num_preemptions and not self._has_room(seq):
-                break
-            num_tokens = min(seq.num_pending_tokens, num_places, self.kv.max_tokens(seq))
+            if seq.status is SequenceStatus.WAITING:
+                self.kv.attach_cached(seq)
+            has_room = seq.status is SequenceStatus.RUNNING or not seq.num_preemptions or self._has_room(seq)
+            num_tokens = min(seq.num_pending_tokens, num_places, self.kv.max_tokens(seq)) if has_room else 0
             entry = self._give(seq, num_tokens) if num_tokens > 0 else None
             if entry is None:  # no place or no block is left, and then none for the younger ones either
+                self.kv.detach(seq)
                 break
             entries.append(entry)
             num_places -= num_tokens
@@ -235,21 +241,25 @@ class Scheduler:
         """
         if not self.running:
             return True
-        return self.kv.blocks_needed(seq.num_tokens) + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
+        needed = self.kv.blocks_needed(seq.num_tokens) - len(held_entries(seq))
+        return needed + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
 
     def _give(self, seq: Sequence, num_tokens: int) -> ScheduledTokens | None:
         """The next ``num_tokens`` pending tokens of ``seq`` with blocks for them, and a seat where it was waiting; or
         ``None`` with nothing changed.
         """
-        blocks = self.kv.allocate(seq, num_tokens)
-        if blocks is None:
+        allocation = self.kv.allocate(seq, num_tokens)
+        if allocation is None:
             return None
+        copied = [TableEntry(copy.group, copy.index, copy.destination) for copy in allocation.copies]
+        entries = [*allocation.appended, *copied]
         if seq.seat is None:
             self._admit(seq)
+            entries = held_entries(seq)
         assert seq.seat is not None
-        if blocks:
+        if entries:
             updates = self._updates_of_seat.setdefault(seq.seat, [])
-            updates.extend(BlockUpdate(seq.seat, group, index, block_id) for group, index, block_id in blocks)
+            updates.extend(BlockUpdate(seq.seat, group, index, block_id) for group, index, block_id in entries)
         return ScheduledTokens(seq, seq.num_computed_tokens, num_tokens, samples=num_tokens == seq.num_pending_tokens)
 
     def _admit(self, seq: Sequence) -> None:
