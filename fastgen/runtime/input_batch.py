@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.scheduler import BlockUpdate, Schedule, ScheduledTokens
+from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
 
 _NUM_STAGING_BUFFERS = 2  # the host may fill one while the device still reads the other
 _ALIGNMENT = 16  # bytes

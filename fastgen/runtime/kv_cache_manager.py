@@ -233,6 +233,16 @@ class KVCacheManager:
                 table[index] = PADDING_BLOCK
         self.pool.free(left)
 
+    def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
+        """Whether ``parent`` has computed its first ``num_tokens`` tokens, and still has what :meth:`fork` needs."""
+        if not 0 < num_tokens <= parent.num_computed_tokens or parent in self._pending_copies.values():
+            return False
+        num_full, num_now = num_tokens // self.block_size, parent.num_computed_tokens // self.block_size
+        return all(
+            first_seen_block(num_full, window, self.block_size) == first_seen_block(num_now, window, self.block_size)
+            for window in self.windows
+        )
+
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let ``child``, which holds nothing, share the blocks of the first ``num_tokens`` computed tokens of
         ``parent``; these tokens must be the same in both, and count as computed for the child.

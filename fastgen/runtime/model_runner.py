@@ -15,7 +15,7 @@ from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.outputs import Logprobs
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampler import SampledToken, Sampler, prompt_logprobs
-from fastgen.runtime.scheduler import Schedule
+from fastgen.runtime.schedule import Schedule
 
 PROMPT_LOGITS_ROWS = 64
 """Rows of prompt log-probabilities computed at a time: ``[64, V]`` fp32."""
@@ -80,7 +80,7 @@ class ModelRunner:
     def _prompt_logprobs(self, schedule: Schedule, cu_seqlens_q: Tensor, hidden: Tensor) -> list[PromptLogprobs]:
         """The row of position ``p`` predicts prompt token ``p + 1``; the first token has no prediction."""
         pieces = []
-        for entry in schedule.entries:
+        for entry in schedule.chunks:  # decodes are past their prompts
             sequence = entry.seq
             num_alternatives = sequence.request.sampling.prompt_logprobs
             actual = sequence.token_ids[entry.start + 1 : min(entry.end + 1, sequence.num_prompt_tokens)]

@@ -66,6 +66,7 @@ class Sequence:
         "seat",
         "status",
         "token_ids",
+        "urgency",
     )
 
     def __init__(self, request: Request, index: int):
@@ -73,6 +74,8 @@ class Sequence:
         self.index = index
         self.key = (request.request_id, index)
         """Order of arrival: the smaller key came first."""
+        self.urgency = (request.sampling.priority, request.request_id, index)
+        """The smaller is the more urgent: class, turn in the class, index. See :mod:`fastgen.runtime.waiting_queue`."""
         self.token_ids = list(request.prompt_ids)
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0

@@ -16,10 +16,10 @@ class StepView:
     """What a policy sees of a step that is to be planned.
 
     ``decodes`` run and have one token pending each, ``prompts`` run and have more; ``waiting`` could be given a seat
-    now, and may be read as far as is needed: it costs what is read. Both are in order of urgency. ``num_waiting``
-    counts all that wait, whether or not there is a seat, and ``num_opened`` how many admissions the last plan granted
-    that were not used yet. ``sizes`` are the captured sizes, ascending to ``token_budget``. ``now_s`` is the engine's
-    clock.
+    now, and is to be read once and no further than needed: it costs what is read. The latter two are in order of
+    urgency. ``num_waiting`` counts all that wait, whether or not there is a seat, and ``num_opened`` how many of the
+    admissions in the last plan were not used yet. ``sizes`` are the captured sizes, ascending to ``token_budget``.
+    ``now_s`` is the engine's clock.
     """
 
     decodes: SequenceOf[Sequence]
@@ -37,14 +37,16 @@ class StepView:
 class StepPlan:
     """How much of each kind a step takes. Whose tokens they are is not a policy's to say: the most urgent come first.
 
-    At most ``num_prompt_tokens`` go in, and at most ``num_admissions`` sequences are admitted for the first time; one
-    that was preempted may always come back. Where ``runs_decodes`` is false they run all the same if prompts can have
-    nothing. With ``until_s`` nothing runs and the plan is asked for again then, or when a request comes.
+    At most ``num_prompt_tokens`` of prompts go in, and at most ``num_admissions`` requests are admitted; a sequence
+    that was preempted may always come back, and further ones of a request follow the first. Where ``runs_decodes`` is
+    false they run all the same if prompts can have nothing. ``token_budget`` is the most tokens of this step, drafts
+    included. With ``until_s`` nothing runs; the next plan is asked for then, or when a request comes.
     """
 
     runs_decodes: bool
     num_prompt_tokens: int
     num_admissions: int
+    token_budget: int
     until_s: float | None = None
 
 
@@ -54,6 +56,9 @@ class Policy(ABC):
     splits_prompts: ClassVar[bool]
     """Whether a prompt may be cut to what is left of a step. Otherwise it is computed in one step, or, where it is
     longer than the token budget, in steps of the whole budget."""
+
+    def check(self, max_num_seqs: int) -> None:  # noqa: B027
+        """Refuse what cannot work where at most ``max_num_seqs`` sequences run at once."""
 
     @abstractmethod
     def plan(self, view: StepView) -> StepPlan:
