@@ -18,7 +18,7 @@ from torch import Tensor
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.drafts import DraftedSequence, SampledSequence
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.scheduler import BlockUpdate, Schedule, ScheduledTokens
+from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
 
 _NUM_STAGING_BUFFERS = 2  # the host may fill one while the device still reads the other
 _ALIGNMENT = 16  # bytes
@@ -128,11 +128,10 @@ class InputBatch:
         """
         size = schedule.size if self.pads else schedule.num_tokens
         host = self._host[self._turn]
-        self._fill_updates(host, schedule.block_updates)
-        rows = self._fill_tokens(host, schedule.decodes, schedule.chunks, size)
+        num_updates = self._fill_updates(host, schedule.block_updates)
+        rows = self._fill_tokens(host, schedule, size)
         self._packed.copy_(self._staging[self._turn], non_blocking=True)
         self._turn = (self._turn + 1) % _NUM_STAGING_BUFFERS
-        num_updates = self.max_updates if self.pads else len(schedule.block_updates)
         if num_updates:
             index, block = (self._device[name][:num_updates] for name in ("update_index", "update_block"))
             self._flat_tables[index] = block
@@ -169,12 +168,10 @@ class InputBatch:
         for sequence in sequences:
             self._noted[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
 
-    def _fill_tokens(
-        self, host: _HostArrays, decodes: SequenceOf[Sequence], chunks: SequenceOf[ScheduledTokens], size: int
-    ) -> list[SampledSequence]:
-        num_decodes = len(decodes)
+    def _fill_tokens(self, host: _HostArrays, schedule: Schedule, size: int) -> list[SampledSequence]:
+        decodes, chunks, num_decodes = schedule.decodes, schedule.chunks, len(schedule.decodes)
         seats = np.array([sequence.seat for sequence in decodes], np.int64)
-        positions = np.array([sequence.num_computed_tokens for sequence in decodes], np.int64)
+        positions = np.array(schedule.positions, np.int64)
         cu_seqlens_q, seq_lens = host["cu_seqlens_q"], host["seq_lens"]
         cu_seqlens_q[:] = 0
         seq_lens[:] = 0
@@ -206,18 +203,16 @@ class InputBatch:
         host["logits_indices"][len(rows) :] = 0
         host["logits_seats"][len(rows) :] = -1
         if self._noted:
-            self._take_from_device(host, decodes, chunks)
+            self._take_from_device(host, schedule)
         return rows
 
-    def _take_from_device(
-        self, host: _HostArrays, decodes: SequenceOf[Sequence], chunks: SequenceOf[ScheduledTokens]
-    ) -> None:
+    def _take_from_device(self, host: _HostArrays, schedule: Schedule) -> None:
         """Where the next token of a sequence is the one that is noted for its seat, it is taken from there."""
-        for sequence in (*decodes, *(chunk.seq for chunk in chunks)):
+        for sequence in (*schedule.decodes, *(chunk.seq for chunk in schedule.chunks)):
             seat, position = _seat(sequence), sequence.num_computed_tokens
             if self._noted.get(seat) == (sequence, sequence.num_preemptions, position):
                 host["token_source"][host["cu_seqlens_q"][seat]] = seat
-        for chunk in chunks:
+        for chunk in schedule.chunks:
             if chunk.drafts:  # all its rows write their token to one place
                 self._noted.pop(_seat(chunk.seq), None)
 
@@ -240,18 +235,24 @@ class InputBatch:
             rows.append(sequence)
             rows.extend(DraftedSequence(sequence, drafts[: index + 1]) for index in range(len(drafts)))
 
-    def _fill_updates(self, host: _HostArrays, updates: SequenceOf[BlockUpdate]) -> None:
-        """Where entries of the block tables go; padding writes the spare entry."""
-        assert len(updates) <= self.max_updates, f"{len(updates)} block updates in a step, room for {self.max_updates}"
+    def _fill_updates(self, host: _HostArrays, updates: SequenceOf[BlockUpdate]) -> int:
+        """Where entries of the block tables go, of which the step's copy carries so many; padding writes the spare entry.
+        What it has no room for is written here: a long prefix out of the cache brings its whole table.
+        """
+        num_carried = min(len(updates), self.max_updates)
         if self.pads:
             host["update_index"][:] = self._flat_tables.numel() - 1
             host["update_block"][:] = 0
         if updates:
             seat, group, index, block = np.array(updates).T
-            flat = np.ravel_multi_index((group, seat, index), self._tables.shape)
-            host["update_index"][: len(updates)] = flat
-            host["update_block"][: len(updates)] = block
-            self._tables.reshape(-1)[flat] = block
+            entry = np.ravel_multi_index((group, seat, index), self._tables.shape)
+            self._tables.reshape(-1)[entry] = block
+            carried, rest = slice(num_carried), slice(num_carried, None)
+            host["update_index"][carried], host["update_block"][carried] = entry[carried], block[carried]
+            if len(updates) > num_carried:
+                device, blocks = self._packed.device, torch.from_numpy(block[rest].astype(np.int32))
+                self._flat_tables[torch.from_numpy(entry[rest]).to(device)] = blocks.to(device)
+        return self.max_updates if self.pads else num_carried
 
 
 def _seat(sequence: Sequence) -> int:

@@ -17,7 +17,8 @@ from fastgen.runtime.model_runner import accept
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.scheduler import BlockUpdate, Schedule, ScheduledTokens, Scheduler
+from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
+from fastgen.runtime.scheduler import Scheduler
 
 CPU = torch.device("cpu")
 POISON = 0x7F
@@ -47,7 +48,16 @@ def step(
     updates: tuple[BlockUpdate, ...] = (),
     size: int = 8,
 ) -> Schedule:
-    return Schedule(decodes=decodes, chunks=chunks, block_updates=updates, preempted=(), size=size)
+    return Schedule(
+        decodes=decodes,
+        positions=tuple(sequence.num_computed_tokens for sequence in decodes),
+        chunks=chunks,
+        block_updates=updates,
+        block_copies=(),
+        preempted=(),
+        num_tokens=len(decodes) + sum(chunk.num_tokens for chunk in chunks),
+        size=size,
+    )
 
 
 def updates_of(sequence: Sequence) -> list[BlockUpdate]:
@@ -230,9 +240,10 @@ class History:
         self.budget = self.max_seqs + rng.randint(0, 40)
         self.max_blocks = -(-60 // self.block_size)
         num_blocks = 1 + self.num_groups * (self.max_blocks + rng.randint(0, 12))
-        kv = KVCacheManager(num_blocks, self.block_size, self.num_groups)
+        kv = KVCacheManager(num_blocks, self.block_size, (None,) * self.num_groups)
+        drafter = RandomDrafter(random.Random(-seed))
         self.scheduler = Scheduler(
-            kv, token_budget=self.budget, max_num_seqs=self.max_seqs, propose_drafts=RandomDrafter(random.Random(-seed)).propose
+            kv, token_budget=self.budget, max_num_seqs=self.max_seqs, propose_drafts=drafter.propose
         )
         self.inputs = InputBatch(
             token_budget=self.budget,

@@ -21,7 +21,7 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.model_runner import StepOutput
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.scheduler import Schedule
+from fastgen.runtime.schedule import Schedule
 from tests.reference import randomise, save
 from tests.runtime import test_same_answer as same_answer
 from tests.runtime import test_same_answer_fields as fields
@@ -98,7 +98,7 @@ def test_the_same_answer_with_every_field(
 ) -> None:
     """In company, with drafts that are right, partly right and wrong."""
     options: dict[str, Any] = {"speculative": "ngram", "num_draft_tokens": num_draft_tokens}
-    with fastgen.load(directory, target="cpp", token_budget=token_budget, max_num_seqs=8, **options) as llm:
+    with fastgen.load(directory, target="cpp", token_budget=token_budget, max_num_seqs=min(8, token_budget // 2), **options) as llm:
         engine_of(llm).scheduler._propose_drafts = Oracle(fields.PROMPTS, alone, num_draft_tokens).propose
         watched = Watched(llm)
         fields.assert_same(alone, llm.generate(fields.PROMPTS, fields.SAMPLINGS))
@@ -186,7 +186,7 @@ def test_on_interpreted_triton_kernels(tmp_path: Path) -> None:
 # What it is for: a text that repeats itself
 
 
-STORY = """Once upon a time, a kind rabbit named Leo lived in a stone hut by the sea. One day, Leo found a small shell."""
+
 
 
 def test_fewer_steps_where_a_text_repeats_itself() -> None:
