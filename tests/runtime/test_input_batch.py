@@ -170,7 +170,7 @@ class History:
         self.budget = self.max_seqs + rng.randint(0, 40)
         self.max_blocks = -(-60 // self.block_size)
         num_blocks = 1 + self.num_groups * (self.max_blocks + rng.randint(0, 12))
-        kv = KVCacheManager(num_blocks, self.block_size, self.num_groups)
+        kv = KVCacheManager(num_blocks, self.block_size, (None,) * self.num_groups)
         self.scheduler = Scheduler(kv, token_budget=self.budget, max_num_seqs=self.max_seqs)
         self.inputs = InputBatch(
             token_budget=self.budget,

@@ -16,7 +16,7 @@ from fastgen.runtime.scheduler import Schedule, Scheduler
 def make(
     num_blocks: int = 101, block_size: int = 4, *, token_budget: int = 16, max_num_seqs: int = 4, num_groups: int = 1
 ) -> Scheduler:
-    kv = KVCacheManager(num_blocks, block_size, num_groups)
+    kv = KVCacheManager(num_blocks, block_size, (None,) * num_groups)
     return Scheduler(kv, token_budget=token_budget, max_num_seqs=max_num_seqs)
 
 

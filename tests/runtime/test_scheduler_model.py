@@ -154,7 +154,7 @@ class History:
         self.max_total = rng.choice([4, 12, 24, 40, 90])  # prompt and new tokens of one request
         largest = self.num_groups * -(-(self.max_total - 1) // self.block_size)
         capacity = rng.choice([largest, largest + rng.randint(0, 3), rng.randint(1, 5) * largest])
-        kv = KVCacheManager(capacity + 1, self.block_size, self.num_groups)
+        kv = KVCacheManager(capacity + 1, self.block_size, (None,) * self.num_groups)
         self.scheduler = Scheduler(kv, token_budget=self.budget, max_num_seqs=self.max_num_seqs)
         self.model = Model(self.block_size, self.num_groups, capacity, self.budget, self.max_num_seqs)
         self.device = Device(self.block_size)
