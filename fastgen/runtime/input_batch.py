@@ -236,7 +236,7 @@ class InputBatch:
             rows.extend(DraftedSequence(sequence, drafts[: index + 1]) for index in range(len(drafts)))
 
     def _fill_updates(self, host: _HostArrays, updates: SequenceOf[BlockUpdate]) -> int:
-        """Where entries of the block tables go, of which the step's copy carries so many; padding writes the spare entry.
+        """Where entries of the block tables go, and how many the step's copy carries; padding writes the spare entry.
         What it has no room for is written here: a long prefix out of the cache brings its whole table.
         """
         num_carried = min(len(updates), self.max_updates)

@@ -42,8 +42,8 @@ class Bench:
     """A sampler of interpreted kernels, and the part of the model runner that serves it."""
 
     def __init__(self, loader: KernelLoader) -> None:
-        sizes = {"token_budget": NUM_SEATS, "max_num_seqs": NUM_SEATS, "max_rows": NUM_SEATS, "max_blocks": 1, "block_size": 4}
-        self.inputs = InputBatch(num_groups=1, device=CPU, **sizes)
+        sizes = dict.fromkeys(("token_budget", "max_num_seqs", "max_rows"), NUM_SEATS)
+        self.inputs = InputBatch(num_groups=1, max_blocks=1, block_size=4, device=CPU, **sizes)
         target = Target(loader, max_rows=NUM_SEATS, max_num_seqs=NUM_SEATS)
         seats = seat_sampler(target, VOCAB, self.inputs)
         assert seats is not None
@@ -156,5 +156,6 @@ def test_sequences_may_draft_once_what_their_seat_knows_no_longer_changes() -> N
 
 
 def test_only_the_triton_target_samples_by_seats() -> None:
-    inputs = InputBatch(token_budget=1, max_num_seqs=1, max_rows=1, num_groups=1, max_blocks=1, block_size=1, device=CPU)
+    ones = ("token_budget", "max_num_seqs", "max_rows", "num_groups", "max_blocks", "block_size")
+    inputs = InputBatch(device=CPU, **dict.fromkeys(ones, 1))
     assert seat_sampler(Target(), VOCAB, inputs) is None

@@ -16,7 +16,6 @@ import transformers
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
-from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.model_runner import StepOutput
@@ -26,7 +25,7 @@ from tests.reference import randomise, save
 from tests.runtime import test_same_answer as same_answer
 from tests.runtime import test_same_answer_fields as fields
 from tests.runtime import test_same_answer_triton as triton
-from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
+from tests.runtime.checkpoints import save_checkpoint, save_tokenizer
 from tests.runtime.test_same_answer import num_certain_tokens
 
 
@@ -88,8 +87,9 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def alone(directory: Path) -> list[GenerationOutput]:
+    requests = zip(fields.PROMPTS, fields.SAMPLINGS, strict=True)
     with fastgen.load(directory, target="cpp") as llm:
-        return [llm.generate(prompt, sampling) for prompt, sampling in zip(fields.PROMPTS, fields.SAMPLINGS, strict=True)]
+        return [llm.generate(prompt, sampling) for prompt, sampling in requests]
 
 
 @pytest.mark.parametrize(("num_draft_tokens", "token_budget"), [(1, 8), (3, 16), (4, 48), (9, 512)])
@@ -98,7 +98,8 @@ def test_the_same_answer_with_every_field(
 ) -> None:
     """In company, with drafts that are right, partly right and wrong."""
     options: dict[str, Any] = {"speculative": "ngram", "num_draft_tokens": num_draft_tokens}
-    with fastgen.load(directory, target="cpp", token_budget=token_budget, max_num_seqs=min(8, token_budget // 2), **options) as llm:
+    options |= {"token_budget": token_budget, "max_num_seqs": min(8, token_budget // 2)}
+    with fastgen.load(directory, target="cpp", **options) as llm:
         engine_of(llm).scheduler._propose_drafts = Oracle(fields.PROMPTS, alone, num_draft_tokens).propose
         watched = Watched(llm)
         fields.assert_same(alone, llm.generate(fields.PROMPTS, fields.SAMPLINGS))
@@ -184,9 +185,6 @@ def test_on_interpreted_triton_kernels(tmp_path: Path) -> None:
 
 
 # What it is for: a text that repeats itself
-
-
-
 
 
 def test_fewer_steps_where_a_text_repeats_itself() -> None:
