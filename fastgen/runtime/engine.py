@@ -14,7 +14,7 @@ from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.model_runner import ModelRunner, StepOutput
 from fastgen.runtime.outputs import FinishReason
-from fastgen.runtime.request import Request, SequenceStatus
+from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
 from fastgen.runtime.schedule import Schedule
 from fastgen.runtime.scheduler import Scheduler
@@ -130,6 +130,7 @@ class Engine:
                 continue
             assert generation.prompt_logprobs is not None
             generation.prompt_logprobs[piece.start : piece.start + len(piece.logprobs)] = piece.logprobs
+        previous: Sequence | None = None
         for sequence, token in output.sampled:
             if sequence.status is SequenceStatus.FINISHED:  # its request failed in this step, or ended before a draft
                 continue
@@ -139,6 +140,8 @@ class Engine:
                 continue
             completion = generation.completions[sequence.index]
             sequence.token_ids.append(token.token_id)
+            completion.num_accepted_drafts += sequence is previous  # a step gives a second token only behind a draft
+            previous = sequence
             reason = completion.append(token, self._stop_ids(sequence.request.sampling), now_s)
             if reason is not None:
                 self._finish(completion, reason)
