@@ -6,6 +6,7 @@ On the ``cpp`` target the same bits, with every sampling field; elsewhere by the
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
@@ -187,5 +188,40 @@ def test_on_interpreted_triton_kernels(tmp_path: Path) -> None:
 # What it is for: a text that repeats itself
 
 
-def test_fewer_steps_where_a_text_repeats_itself() -> None:
-    """A model that knows a story by heart and one that meets each word for the first time."""
+STORY = (
+    "Once upon a time, there was a tiny cat named Jack. He lived in a wooden cabin at the edge of the woods.\n"
+    "One day, Jack saw a bluebird and ran after it along the stream. He walked farther and farther and forgot the "
+    'time. "Hello! Is anybody there?" called Jack.\nSoon, a small cat named Jack came hopping down the path. "I am '
+    'lost, and I want to go home," said Jack. "I know every path here," said the owl. Jack carried a lantern and '
+    'walked in front. And there was the hut with a blue roof.\n"Thank you, Jack," said Jack. Jack smiled and said it '
+    'was nothing. Jack never forgot that day. "Always remember that nobody is lost when a friend is near," said his '
+    "grandfather.\n\n"
+)
+BEGINNING = "Once upon a time, there was a tiny cat named Jack. He lived "
+
+
+def test_the_documented_numbers_of_steps() -> None:
+    """And the same tokens, with logits that differ by enough to be the likeliest on every machine."""
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    documented = [
+        [int(cell) for cell in row.split("|")[2:-1]]
+        for row in re.findall(r"^\| a story that was told .*$", page, re.MULTILINE)
+    ]
+    prompts = [2 * STORY + BEGINNING, STORY + BEGINNING]
+    counted: list[list[int]] = [[], []]
+    answers: list[list[int]] = [[], []]
+    for num_draft_tokens in (None, 2, 4, 8):
+        speculative = None if num_draft_tokens is None else "ngram"
+        with fastgen.load("tiny-llama", speculative=speculative, num_draft_tokens=num_draft_tokens) as llm:
+            for which, prompt in enumerate(prompts):
+                watched = Watched(llm)
+                output = llm.generate(prompt, max_new_tokens=120, temperature=0, ignore_eos=True, logprobs=1)
+                assert watched.num_steps == 120 - output.metrics.accepted_drafts
+                counted[which].append(watched.num_steps)
+                assert output.token_ids == (answers[which] or output.token_ids)
+                answers[which] = output.token_ids
+                assert output.logprobs is not None
+                for row in output.logprobs:
+                    second, first = sorted(row.values())
+                    assert first - second > 0.005
+    assert counted == documented
