@@ -60,6 +60,7 @@ class ModelRunner:
         batch, sequences = self.input_batch.build(schedule)
         self.sampler.prepare(sequences)
         hidden = self.forward.hidden(batch)
+        self.sampler.constrain(sequences)
         logits = self.forward.logits(hidden, batch)
         sampled = self.sampler.sample(logits, sequences)
         if self.sampler.seats is None:

@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastgen.compile.ops.sampling import Adjustments, Draws, RowStatus, adjust, log_probabilities, row_status, sample
-from fastgen.compile.ops.sampling_cpp import RowLogprobs, SamplingKernel, sampling_spec
+from fastgen.compile.ops.sampling_cpp import RowLogprobs, SampledRow, SamplingKernel, sampling_spec
 from fastgen.compile.target import Target
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import GenerationError
@@ -32,6 +33,7 @@ _ERRORS = {
     RowStatus.NOT_FINITE: "the model's logits hold NaN or +inf; the weights are damaged, or too large for this dtype",
     RowStatus.NOTHING_LEFT: "no token can be chosen: every logit is -inf, or min_new_tokens forbids all that are not",
 }
+_NO_TOKEN_FITS = "no token can be chosen: response_format allows none of the model's tokens here, or only at logit -inf"
 
 
 class SampledToken(NamedTuple):
@@ -60,7 +62,8 @@ class Sampler:
     With ``seats`` tokens are chosen on the device, where logits are computed; here they are read.
 
     While a sequence has fewer than ``min_new_tokens`` generated tokens, its stop token ids and the end-of-text ids are
-    forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled.
+    forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled. Where a sequence
+    has a matcher, that alone says what is allowed.
     """
 
     def __init__(
@@ -75,8 +78,16 @@ class Sampler:
 
     def prepare(self, sequences: SequenceOf[Sequence]) -> None:
         """Before the step that computes the logits of ``sequences``."""
+        for sequence in sequences:
+            if sequence.matcher is not None:
+                sequence.matcher.prepare()
         if self.seats is not None:
-            self.seats.prepare(sequences, self._ending_ids)
+            self.seats.prepare(sequences, self._early_ids)
+
+    def constrain(self, sequences: SequenceOf[Sequence]) -> None:
+        """Before the logits of ``sequences``, the latest moment at which a device may hear what they may have next."""
+        if self.seats is not None:
+            self.seats.constrain(sequences)
 
     def sample(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
         """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``.
@@ -115,10 +126,10 @@ class Sampler:
                 return list(map(SampledToken, ids))
             logprobs: SequenceOf[RowLogprobs | None] = [None] * len(ids)
         else:
-            rows = [PLAIN_ROW if (each := histories[sequence]) is None else each.row() for sequence in sequences]
+            rows = [_row(sequence, histories[sequence]) for sequence in sequences]
             ids, logprobs = kernel(logits, rows)
         return [
-            _failed(token_id) if token_id < 0
+            _failed(token_id, sequence) if token_id < 0
             else SampledToken(token_id, _logprobs_by_kernel(found, sequence))
             for token_id, found, sequence in zip(ids, logprobs, sequences, strict=True)
         ]  # fmt: skip
@@ -127,7 +138,7 @@ class Sampler:
         if is_plain(sequence.request.sampling):
             return None
         assert self.kernel is not None
-        return RowHistory(sequence, self._ending_ids(sequence), self.kernel.vocab_size)
+        return RowHistory(sequence, self._early_ids(sequence), self.kernel.vocab_size)
 
     def _adjusted(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
         """``logits`` itself when no sequence adjusts them, else a copy in fp32 with the adjustments applied."""
@@ -145,9 +156,12 @@ class Sampler:
     def _forbidden(self, sequence: Sequence) -> frozenset[int]:
         if sequence.num_tokens - sequence.num_prompt_tokens >= sequence.request.sampling.min_new_tokens:
             return frozenset()
-        return self._ending_ids(sequence)
+        return self._early_ids(sequence)
 
-    def _ending_ids(self, sequence: Sequence) -> frozenset[int]:
+    def _early_ids(self, sequence: Sequence) -> frozenset[int]:
+        """Those that ``min_new_tokens`` forbids."""
+        if sequence.matcher is not None:
+            return frozenset()
         sampling = sequence.request.sampling
         return (frozenset() if sampling.ignore_eos else self.eos_token_ids).union(sampling.stop_token_ids)
 
@@ -164,13 +178,21 @@ def _answers(logits: Tensor, found: list[int], sequences: SequenceOf[Sequence]) 
         each = token_logprobs(_take(logits, wanted), [found[row] for row in wanted], counts)
         logprobs = dict(zip(wanted, each, strict=True))
     return [
-        _failed(token_id) if token_id < 0 else SampledToken(token_id, logprobs.get(row))
+        _failed(token_id, sequences[row]) if token_id < 0 else SampledToken(token_id, logprobs.get(row))
         for row, token_id in enumerate(found)
     ]
 
 
-def _failed(found: int) -> SampledToken:
-    return SampledToken(0, error=_ERRORS[RowStatus(-found)])
+def _failed(found: int, sequence: Sequence) -> SampledToken:
+    status = RowStatus(-found)
+    if status is RowStatus.NOTHING_LEFT and sequence.matcher is not None:
+        return SampledToken(0, error=": ".join(filter(None, (_NO_TOKEN_FITS, sequence.matcher.error))))
+    return SampledToken(0, error=_ERRORS[status])
+
+
+def _row(sequence: Sequence, history: RowHistory | None) -> SampledRow:
+    row = PLAIN_ROW if history is None else history.row()
+    return row if sequence.matcher is None else row._replace(mask=sequence.matcher.mask())
 
 
 def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceOf[int]) -> list[Logprobs]:
@@ -223,6 +245,7 @@ def _adjusts(sequence: Sequence) -> bool:
     sampling = sequence.request.sampling
     return bool(
         sampling.logit_bias
+        or sampling.response_format is not None
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty
         or sampling.frequency_penalty
@@ -236,15 +259,18 @@ def _adjustments(
     seen, counts, bias = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape), torch.zeros(shape)
     for row, sequence in enumerate(sequences):
         sampling = sequence.request.sampling
+        # Ids that the head does not reach are left out: prompts and parameters may hold such.
         if sampling.repetition_penalty != 1.0:
-            seen[row, torch.tensor(sequence.token_ids)] = True
+            seen[row, _within(sequence.token_ids, vocab_size)] = True
         generated = sequence.token_ids[sequence.num_prompt_tokens :]
         if generated and (sampling.presence_penalty or sampling.frequency_penalty):
-            counts[row] = torch.tensor(generated).bincount(minlength=vocab_size)
-        if sampling.logit_bias:
-            bias[row, torch.tensor(list(sampling.logit_bias))] = torch.tensor(list(sampling.logit_bias.values()))
-        # A checkpoint may name an end-of-text id that its head does not reach.
-        bias[row, [token_id for token_id in forbidden[row] if token_id < vocab_size]] = -torch.inf
+            counts[row] = torch.tensor(generated).bincount(minlength=vocab_size)[:vocab_size]
+        for token_id in _within(sampling.logit_bias, vocab_size):
+            bias[row, token_id] = sampling.logit_bias[token_id]
+        bias[row, _within(forbidden[row], vocab_size)] = -torch.inf
+        if sequence.matcher is not None:
+            allowed = np.unpackbits(sequence.matcher.mask().view(np.uint8), count=vocab_size, bitorder="little")
+            bias[row, torch.from_numpy(allowed == 0)] = -torch.inf
     parameters = [sequence.request.sampling for sequence in sequences]
 
     def column(values: list[float]) -> Tensor:
@@ -259,6 +285,10 @@ def _adjustments(
         frequency=column([sampling.frequency_penalty for sampling in parameters]),
         bias=bias.to(device),
     )
+
+
+def _within(token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    return [token_id for token_id in token_ids if token_id < vocab_size]
 
 
 def _draws(sequences: SequenceOf[Sequence], device: torch.device) -> Draws:
