@@ -39,6 +39,7 @@ def chat(
     stop_token_ids: options.StopTokenIds = None,
     ignore_eos: options.IgnoreEos = None,
     timeout_s: options.TimeoutS = None,
+    response_format: options.ResponseFormat = None,
     recipe: options.Recipe = None,
     device: options.Device = None,
     dtype: options.Dtype = None,

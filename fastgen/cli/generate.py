@@ -45,6 +45,7 @@ def generate(
     logprobs: options.Logprobs = None,
     prompt_logprobs: options.PromptLogprobs = None,
     timeout_s: options.TimeoutS = None,
+    response_format: options.ResponseFormat = None,
     recipe: options.Recipe = None,
     device: options.Device = None,
     dtype: options.Dtype = None,

@@ -6,6 +6,7 @@ the flag was not given; the argument is then not passed, so that defaults are st
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from typing import Annotated, Any, NoReturn, TextIO
@@ -23,7 +24,7 @@ LOAD_ARGUMENTS = (
 SAMPLING_FIELDS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "ignore_eos"),
-    *("logprobs", "prompt_logprobs", "timeout_s"),
+    *("logprobs", "prompt_logprobs", "timeout_s", "response_format"),
 )
 
 Model = Annotated[
@@ -76,6 +77,10 @@ IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", help="Do not end
 Logprobs = Annotated[int | None, typer.Option(help="With --json: log-probabilities of so many alternatives.")]
 PromptLogprobs = Annotated[int | None, typer.Option(help="With --json: the same for the prompt.")]
 TimeoutS = Annotated[float | None, typer.Option(help="Seconds after which an answer is cut off.")]
+ResponseFormat = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help='What shape the answer must have, such as {"type": "json_object"}.'),
+]
 
 
 _SINGULAR = {"allow_config_keys": "allow_config_key"}
@@ -115,6 +120,8 @@ def given_sampling_fields(ctx: typer.Context) -> dict[str, Any]:
     fields = _given(ctx, SAMPLING_FIELDS)
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(_parse_bias(text) for text in fields["logit_bias"])
+    if "response_format" in fields:
+        fields["response_format"] = _parse_json("--response-format", fields["response_format"])
     fastgen.SamplingParams(**fields)
     return fields
 
@@ -135,6 +142,13 @@ def check_text(text: str) -> str:
 
 def _given(ctx: typer.Context, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: ctx.params[name] for name in names if ctx.params.get(name) not in (None, [], ())}
+
+
+def _parse_json(flag: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        usage_error(f"{flag} is not JSON: {error}")
 
 
 def _parse_bias(text: str) -> tuple[int, float]:

@@ -55,4 +55,4 @@ def kernel_specs(
 
 def sampler_specs(vocab_size: int) -> SamplingSpecs:
     """The kernels by which the ``triton`` target samples."""
-    return sampling_specs(vocab_size, mask=False, needed_by=("the sampler",))
+    return sampling_specs(vocab_size, needed_by=("the sampler",))

@@ -24,6 +24,7 @@ from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.sampler import Sampler, sampling_kernel
 from fastgen.runtime.scheduler import Scheduler
 from fastgen.runtime.seat_sampler import SeatSampler, seat_sampler
+from fastgen.runtime.structured_output import Grammars
 from fastgen.runtime.text import TextCodec
 
 
@@ -96,6 +97,11 @@ def build_engine(
         max_model_len=config.max_model_len,
         eos_token_ids=codec.eos_token_ids,
         new_detokenizer=codec.new_detokenizer if codec.has_tokenizer else None,
+        grammars=(
+            Grammars(codec.tokenizer, vocab_size=spec.vocab_size, eos_token_ids=codec.eos_token_ids)
+            if codec.has_tokenizer
+            else None
+        ),
         drafter=drafter,
     )
 

@@ -18,12 +18,14 @@ from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
 from fastgen.runtime.schedule import Schedule
 from fastgen.runtime.scheduler import Scheduler
+from fastgen.runtime.structured_output import Grammars
 
 
 class Engine:
     """Serves submitted requests step by step. Not thread-safe: whoever calls holds one lock around each call.
 
-    ``new_detokenizer(prompt_ids, sampling)`` is ``None`` where the model has no tokenizer; answers are token ids then.
+    ``new_detokenizer(prompt_ids, sampling)`` and ``grammars``, which compile what requests ask their answers to be, are
+    ``None`` where the model has no tokenizer; answers are token ids then.
     The ``drafter``, if any, is the one that ``scheduler`` asks; it is told who has ended.
     """
 
@@ -36,12 +38,14 @@ class Engine:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         new_detokenizer: Callable[[SequenceOf[int], SamplingParams], Detokenizer] | None,
+        grammars: Grammars | None = None,
         drafter: NgramDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.runner, self.scheduler = runner, scheduler
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
-        self._new_detokenizer, self._drafter, self._clock = new_detokenizer, drafter, clock
+        self._new_detokenizer, self._grammars = new_detokenizer, grammars
+        self._drafter, self._clock = drafter, clock
         self._request_ids = count()
         self._generations: dict[int, Generation] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -62,6 +66,10 @@ class Engine:
         sampling.check_against(self.vocab_size)
         if sampling.stop and self._new_detokenizer is None:
             raise InvalidArgumentError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if sampling.response_format is not None:
+            if self._grammars is None:
+                raise InvalidArgumentError("response_format needs a tokenizer, and this model has none")
+            self._grammars.compile(sampling.response_format)
         num_tokens = len(prompt_ids) + sampling.max_new_tokens
         if num_tokens > self.max_model_len:
             room = self.max_model_len - len(prompt_ids)
@@ -76,7 +84,8 @@ class Engine:
     def submit(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> Generation:
         """Queue a request. Its answer grows with the steps that follow."""
         self.check(prompt_ids, sampling)
-        request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock())
+        constraint = self._grammars.constraint(sampling) if self._grammars is not None else None
+        request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock(), constraint)
         completions = [
             Completion(sequence, self._new_detokenizer(prompt_ids, sampling) if self._new_detokenizer else None)
             for sequence in request.sequences

@@ -41,6 +41,9 @@ class Completion:
             self.text += self.detokenizer.append(token.token_id)
             if self.detokenizer.stopped:
                 return "stop"
+        matcher = self.sequence.matcher
+        if matcher is not None and matcher.advance(token.token_id):
+            return "stop"
         return "length" if len(self.token_ids) >= sampling.max_new_tokens else None
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:

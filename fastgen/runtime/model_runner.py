@@ -91,6 +91,7 @@ class ModelRunner:
         batch, rows = self.input_batch.build(schedule)
         self.sampler.prepare(rows)
         hidden = self.forward.hidden(batch)
+        self.sampler.constrain(rows)
         logits = self.forward.logits(hidden, batch)
         sampled, num_accepted = accept(rows, self.sampler.sample(logits, rows))
         if self.sampler.seats is not None:

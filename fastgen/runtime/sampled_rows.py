@@ -53,6 +53,7 @@ def is_plain(sampling: SamplingParams) -> bool:
         and sampling.logprobs is None
         and sampling.min_new_tokens == 0
         and not sampling.logit_bias
+        and sampling.response_format is None
         and not penalises(sampling)
     )
 

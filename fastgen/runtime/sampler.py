@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ _ERRORS = {
     RowStatus.NOT_FINITE: "the model's logits hold NaN or +inf; the weights are damaged, or too large for this dtype",
     RowStatus.NOTHING_LEFT: "no token can be chosen: every logit is -inf, or min_new_tokens forbids all that are not",
 }
+_NO_TOKEN_FITS = "no token can be chosen: response_format allows none of the model's tokens here, or only at logit -inf"
 
 
 class SampledToken(NamedTuple):
@@ -61,7 +63,8 @@ class Sampler:
     With ``seats`` tokens are chosen on the device, where logits are computed; here they are read.
 
     While a sequence has fewer than ``min_new_tokens`` generated tokens, its stop token ids and the end-of-text ids are
-    forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled.
+    forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled. Where a sequence
+    has a matcher, that alone says what is allowed.
     """
 
     def __init__(
@@ -76,12 +79,20 @@ class Sampler:
 
     def prepare(self, sequences: SequenceOf[SampledSequence]) -> None:
         """Before the step that computes the logits of ``sequences``."""
+        for sequence in sequences:
+            if sequence.matcher is not None:
+                sequence.matcher.prepare()
         if self.seats is not None:
-            self.seats.prepare(_undrafted(sequences), self._ending_ids)
+            self.seats.prepare(_undrafted(sequences), self._early_ids)
+
+    def constrain(self, sequences: SequenceOf[SampledSequence]) -> None:
+        """Before the logits of ``sequences``, the latest moment at which a device may hear what they may have next."""
+        if self.seats is not None:
+            self.seats.constrain(_undrafted(sequences))
 
     def sample(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
-        """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``. Behind a sequence
-        stand those that are drafted for it.
+        """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``. What was drafted
+        for a sequence stands behind it.
 
         A drawn (not greedy) sequence's request must have its seed; see ``resolve_seed``. A row that cannot be sampled
         gets an error and disturbs no other.
@@ -118,7 +129,7 @@ class Sampler:
         else:
             ids, logprobs = kernel(logits, [self._row(sequence) for sequence in sequences])
         return [
-            _failed(token_id) if token_id < 0
+            _failed(token_id, sequence) if token_id < 0
             else SampledToken(token_id, _logprobs_by_kernel(found, sequence))
             for token_id, found, sequence in zip(ids, logprobs, sequences, strict=True)
         ]  # fmt: skip
@@ -126,13 +137,14 @@ class Sampler:
     def _row(self, sequence: SampledSequence) -> SampledRow:
         owner, drafts = (sequence, ()) if isinstance(sequence, Sequence) else (sequence.sequence, sequence.drafts)
         history = self._histories[owner]
-        return PLAIN_ROW if history is None else history.row(drafts)
+        row = PLAIN_ROW if history is None else history.row(drafts)
+        return row if sequence.matcher is None else row._replace(mask=sequence.matcher.mask())
 
     def _history(self, sequence: Sequence) -> RowHistory | None:
         if is_plain(sequence.request.sampling):
             return None
         assert self.kernel is not None
-        return RowHistory(sequence, self._ending_ids(sequence), self.kernel.vocab_size)
+        return RowHistory(sequence, self._early_ids(sequence), self.kernel.vocab_size)
 
     def _adjusted(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> Tensor:
         """``logits`` itself when no sequence adjusts them, else a copy in fp32 with the adjustments applied."""
@@ -150,9 +162,12 @@ class Sampler:
     def _forbidden(self, sequence: SampledSequence) -> frozenset[int]:
         if sequence.num_tokens - sequence.num_prompt_tokens >= sequence.request.sampling.min_new_tokens:
             return frozenset()
-        return self._ending_ids(sequence)
+        return self._early_ids(sequence)
 
-    def _ending_ids(self, sequence: SampledSequence) -> frozenset[int]:
+    def _early_ids(self, sequence: SampledSequence) -> frozenset[int]:
+        """Those that ``min_new_tokens`` forbids."""
+        if sequence.matcher is not None:
+            return frozenset()
         sampling = sequence.request.sampling
         return (frozenset() if sampling.ignore_eos else self.eos_token_ids).union(sampling.stop_token_ids)
 
@@ -173,13 +188,16 @@ def _answers(logits: Tensor, found: list[int], sequences: SequenceOf[SampledSequ
         each = token_logprobs(_take(logits, wanted), [found[row] for row in wanted], counts)
         logprobs = dict(zip(wanted, each, strict=True))
     return [
-        _failed(token_id) if token_id < 0 else SampledToken(token_id, logprobs.get(row))
+        _failed(token_id, sequences[row]) if token_id < 0 else SampledToken(token_id, logprobs.get(row))
         for row, token_id in enumerate(found)
     ]
 
 
-def _failed(found: int) -> SampledToken:
-    return SampledToken(0, error=_ERRORS[RowStatus(-found)])
+def _failed(found: int, sequence: SampledSequence) -> SampledToken:
+    status = RowStatus(-found)
+    if status is RowStatus.NOTHING_LEFT and sequence.matcher is not None:
+        return SampledToken(0, error=": ".join(filter(None, (_NO_TOKEN_FITS, sequence.matcher.error))))
+    return SampledToken(0, error=_ERRORS[status])
 
 
 def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceOf[int]) -> list[Logprobs]:
@@ -232,6 +250,7 @@ def _adjusts(sequence: SampledSequence) -> bool:
     sampling = sequence.request.sampling
     return bool(
         sampling.logit_bias
+        or sampling.response_format is not None
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty
         or sampling.frequency_penalty
@@ -248,15 +267,18 @@ def _adjustments(
     seen, counts, bias = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape), torch.zeros(shape)
     for row, sequence in enumerate(sequences):
         sampling = sequence.request.sampling
+        # Ids that the head does not reach are left out: prompts and parameters may hold such.
         if sampling.repetition_penalty != 1.0:
-            seen[row, torch.tensor(sequence.token_ids)] = True
+            seen[row, _within(sequence.token_ids, vocab_size)] = True
         generated = sequence.token_ids[sequence.num_prompt_tokens :]
         if generated and (sampling.presence_penalty or sampling.frequency_penalty):
-            counts[row] = torch.tensor(generated).bincount(minlength=vocab_size)
-        if sampling.logit_bias:
-            bias[row, torch.tensor(list(sampling.logit_bias))] = torch.tensor(list(sampling.logit_bias.values()))
-        # A checkpoint may name an end-of-text id that its head does not reach.
-        bias[row, [token_id for token_id in forbidden[row] if token_id < vocab_size]] = -torch.inf
+            counts[row] = torch.tensor(generated).bincount(minlength=vocab_size)[:vocab_size]
+        for token_id in _within(sampling.logit_bias, vocab_size):
+            bias[row, token_id] = sampling.logit_bias[token_id]
+        bias[row, _within(forbidden[row], vocab_size)] = -torch.inf
+        if sequence.matcher is not None:
+            allowed = np.unpackbits(sequence.matcher.mask().view(np.uint8), count=vocab_size, bitorder="little")
+            bias[row, torch.from_numpy(allowed == 0)] = -torch.inf
     parameters = [sequence.request.sampling for sequence in sequences]
 
     def column(values: list[float]) -> Tensor:
@@ -271,6 +293,10 @@ def _adjustments(
         frequency=column([sampling.frequency_penalty for sampling in parameters]),
         bias=bias.to(device),
     )
+
+
+def _within(token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    return [token_id for token_id in token_ids if token_id < vocab_size]
 
 
 def _draws(sequences: SequenceOf[SampledSequence], device: torch.device) -> Draws:

@@ -16,6 +16,7 @@ from numbers import Integral, Real
 from typing import Any, cast
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.response_format import ResponseFormat, parse_response_format
 
 MAX_N = 16384
 """Completions that one request may ask for: all of them are made when it is submitted."""
@@ -68,6 +69,8 @@ class SamplingParams:
     priority: int = 0
     """The request's class: any integer, and the lower the more urgent. It decides who gets the next free seat, whose
     prompt is computed first and who loses its blocks last; who has waited long moves up."""
+    response_format: ResponseFormat | None = None
+    """What shape the answer must have, as :func:`~fastgen.runtime.response_format.parse_response_format` takes it."""
 
     def __new__(cls, **given: object) -> SamplingParams:
         """Refuse an unknown field with the library's own error, however the parameters are made."""
@@ -84,6 +87,8 @@ class SamplingParams:
             raise InvalidArgumentError(
                 f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), not {self.min_new_tokens}"
             )
+        if self.ignore_eos and self.response_format is not None:
+            raise InvalidArgumentError("ignore_eos cannot go with response_format, whose end is the answer's end")
 
     @classmethod
     def from_fields(cls, defaults: SamplingParams, **given: Any) -> SamplingParams:
@@ -238,5 +243,6 @@ _CHECKS: dict[str, _Check] = {
     "prompt_logprobs": _optional(_integer(0)),
     "timeout_s": _optional(_number("a finite number of seconds > 0", lambda number: number > 0)),
     "priority": _integer(),
+    "response_format": lambda _, value: parse_response_format(value),
 }
 assert list(_CHECKS) == [item.name for item in fields(SamplingParams)], "every field has its check"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +57,14 @@ class SeatSampler:
                 self._tell(seat, sequence, ending_ids(sequence))
             self._told[seat] = None  # until the step has ended, nobody knows what was counted
 
+    def constrain(self, sequences: SequenceOf[Sequence]) -> None:
+        """Before the logits of ``sequences``: the masks of those that have a response format, in one copy."""
+        masks = {_seat(each): each.matcher.mask() for each in sequences if each.matcher is not None}
+        if masks:
+            rows = self._kernels.buffer("mask")
+            seats = torch.tensor(list(masks), device=rows.device)
+            rows.index_copy_(0, seats, torch.from_numpy(np.stack(list(masks.values()))).to(rows.device))
+
     def token_ids(self, sequences: SequenceOf[SampledSequence]) -> list[int]:
         """What that step chose: an id for each, or ``-status`` of its row."""
         for sequence in sequences:
@@ -78,6 +87,7 @@ class SeatSampler:
                 repetition=row.sampling.repetition,
                 presence=row.sampling.presence,
                 frequency=row.sampling.frequency,
+                masked=sequence.matcher is not None,
                 biased=len(row.biases[0]) > 0,
             )
             if settings.penalised:

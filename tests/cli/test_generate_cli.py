@@ -52,6 +52,7 @@ SAMPLING_FLAGS = {
     "logprobs": (["--json", "--logprobs", "0"], 0),
     "prompt_logprobs": (["--json", "--prompt-logprobs", "2"], 2),
     "timeout_s": (["--timeout-s", "1.5"], 1.5),
+    "response_format": (["--response-format", '{"type": "json_object"}'], {"type": "json_object"}),
 }
 
 

@@ -32,6 +32,13 @@ def test_the_python_of_the_readme_runs() -> None:
     assert len(done.stdout.split()) > 40
 
 
+def test_the_python_of_the_sampling_page_runs() -> None:
+    (code,) = blocks(ROOT / "docs" / "sampling.md", "python")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1] == "stop"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())

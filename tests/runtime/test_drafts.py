@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any, cast
 
 import pytest
 
@@ -111,6 +112,13 @@ def test_some_sequences_may_not_draft() -> None:
     refused, other = sequence([1] * 5), sequence([2] * 5)
     drafter = NgramDrafter(4, may_draft=lambda seq: seq is not refused)
     assert [len(drafter.propose(seq, 4)) for seq in (refused, other)] == [0, 4]
+
+
+def test_a_constrained_sequence_is_drafted_nothing() -> None:
+    """What may follow a draft is not known before the draft is accepted."""
+    seq = sequence([1] * 5)
+    seq.matcher = cast(Any, object())
+    assert list(NgramDrafter(4).propose(seq, 4)) == []
 
 
 def test_a_drafted_sequence_is_the_sequence_with_its_drafts_generated() -> None:

@@ -16,9 +16,11 @@ from fastgen.compile.ops.sampling_triton import SamplingKernels
 from fastgen.compile.target import Target
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.response_format import ResponseFormat
 from fastgen.runtime.sampler import SampledToken, Sampler
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.seat_sampler import SeatSampler, seat_sampler
+from tests.runtime.scripted_matcher import ScriptedMatcher
 
 VOCAB, EOS, NUM_SEATS = 60, 7, 4
 CPU = torch.device("cpu")
@@ -30,6 +32,8 @@ WAYS: list[dict[str, object]] = [
     {"logit_bias": {5: 2.0, 3: 1.0}, "min_new_tokens": 6, "presence_penalty": 1.0},
     {"temperature": 1.4, "min_p": 0.05, "logprobs": 3},
     {"temperature": 0.7, "min_new_tokens": 3},
+    {"response_format": ResponseFormat("json_object")},
+    {"response_format": ResponseFormat("json_object"), "temperature": 0.9, "top_k": 20, "logit_bias": {5: 2.0}},
 ]
 
 
@@ -57,6 +61,7 @@ class Bench:
     def launch(self, logits: Tensor, sequences: list[Sequence]) -> None:
         """A row more than there are sequences is nobody's."""
         self.sampler.prepare(sequences)
+        self.sampler.constrain(sequences)
         seats, positions = self.inputs.sampled_rows(NUM_SEATS)
         seats.fill_(-1)
         seats[: len(sequences)] = torch.tensor([each.seat for each in sequences])
@@ -76,6 +81,8 @@ def sequence(seat: int, draw: random.Random, **fields: object) -> Sequence:
     prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
     made = Request(0, prompt, sampling, arrival_s=0.0).sequences[0]
     made.seat = seat
+    if sampling.response_format is not None:
+        made.matcher = ScriptedMatcher(draw.sample(range(VOCAB), 25), VOCAB)  # type: ignore[assignment]
     return made
 
 

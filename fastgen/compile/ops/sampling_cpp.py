@@ -1,7 +1,8 @@
 """Sampling on a CPU: the reference of :mod:`fastgen.compile.ops.sampling` by one C++ kernel.
 
-Penalties and biases come as short lists of tokens, so that a row costs what is done to it: a greedy one a single read
-of its logits. Filters find their thresholds without sorting, and noise is drawn only for tokens that could still win.
+Penalties and biases come as short lists of tokens, and masks as bits, so that a row costs what is done to it: a greedy
+one a single read of its logits. Filters find their thresholds without sorting, and noise is drawn only for tokens that
+could still win.
 
 What agrees with the reference exactly: adjusted and tempered scores, what top-k keeps, every random bit, the order of
 steps, the lowest id first among equals. What may differ in fp32's last digits, being summed in another order or by
@@ -28,15 +29,17 @@ from fastgen.compile.ops.sampling import RowStatus
 from fastgen.compile.spec import Argument, KernelSpec
 
 _FP32 = torch.finfo(torch.float32)
+_NO_MASKS = torch.empty(0, dtype=torch.int32)
 _SLICE = 1 << 15
 _MAX_SLICES = 64
 _MOST_LANES = 16
-_NUM_REALS, _NUM_INTEGERS = 6, 10  # columns, in the order of the template's enumerations
 
 Uses = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Ids of tokens, each once, and of each twice how often it was generated, plus 1 where it stands in the prompt."""
 Biases = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Ids of tokens, each once, and what is added to their scores; −inf forbids."""
+Mask = NDArray[np.int32]
+"""``[⌈V/32⌉]``: bit ``i % 32`` of word ``i // 32`` is 0 where token ``i`` is forbidden. Bits behind the last are 0."""
 NO_USES: Uses = (np.empty(0, np.int32), np.empty(0, np.int32))
 NO_BIASES: Biases = (np.empty(0, np.int32), np.empty(0, np.float32))
 
@@ -60,6 +63,7 @@ def sampling_spec(arch: str, *, slice_size: int = _SLICE, needed_by: tuple[str, 
             Argument("uses", "i32", "in"),
             Argument("bias_ids", "i32", "in"),
             Argument("biases", "fp32", "in"),
+            Argument("masks", "i32", "in"),
             Argument("token_ids", "i64", "out"),
             Argument("logprobs", "fp32", "out"),
             Argument("top_ids", "i64", "out"),
@@ -111,12 +115,13 @@ class RowSampling:
 
 
 class SampledRow(NamedTuple):
-    """A row of logits: how it is sampled, for which position, and which tokens are penalised and biased."""
+    """A row of logits: how it is sampled, for which position, and which tokens are penalised, biased and allowed."""
 
     sampling: RowSampling
     position: int
     uses: Uses = NO_USES
     biases: Biases = NO_BIASES
+    mask: Mask | None = None
 
 
 class RowLogprobs(NamedTuple):
@@ -148,9 +153,10 @@ class SamplingKernel:
         greedy = RowSampling()
         self._greedy = (
             torch.tensor([greedy.reals] * max_rows),
-            torch.tensor([_integers(SampledRow(greedy, 0), 0, 0, 0)] * max_rows),
+            torch.tensor([_integers(SampledRow(greedy, 0), 0, 0, 0, 0)] * max_rows),
             *_end_to_end([], NO_USES),
             *_end_to_end([], NO_BIASES),
+            _NO_MASKS,
         )
         self._no_logprobs = torch.empty(0), torch.empty(0, dtype=torch.int64)
 
@@ -163,8 +169,12 @@ class SamplingKernel:
         where it asks, and has a token, log-probabilities. Every id in ``rows`` must be below the vocabulary's size.
         """
         integers, first_use, first_bias, first_logprob = [], 0, 0, 0
+        masks: list[Mask] = []
         for row in rows:
-            integers.append(_integers(row, first_use, first_bias, first_logprob))
+            first_mask = len(masks) * -(-self.vocab_size // 32)
+            integers.append(_integers(row, first_use, first_bias, first_mask, first_logprob))
+            if row.mask is not None:
+                masks.append(row.mask)
             first_use += len(row.uses[0])
             first_bias += len(row.biases[0])
             first_logprob += 0 if row.sampling.num_top is None else 1 + row.sampling.num_top
@@ -177,6 +187,7 @@ class SamplingKernel:
             torch.from_numpy(np.array(integers, np.int64)),
             *_end_to_end([row.uses for row in rows if row.uses is not NO_USES], NO_USES),
             *_end_to_end([row.biases for row in rows if row.biases is not NO_BIASES], NO_BIASES),
+            torch.from_numpy(np.concatenate(masks)) if masks else _NO_MASKS,
             *logprobs,
         )
         found: list[RowLogprobs | None] = [None] * len(rows)
@@ -203,7 +214,7 @@ class SamplingKernel:
         return tokens
 
 
-def _integers(row: SampledRow, first_use: int, first_bias: int, first_logprob: int) -> tuple[int, ...]:
+def _integers(row: SampledRow, first_use: int, first_bias: int, first_mask: int, first_logprob: int) -> tuple[int, ...]:
     """A row's columns for the kernel."""
     sampling = row.sampling
     return (
@@ -215,6 +226,7 @@ def _integers(row: SampledRow, first_use: int, first_bias: int, first_logprob: i
         len(row.uses[0]),
         first_bias,
         len(row.biases[0]),
+        -1 if row.mask is None else first_mask,
         -1 if sampling.num_top is None else sampling.num_top,
         first_logprob,
     )
