@@ -23,7 +23,6 @@ since whoever waits comes to the head of the most urgent class one day, every se
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
@@ -34,7 +33,8 @@ from fastgen.runtime.kv_cache_manager import KVCacheManager, TableEntry, held_en
 from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
-from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
+from fastgen.runtime.running_set import RunningSet
+from fastgen.runtime.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
 _urgency, _token_ids = attrgetter("urgency"), attrgetter("token_ids")
@@ -79,38 +79,17 @@ class Scheduler:
         self.resumes_at_s: float | None = None
         """Where the last step was put off by the policy: until when."""
         self._propose_drafts = propose_drafts
-        self._decodes: list[Sequence] = []
-        self._prompts: list[Sequence] = []
-        """Those that run and have more than their newest token pending, in order of urgency."""
-        self._siblings: dict[int, dict[Sequence, None]] = {}
-        """By request, the sequences that wait for the first of them to compute the prompt."""
-        self._free_seats = list(reversed(range(max_num_seqs)))
+        self.running = RunningSet(max_num_seqs)
         self._forked: set[Sequence] = set()
         """Decodes whose next token may go into a block that they share."""
-        self._updates: dict[int, dict[tuple[int, int], BlockUpdate]] = {}
-        """By seat, then by group and index: what the device has not been told."""
         self._num_opened = 0
         self._scheduled: Schedule | None = None
         self._last_request_id: int | None = None
         self._now_s = 0.0
 
     @property
-    def running(self) -> list[Sequence]:
-        """Those that have a seat."""
-        return [*self._decodes, *self._prompts]
-
-    @property
-    def num_running(self) -> int:
-        return len(self._decodes) + len(self._prompts)
-
-    @property
-    def num_waiting(self) -> int:
-        """Those that have none, siblings that wait for their prompt included."""
-        return len(self.waiting) + sum(map(len, self._siblings.values()))
-
-    @property
     def unfinished(self) -> list[Sequence]:
-        return [*self.running, *self.waiting, *(seq for held in self._siblings.values() for seq in held)]
+        return [*self.running, *self.waiting, *self.waiting.held]
 
     def add(self, request: Request) -> None:
         """Queue every sequence of ``request``, whose id must be above all those added before.
@@ -121,9 +100,7 @@ class Scheduler:
         if self._last_request_id is not None and request.request_id <= self._last_request_id:
             raise InvalidArgumentError(f"{request} comes after request {self._last_request_id}: ids must ascend")
         self._last_request_id = request.request_id
-        self.waiting.add(request.sequences[0], request.arrival_s)
-        if len(request.sequences) > 1:
-            self._siblings[request.request_id] = dict.fromkeys(request.sequences[1:])
+        self.waiting.add(request)
 
     def finish(self, seq: Sequence) -> None:
         """Drop ``seq``, done or cancelled, whatever it is doing; its blocks and its seat are free at once."""
@@ -132,10 +109,10 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self._stop(seq)
         else:
-            self._leave(seq)
+            self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
         if seq.index == 0:
-            self._call_siblings(seq)
+            self.waiting.release(seq, self._now_s)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` go on from where ``parent`` is: with the same tokens, in the same blocks as far as these are
@@ -147,15 +124,18 @@ class Scheduler:
         if child.status is SequenceStatus.RUNNING:
             self._stop(child)
         elif child.status is SequenceStatus.WAITING:
-            self._leave(child)
+            self.waiting.remove(child)
         level, turn, _ = parent.urgency
         child.token_ids, child.urgency = list(parent.token_ids), (level, turn, child.index)
         child.status, child.num_computed_tokens = SequenceStatus.WAITING, 0
         num_shared = parent.num_computed_tokens
-        if self._free_seats and parent.status is SequenceStatus.RUNNING and self.kv.can_fork(parent, num_shared):
+        if (
+            self.running.num_free_seats
+            and parent.status is SequenceStatus.RUNNING
+            and self.kv.can_fork(parent, num_shared)
+        ):
             self.kv.fork(parent, child, num_shared)
-            self._seat(child)
-            self._decodes.append(child)
+            self.running.add_decode(child)
             self._forked.add(child)
         else:
             self.waiting.put_back(child, self._now_s)
@@ -164,7 +144,7 @@ class Scheduler:
         """The next step, by the clock's ``now_s``. ``None`` where no sequence is left, or the policy waits for more."""
         self._now_s, self.resumes_at_s = now_s, None
         self.waiting.age(now_s)
-        if not self._decodes and not self._prompts and not self.waiting:
+        if not self.running and not self.waiting:
             return None
         preempted: list[Sequence] = []
         self._make_way(preempted)
@@ -177,7 +157,7 @@ class Scheduler:
         if not chunks:
             num_preempted = len(preempted)
             self._give_decodes(preempted)
-            decodes = self._decodes
+            decodes = self.running.decodes
             if len(preempted) > num_preempted:
                 plan = self._plan(preempted)
             if plan.runs_decodes or not decodes:
@@ -196,7 +176,7 @@ class Scheduler:
         """
         assert schedule is self._scheduled, "only the schedule made last can be committed, and only once"
         self._scheduled = None
-        self._updates.clear()
+        self.running.told()
         self.kv.copies_done(schedule.block_copies)
         running, block_size = SequenceStatus.RUNNING, self.kv.block_size
         for seq, position in zip(schedule.decodes, schedule.positions, strict=True):
@@ -218,36 +198,32 @@ class Scheduler:
         assert seq.num_computed_tokens < seq.num_tokens, f"{seq} has accepted {num_drafts} drafts that it does not have"
         self.kv.advance(seq)
 
+    def observe(self, schedule: Schedule, step_s: float) -> None:
+        """The step of ``schedule`` took ``step_s`` seconds, all of it."""
+        if self.policy.observes:
+            self.policy.observe(schedule.work, step_s)
+
     def check_integrity(self) -> None:
         """Assert that blocks, seats and the order of urgency are all accounted for, and so is the schedule made last
         where it is not committed.
         """
-        running = self.running
-        self.kv.check_integrity(running)
+        self.kv.check_integrity(self.running)
+        self.running.check_integrity()
         self.waiting.check_integrity()
-        seats = [seq.seat for seq in running]
-        assert sorted([*self._free_seats, *(seat for seat in seats if seat is not None)]) == list(
-            range(self.max_num_seqs)
-        ), f"seats {seats} taken, {self._free_seats} free"
-        urgencies = [seq.urgency for seq in self._prompts]
-        assert urgencies == sorted(urgencies), f"prompts out of order: {self._prompts}"
-        held = [seq for siblings in self._siblings.values() for seq in siblings]
-        assert all(seq.status is SequenceStatus.RUNNING for seq in running), f"running: {running}"
-        assert all(seq.status is SequenceStatus.WAITING for seq in (*self.waiting, *held)), f"waiting: {self.waiting}"
-        for seq in (*self.waiting, *held):
+        for seq in (*self.waiting, *self.waiting.held):
+            assert seq.status is SequenceStatus.WAITING, f"waiting: {seq}"
             assert seq.seat is None, f"{seq} waits on seat {seq.seat}"
             assert not seq.block_tables, f"{seq} waits with the blocks {seq.block_tables}"
             assert seq.num_computed_tokens == 0, f"{seq} waits"
-        assert self._updates.keys() <= set(seats), f"updates for the seats {list(self._updates)}"
-        assert self._forked <= set(self._decodes), f"forked: {self._forked}"
+        assert self._forked <= set(self.running.decodes), f"forked: {self._forked}"
         if self._scheduled is not None and all(entry.seq.seat is not None for entry in self._scheduled.entries):
             self._scheduled.check(self.kv, self.token_budget)
 
     def _plan(self, preempted: list[Sequence]) -> StepPlan:
-        num_free_seats = 0 if preempted else len(self._free_seats)
+        num_free_seats = 0 if preempted else self.running.num_free_seats
         view = StepView(
-            decodes=self._decodes,
-            prompts=self._prompts,
+            decodes=self.running.decodes,
+            prompts=self.running.prompts,
             waiting=islice(self.waiting, num_free_seats),
             num_waiting=len(self.waiting),
             num_free_seats=num_free_seats,
@@ -262,10 +238,10 @@ class Scheduler:
 
     def _make_way(self, preempted: list[Sequence]) -> None:
         """Let the most urgent running sequence have places where it is a prompt, before decodes take all blocks."""
-        if not self._prompts:
+        if not self.running.prompts:
             return
-        first = self._prompts[0]
-        if any(seq.urgency < first.urgency for seq in self._decodes):
+        first = self.running.prompts[0]
+        if any(seq.urgency < first.urgency for seq in self.running.decodes):
             return
         num_tokens = 1 if self.policy.splits_prompts else min(first.num_pending_tokens, self.token_budget)
         while not self._allocate(first, num_tokens):
@@ -274,7 +250,7 @@ class Scheduler:
     def _give_decodes(self, preempted: list[Sequence]) -> None:
         """Blocks for the next token of every decode, or for that of as many as there are blocks for."""
         block_size = self.kv.block_size
-        wanting = [seq for seq in self._decodes if not seq.num_computed_tokens % block_size]
+        wanting = [seq for seq in self.running.decodes if not seq.num_computed_tokens % block_size]
         if self._forked:
             wanting += [seq for seq in self._forked if seq.num_computed_tokens % block_size]
         wanting.sort(key=_urgency)
@@ -288,7 +264,7 @@ class Scheduler:
         """Chunks of the most urgent prompts, until places or blocks run out."""
         chunks: list[ScheduledTokens] = []
         num_places = plan.num_prompt_tokens
-        prompts = iter(tuple(self._prompts))
+        prompts = iter(tuple(self.running.prompts))
         running = next(prompts, None)
         while num_places:
             waiting = self._admissible() if may_admit else None
@@ -312,7 +288,7 @@ class Scheduler:
 
     def _admissible(self) -> Sequence | None:
         """The head of the queue, if there is a seat and the policy lets it in."""
-        seq = self.waiting.head if self._free_seats else None
+        seq = self.waiting.head if self.running.num_free_seats else None
         return None if seq is None or (_is_new(seq) and not self._num_opened) else seq
 
     def _give_chunk(self, seq: Sequence, num_places: int, num_prompt_tokens: int) -> ScheduledTokens | None:
@@ -335,7 +311,7 @@ class Scheduler:
         finally:
             if waits and chunk is None:
                 self.kv.free(seq)
-                seq.num_computed_tokens = seq.num_cached_tokens = 0
+                seq.num_computed_tokens = 0
         return chunk
 
     def _has_room(self, seq: Sequence) -> bool:
@@ -346,10 +322,10 @@ class Scheduler:
         block would preempt it again and again, a step after it came back: on a small cache most of all work would be
         done over. Where nobody runs it is never kept waiting.
         """
-        if not seq.num_preemptions or not self.num_running:
+        if not seq.num_preemptions or not len(self.running):
             return True
         needed = self.kv.blocks_needed(seq.num_tokens) - len(held_entries(seq))
-        return needed + self.kv.num_groups * self.num_running <= self.kv.pool.num_free
+        return needed + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
 
     def _draft(self, decodes: list[Sequence], num_places: int) -> tuple[list[Sequence], list[ScheduledTokens]]:
         """The decodes that have no drafts, and those that have as chunks, at most ``num_places`` drafts in all."""
@@ -376,7 +352,7 @@ class Scheduler:
             decodes=tuple(decodes),
             positions=positions,
             chunks=tuple(chunks),
-            block_updates=tuple([update for updates in self._updates.values() for update in updates.values()]),
+            block_updates=self.running.block_updates,
             block_copies=self.kv.pending_copies,
             preempted=tuple(preempted),
             num_tokens=num_tokens,
@@ -390,15 +366,8 @@ class Scheduler:
             return False
         if seq.seat is not None:
             copied = (TableEntry(copy.group, copy.index, copy.destination) for copy in allocation.copies)
-            self._note_entries(seq, (*allocation.appended, *copied))
+            self.running.tell(seq, (*allocation.appended, *copied))
         return True
-
-    def _note_entries(self, seq: Sequence, entries: Iterable[TableEntry]) -> None:
-        """The device is to be told of these entries of the tables of ``seq``."""
-        assert seq.seat is not None
-        for group, index, block_id in entries:
-            updates = self._updates.setdefault(seq.seat, {})
-            updates[group, index] = BlockUpdate(seq.seat, group, index, block_id)
 
     def _attach(self, seq: Sequence) -> None:
         """Let ``seq``, which holds nothing, have the blocks that others computed for it: of the first of its request
@@ -412,42 +381,22 @@ class Scheduler:
 
     def _admit(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
-        self._seat(seq)
-        insort(self._prompts, seq, key=_urgency)
+        self.running.add_prompt(seq)
         self._num_opened -= _is_new(seq)
-
-    def _seat(self, seq: Sequence) -> None:
-        seq.seat = self._free_seats.pop()
-        seq.status = SequenceStatus.RUNNING
-        self._note_entries(seq, held_entries(seq))
-
-    def _leave(self, seq: Sequence) -> None:
-        """``seq`` waits no more, be it for a seat or for the first of its request."""
-        siblings = self._siblings.get(seq.key[0], {})
-        if seq in siblings:
-            del siblings[seq]
-        else:
-            self.waiting.remove(seq)
 
     def _note_prompt(self, seq: Sequence) -> None:
         """A chunk of ``seq`` was computed: it may be a decode now, or its siblings' turn."""
         if seq.num_computed_tokens >= seq.num_prompt_tokens:
             if seq.num_pending_tokens <= 1:
-                self._prompts.remove(seq)
-                self._decodes.append(seq)
+                self.running.make_decode(seq)
             if seq.index == 0:
-                self._call_siblings(seq)
-
-    def _call_siblings(self, first: Sequence) -> None:
-        """Let the sequences that waited for ``first`` wait for a seat, where it had its place."""
-        for seq in self._siblings.pop(first.key[0], ()):
-            level, turn, _ = first.urgency
-            seq.urgency = (level, turn, seq.index)
-            self.waiting.put_back(seq, self._now_s)
+                self.waiting.release(seq, self._now_s)
 
     def _preempt_least_urgent(self) -> Sequence:
-        assert self.num_running > 1, f"{self.running} has the cache to itself, which was found to suffice when it came"
-        seq = max(self.running, key=_urgency)
+        assert len(self.running) > 1, (
+            f"{list(self.running)} has the cache to itself, which was found to suffice when it came"
+        )
+        seq = self.running.least_urgent
         self._stop(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_computed_tokens = 0
@@ -456,18 +405,10 @@ class Scheduler:
         return seq
 
     def _stop(self, seq: Sequence) -> None:
-        """Free the blocks and the seat of a running sequence, with what the device has not been told of them."""
-        assert seq.seat is not None
-        place = bisect_left(self._prompts, seq.urgency, key=_urgency)
-        if place < len(self._prompts) and self._prompts[place] is seq:
-            del self._prompts[place]
-        else:
-            self._decodes.remove(seq)
+        """Free the blocks and the seat of a running sequence."""
         self.kv.free(seq)
+        self.running.remove(seq)
         self._forked.discard(seq)
-        self._updates.pop(seq.seat, None)
-        self._free_seats.append(seq.seat)
-        seq.seat = None
 
 
 def _is_new(seq: Sequence) -> bool:
