@@ -44,20 +44,20 @@ from fastgen.runtime.request import Sequence
 
 
 class TableEntry(NamedTuple):
-    """``block_tables[group][index]`` of a sequence is ``block_id`` now."""
+    """``block_tables[group][table_index]`` of a sequence is ``block_id`` now."""
 
     group: int
-    index: int
+    table_index: int
     block_id: int
 
 
 class BlockCopy(NamedTuple):
-    """Entry ``index`` of a sequence's table in ``group`` was block ``source`` and is ``destination`` now, which is to
-    be given what ``source`` contains before the step's forward pass.
+    """Entry ``table_index`` of a sequence's table in ``group`` was block ``source`` and is ``destination`` now, which
+    is to be given what ``source`` contains before the step's forward pass.
     """
 
     group: int
-    index: int
+    table_index: int
     source: int
     destination: int
 
@@ -201,7 +201,7 @@ class KVCacheManager:
             seq.block_tables[group].append(block_id)
         copies = [BlockCopy(*entry, next(unused)) for entry in shared]
         for copy in copies:
-            seq.block_tables[copy.group][copy.index] = copy.destination
+            seq.block_tables[copy.group][copy.table_index] = copy.destination
             self._pending_copies[copy] = seq
         return Allocation(appended, copies)
 
@@ -231,7 +231,7 @@ class KVCacheManager:
                 index -= 1
                 left.append(TableEntry(group, index, table[index]))
                 table[index] = PADDING_BLOCK
-        self.pool.free(entry.block_id for entry in sorted(left, key=lambda entry: -entry.index))
+        self.pool.free(entry.block_id for entry in sorted(left, key=lambda entry: -entry.table_index))
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let ``child``, which holds nothing, share the blocks of the first ``num_tokens`` computed tokens of
@@ -288,7 +288,9 @@ class KVCacheManager:
                 assert not any(table[:first]), f"{seq}: blocks left behind by a window of {window}: {table[:first]}"
                 assert all(table[first:]), f"{seq}: blocks missing from its table: {table}"
         for copy, owner in self._pending_copies.items():
-            assert owner.block_tables[copy.group][copy.index] == copy.destination, f"{owner} has no use for {copy}"
+            assert owner.block_tables[copy.group][copy.table_index] == copy.destination, (
+                f"{owner} has no use for {copy}"
+            )
         assert self._looked_up.issubset(sequences), f"neither admitted nor detached: {self._looked_up}"
         known = self._may_share.union(self._nodes, self._pending_copies.values())
         holders = {seq for seq in sequences if seq.block_tables}

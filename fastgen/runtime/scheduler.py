@@ -251,7 +251,7 @@ class Scheduler:
         allocation = self.kv.allocate(seq, num_tokens)
         if allocation is None:
             return None
-        copied = [TableEntry(copy.group, copy.index, copy.destination) for copy in allocation.copies]
+        copied = [TableEntry(copy.group, copy.table_index, copy.destination) for copy in allocation.copies]
         entries = [*allocation.appended, *copied]
         if seq.seat is None:
             self._admit(seq)
