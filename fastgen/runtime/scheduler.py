@@ -221,6 +221,8 @@ class Scheduler:
         entries: list[ScheduledTokens] = []
         for seq in prompts:
             if seq.status is SequenceStatus.WAITING:
+                if not num_places or self.kv.pool.num_free < self.kv.num_groups:  # whatever is cached: not looked up
+                    break
                 self.kv.attach_cached(seq)
             has_room = seq.status is SequenceStatus.RUNNING or not seq.num_preemptions or self._has_room(seq)
             num_tokens = min(seq.num_pending_tokens, num_places, self.kv.max_tokens(seq)) if has_room else 0
