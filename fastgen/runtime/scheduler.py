@@ -287,8 +287,11 @@ class Scheduler:
         return chunks
 
     def _admissible(self) -> Sequence | None:
-        """The head of the queue, if there is a seat and the policy lets it in."""
-        seq = self.waiting.head if self.running.num_free_seats else None
+        """The head of the queue, if there is a seat and a block in each group, and the policy lets it in. Where there is
+        no block it is not looked up in the prefix cache step by step.
+        """
+        has_place = self.running.num_free_seats and self.kv.pool.num_free >= self.kv.num_groups
+        seq = self.waiting.head if has_place else None
         return None if seq is None or (_is_new(seq) and not self._num_opened) else seq
 
     def _give_chunk(self, seq: Sequence, num_places: int, num_prompt_tokens: int) -> ScheduledTokens | None:

@@ -24,6 +24,7 @@ LOAD_FLAGS = {
     "kv_cache_memory": (["--kv-cache-memory", "4GiB"], "4GiB"),
     "block_size": (["--block-size", "16"], 16),
     "max_model_len": (["--max-model-len", "99"], 99),
+    "prefix_caching": (["--no-prefix-caching"], False),
     "num_threads": (["--num-threads", "2"], 2),
     "target": (["--target", "torch"], "torch"),
     "quantize": (["--quantize", "int8"], "int8"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.compile.ops.sampling import gumbel_noise
+from fastgen.runtime.block_pool import PADDING_BLOCK
 from fastgen.runtime.llm import LLM
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint
 
@@ -164,11 +166,13 @@ def poison(llm: LLM) -> None:
     inputs, scheduler = engine.runner.input_batch, engine.scheduler
     for buffer in (inputs._packed, *inputs._staging):
         buffer.fill_(0x7F)
-    computed = dict.fromkeys(scheduler.kv.pool.published, llm.config.block_size)
+    assert scheduler._scheduled is not None
+    kept = {*scheduler.kv.pool.published, *(copy.source for copy in scheduler._scheduled.block_copies)}
+    computed = dict.fromkeys(kept, llm.config.block_size)
     for sequence in scheduler.running:
-        for position in range(sequence.num_computed_tokens):
-            block = sequence.block_tables[0][position // llm.config.block_size]
-            computed[block] = max(computed.get(block, 0), position % llm.config.block_size + 1)
+        for table, position in product(sequence.block_tables, range(sequence.num_computed_tokens)):
+            if (block := table[position // llm.config.block_size]) != PADDING_BLOCK:
+                computed[block] = max(computed.get(block, 0), position % llm.config.block_size + 1)
     for k, v in engine.runner.kv_cache.storage:
         for block in range(llm.config.num_blocks):
             k[block, computed.get(block, 0) :] = torch.nan
@@ -180,6 +184,8 @@ def poison(llm: LLM) -> None:
             for index in range(len(table)):
                 if (group, sequence.seat, index) in due:
                     inputs.block_tables[group, sequence.seat, index] = 2**30
+                elif table[index] == PADDING_BLOCK:  # left behind by a window: whatever stands there is not followed
+                    inputs.block_tables[group, sequence.seat, index] = PADDING_BLOCK
     for seat in range(llm.config.max_num_seqs):
         if all(sequence.seat != seat for sequence in scheduler.running):
             inputs.block_tables[:, seat] = 2**30
