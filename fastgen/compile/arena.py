@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 64  # bytes: a cache line
-_SLAB = 1 << 20
+SLAB = 1 << 20
+"""Bytes that an arena grows by at least."""
 
 
 class Arena:
-    """Grows by slabs, never moves, and gives all back when it and the tapes that use it are gone."""
+    """Grows by slabs, never moves, and gives all back when it and the tapes that use it are gone.
 
-    def __init__(self) -> None:
-        self._slabs: list[_Slab] = []
+    With ``expected_bytes`` it begins with a slab of these, within which pieces fit that would not into slabs of theirs.
+    """
+
+    def __init__(self, expected_bytes: int = 0) -> None:
+        self._slabs = [_Slab(max(expected_bytes, SLAB))] if expected_bytes else []
 
     @property
     def size_bytes(self) -> int:
@@ -41,7 +45,7 @@ class Arena:
             if (piece := slab.take(size)) is not None:
                 break
         else:
-            self._slabs.append(_Slab(max(size, _SLAB)))
+            self._slabs.append(_Slab(max(size, SLAB)))
             piece = self._slabs[-1].take(size)
             assert piece is not None
         return piece.view(described.dtype).as_strided(described.shape, described.stride())

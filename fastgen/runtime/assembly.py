@@ -17,6 +17,7 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.forward import CapturedForward, Forward, Results, TapedForward
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.ledger import Ledger
 from fastgen.runtime.model_runner import ModelRunner
 from fastgen.runtime.policies.splitfuse import captured_sizes
 from fastgen.runtime.progress import progress_bar
@@ -35,8 +36,10 @@ def build_engine(
     device: torch.device,
     target: Target,
     weight_format: WeightFormat | None,
+    ledger: Ledger,
 ) -> Engine:
-    """The engine of the model in ``checkpoint``, which runs on ``target``; progress is shown on a terminal."""
+    """The engine of the model in ``checkpoint``, which runs on ``target`` and takes what its ``ledger`` says; progress
+    is shown on a terminal."""
     model, slots = build(
         spec,
         dtype=dtype,
@@ -74,7 +77,8 @@ def build_engine(
         feature_major=target.name == "cpp",
     )
     results = Results(spec.hidden_size, spec.vocab_size, target.activation_dtype(dtype), device)
-    forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats)
+    between = ledger.size_bytes("activations")
+    forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats, between)
     return Engine(
         ModelRunner(forward, input_batch, sampler),
         Scheduler(
@@ -97,10 +101,11 @@ def _forward(
     config: EngineConfig,
     target: Target,
     seats: SeatSampler | None,
+    activation_bytes: int,
 ) -> Forward:
     if target.loader is None:
         return Forward(model, kv_cache)
-    pool = GraphPool(results.device, target.loader)
+    pool = GraphPool(results.device, target.loader, expected_bytes=activation_bytes)
     sizes, row_sizes = captured_sizes(config.token_budget), captured_sizes(config.max_num_seqs)
     if target.name == "cpp":
         return TapedForward(

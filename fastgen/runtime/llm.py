@@ -18,16 +18,18 @@ from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
 from fastgen.models.recipe import Recipe
 from fastgen.models.resolve import resolve
 from fastgen.models.spec import ModelSpec
+from fastgen.models.weight_sizes import ModelBuild
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import EngineConfig, parse_dtype, resolve_engine_config
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.interrupts import interrupt_deferred
+from fastgen.runtime.ledger import Ledger, MemoryModel
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.targets import bundle_flags, choose_target, parse_quantize, sealed_loader
+from fastgen.runtime.targets import bundle_flags, choose_target, parse_quantize, sealed_loader, target_facts
 from fastgen.runtime.text import TextCodec
 
 _T = TypeVar("_T")
@@ -92,10 +94,11 @@ def load(
             raise RecipeError(error.message + doubt, file=error.file, line=error.line, node=error.node) from error
         raise
     torch_dtype = checkpoint_dtype(checkpoint.config, checkpoint) if dtype == "auto" else parse_dtype(dtype)
+    facts = target_facts(target, found_device, num_threads=num_threads, sealed=sealed is not False)
+    weight_format = parse_quantize(quantize, facts.name)
+    memory = MemoryModel(ModelBuild(spec, torch_dtype, facts, weight_format), found_device)
     config = resolve_engine_config(
-        spec,
-        found_device,
-        dtype=torch_dtype,
+        memory,
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
         kv_cache_memory=kv_cache_memory,
@@ -108,22 +111,22 @@ def load(
     )
     bundle = sealed_loader(sealed, directory, found_device, about)
     kernels = choose_target(target, found_device, config, num_threads=num_threads, sealed=bundle)
-    weight_format = parse_quantize(quantize, kernels)
+    ledger = memory.ledger(config)
     engine = build_engine(
-        spec, config, checkpoint, codec, torch_dtype, found_device.torch_device, kernels, weight_format
+        spec, config, checkpoint, codec, torch_dtype, found_device.torch_device, kernels, weight_format, ledger
     )
-    return LLM(engine, codec, spec=spec, config=config)
+    return LLM(engine, codec, spec=spec, config=config, ledger=ledger)
 
 
 class LLM:
     """A loaded model. Made by :func:`load`; a context manager; may be used from several threads.
 
     ``spec`` is the resolved model, ``config`` the engine's sizes, ``tokenizer`` the checkpoint's (``None`` if it has
-    none).
+    none). ``ledger`` is the memory that all of it takes, row by row.
     """
 
-    def __init__(self, engine: Engine, codec: TextCodec, *, spec: ModelSpec, config: EngineConfig):
-        self.spec, self.config = spec, config
+    def __init__(self, engine: Engine, codec: TextCodec, *, spec: ModelSpec, config: EngineConfig, ledger: Ledger):
+        self.spec, self.config, self.ledger = spec, config, ledger
         self._engine: Engine | None = engine
         self._codec = codec
         self._lock = threading.Lock()
