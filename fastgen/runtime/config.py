@@ -31,6 +31,7 @@ class EngineConfig:
     num_blocks: int
     max_model_len: int
     num_kv_groups: int
+    prefix_caching: bool = True
 
     @property
     def max_blocks(self) -> int:
@@ -40,13 +41,14 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class AskedSizes:
-    """What the user asked for of an engine's sizes, ``None`` where that was left open."""
+    """What the user asked for of an engine, its sizes ``None`` where they were left open."""
 
     kv_cache_memory: int | None = None
     token_budget: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     block_size: int | None = None
+    prefix_caching: bool = True
 
 
 def resolve_engine_config(
@@ -57,6 +59,7 @@ def resolve_engine_config(
     kv_cache_memory: int | str | None = None,
     block_size: int | None = None,
     max_model_len: int | None = None,
+    prefix_caching: bool = True,
 ) -> EngineConfig:
     """Fill in what was left open and refuse what cannot work.
 
@@ -73,9 +76,11 @@ def resolve_engine_config(
     ):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise InvalidArgumentError(f"{name}={value!r}: expected an integer of at least 1")
+    if not isinstance(prefix_caching, bool):
+        raise InvalidArgumentError(f"prefix_caching={prefix_caching!r}: expected True or False")
     _check_model_len(memory.build.spec, max_model_len)
     kv_bytes = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
-    asked = AskedSizes(kv_bytes, token_budget, max_num_seqs, max_model_len, block_size)
+    asked = AskedSizes(kv_bytes, token_budget, max_num_seqs, max_model_len, block_size, prefix_caching)
     try:
         return _resolve(memory, asked)
     except OutOfMemoryError as error:
@@ -117,6 +122,7 @@ def _resolve(memory: MemoryModel, asked: AskedSizes) -> EngineConfig:
             num_blocks=num_blocks,
             max_model_len=model_len or max(0, num_blocks - 1) // memory.num_kv_groups * size + 1,
             num_kv_groups=memory.num_kv_groups,
+            prefix_caching=asked.prefix_caching,
         )
 
     block_bytes, least = memory.block_bytes(size), 1 + memory.num_kv_groups

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fastgen.compile.ops.packed_weight import WeightFormat
 from fastgen.errors import FastgenError
 from fastgen.models.builder import kv_windows
+from fastgen.runtime.kv_cache_manager import max_blocks_held
 from fastgen.runtime.ledger import MemoryModel, in_gib
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _SHARE_OF_GPU = 0.9
 """Of a GPU's memory, all together: the driver wants some, and some is lost in pieces between."""
 _STEPS = 1024
 """In how many steps all sizes are lowered together."""
+_SIZES = ("kv_cache_memory", "token_budget", "max_num_seqs", "max_model_len", "block_size")
 _SMALLEST = {"kv_cache_memory": None, "token_budget": 1, "max_num_seqs": 1, "max_model_len": 1}
 _PLENTY = 1 << 62
 QUANTIZED: tuple[WeightFormat, ...] = ("int8", "int8_weight_only", "int4")
@@ -34,11 +36,8 @@ QUANTIZED: tuple[WeightFormat, ...] = ("int8", "int8_weight_only", "int4")
 def blocks_of_sequence(memory: MemoryModel, length: int, token_budget: int, block_size: int) -> int:
     """The most blocks that a sequence of ``length`` tokens holds at once, over all KV groups: where a window lets
     blocks go, those of the window and of the chunk behind it."""
-    num_blocks, held = -(-length // block_size), 0
-    for window in kv_windows(memory.build.spec):
-        kept = num_blocks if window is None else 1 - (-(window - 1) // block_size) - (-(token_budget - 1) // block_size)
-        held += min(num_blocks, kept)
-    return held
+    windows = kv_windows(memory.build.spec)
+    return sum(max_blocks_held(length, window, block_size, max_chunk=token_budget) for window in windows)
 
 
 def default_num_blocks(memory: MemoryModel, sized: Callable[[int], EngineConfig], useful: int | None) -> int:
@@ -109,7 +108,7 @@ def _for_weights(memory: MemoryModel, asked: AskedSizes, resolve: Resolve) -> st
 
 def _sizes(full: AskedSizes) -> Sizes:
     """Those that there is something to gain by lowering."""
-    return {name: value for name, value in vars(full).items() if value is not None}
+    return {name: value for name in _SIZES if (value := getattr(full, name)) is not None}
 
 
 def _with_room(changes: Sizes, asked: AskedSizes) -> Sizes:
