@@ -72,6 +72,15 @@ class Schedule:
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries)
 
+    @property
+    def decodes(self) -> tuple[Sequence, ...]:
+        """Those that get one token each, the one they were given last."""
+        return tuple(entry.seq for entry in self.entries if entry.seq.is_decode)
+
+    @property
+    def chunks(self) -> tuple[ScheduledTokens, ...]:
+        return self.entries[len(self.decodes) :]
+
     def check(self, kv: KVCacheManager, token_budget: int) -> None:
         """Assert what a step relies on: it fits its size, and its tokens are pending, seated and have their blocks."""
         assert 0 < self.num_tokens <= self.size <= token_budget, f"{self.num_tokens} tokens at size {self.size}"

@@ -97,6 +97,7 @@ class StubLLM:
     @staticmethod
     def make_output(text: str, prompt: str = "", **given: Any) -> GenerationOutput:
         return GenerationOutput(
+            request_id=0,
             **{
                 "text": text,
                 "token_ids": list(range(len(text.split()))),
