@@ -45,7 +45,8 @@ def draw(recording: Recording, path: str | Path) -> None:
     values = timeline.series(recording)
     header = recording.header
     name = Path(header.model).name
-    figure.suptitle(f"{name}: {len(recording.steps):,} steps, {len(recording.arrivals):,} requests, {header.started}")
+    title = f"{name}: {len(recording.steps):,} steps, {len(recording.arrivals):,} requests"
+    figure.suptitle(f"{title}, recorded from {header.started[:19].replace('T', ' ')} UTC on")
     _draw_tokens(axes[0], values, header.engine.token_budget)
     _draw_times(axes[1], values)
     _draw_sequences(axes[2], values)
@@ -68,17 +69,14 @@ def _draw_tokens(axes: Axes, values: Series, token_budget: int) -> None:
 
 
 def _draw_times(axes: Axes, values: Series) -> None:
-    edges, times_ms = _outline(values, (values.end_s - values.start_s) * 1e3)
-    axes.plot(edges, times_ms, color=_GREEN, linewidth=0.8, label="step time")
+    axes.plot(*_line(values, (values.end_s - values.start_s) * 1e3), color=_GREEN, linewidth=0.8, label="step time")
     axes.set_ylim(bottom=0)
     _finish(axes, "ms a step")
 
 
 def _draw_sequences(axes: Axes, values: Series) -> None:
-    edges, running = _outline(values, values.running)
-    _, waiting = _outline(values, values.waiting)
-    axes.plot(edges, running, color=_BLUE, linewidth=1, label="running")
-    axes.plot(edges, waiting, color=_ORANGE, linewidth=1, linestyle="--", label="waiting")
+    axes.plot(*_line(values, values.running), color=_BLUE, linewidth=1.2, label="running")
+    axes.plot(*_line(values, values.waiting), color=_ORANGE, linewidth=1.2, label="waiting")
     preempting = values.preemptions > 0
     if preempting.any():
         label = f"preemptions ({values.preemptions.sum():,})"
@@ -130,6 +128,11 @@ def _outline(values: Series, heights: Any) -> tuple[Any, Any]:
     edges = np.stack([values.start_s, values.start_s, values.end_s, values.end_s], axis=1).ravel()
     zeros = np.zeros(len(heights))
     return edges, np.stack([zeros, heights, heights, zeros], axis=1).ravel()
+
+
+def _line(values: Series, heights: Any) -> tuple[Any, Any]:
+    """Level during each step, straight from one to the next."""
+    return np.stack([values.start_s, values.end_s], axis=1).ravel(), np.repeat(heights, 2)
 
 
 def _finish(axes: Axes, title: str, handles: list[Patch] | None = None) -> None:
