@@ -104,7 +104,7 @@ class Engine:
         """Run one step, if there is anything to run."""
         self._expire()
         began_s = self._clock()
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(began_s)
         if schedule is None:
             return
         step = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock())
@@ -125,7 +125,7 @@ class Engine:
             for completion in generation.completions
             if completion.finish_reason is None
         }
-        assert open_sequences == {*self.scheduler.running, *self.scheduler.waiting}
+        assert open_sequences == set(self.scheduler.unfinished)
 
     def _update(self, output: StepOutput, step: StepRecord) -> None:
         assert step.ran_s is not None
@@ -168,7 +168,7 @@ class Engine:
         return own if sampling.ignore_eos else own | self.eos_token_ids
 
     def _note_admitted(self, step: StepRecord) -> None:
-        for (request_id, _), _, _ in step.admitted:
+        for (request_id, _), *_ in step.admitted:
             generation = self._generations[request_id]
             if generation.left_queue_s is None:
                 generation.left_queue_s = step.scheduled_s

@@ -26,21 +26,25 @@ _STRICT = {"extra": "forbid", "strict": True}
 
 
 class Entry(NamedTuple):
-    """Tokens ``start .. start + num_tokens - 1`` of a sequence, named ``"request.index"``, that a step computed; and
-    how many it was given by the step: none while its prompt goes on.
+    """Tokens ``start .. start + num_tokens - 1`` of a sequence, named ``"request.index"``, that a step computed, the
+    last ``num_drafts`` of them guesses; and how many tokens the step gave it: none while its prompt goes on.
     """
 
     sequence: str
     start: int
     num_tokens: int
+    num_drafts: int
     num_sampled: int
 
 
 class Admission(NamedTuple):
-    """A waiting sequence was given a seat; the keys and values of its first ``cached_tokens`` tokens were there."""
+    """A waiting sequence was given a seat. Its first ``start`` tokens were computed already, for the first sequence of
+    its request or by others; ``cached_tokens`` were found in the prefix cache the first time it was admitted.
+    """
 
     sequence: str
     seat: int
+    start: int
     cached_tokens: int
 
 
@@ -53,6 +57,15 @@ class BlockEntry(NamedTuple):
     block: int
 
 
+class Copy(NamedTuple):
+    """Entry ``table_index`` of a table in ``group`` was the shared block ``source`` and became its copy."""
+
+    group: int
+    table_index: int
+    source: int
+    destination: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
     """The sizes and rules that the scheduler decides by. ``num_blocks`` counts the padding block."""
@@ -62,7 +75,11 @@ class EngineFacts:
     max_num_seqs: int
     block_size: int
     num_blocks: int
-    num_kv_groups: int
+    windows: tuple[int | None, ...]
+    """Of each KV group, how many positions a token sees; ``None`` for all."""
+    max_chunk: int | None
+    """Most tokens of a sequence in a step, where that bounds what a window holds."""
+    aging_s: float
     prefix_caching: bool
 
 
@@ -94,6 +111,9 @@ class Arrival:
     prompt_tokens: int
     max_new_tokens: int
     n: int = 1
+    priority: int = 0
+    prompt_logprobs: bool = False
+    """Asked for, so that nothing of the prompt is taken from the prefix cache."""
     timeout_s: float | None = None
     blocks: tuple[int, ...] = ()
 
@@ -102,9 +122,9 @@ class Arrival:
 class Step:
     """One step: what was decided, and when it began, was scheduled, had run, and ended.
 
-    ``entries`` are in the schedule's order, the first ``num_decodes`` of them decodes. Counts are those after
-    scheduling and before the step ran: sequences running and waiting, blocks held by no one (``blocks_cached`` of which
-    keep what the prefix cache may use again).
+    ``entries`` are in the schedule's order, the first ``num_decodes`` of them decodes of one token; decodes with drafts
+    stand behind the prompts. Counts are those after scheduling and before the step ran: sequences running and waiting,
+    blocks held by no one (``blocks_cached`` of which keep what the prefix cache may use again).
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -126,6 +146,7 @@ class Step:
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[str, ...] = ()
     block_entries: tuple[BlockEntry, ...] = ()
+    block_copies: tuple[Copy, ...] = ()
     running: int
     waiting: int
     blocks_free: int
@@ -134,6 +155,11 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries)
+
+    @property
+    def prompts(self) -> tuple[Entry, ...]:
+        """The entries that are chunks of prompts, or of what is computed again after a preemption."""
+        return tuple(entry for entry in self.entries[self.num_decodes :] if not entry.num_drafts)
 
     @property
     def end_s(self) -> float:

@@ -13,10 +13,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.prefix_cache import PrefixCacheStatistics
 
 if TYPE_CHECKING:
     from fastgen.runtime.recorder import StepRecord
-    from fastgen.runtime.scheduler import Schedule, Scheduler
+    from fastgen.runtime.schedule import Schedule
+    from fastgen.runtime.scheduler import Scheduler
 
 # Two bounds an octave apart hold all times within a factor of two, from a step on a GPU to a long wait.
 STEP_BOUNDS_S = tuple(2.0**power for power in range(-13, 4))
@@ -66,8 +68,12 @@ class Metrics:
     """Forwarded by steps: of prompts, of answers, and once more after preemptions."""
     padding_tokens_total: int
     """Forwarded for nobody, to fill a step up to its captured size."""
-    cached_tokens_total: int
-    """Found in the prefix cache when a sequence was admitted, and so not computed."""
+    prefix_cache_lookup_tokens_total: int
+    """Of the sequences that were looked up in the prefix cache when they were admitted, or again after a preemption."""
+    prefix_cache_hit_tokens_total: int
+    """Those found there, and so not computed."""
+    prefix_cache_evictions_total: int
+    """Blocks whose contents were given up for others."""
     preemptions_total: int
     kv_blocks: int
     """Blocks of the KV cache."""
@@ -92,7 +98,7 @@ class EngineMetrics:
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
         self._requests = self._prompt_tokens = self._generation_tokens = 0
-        self._computed_tokens = self._padding_tokens = self._cached_tokens = self._preemptions = 0
+        self._computed_tokens = self._padding_tokens = self._preemptions = 0
         self._finished: Counter[FinishReason] = Counter()
         self._steps: dict[int, _Tally] = {}
         self._queue, self._ttft = _Tally(REQUEST_BOUNDS_S), _Tally(REQUEST_BOUNDS_S)
@@ -120,7 +126,6 @@ class EngineMetrics:
         assert step.ended_s is not None
         self._computed_tokens += schedule.num_tokens
         self._padding_tokens += step.num_padding
-        self._cached_tokens += sum(cached for _, _, cached in step.admitted)
         self._preemptions += len(step.preempted)
         if schedule.size not in self._steps:
             self._steps[schedule.size] = _Tally(STEP_BOUNDS_S)
@@ -134,20 +139,24 @@ class EngineMetrics:
 
     def snapshot(self) -> Metrics:
         scheduler, pool = self._scheduler, self._scheduler.kv.pool
+        cache = scheduler.kv.prefix_cache
+        prefix_cache = PrefixCacheStatistics() if cache is None else cache.statistics
         return Metrics(
-            sequences_running=len(scheduler.running),
-            sequences_waiting=len(scheduler.waiting),
+            sequences_running=scheduler.num_running,
+            sequences_waiting=scheduler.num_waiting,
             requests_total=self._requests,
             sequences_finished_total=dict(self._finished),
             prompt_tokens_total=self._prompt_tokens,
             generation_tokens_total=self._generation_tokens,
             computed_tokens_total=self._computed_tokens,
             padding_tokens_total=self._padding_tokens,
-            cached_tokens_total=self._cached_tokens,
+            prefix_cache_lookup_tokens_total=prefix_cache.lookup_tokens,
+            prefix_cache_hit_tokens_total=prefix_cache.hit_tokens,
+            prefix_cache_evictions_total=prefix_cache.evictions,
             preemptions_total=self._preemptions,
             kv_blocks=pool.capacity,
             kv_blocks_held=pool.capacity - pool.num_free,
-            kv_blocks_cached=0,
+            kv_blocks_cached=pool.num_cached,
             step_seconds={size: tally.histogram() for size, tally in sorted(self._steps.items())},
             queue_seconds=self._queue.histogram(),
             ttft_seconds=self._ttft.histogram(),

@@ -7,7 +7,6 @@ is bounded in steps and in bytes. A request whose arrival it has let go is still
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -20,6 +19,7 @@ from fastgen.runtime.flight import (
     Arrival,
     BlockEntry,
     Blocks,
+    Copy,
     EngineFacts,
     Entry,
     Event,
@@ -33,7 +33,8 @@ from fastgen.runtime.request import Request, Sequence
 
 if TYPE_CHECKING:
     from fastgen.runtime.sampling_params import SamplingParams
-    from fastgen.runtime.scheduler import Schedule, Scheduler
+    from fastgen.runtime.schedule import Schedule
+    from fastgen.runtime.scheduler import Scheduler
 
 _Key = tuple[int, int]
 _BYTES_PER_TOKEN = 40
@@ -50,13 +51,14 @@ class StepRecord:
         "blocks_free",
         "build_s",
         "chunks",
-        "decode_starts",
+        "copies",
         "decodes",
         "ended_s",
         "num_padding",
         "num_running",
         "num_waiting",
         "number",
+        "positions",
         "preempted",
         "ran_s",
         "sampled",
@@ -71,15 +73,14 @@ class StepRecord:
         self.ran_s: float | None = None
         self.ended_s: float | None = None
         self.size, self.updates = schedule.size, schedule.block_updates
+        self.copies, self.positions = schedule.block_copies, schedule.positions
         self.decodes = [seq.key for seq in schedule.decodes]
-        self.decode_starts = array("q", [seq.num_computed_tokens for seq in schedule.decodes])
-        self.chunks = [(entry.seq.key, entry.start, entry.num_tokens) for entry in schedule.chunks]
+        self.chunks = [(each.seq.key, each.start, each.num_tokens, len(each.drafts)) for each in schedule.chunks]
         self.preempted = [seq.key for seq in schedule.preempted]
-        self.admitted: list[tuple[_Key, int, int]] = []
+        self.admitted: list[tuple[_Key, int, int, int]] = []
         self.sampled: list[_Key] = []
-        self.num_running, self.num_waiting = len(scheduler.running), len(scheduler.waiting)
-        self.blocks_free = scheduler.kv.pool.num_free
-        self.blocks_cached = 0
+        self.num_running, self.num_waiting = scheduler.num_running, scheduler.num_waiting
+        self.blocks_free, self.blocks_cached = scheduler.kv.pool.num_free, scheduler.kv.pool.num_cached
 
     def ran(self, build_s: float, num_padding: int, now_s: float) -> None:
         self.build_s, self.num_padding, self.ran_s = build_s, num_padding, now_s
@@ -87,7 +88,7 @@ class StepRecord:
     def step(self) -> Step:
         """The record as it stands, in names."""
         num_sampled = Counter(self.sampled)
-        decodes = [(key, start, 1) for key, start in zip(self.decodes, self.decode_starts, strict=True)]
+        decodes = [(key, start, 1, 0) for key, start in zip(self.decodes, self.positions, strict=True)]
         return Step(
             step=self.number,
             began_s=self.began_s,
@@ -99,12 +100,13 @@ class StepRecord:
             num_padding=self.num_padding,
             num_decodes=len(decodes),
             entries=tuple(
-                Entry(_name(key), start, num_tokens, num_sampled[key])
-                for key, start, num_tokens in (*decodes, *self.chunks)
+                Entry(_name(key), start, num_tokens, num_drafts, num_sampled[key])
+                for key, start, num_tokens, num_drafts in (*decodes, *self.chunks)
             ),
-            admitted=tuple(Admission(_name(key), seat, cached) for key, seat, cached in self.admitted),
+            admitted=tuple(Admission(_name(key), *rest) for key, *rest in self.admitted),
             preempted=tuple(map(_name, self.preempted)),
             block_entries=tuple(BlockEntry(*update) for update in self.updates),
+            block_copies=tuple(Copy(*copy) for copy in self.copies),
             running=self.num_running,
             waiting=self.num_waiting,
             blocks_free=self.blocks_free,
@@ -114,7 +116,7 @@ class StepRecord:
     @property
     def num_bytes(self) -> int:
         """About what it takes in memory."""
-        return 600 + 16 * len(self.decodes) + 120 * (len(self.chunks) + len(self.updates))
+        return 600 + 20 * len(self.decodes) + 150 * (len(self.chunks) + len(self.updates) + len(self.copies))
 
 
 class _Arrived(NamedTuple):
@@ -178,7 +180,7 @@ class Recorder:
         for entry in schedule.chunks:
             if entry.seq.key not in self._seated:
                 assert entry.seq.seat is not None
-                record.admitted.append((entry.seq.key, entry.seq.seat, entry.start))
+                record.admitted.append((entry.seq.key, entry.seq.seat, entry.start, entry.seq.num_cached_tokens))
                 self._seated.add(entry.seq.key)
         self._next_step += 1
         self._append(record)
@@ -249,8 +251,10 @@ def engine_facts(scheduler: Scheduler) -> EngineFacts:
         max_num_seqs=scheduler.max_num_seqs,
         block_size=kv.block_size,
         num_blocks=kv.pool.num_blocks,
-        num_kv_groups=kv.num_groups,
-        prefix_caching=False,
+        windows=kv.windows,
+        max_chunk=kv.max_chunk,
+        aging_s=scheduler.waiting.aging_s,
+        prefix_caching=kv.prefix_cache is not None,
     )
 
 
@@ -282,6 +286,8 @@ def _arrival(event: _Arrived, blocks: tuple[int, ...]) -> Arrival:
         prompt_tokens=len(event.prompt_ids),
         max_new_tokens=sampling.max_new_tokens,
         n=sampling.n,
+        priority=sampling.priority,
+        prompt_logprobs=sampling.prompt_logprobs is not None,
         timeout_s=sampling.timeout_s,
         blocks=blocks,
     )

@@ -7,7 +7,7 @@ full block equal no others. A step's decision is all that the recorder keeps of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -20,7 +20,7 @@ from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.scheduler import Scheduler
 
 DECISIONS = (
-    *("size", "num_decodes", "entries", "admitted", "preempted", "block_entries"),
+    *("size", "num_decodes", "entries", "admitted", "preempted", "block_entries", "block_copies"),
     *("running", "waiting", "blocks_free", "blocks_cached"),
 )
 """The fields of a :class:`Step` that the scheduler decides."""
@@ -77,16 +77,22 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
 
 class _Player:
     def __init__(self, recording: Recording):
-        self.scheduler = build_scheduler(recording.header.engine)
+        self.scheduler = build_scheduler(recording.header.engine, self._drafts)
         self.sequences: dict[str, Sequence] = {}
         self._recorder = Recorder(recording.header.engine, lambda: recording.header.clock_s)
         self._block_size = recording.header.engine.block_size
         self._later_blocks = {event.sequence: event.blocks for event in recording.events if isinstance(event, Blocks)}
         self._blocks: dict[str, tuple[int, ...]] = {}
         self._unlike_others = count(2**31)
+        self._num_drafts: dict[str, int] = {}
 
     def arrive(self, event: Arrival) -> None:
-        sampling = SamplingParams(max_new_tokens=event.max_new_tokens, n=event.n, timeout_s=event.timeout_s)
+        sampling = SamplingParams(
+            max_new_tokens=event.max_new_tokens,
+            n=event.n,
+            priority=event.priority,
+            prompt_logprobs=0 if event.prompt_logprobs else None,
+        )
         request = Request(event.request, [0] * event.prompt_tokens, sampling, event.clock_s)
         for seq in request.sequences:
             name = f"{event.request}.{seq.index}"
@@ -97,7 +103,8 @@ class _Player:
 
     def step(self, event: Step) -> Step | None:
         """Schedules a step; where it is the recorded one, commits it and gives what tokens ``event`` says."""
-        schedule = self.scheduler.schedule()
+        self._num_drafts = {entry.sequence: entry.num_drafts for entry in event.entries}
+        schedule = self.scheduler.schedule(event.began_s)
         if schedule is None:
             return None
         decided = self._recorder.scheduled(schedule, self.scheduler, event.began_s, event.scheduled_s).step()
@@ -111,17 +118,32 @@ class _Player:
                 seq = self.sequences[entry.sequence]
                 for _ in range(entry.num_sampled):
                     seq.token_ids.append(self._stand_in(entry.sequence, seq.num_tokens))
+                if entry.num_sampled > 1:
+                    self.scheduler.accept(seq, entry.num_sampled - 1)
         return replayed
+
+    def _drafts(self, seq: Sequence, max_tokens: int) -> list[int]:
+        """What was drafted is not recorded, only how much of it was scheduled; nor does the scheduler look at it."""
+        return [0] * self._num_drafts.get(f"{seq.key[0]}.{seq.index}", 0)
 
     def _stand_in(self, sequence: str, position: int) -> int:
         blocks, index = self._blocks[sequence], position // self._block_size
         return blocks[index] if index < len(blocks) else next(self._unlike_others)
 
 
-def build_scheduler(engine: EngineFacts) -> Scheduler:
+def build_scheduler(engine: EngineFacts, propose_drafts: Callable[[Sequence, int], list[int]]) -> Scheduler:
     """A scheduler that decides as the one that ``engine`` tells of, at its beginning."""
+    kv = KVCacheManager(
+        engine.num_blocks,
+        engine.block_size,
+        engine.windows,
+        max_chunk=engine.max_chunk,
+        prefix_caching=engine.prefix_caching,
+    )
     return Scheduler(
-        KVCacheManager(engine.num_blocks, engine.block_size, engine.num_kv_groups),
+        kv,
         token_budget=engine.token_budget,
         max_num_seqs=engine.max_num_seqs,
+        aging_s=engine.aging_s,
+        propose_drafts=propose_drafts,
     )

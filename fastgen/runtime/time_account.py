@@ -18,7 +18,8 @@ Cause = Literal[
     "queued_step",  # until a step was scheduled: the time between steps, and the scheduling of the one that took it
     "queued_seats",  # all seats were taken
     "queued_blocks",  # the KV cache had no block left, or what it had was kept for those that were preempted
-    "queued_tokens",  # older prompts took all the tokens that the step had for prompts
+    "queued_tokens",  # prompts before it took all the tokens that the step had for prompts
+    "queued_policy",  # the scheduling policy admitted no more
     "own",  # computing its own tokens, the first time
     "recomputing",  # the same again, after a preemption
     "other_prompts",  # prompts of others in the same steps
@@ -98,7 +99,7 @@ class TimeAccount:
             if length_s <= 0:
                 continue
             if piece.step is not None and piece.cause in (None, "passed_over"):
-                for entry in piece.step.entries[piece.step.num_decodes :]:
+                for entry in piece.step.prompts:
                     prompt_tokens[request_of(entry.sequence)] += entry.num_tokens
             if piece.cause is not None:
                 seconds[piece.cause] += length_s
@@ -116,13 +117,12 @@ class TimeAccount:
     def _tokens_by_cause(self, piece: _Slice) -> list[tuple[Cause, int]]:
         assert piece.step is not None
         assert piece.entry is not None
-        others = [each for each in piece.step.entries if each is not piece.entry]
-        num_decodes = sum(each.num_tokens for each in others if each in piece.step.entries[: piece.step.num_decodes])
+        num_prompt = sum(each.num_tokens for each in piece.step.prompts if each is not piece.entry)
         return [
             ("recomputing", piece.num_again),
             ("own", piece.entry.num_tokens - piece.num_again),
-            ("other_decodes", num_decodes),
-            ("other_prompts", piece.step.num_tokens - piece.entry.num_tokens - num_decodes),
+            ("other_decodes", piece.step.num_tokens - piece.entry.num_tokens - num_prompt),
+            ("other_prompts", num_prompt),
         ]
 
     def _others(self, prompt_tokens: Counter[int]) -> OtherPrompts | None:
@@ -178,6 +178,9 @@ class TimeAccount:
     def _queued_for(self, step: Step, is_kept: bool) -> Cause:
         """Why ``step`` admitted no more than it did."""
         engine = self._recording.header.engine
-        if step.preempted or is_kept or step.blocks_free < engine.num_kv_groups:
+        if step.preempted or is_kept or step.blocks_free < len(engine.windows):
             return "queued_blocks"
-        return "queued_seats" if step.running == engine.max_num_seqs else "queued_tokens"
+        if step.running == engine.max_num_seqs:
+            return "queued_seats"
+        is_full = step.num_tokens == step.size or any(not entry.num_sampled for entry in step.prompts)
+        return "queued_tokens" if is_full else "queued_policy"

@@ -52,8 +52,8 @@ def series(recording: Recording) -> Series:
     return Series(
         start_s=np.array([step.began_s - origin_s for step in steps], dtype=np.float64),
         end_s=np.array([step.end_s - origin_s for step in steps], dtype=np.float64),
-        decodes=of([step.num_decodes for step in steps]),
-        prompts=of([step.num_tokens - step.num_decodes for step in steps]),
+        decodes=of([step.num_tokens - _num_prompt_tokens(step) for step in steps]),
+        prompts=of([_num_prompt_tokens(step) for step in steps]),
         running=of([step.running for step in steps]),
         waiting=of([step.waiting for step in steps]),
         preemptions=of([len(step.preempted) for step in steps]),
@@ -85,6 +85,10 @@ _FIRST = OTHERS
 """In ``holders`` request ``r`` is ``_FIRST + 1 + r``."""
 
 
+def _num_prompt_tokens(step: Step) -> int:
+    return sum(entry.num_tokens for entry in step.prompts)
+
+
 def _columns(steps: tuple[Step, ...], num_columns: int) -> dict[int, list[int]]:
     """For each step the columns that show what was held after it: those whose middle lies in it, or next after it."""
     if not steps:
@@ -99,6 +103,7 @@ def _columns(steps: tuple[Step, ...], num_columns: int) -> dict[int, list[int]]:
 
 
 def _note_holders(column: NDArray[np.int64], scheduler: Scheduler) -> None:
+    column[list(scheduler.kv.pool.cached)] = CACHED
     for seq in scheduler.running:
         code = _FIRST + 1 + seq.request.request_id
         for table in seq.block_tables:

@@ -10,7 +10,8 @@ _WORDS: dict[Cause, str] = {
     "queued_step": "queued until a step was scheduled",
     "queued_seats": "queued for a seat",
     "queued_blocks": "queued for KV cache blocks",
-    "queued_tokens": "queued behind older prompts",
+    "queued_tokens": "queued behind prompts before it",
+    "queued_policy": "held back by the scheduling policy",
     "own": "computing its own tokens",
     "recomputing": "computing again what a preemption lost",
     "other_prompts": "sharing steps with",
@@ -86,8 +87,9 @@ def _others(others: OtherPrompts) -> str:
 
 def _gaps(median_s: float, worst: Gap) -> list[str]:
     step = worst.step
-    num_prompt_tokens = step.num_tokens - step.num_decodes
-    what = [_count(step.num_decodes, "decode")] if step.num_decodes else []
+    num_prompt_tokens = sum(entry.num_tokens for entry in step.prompts)
+    num_decodes = len(step.entries) - len(step.prompts)
+    what = [_count(num_decodes, "decode")] if num_decodes else []
     what += [_count(num_prompt_tokens, "prompt token")] if num_prompt_tokens else []
     preempted = "; meanwhile it was preempted" if worst.preempted else ""
     return [
