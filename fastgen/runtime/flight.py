@@ -182,6 +182,8 @@ class Finish:
     reason: FinishReason
     num_tokens: int
     """Generated tokens."""
+    step: int | None
+    """The step whose outcome ended it; ``None`` where it was ended between steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,6 +139,7 @@ class _Finished(NamedTuple):
     num_prompt_tokens: int
     is_last: bool
     """Of the sequences of its request."""
+    step: int | None
 
     @property
     def num_bytes(self) -> int:
@@ -167,6 +168,7 @@ class Recorder:
         self._early: dict[int, _Arrived] = {}
         """Arrivals that left the ring before the ends of their requests."""
         self._seated: set[_Key] = set()
+        self._last_step: StepRecord | None = None
 
     def arrived(self, request: Request) -> None:
         """``request`` was queued."""
@@ -183,6 +185,7 @@ class Recorder:
                 record.admitted.append((entry.seq.key, entry.seq.seat, entry.start, entry.seq.num_cached_tokens))
                 self._seated.add(entry.seq.key)
         self._next_step += 1
+        self._last_step = record
         self._append(record)
         return record
 
@@ -191,7 +194,9 @@ class Recorder:
         self._seated.discard(seq.key)
         if is_last:
             del self._open[seq.request.request_id]
-        self._append(_Finished(seq.key, now_s, reason, seq.token_ids, seq.num_prompt_tokens, is_last))
+        last = self._last_step
+        step = last.number if last is not None and last.ran_s is not None and last.ended_s is None else None
+        self._append(_Finished(seq.key, now_s, reason, seq.token_ids, seq.num_prompt_tokens, is_last, step))
 
     def recording(self, model: str) -> Recording:
         """What the ring holds now. ``model`` names the model in it."""
@@ -294,5 +299,10 @@ def _arrival(event: _Arrived, blocks: tuple[int, ...]) -> Arrival:
 
 
 def _finish(event: _Finished) -> Finish:
-    num_tokens = len(event.token_ids) - event.num_prompt_tokens
-    return Finish(clock_s=event.clock_s, sequence=_name(event.key), reason=event.reason, num_tokens=num_tokens)
+    return Finish(
+        clock_s=event.clock_s,
+        sequence=_name(event.key),
+        reason=event.reason,
+        num_tokens=len(event.token_ids) - event.num_prompt_tokens,
+        step=event.step,
+    )

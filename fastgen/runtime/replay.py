@@ -15,7 +15,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.flight import Arrival, Blocks, EngineFacts, Finish, Recording, Step
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.recorder import Recorder
-from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.scheduler import Scheduler
 
@@ -51,7 +51,7 @@ def first_difference(recording: Recording) -> Difference | None:
 
 
 def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]]:
-    """Each recorded step, what is decided now (with the recorded times), and the scheduler, after that step's end.
+    """Each recorded step, what is decided now (with the recorded times), and the scheduler, with the step's tokens.
 
     There is no way on after the first step that differs.
 
@@ -62,14 +62,17 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
             f"the recording begins at step {recording.header.first_step}, since the recorder had let go of earlier "
             "ones; only from the first step on is it known what the scheduler decided by"
         )
-    player = _Player(recording)
+    player, step = _Player(recording), None
     for event in recording.events:
+        if step is not None and not (isinstance(event, Finish) and event.step == step.step):
+            player.end_step(step)
+            step = None
         if isinstance(event, Arrival):
             player.arrive(event)
         elif isinstance(event, Finish):
             player.scheduler.finish(player.sequences[event.sequence])
         elif isinstance(event, Step):
-            replayed = player.step(event)
+            step, replayed = event, player.step(event)
             yield event, replayed, player.scheduler
             if replayed != event:
                 return
@@ -118,9 +121,14 @@ class _Player:
                 seq = self.sequences[entry.sequence]
                 for _ in range(entry.num_sampled):
                     seq.token_ids.append(self._stand_in(entry.sequence, seq.num_tokens))
-                if entry.num_sampled > 1:
-                    self.scheduler.accept(seq, entry.num_sampled - 1)
         return replayed
+
+    def end_step(self, event: Step) -> None:
+        """Accept the drafts of the sequences that go on, as the engine does when all tokens have been handed out."""
+        for entry in event.entries:
+            seq = self.sequences[entry.sequence]
+            if entry.num_sampled > 1 and seq.status is SequenceStatus.RUNNING:
+                self.scheduler.accept(seq, entry.num_sampled - 1)
 
     def _drafts(self, seq: Sequence, max_tokens: int) -> list[int]:
         """What was drafted is not recorded, only how much of it was scheduled; nor does the scheduler look at it."""

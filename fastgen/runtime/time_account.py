@@ -26,7 +26,7 @@ Cause = Literal[
     "other_decodes",  # decodes of others in the same steps
     "passed_over",  # it had a seat, but the step's tokens went to others
     "preempted",  # its blocks had been taken away, and it waited for others
-    "between_steps",  # it had a seat, and no step ran
+    "between_steps",  # it had a seat, and no step ran, or one that failed
 ]
 
 
@@ -148,10 +148,13 @@ class TimeAccount:
             yield _Slice(cursor_s, step.began_s, waits or "between_steps")
             cursor_s = step.end_s
             entry = step.entry_of(self._sequence)
-            if entry is not None and step.ran_s is not None:
+            if entry is not None:
                 first_s = step.began_s if waits is None else step.scheduled_s
                 yield _Slice(step.began_s, first_s, waits)
                 waits = None
+                if step.ran_s is None:
+                    yield _Slice(first_s, cursor_s, "between_steps")
+                    continue
                 end = entry.start + entry.num_tokens
                 yield _Slice(first_s, cursor_s, None, step, entry, max(0, min(end, furthest) - entry.start))
                 furthest = max(furthest, end)

@@ -103,7 +103,7 @@ def _columns(steps: tuple[Step, ...], num_columns: int) -> dict[int, list[int]]:
 
 
 def _note_holders(column: NDArray[np.int64], scheduler: Scheduler) -> None:
-    column[list(scheduler.kv.pool.cached)] = CACHED
+    column[scheduler.kv.pool.cached] = CACHED
     for seq in scheduler.running:
         code = _FIRST + 1 + seq.request.request_id
         for table in seq.block_tables:

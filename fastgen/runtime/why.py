@@ -94,7 +94,7 @@ def why(recording: Recording, sequence: str) -> Why:
         finish_reason=None if finish is None else finish.reason,
         total_s=end_s - arrival.clock_s,
         ahead=_num_waiting(recording, arrival),
-        queue_s=entries[0][0].scheduled_s - arrival.clock_s if entries else None,
+        queue_s=_queue_s(recording, sequence, arrival),
         ttft_s=times_s[0] - arrival.clock_s if times_s else None,
         first_token=account.span(arrival.clock_s, times_s[0] if times_s else end_s),
         other_tokens=account.span(times_s[0], times_s[-1]) if gaps_s else None,
@@ -104,6 +104,12 @@ def why(recording: Recording, sequence: str) -> Why:
         median_gap_s=median(gaps_s) if gaps_s else None,
         worst_gap=_worst_gap(recording, account, sequence, giving, gaps_s) if gaps_s else None,
     )
+
+
+def _queue_s(recording: Recording, sequence: str, arrival: Arrival) -> float | None:
+    scheduled_s = (step.scheduled_s for step in recording.steps if step.entry_of(sequence) is not None)
+    first_s = next(scheduled_s, None)
+    return None if first_s is None else first_s - arrival.clock_s
 
 
 def _worst_gap(

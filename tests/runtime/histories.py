@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,15 +48,17 @@ class Device:
 
 @dataclass
 class History:
-    """An engine and what was asked of it. ``after_step``, where set, is called with the engine after each step."""
+    """An engine and what was asked of it. ``after_step``, where set, is called after each step, failed ones too."""
 
     rng: random.Random
     num_blocks: int
     token_budget: int
     max_num_seqs: int
     block_size: int = 4
+    windows: tuple[int | None, ...] = (None,)
+    prefix_caching: bool = False
     failures: float = 0.0
-    after_step: Callable[[Engine], None] | None = None
+    after_step: Callable[[History], None] | None = None
     generations: list[Generation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -63,7 +66,13 @@ class History:
         self.engine = Engine(
             cast(ModelRunner, self.device),
             Scheduler(
-                KVCacheManager(self.num_blocks, self.block_size),
+                KVCacheManager(
+                    self.num_blocks,
+                    self.block_size,
+                    self.windows,
+                    max_chunk=self.token_budget,
+                    prefix_caching=self.prefix_caching,
+                ),
                 token_budget=self.token_budget,
                 max_num_seqs=self.max_num_seqs,
             ),
@@ -74,10 +83,14 @@ class History:
             clock=self.device.clock,
         )
 
+    @staticmethod
+    def sampling(**fields: Any) -> SamplingParams:
+        return SamplingParams(**fields)
+
     def submit(self, num_prompt_tokens: int | None = None, **fields: Any) -> Generation:
         """A request that fits the cache; prompts begin alike, for a while."""
-        room = (self.num_blocks - 1) * self.block_size
-        length = num_prompt_tokens or self.rng.choice([1, 3, 8, 20, room // 2])
+        room = (self.num_blocks - 1) // len(self.windows) * self.block_size
+        length = num_prompt_tokens or min(room - 1, self.rng.choice([1, 3, 8, 20, room // 2]))
         beginning = self.rng.choice([[1] * length, [2, 3] * length, [self.rng.randrange(90) for _ in range(length)]])
         prompt = (beginning[: self.rng.randrange(length + 1)] + [self.rng.randrange(90) for _ in range(length)])[
             :length
@@ -88,19 +101,22 @@ class History:
         return generation
 
     def step(self) -> None:
-        try:
+        with contextlib.suppress(StepFailedError):
             self.engine.step()
-        except StepFailedError:
-            return
         if self.after_step is not None:
-            self.after_step(self.engine)
+            self.after_step(self)
 
     def live(self, num_acts: int) -> None:
         """So many random acts, and steps until nothing is left."""
         for _ in range(num_acts):
             act = self.rng.random()
             if act < 0.25:
-                self.submit(n=self.rng.choice([1, 1, 1, 2, 3]), timeout_s=self.rng.choice([None, None, 0.05, 1.0]))
+                self.submit(
+                    n=self.rng.choice([1, 1, 1, 2, 3]),
+                    timeout_s=self.rng.choice([None, None, 0.05, 1.0]),
+                    priority=self.rng.choice([0, 0, 0, 1, -1]),
+                    prompt_logprobs=self.rng.choice([None, None, None, 0]),
+                )
             elif act < 0.3 and self.generations:
                 self.engine.cancel(self.rng.choice(self.generations))
             elif act < 0.35:
@@ -120,6 +136,7 @@ def random_history(rng: random.Random, **options: Any) -> History:
     return History(
         rng,
         num_blocks=rng.choice([9, 14, 30]),
+        windows=rng.choice([(None,), (None,), (6,), (None, 6)]),
         token_budget=max_num_seqs + rng.choice([1, 6, 40]),
         max_num_seqs=max_num_seqs,
         **options,

@@ -62,7 +62,7 @@ DAMAGES: dict[str, tuple[Callable[[Lines], object], str]] = {
     "a number as text": (lambda lines: lines[1].update(prompt_tokens="3"), r":2: arrival.prompt_tokens: .* integer"),
     "an entry too short": (
         lambda lines: _first(lines, "step")["entries"][0].pop(),
-        r": step.entries.0.3: Field required",
+        r": step.entries.0.4: Field required",
     ),
     "an entry's text": (
         lambda lines: _first(lines, "step")["entries"][0].__setitem__(1, "0"),
