@@ -108,6 +108,7 @@ class Engine:
         if schedule is None:
             return
         step = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock())
+        self.metrics.scheduled(len(schedule.preempted))
         self._note_admitted(step)
         output = self.runner.run(schedule)
         step.ran(output.build_s, output.num_padding, self._clock())

@@ -109,6 +109,10 @@ class EngineMetrics:
         self._requests += 1
         self._prompt_tokens += num_prompt_tokens
 
+    def scheduled(self, num_preempted: int) -> None:
+        """A step was scheduled, whether or not it runs to its end."""
+        self._preemptions += num_preempted
+
     def left_queue(self, seconds: float) -> None:
         """A request's first token was scheduled, so long after it came."""
         self._queue.add(seconds)
@@ -126,7 +130,6 @@ class EngineMetrics:
         assert step.ended_s is not None
         self._computed_tokens += schedule.num_tokens
         self._padding_tokens += step.num_padding
-        self._preemptions += len(step.preempted)
         if schedule.size not in self._steps:
             self._steps[schedule.size] = _Tally(STEP_BOUNDS_S)
         self._steps[schedule.size].add(step.ended_s - step.began_s)

@@ -105,7 +105,7 @@ class StubLLM:
                 "prompt_token_ids": list(range(len(prompt.split()))),
                 "metrics": RequestMetrics(queue_s=0.25, ttft_s=0.5, gaps_s=[0.125]),
                 **given,
-            }
+            },
         )
 
     def answer(self, prompt: str) -> Any:
