@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.runtime.histories import History, random_history
 
 def recount(values: list[float], bounds: tuple[float, ...]) -> tuple[int, ...]:
     edges = [float("-inf"), *bounds, float("inf")]
-    return tuple(sum(low < value <= high for value in values) for low, high in zip(edges, edges[1:], strict=False))
+    return tuple(sum(low < value <= high for value in values) for low, high in pairwise(edges))
 
 
 def same(found: Histogram, values: list[float], bounds: tuple[float, ...]) -> bool:
