@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +36,15 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step produced: a token for every sequence that caught up, and prompt log-probabilities where asked."""
+    """What one step produced: a token for every sequence that caught up, and prompt log-probabilities where asked.
+
+    ``build_s`` is what building the batch took, ``num_padding`` how many tokens it was filled up with.
+    """
 
     sampled: list[tuple[Sequence, SampledToken]]
     prompt_logprobs: list[PromptLogprobs]
+    build_s: float = 0.0
+    num_padding: int = 0
 
 
 class ModelRunner:
@@ -58,7 +64,9 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> StepOutput:
         self._copy_blocks(schedule)
+        began_s = time.perf_counter()
         batch, sequences = self.input_batch.build(schedule)
+        build_s = time.perf_counter() - began_s
         self.sampler.prepare(sequences)
         hidden = self.forward.hidden(batch)
         logits = self.forward.logits(hidden, batch)
@@ -70,6 +78,8 @@ class ModelRunner:
         return StepOutput(
             sampled=list(zip(sequences, sampled, strict=True)),
             prompt_logprobs=self._prompt_logprobs(schedule, batch.cu_seqlens_q, hidden),
+            build_s=build_s,
+            num_padding=len(batch.input_ids) - schedule.num_tokens,
         )
 
     def _copy_blocks(self, schedule: Schedule) -> None:

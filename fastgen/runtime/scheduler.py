@@ -335,7 +335,9 @@ class Scheduler:
         finally:
             if waits and chunk is None:
                 self.kv.free(seq)
-                seq.num_computed_tokens = seq.num_cached_tokens = 0
+                seq.num_computed_tokens = 0
+                if not seq.num_preemptions:
+                    seq.num_cached_tokens = 0
         return chunk
 
     def _has_room(self, seq: Sequence) -> bool:
