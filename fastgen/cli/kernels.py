@@ -153,7 +153,6 @@ def _needed(
     max_num_seqs: int | None = None,
 ) -> tuple[KernelLoader, list[KernelSpec], dict[str, str]]:
     """A loader for ``target``, the kernels that ``model`` needs there, and what a bundle of them is about."""
-    from fastgen.compile import target as targets
     from fastgen.compile.device import current
     from fastgen.compile.loader import KernelLoader, make_builder, target_of
     from fastgen.models import hub, registry
@@ -169,7 +168,7 @@ def _needed(
     found = registry.find_recipe(checkpoint.config, recipe=recipe, checkpoint_dir=directory)
     spec = resolve(found, checkpoint.config, config_file=str(directory / "config.json"))
     torch_dtype = parse_dtype(dtype) if dtype not in (None, "auto") else checkpoint_dtype(checkpoint.config, checkpoint)
-    weight_format = parse_quantize(quantize, targets.Target(loader))
+    weight_format = parse_quantize(quantize, loader.builder.target)
     block_size = block_size or DEFAULT_BLOCK_SIZE
     specs = kernel_specs(
         spec, loader, torch_dtype, weight_format=weight_format, block_size=block_size, max_num_seqs=max_num_seqs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,21 @@ import torch
 from fastgen.compile.build import Kernel
 from fastgen.compile.loader import KernelLoader, Progress
 from fastgen.compile.spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What sizes depend on, of a target that may be elsewhere: its ``name``; the ``arch`` that kernels are built for;
+    of a CPU the threads that they run on, of a GPU its multiprocessors."""
+
+    name: str = "torch"
+    arch: str = ""
+    num_threads: int = 1
+    num_sms: int = 0
+
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What a model of ``dtype`` computes in between its weights: CPUs widen 16 bits before they multiply anyway."""
+        return torch.float32 if self.name == "cpp" else dtype
 
 
 class Target:
@@ -36,8 +51,8 @@ class Target:
         return self.loader.builder.arch
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What a model of ``dtype`` computes in between its weights: CPUs widen 16 bits before they multiply anyway."""
-        return torch.float32 if self.name == "cpp" else dtype
+        """That of :meth:`TargetFacts.activation_dtype`."""
+        return TargetFacts(self.name).activation_dtype(dtype)
 
     def kernel(self, spec: KernelSpec) -> Kernel:
         """The kernel that :meth:`build` will build."""

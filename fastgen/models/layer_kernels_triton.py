@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from fastgen.layers.mlp import Activate, Activation
 from fastgen.layers.moe import Choose, GroupedLinear
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.layers.residual import Add, DeferredAdd
-from fastgen.models.layer_kernels import head_norm, qk_norm, unless_one
+from fastgen.models.layer_kernels import attention_shape, head_norm, qk_norm, unless_one
 from fastgen.models.spec import (
     AttentionSpec,
     EmbeddingSpec,
@@ -174,19 +174,8 @@ class TritonLayerKernels:
             k_norm=qk_norm(spec.k_norm),
             needed_by=asking,
         )
-        shape = AttentionShape(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            self.block_size,
-            self.dtype_name,
-            spec.scale,
-            q_stride=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
-            sliding_window=spec.sliding_window,
-            alibi=None if alibi is None else "scaled" if alibi.scaled else "plain",
-            alibi_dtype="fp32" if alibi is None else dtype_name(alibi.slopes.dtype),
-            softcap=spec.softcap,
-        )
+        token_size = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim  # its keys and values lie between
+        shape = replace(attention_shape(spec, self.dtype, self.block_size), q_stride=token_size)
         attend = self._attend(shape, asking)
         slopes = None if alibi is None else alibi.slopes
 
@@ -208,16 +197,7 @@ class TritonLayerKernels:
             interleaved=spec.rotary.kind == "interleaved",
             needed_by=asking,
         )
-        shape = AttentionShape(
-            spec.num_heads,
-            1,
-            spec.kv_rank + spec.rope_dim,
-            self.block_size,
-            self.dtype_name,
-            spec.scale,
-            v_dim=spec.kv_rank,
-            values_in_keys=True,
-        )
+        shape = attention_shape(spec, self.dtype, self.block_size)
         return LatentKv(self.target.kernel(prepare)), self._attend(shape, asking)
 
     def _attend(self, shape: AttentionShape, asking: tuple[str, ...]) -> PagedAttention:

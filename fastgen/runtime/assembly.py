@@ -18,6 +18,7 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.forward import CapturedForward, Forward, Results, TapedForward
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.ledger import Ledger
 from fastgen.runtime.model_runner import ModelRunner
 from fastgen.runtime.policies.splitfuse import captured_sizes
 from fastgen.runtime.progress import progress_bar
@@ -37,8 +38,10 @@ def build_engine(
     device: torch.device,
     target: Target,
     weight_format: WeightFormat | None,
+    ledger: Ledger,
 ) -> Engine:
-    """The engine of the model in ``checkpoint``, which runs on ``target``; progress is shown on a terminal."""
+    """The engine of the model in ``checkpoint``, which runs on ``target`` and takes what its ``ledger`` says; progress
+    is shown on a terminal."""
     model, slots = build(
         spec,
         dtype=dtype,
@@ -79,6 +82,8 @@ def build_engine(
     results = Results(spec.hidden_size, spec.vocab_size, target.activation_dtype(dtype), device)
     forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats)
     drafter = _drafter(config, sampler.seats)
+    between = ledger.size_bytes("activations")
+    forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats, between)
     return Engine(
         ModelRunner(forward, input_batch, sampler),
         Scheduler(
@@ -122,10 +127,11 @@ def _forward(
     config: EngineConfig,
     target: Target,
     seats: SeatSampler | None,
+    activation_bytes: int,
 ) -> Forward:
     if target.loader is None:
         return Forward(model, kv_cache)
-    pool = GraphPool(results.device, target.loader)
+    pool = GraphPool(results.device, target.loader, expected_bytes=activation_bytes)
     sizes, row_sizes = captured_sizes(config.token_budget), captured_sizes(config.max_rows)
     if target.name == "cpp":
         return TapedForward(model, kv_cache, pool, input_batch.views, results, sizes=sizes, max_rows=config.max_rows)

@@ -12,11 +12,12 @@ from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.detokenizer import Detokenizer
 from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.generation import Completion, Generation
+from fastgen.runtime.metrics import EngineMetrics
 from fastgen.runtime.model_runner import ModelRunner, StepOutput
 from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.recorder import Recorder, StepRecord, engine_facts
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
-from fastgen.runtime.schedule import Schedule
 from fastgen.runtime.scheduler import Scheduler
 from fastgen.runtime.structured_output import Grammars
 
@@ -46,6 +47,7 @@ class Engine:
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
         self._new_detokenizer, self._grammars = new_detokenizer, grammars
         self._drafter, self._clock = drafter, clock
+        self.recorder, self.metrics = Recorder(engine_facts(scheduler), clock), EngineMetrics(scheduler)
         self._request_ids = count()
         self._generations: dict[int, Generation] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -93,6 +95,8 @@ class Engine:
         generation = Generation(request, completions)
         self.scheduler.add(request)
         self._generations[request.request_id] = generation
+        self.recorder.arrived(request)
+        self.metrics.arrived(len(prompt_ids))
         if sampling.timeout_s is not None:
             heappush(self._deadlines, (request.arrival_s + sampling.timeout_s, request.request_id))
         return generation
@@ -111,13 +115,19 @@ class Engine:
     def step(self) -> None:
         """Run one step, if there is anything to run."""
         self._expire()
-        schedule = self.scheduler.schedule(self._clock())
+        began_s = self._clock()
+        schedule = self.scheduler.schedule(began_s)
         if schedule is None:
             return
-        self._note_scheduled(schedule)
+        step = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock())
+        self.metrics.scheduled(len(schedule.preempted))
+        self._note_admitted(step)
         output = self.runner.run(schedule)
+        step.ran(output.build_s, output.num_padding, self._clock())
         self.scheduler.commit(schedule)
-        self._update(output)
+        self._update(output, step)
+        step.ended_s = self._clock()
+        self.metrics.stepped(schedule, step)
 
     def check_integrity(self) -> None:
         """Assert that scheduler, blocks and open requests agree."""
@@ -130,8 +140,8 @@ class Engine:
         }
         assert open_sequences == set(self.scheduler.unfinished)
 
-    def _update(self, output: StepOutput) -> None:
-        now_s = self._clock()
+    def _update(self, output: StepOutput, step: StepRecord) -> None:
+        assert step.ran_s is not None
         for piece in output.prompt_logprobs:
             generation = self._generations[piece.sequence.request.request_id]
             if piece.error is not None:
@@ -151,7 +161,9 @@ class Engine:
             sequence.token_ids.append(token.token_id)
             completion.num_accepted_drafts += sequence is previous  # a step gives a second token only behind a draft
             previous = sequence
-            reason = completion.append(token, self._stop_ids(sequence.request.sampling), now_s)
+            step.sampled.append(sequence.key)
+            reason = completion.append(token, self._stop_ids(sequence.request.sampling), step.ran_s)
+            self.metrics.gave_token(sequence.request.arrival_s, completion.token_times_s)
             if reason is not None:
                 self._finish(completion, reason)
         for sequence, num_drafts in output.num_accepted.items():
@@ -163,9 +175,12 @@ class Engine:
         if self._drafter is not None:
             self._drafter.forget(completion.sequence)
         completion.finish(reason, error)
+        now_s = self._clock()
         generation = self._generations[completion.sequence.request.request_id]
         if generation.left_queue_s is None:
-            generation.left_queue_s = self._clock()
+            generation.left_queue_s = now_s
+        self.recorder.finished(completion.sequence, reason, now_s, is_last=generation.finished)
+        self.metrics.finished(reason, now_s - generation.request.arrival_s if generation.finished else None)
         if generation.finished:
             del self._generations[generation.request.request_id]
 
@@ -173,12 +188,12 @@ class Engine:
         own = frozenset(sampling.stop_token_ids)
         return own if sampling.ignore_eos else own | self.eos_token_ids
 
-    def _note_scheduled(self, schedule: Schedule) -> None:
-        now_s = self._clock()
-        for chunk in schedule.chunks:  # a decode was one before
-            generation = self._generations[chunk.seq.request.request_id]
+    def _note_admitted(self, step: StepRecord) -> None:
+        for (request_id, _), *_ in step.admitted:
+            generation = self._generations[request_id]
             if generation.left_queue_s is None:
-                generation.left_queue_s = now_s
+                generation.left_queue_s = step.scheduled_s
+                self.metrics.left_queue(step.scheduled_s - generation.request.arrival_s)
 
     def _expire(self) -> None:
         """End the requests whose ``timeout_s`` has passed, with what they have."""

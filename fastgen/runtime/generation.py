@@ -99,6 +99,8 @@ class Generation:
     def _completion_output(self, completion: Completion, others: tuple[GenerationOutput, ...] = ()) -> GenerationOutput:
         assert completion.finish_reason is not None
         return GenerationOutput(
+            request_id=self.request.request_id,
+            index=completion.sequence.index,
             text=completion.text,
             token_ids=completion.token_ids,
             finish_reason=completion.finish_reason,

@@ -34,7 +34,7 @@ class _Field:
     count: int
 
 
-class _PackedLayout:
+class PackedLayout:
     """Where each array lies in one buffer of bytes."""
 
     def __init__(self, counts: dict[str, tuple[npt.DTypeLike, torch.dtype, int]]):
@@ -57,6 +57,33 @@ class _PackedLayout:
             name: buffer[f.offset : f.offset + f.count * np.dtype(f.dtype).itemsize].view(f.torch_dtype)
             for name, f in self.fields.items()
         }
+
+
+def input_layout(token_budget: int, max_num_seqs: int, max_rows: int, num_groups: int, block_size: int) -> PackedLayout:
+    """Of what a step copies to the device."""
+    max_updates = _max_updates(token_budget, max_num_seqs, num_groups, block_size)
+    i32 = (np.int32, torch.int32)
+    return PackedLayout(
+        {
+            "slot_mapping": (np.int64, torch.int64, num_groups * token_budget),
+            "update_index": (np.int64, torch.int64, max_updates),
+            "update_block": (*i32, max_updates),
+            "input_ids": (*i32, token_budget),
+            "token_source": (*i32, token_budget),
+            "positions": (*i32, token_budget),
+            "cu_seqlens_q": (*i32, max_num_seqs + 1),
+            "seq_lens": (*i32, max_num_seqs),
+            "logits_indices": (*i32, max_rows),
+            "logits_seats": (*i32, max_rows),
+            "sampled_positions": (*i32, max_rows),
+        }
+    )
+
+
+def _max_updates(token_budget: int, max_num_seqs: int, num_groups: int, block_size: int) -> int:
+    """A chunk of n tokens begins at most n/P + 1 blocks in each group. Twice that leaves a margin for the updates of
+    steps that failed, which are still due."""
+    return 2 * num_groups * (token_budget // block_size + max_num_seqs)
 
 
 class InputBatch:
@@ -83,25 +110,8 @@ class InputBatch:
     ):
         self.block_size, self.pads = block_size, pads
         self.num_groups, self.max_num_seqs, self.max_rows = num_groups, max_num_seqs, max_rows
-        # A chunk of n tokens begins at most n/P + 1 blocks in each group. Twice that leaves a margin for the updates of
-        # steps that failed, which are still due.
-        self.max_updates = 2 * num_groups * (token_budget // block_size + max_num_seqs)
-        i32 = (np.int32, torch.int32)
-        self._layout = _PackedLayout(
-            {
-                "slot_mapping": (np.int64, torch.int64, num_groups * token_budget),
-                "update_index": (np.int64, torch.int64, self.max_updates),
-                "update_block": (*i32, self.max_updates),
-                "input_ids": (*i32, token_budget),
-                "token_source": (*i32, token_budget),
-                "positions": (*i32, token_budget),
-                "cu_seqlens_q": (*i32, max_num_seqs + 1),
-                "seq_lens": (*i32, max_num_seqs),
-                "logits_indices": (*i32, max_rows),
-                "logits_seats": (*i32, max_rows),
-                "sampled_positions": (*i32, max_rows),
-            }
-        )
+        self.max_updates = _max_updates(token_budget, max_num_seqs, num_groups, block_size)
+        self._layout = input_layout(token_budget, max_num_seqs, max_rows, num_groups, block_size)
         pinned = device.type == "cuda"
         self._staging = [
             torch.zeros(self._layout.size_bytes, dtype=torch.uint8, pin_memory=pinned)

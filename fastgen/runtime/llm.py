@@ -18,17 +18,24 @@ from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
 from fastgen.models.recipe import Recipe
 from fastgen.models.resolve import resolve
 from fastgen.models.spec import ModelSpec
+from fastgen.models.weight_sizes import ModelBuild
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import EngineConfig, parse_dtype, resolve_engine_config
 from fastgen.runtime.engine import Engine
+from fastgen.runtime.flight import Recording
+from fastgen.runtime.flight_file import write_recording
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.interrupts import interrupt_deferred
+from fastgen.runtime.ledger import Ledger, MemoryModel
+from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.targets import bundle_flags, choose_target, parse_quantize, sealed_loader
+from fastgen.runtime.targets import bundle_flags, choose_target, parse_quantize, sealed_loader, target_facts
 from fastgen.runtime.text import TextCodec
+from fastgen.runtime.why import why
+from fastgen.runtime.why_text import tell
 
 _T = TypeVar("_T")
 _PROGRESS_FROM = 8  # prompts; fewer are done before a bar tells anything
@@ -99,10 +106,11 @@ def load(
             raise RecipeError(error.message + doubt, file=error.file, line=error.line, node=error.node) from error
         raise
     torch_dtype = checkpoint_dtype(checkpoint.config, checkpoint) if dtype == "auto" else parse_dtype(dtype)
+    facts = target_facts(target, found_device, num_threads=num_threads, sealed=sealed is not False)
+    weight_format = parse_quantize(quantize, facts.name)
+    memory = MemoryModel(ModelBuild(spec, torch_dtype, facts, weight_format), found_device)
     config = resolve_engine_config(
-        spec,
-        found_device,
-        dtype=torch_dtype,
+        memory,
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
         kv_cache_memory=kv_cache_memory,
@@ -118,22 +126,24 @@ def load(
     )
     bundle = sealed_loader(sealed, directory, found_device, about)
     kernels = choose_target(target, found_device, config, num_threads=num_threads, sealed=bundle)
-    weight_format = parse_quantize(quantize, kernels)
+    ledger = memory.ledger(config)
     engine = build_engine(
-        spec, config, checkpoint, codec, torch_dtype, found_device.torch_device, kernels, weight_format
+        spec, config, checkpoint, codec, torch_dtype, found_device.torch_device, kernels, weight_format, ledger
     )
-    return LLM(engine, codec, spec=spec, config=config)
+    return LLM(engine, codec, spec=spec, config=config, ledger=ledger, name=str(model))
 
 
 class LLM:
     """A loaded model. Made by :func:`load`; a context manager; may be used from several threads.
 
     ``spec`` is the resolved model, ``config`` the engine's sizes, ``tokenizer`` the checkpoint's (``None`` if it has
-    none).
+    none), ``ledger`` the memory that all of it takes, row by row, ``name`` what was loaded.
     """
 
-    def __init__(self, engine: Engine, codec: TextCodec, *, spec: ModelSpec, config: EngineConfig):
-        self.spec, self.config = spec, config
+    def __init__(
+        self, engine: Engine, codec: TextCodec, *, spec: ModelSpec, config: EngineConfig, ledger: Ledger, name: str
+    ):
+        self.spec, self.config, self.ledger, self.name = spec, config, ledger, name
         self._engine: Engine | None = engine
         self._codec = codec
         self._lock = threading.Lock()
@@ -223,6 +233,28 @@ class LLM:
         if not single:
             raise InvalidArgumentError("stream_chat takes one conversation: a list of {'role': …, 'content': …}")
         return self._stream(self._codec.encode_chat(items[0]), sampling, fields)
+
+    def metrics(self) -> Metrics:
+        """What the engine has counted since it was loaded."""
+        with self._engine_lock() as engine:
+            return engine.metrics.snapshot()
+
+    def recording(self) -> Recording:
+        """The engine's last steps, and what came and ended meanwhile; it holds no text. The engine waits for it."""
+        with self._engine_lock() as engine:
+            return engine.recorder.recording(self.name)
+
+    def save_recording(self, path: str | Path) -> None:
+        """Write :meth:`recording` to a file, for ``fastgen why``, ``fastgen replay`` and ``fastgen timeline``."""
+        write_recording(self.recording(), path)
+
+    def why(self, request: GenerationOutput | int | str) -> str:
+        """Where the time of a request went, in sentences: of an output, or of a request by its ``request_id``;
+        ``"3.1"`` is the second completion of request 3.
+        """
+        if isinstance(request, GenerationOutput):
+            request = f"{request.request_id}.{request.index}"
+        return tell(why(self.recording(), str(request)))
 
     def close(self) -> None:
         """Cancel what runs and free the weights and the KV cache. Closing twice does nothing."""

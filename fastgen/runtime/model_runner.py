@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,11 +44,15 @@ class StepOutput:
     """What one step produced: a token for every sequence that caught up, one more for each draft of it that was
     accepted, and prompt log-probabilities where asked. ``num_accepted`` says how many drafts that were, for each
     sequence that had some.
+
+    ``build_s`` is what building the batch took, ``num_padding`` how many tokens it was filled up with.
     """
 
     sampled: list[tuple[Sequence, SampledToken]]
     prompt_logprobs: list[PromptLogprobs]
     num_accepted: Mapping[Sequence, int] = field(default_factory=dict)
+    build_s: float = 0.0
+    num_padding: int = 0
 
 
 def accept(
@@ -88,8 +95,14 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> StepOutput:
         self._copy_blocks(schedule)
+        began_s = time.perf_counter()
         batch, rows = self.input_batch.build(schedule)
+        build_s = time.perf_counter() - began_s
         self.sampler.prepare(rows)
+        began_s = time.perf_counter()
+        batch, sequences = self.input_batch.build(schedule)
+        build_s = time.perf_counter() - began_s
+        self.sampler.prepare(sequences)
         hidden = self.forward.hidden(batch)
         self.sampler.constrain(rows)
         logits = self.forward.logits(hidden, batch)
@@ -97,7 +110,13 @@ class ModelRunner:
         if self.sampler.seats is not None:
             on_device = (sequence for sequence in rows if isinstance(sequence, Sequence))
             self.input_batch.note_sampled([sequence for sequence in on_device if sequence not in num_accepted])
-        return StepOutput(sampled, self._prompt_logprobs(schedule, batch.cu_seqlens_q, hidden), num_accepted)
+        return StepOutput(
+            sampled,
+            self._prompt_logprobs(schedule, batch.cu_seqlens_q, hidden),
+            num_accepted,
+            build_s=build_s,
+            num_padding=len(batch.input_ids) - schedule.num_tokens,
+        )
 
     def _copy_blocks(self, schedule: Schedule) -> None:
         for group in {copy.group for copy in schedule.block_copies}:

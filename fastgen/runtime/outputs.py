@@ -32,6 +32,10 @@ class RequestMetrics:
 class GenerationOutput:
     """One completion of a prompt, finished."""
 
+    request_id: int
+    """Requests of an engine are numbered in order of arrival."""
+    index: int = 0
+    """Which of the ``n`` completions of its request it is."""
     text: str
     token_ids: list[int]
     """All generated ids, those of a stop string and a final stop or end-of-text token included."""

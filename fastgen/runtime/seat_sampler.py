@@ -108,15 +108,24 @@ def seat_sampler(target: Target, vocab_size: int, inputs: InputBatch) -> SeatSam
     """What samples for the seats of ``inputs``, its kernels asked for; ``None`` on a target that samples otherwise."""
     if target.name != "triton":
         return None
-    kernels = SamplingKernels(
+    return SeatSampler(_kernels(target, vocab_size, inputs.max_rows, inputs.sampled_ids), inputs)
+
+
+def seat_sampler_bytes(vocab_size: int, *, max_rows: int, max_num_seqs: int) -> int:
+    """What the buffers of a :func:`seat_sampler` take; described, not made."""
+    sampled_ids = torch.empty(max_num_seqs, dtype=torch.int32, device="meta")
+    return _kernels(Target(), vocab_size, max_rows, sampled_ids).size_bytes
+
+
+def _kernels(target: Target, vocab_size: int, max_rows: int, sampled_ids: Tensor) -> SamplingKernels:
+    return SamplingKernels(
         sampler_specs(vocab_size),
         target.kernel,
-        max_rows=inputs.max_rows,
-        max_seats=inputs.max_num_seqs,
-        device=inputs.sampled_ids.device,
-        sampled_ids=inputs.sampled_ids,
+        max_rows=max_rows,
+        max_seats=len(sampled_ids),
+        device=sampled_ids.device,
+        sampled_ids=sampled_ids,
     )
-    return SeatSampler(kernels, inputs)
 
 
 def _seat(sequence: Sequence) -> int:

@@ -220,7 +220,13 @@ def test_an_output_leads_its_completions():
     def output(text, others=()):
         metrics = RequestMetrics(queue_s=0.1, ttft_s=None)
         return GenerationOutput(
-            text=text, token_ids=[1], finish_reason="length", prompt_token_ids=[2], metrics=metrics, others=others
+            request_id=0,
+            text=text,
+            token_ids=[1],
+            finish_reason="length",
+            prompt_token_ids=[2],
+            metrics=metrics,
+            others=others,
         )
 
     first = output("a", (output("b"), output("c")))

@@ -13,6 +13,7 @@ from fastgen.compile.ops.few_row_linear import (
     FewRowLinear,
     FewRowShape,
     FewRowWeight,
+    SplitK,
     default_split,
     few_row_specs,
     row_tile,
@@ -23,6 +24,12 @@ from fastgen.compile.spec import KernelSpec
 _TILES = (16, 32, 64)
 # Multiprocessors of a usual GPU of each architecture, by which features are split: the same kernels for all of them.
 _NUM_SMS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_100": 148, "gfx942": 304, "interpret": 2}
+
+
+def row_tiles(shape: FewRowShape, arch: str) -> list[tuple[int, SplitK]]:
+    """The numbers of rows that kernels are made for, and how each is cut."""
+    num_sms = _NUM_SMS.get(arch, _NUM_SMS["sm_80"])
+    return [(rows, default_split(shape, rows, arch, num_sms)) for rows in _TILES]
 
 
 class TritonLinear:
@@ -44,8 +51,7 @@ class TritonLinear:
         assert shape.weight == "plain", f"{shape}: weights in few bits are packed for few rows only"
         self._widens = shape.out_dtype not in ("", shape.dtype)
         self._few: dict[int, FewRowLinear] = {}
-        for rows in _TILES:
-            split = default_split(shape, rows, arch, _NUM_SMS.get(arch, _NUM_SMS["sm_80"]))
+        for rows, split in row_tiles(shape, arch):
             specs = few_row_specs(shape, rows, split, needed_by=needed_by)
             reduce, workspace = None, None
             if specs.reduce is not None:

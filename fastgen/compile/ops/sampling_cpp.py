@@ -131,6 +131,17 @@ class RowLogprobs(NamedTuple):
     token_ids: list[int]
 
 
+def sampling_bytes(vocab_size: int, *, max_rows: int, max_threads: int) -> int:
+    """What a :class:`SamplingKernel` holds: its threads' workspaces, and rows of parameters."""
+    numel = _workspace_numel(vocab_size, -(-vocab_size // _SLICE))
+    return 4 * max_threads * numel + max_rows * (8 + 4 * _NUM_REALS + 8 * _NUM_INTEGERS)
+
+
+def _workspace_numel(vocab_size: int, num_slices: int) -> int:
+    """Lists of scores: as adjusted, and two for filters, with room behind each slice; and the maxima of columns."""
+    return 3 * (vocab_size + 4 * _MOST_LANES * num_slices) + vocab_size // 64 + _MOST_LANES
+
+
 class SamplingKernel:
     """Samples up to ``max_rows`` rows of ``vocab_size`` logits by a kernel of :func:`sampling_spec`.
 
@@ -145,9 +156,7 @@ class SamplingKernel:
             raise ValueError(f"vocab_size={vocab_size}: the kernel takes up to {_MAX_SLICES * slice_size}")
         self.vocab_size, self.max_rows = vocab_size, max_rows
         self._kernel = kernel
-        # Lists of scores: as adjusted, and two for filters, with room behind each slice; and the maxima of columns.
-        room = 3 * (vocab_size + 4 * _MOST_LANES * num_slices) + vocab_size // 64 + _MOST_LANES
-        self._workspaces = torch.empty(max_threads, room)
+        self._workspaces = torch.empty(max_threads, _workspace_numel(vocab_size, num_slices))
         self._token_ids = torch.empty(max_rows, dtype=torch.int64)
         self._found = self._token_ids.numpy()
         greedy = RowSampling()
