@@ -80,7 +80,6 @@ def build_engine(
         feature_major=target.name == "cpp",
     )
     results = Results(spec.hidden_size, spec.vocab_size, target.activation_dtype(dtype), device)
-    forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats)
     drafter = _drafter(config, sampler.seats)
     between = ledger.size_bytes("activations")
     forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats, between)

@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-import time
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor

@@ -79,7 +79,7 @@ class StepRecord:
         self.preempted = [seq.key for seq in schedule.preempted]
         self.admitted: list[tuple[_Key, int, int, int]] = []
         self.sampled: list[_Key] = []
-        self.num_running, self.num_waiting = scheduler.num_running, scheduler.num_waiting
+        self.num_running, self.num_waiting = len(scheduler.running), scheduler.num_waiting
         self.blocks_free, self.blocks_cached = scheduler.kv.pool.num_free, scheduler.kv.pool.num_cached
 
     def ran(self, build_s: float, num_padding: int, now_s: float) -> None:

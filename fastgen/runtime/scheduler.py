@@ -88,6 +88,11 @@ class Scheduler:
         self._now_s = 0.0
 
     @property
+    def num_waiting(self) -> int:
+        """Those that have no seat."""
+        return len(self.waiting) + self.waiting.num_held
+
+    @property
     def unfinished(self) -> list[Sequence]:
         return [*self.running, *self.waiting, *self.waiting.held]
 
@@ -287,8 +292,8 @@ class Scheduler:
         return chunks
 
     def _admissible(self) -> Sequence | None:
-        """The head of the queue, if there is a seat and a block in each group, and the policy lets it in. Where there is
-        no block it is not looked up in the prefix cache step by step.
+        """The head of the queue, if there is a seat and a block in each group, and the policy lets it in. Without the
+        blocks it would be looked up in the prefix cache in vain, step after step.
         """
         has_place = self.running.num_free_seats and self.kv.pool.num_free >= self.kv.num_groups
         seq = self.waiting.head if has_place else None
@@ -368,7 +373,7 @@ class Scheduler:
         if allocation is None:
             return False
         if seq.seat is not None:
-            copied = (TableEntry(copy.group, copy.index, copy.destination) for copy in allocation.copies)
+            copied = (TableEntry(copy.group, copy.table_index, copy.destination) for copy in allocation.copies)
             self.running.tell(seq, (*allocation.appended, *copied))
         return True
 

@@ -88,6 +88,10 @@ class WaitingQueue:
         return next(iter(self), None)
 
     @property
+    def num_held(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    @property
     def held(self) -> list[Sequence]:
         """Those that are not in the queue yet."""
         return [seq for held in self._held.values() for seq in held]

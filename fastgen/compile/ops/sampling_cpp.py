@@ -33,6 +33,7 @@ _NO_MASKS = torch.empty(0, dtype=torch.int32)
 _SLICE = 1 << 15
 _MAX_SLICES = 64
 _MOST_LANES = 16
+_NUM_REALS, _NUM_INTEGERS = 6, 11  # columns, in the order of the template's enumerations
 
 Uses = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Ids of tokens, each once, and of each twice how often it was generated, plus 1 where it stands in the prompt."""
