@@ -203,7 +203,6 @@ def test_a_request_that_failed_is_told_and_fails_the_command(run, stub) -> None:
         (["p", "--logit-bias", "x=1"], "", "ID=BIAS"),
         (["p", "--logit-bias", "1"], "", "ID=BIAS"),
         (["p", "--temperature", "hot"], "", "--temperature"),
-        (["p", "--early-stopping", "maybe"], "", "early_stopping must be true, false or 'never', not 'maybe'"),
         (["p", "--no-such-flag"], "", "--no-such-flag"),
     ],
 )
@@ -213,6 +212,15 @@ def test_wrong_usage_is_status_2_before_anything_is_loaded(run, stub, arguments,
     assert message in done.err
     assert "Traceback" not in done.err
     assert stub.loaded is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("never", "never")])
+def test_early_stopping_is_a_word(run, stub, text, value) -> None:
+    assert run("generate", "m", "p", "--beam-width", "2", "--early-stopping", text).status == 0
+    assert stub.fields == {"beam_width": 2, "early_stopping": value}
+    done = run("generate", "m", "p", "--early-stopping", text.upper())
+    assert done.status == 1
+    assert "early_stopping must be true, false or 'never'" in done.err
 
 
 def test_a_parameter_out_of_range_is_told_before_anything_is_loaded(run, stub) -> None:
