@@ -75,6 +75,9 @@ class SamplingParams:
     early_stopping: bool | Literal["never"] = False
     """With beams: whether the search ends as soon as ``beam_width`` hypotheses have ended (``True``), when no live beam
     is likely to beat them (``False``), or when none could at any length (``"never"``)."""
+    priority: int = 0
+    """The request's class: any integer, and the lower the more urgent. It decides who gets the next free seat, whose
+    prompt is computed first and who loses its blocks last; who has waited long moves up."""
 
     def __new__(cls, **given: object) -> SamplingParams:
         """Refuse an unknown field with the library's own error, however the parameters are made."""
@@ -270,5 +273,6 @@ _CHECKS: dict[str, _Check] = {
     "beam_width": _integer(1, MAX_N),
     "length_penalty": _number("a number in [-10, 10]", lambda number: -10 <= number <= 10),
     "early_stopping": _early_stopping,
+    "priority": _integer(),
 }
 assert list(_CHECKS) == [item.name for item in fields(SamplingParams)], "every field has its check"

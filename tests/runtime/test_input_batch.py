@@ -14,7 +14,8 @@ from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.scheduler import BlockUpdate, Schedule, ScheduledTokens, Scheduler
+from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
+from fastgen.runtime.scheduler import Scheduler
 
 CPU = torch.device("cpu")
 POISON = 0x7F
@@ -170,7 +171,7 @@ class History:
         self.budget = self.max_seqs + rng.randint(0, 40)
         self.max_blocks = -(-60 // self.block_size)
         num_blocks = 1 + self.num_groups * (self.max_blocks + rng.randint(0, 12))
-        kv = KVCacheManager(num_blocks, self.block_size, self.num_groups)
+        kv = KVCacheManager(num_blocks, self.block_size, (None,) * self.num_groups)
         self.scheduler = Scheduler(kv, token_budget=self.budget, max_num_seqs=self.max_seqs)
         self.inputs = InputBatch(
             token_budget=self.budget,
