@@ -18,7 +18,7 @@ class Forks(Protocol):
 
     def fork(self, parent: Sequence, child: Sequence) -> None: ...
 
-    def finish(self, seq: Sequence) -> None: ...
+    def park(self, seq: Sequence) -> None: ...
 
 
 class BeamGroup:
@@ -49,15 +49,17 @@ class BeamGroup:
 
     @property
     def ready(self) -> bool:
-        """Whether every live beam is computed, and has reported, so that the search can move. What a beam reported
-        before it was preempted does not count: it is computed again, and reports again."""
-        return all(sequence.num_pending_tokens == 0 for sequence in self._live)
+        """Whether every live beam has reported, so that the search can move. One that was preempted since is computed
+        again first, for the beams that fork from it."""
+        return all(beam in self._candidates and not beam.num_pending_tokens for beam in self._live)
 
     def advance(self, scheduler: Forks, now_s: float) -> None:
         """Move the search by a token, and the sequences with it."""
         parents = self.search.advance([self._candidates[sequence] for sequence in self._live])
         self._candidates.clear()
         self.token_times_s.append(now_s)
+        if self.search.done:
+            return
         goes_on = [self._live[parent] for parent in parents]
         free = [sequence for sequence in self.request.sequences if sequence not in goes_on]
         next_live: list[Sequence] = []
@@ -73,7 +75,7 @@ class BeamGroup:
             sequence.token_ids.append(beam.newest.token_id)
         for sequence in free:
             if sequence in self._live:
-                scheduler.finish(sequence)
+                scheduler.park(sequence)
         self._live = next_live
 
     def hypotheses(self) -> list[Hypothesis]:

@@ -122,10 +122,10 @@ class Engine:
         """Assert that scheduler, blocks and open requests agree."""
         self.scheduler.check_integrity()
         open_sequences = {
-            completion.sequence
+            sequence
             for generation in self._generations.values()
-            for completion in generation.completions
-            if completion.finish_reason is None
+            for sequence in generation.request.sequences
+            if sequence.status is not SequenceStatus.FINISHED
         }
         assert open_sequences == set(self.scheduler.unfinished)
 
