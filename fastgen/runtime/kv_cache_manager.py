@@ -258,14 +258,14 @@ class KVCacheManager:
         num_full = seq.num_computed_tokens // self.block_size
         if self.prefix_cache is not None:
             self._publish(seq, num_full)
-        left: list[int] = []
-        for table, window in zip(seq.block_tables, self.windows, strict=True):
+        left: list[TableEntry] = []
+        for group, (table, window) in enumerate(zip(seq.block_tables, self.windows, strict=True)):
             index = first_seen_block(num_full, window, self.block_size)
             while index and table[index - 1] != PADDING_BLOCK:
                 index -= 1
-                left.append(table[index])
+                left.append(TableEntry(group, index, table[index]))
                 table[index] = PADDING_BLOCK
-        self.pool.free(left)
+        self.pool.free(entry.block_id for entry in sorted(left, key=lambda entry: -entry.index))
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
         """Whether ``parent`` has computed its first ``num_tokens`` tokens, and still has what :meth:`fork` needs."""
