@@ -34,7 +34,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from operator import attrgetter
 
-from fastgen.errors import InvalidArgumentError, RequestTooLargeError
+from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.kv_cache_manager import KVCacheManager, TableEntry, held_entries
 from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
@@ -136,11 +136,12 @@ class Scheduler:
     def check_fits(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
         """Refuse a request that could not finish even with all seats and the whole cache to itself.
 
-        :raises RequestTooLargeError: with the arithmetic.
+        :raises InvalidArgumentError: where there are fewer seats than beams.
+        :raises RequestTooLargeError: where the cache is too small, with the arithmetic.
         """
         self.kv.check_fits(num_prompt_tokens, sampling.max_new_tokens)
         if sampling.beam_width > self.max_num_seqs:
-            raise RequestTooLargeError(
+            raise InvalidArgumentError(
                 f"beam_width={sampling.beam_width} beams run at once, but at most max_num_seqs={self.max_num_seqs} "
                 "sequences do: ask for fewer beams, or load with a higher max_num_seqs"
             )
@@ -507,7 +508,11 @@ class Scheduler:
         siblings = self._siblings[first.key[0]]
         for seq in [each for each in siblings if each.num_tokens > each.num_prompt_tokens]:
             del siblings[seq]
-            self._attach(seq)
+            # Not what the prefix cache has, unless they must: it may be in other blocks than those of the first.
+            if self.kv.can_fork(first, seq.num_prompt_tokens):
+                self.kv.fork(first, seq, seq.num_prompt_tokens)
+            else:
+                self.kv.attach_cached(seq)
             self._seat(seq, first.urgency)
             insort(self._prompts, seq, key=_urgency)
 
