@@ -18,6 +18,7 @@ def test_the_defaults_are_the_documented_ones():
         "frequency_penalty": 0.0, "logit_bias": {}, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
         "seed": None, "n": 1, "stop": (), "stop_token_ids": (), "ignore_eos": False, "logprobs": None,
         "prompt_logprobs": None, "timeout_s": None, "beam_width": 1, "length_penalty": 1.0, "early_stopping": False,
+        "priority": 0,
     }  # fmt: skip
     assert SamplingParams().greedy
     assert not SamplingParams(temperature=1e-9).greedy
@@ -57,6 +58,7 @@ ACCEPTED = [
     ("length_penalty", -10, -10.0),
     ("early_stopping", True, True),
     ("early_stopping", "never", "never"),
+    ("priority", np.int64(-3), -3),
 ]
 
 
@@ -103,6 +105,7 @@ REFUSED = {
     "beam_width": [0, -1, 16385, *NOT_INTEGERS],
     "length_penalty": [-10.01, 10.01, *NOT_NUMBERS],
     "early_stopping": [0, 1, None, "true", "always", np.array(["never"])],
+    "priority": NOT_INTEGERS,
 }
 
 
@@ -137,7 +140,7 @@ def test_an_unknown_field_is_refused_with_a_near_spelling(make, name, hint):
         make(**{name: 1})
 
 
-@pytest.mark.parametrize("name", ["response_format", "priority"])
+@pytest.mark.parametrize("name", ["response_format"])
 def test_fields_that_are_not_served_are_not_known(name):
     with pytest.raises(InvalidArgumentError, match=f"'{name}' is not known"):
         SamplingParams.from_fields(SamplingParams(), **{name: 1})
