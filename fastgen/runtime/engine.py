@@ -172,10 +172,10 @@ class Engine:
             self.scheduler.finish(sequence)
         ends = generation.adopt_beams(self._stop_ids(generation.request.sampling))
         for completion, end in zip(generation.completions, ends, strict=True):
-            if reason is None and end is None:
-                self._finish(completion, "error", "the beam search found fewer answers: no other token can be chosen")
+            if (why := reason or end) is not None:
+                self._finish(completion, why, error)
             else:
-                self._finish(completion, reason or end, error)
+                self._finish(completion, "error", "the beam search found fewer answers: no other token can be chosen")
 
     def _finish(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         self.scheduler.finish(completion.sequence)
