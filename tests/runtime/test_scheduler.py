@@ -148,7 +148,7 @@ def test_the_last_token_of_a_prompt_preempts_nobody_and_not_itself():
     assert taken(schedule) == [(0, 3, 1)]
     assert schedule.preempted == ()
     assert (partial.num_computed_tokens, partial.status) == (8, SequenceStatus.RUNNING)
-    scheduler.finish(scheduler.running[0])
+    scheduler.finish(scheduler.running.decodes[0])
     assert taken(step(scheduler)) == [(1, 8, 1)]
 
 
@@ -480,7 +480,7 @@ def test_integrity_sees_what_is_out_of_place():
     with pytest.raises(AssertionError, match="seats"):
         scheduler.check_integrity()
     scheduler, *_ = fresh()
-    scheduler._prompts.reverse()
+    scheduler.running.prompts.reverse()
     with pytest.raises(AssertionError, match="out of order"):
         scheduler.check_integrity()
     scheduler, older, _ = fresh()

@@ -374,14 +374,14 @@ class History:
             return
         kv, scheduler = self.scheduler.kv, self.scheduler
         ends = {entry.seq: entry.end for entry in schedule.entries}
-        could_admit = scheduler.num_running < self.max_num_seqs and not schedule.preempted
+        could_admit = len(scheduler.running) < self.max_num_seqs and not schedule.preempted
         candidates = [*scheduler.running, *(scheduler.waiting if could_admit else ())]
         for seq in sorted(candidates, key=lambda seq: seq.urgency):
             end = ends.get(seq, seq.num_computed_tokens)
             if end == seq.num_tokens:
                 continue
             if seq in scheduler.waiting and seq.num_preemptions:
-                whole = self.num_groups * (-(-seq.num_tokens // self.block_size) + scheduler.num_running)
+                whole = self.num_groups * (-(-seq.num_tokens // self.block_size) + len(scheduler.running))
                 assert kv.pool.num_free < whole
             else:
                 assert kv.pool.num_free < self.num_groups
@@ -463,7 +463,7 @@ def test_the_histories_reach_every_rule():
                 seen["mixed"] += entries[0].num_tokens == 1 < entries[-1].num_tokens
                 seen["shared"] += any(chunk.start and chunk.seq.index for chunk in schedule.chunks)
                 seen["copied"] += bool(schedule.block_copies)
-                running = history.scheduler.running
+                running = list(history.scheduler.running)
                 seen["overtook"] += any(
                     seq.urgency < running[0].urgency and seq.key > running[0].key for seq in running
                 )
