@@ -351,11 +351,14 @@ class Scheduler:
         return needed + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
 
     def _draft(self, decodes: list[Sequence], num_places: int) -> tuple[list[Sequence], list[ScheduledTokens]]:
-        """The decodes that have no drafts, and those that have as chunks, at most ``num_places`` drafts in all."""
+        """The decodes that have no drafts, and those that have as chunks, at most ``num_places`` drafts in all. What
+        follows a beam is not its own to guess.
+        """
         assert self._propose_drafts is not None
         plain, drafted = [], []
         for seq in decodes:
-            drafts = tuple(self._propose_drafts(seq, num_places)) if num_places else ()
+            may_draft = num_places and not seq.request.has_beams
+            drafts = tuple(self._propose_drafts(seq, num_places)) if may_draft else ()
             if drafts and self._allocate(seq, 1 + len(drafts)):
                 drafted.append(ScheduledTokens(seq, seq.num_computed_tokens, 1 + len(drafts), True, drafts))
                 num_places -= len(drafts)
@@ -445,9 +448,7 @@ class Scheduler:
         chosen = self.running.least_urgent
         beams = [seq for seq in chosen.request.sequences if seq.status is SequenceStatus.RUNNING]
         lost = beams if chosen.request.has_beams else [chosen]
-        assert len(self.running) > len(lost), (
-            f"{lost} have the cache to themselves, which was found to suffice when they came"
-        )
+        assert len(self.running) > len(lost), f"{lost} has the cache to itself, which was found to suffice when it came"
         for seq in lost:
             self._stop(seq)
             seq.status = SequenceStatus.WAITING
