@@ -46,6 +46,9 @@ def generate(
     prompt_logprobs: options.PromptLogprobs = None,
     timeout_s: options.TimeoutS = None,
     response_format: options.ResponseFormat = None,
+    beam_width: options.BeamWidth = None,
+    length_penalty: options.LengthPenalty = None,
+    early_stopping: options.EarlyStopping = None,
     recipe: options.Recipe = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -177,6 +180,8 @@ def _answer_record(output: GenerationOutput) -> dict[str, Any]:
     }
     if output.logprobs is not None:
         record["logprobs"] = _logprobs_record(output.logprobs)
+    if output.score is not None:
+        record["score"] = output.score
     return record
 
 

@@ -25,6 +25,7 @@ SAMPLING_FIELDS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "ignore_eos"),
     *("logprobs", "prompt_logprobs", "timeout_s", "response_format"),
+    *("beam_width", "length_penalty", "early_stopping"),
 )
 
 Model = Annotated[
@@ -81,6 +82,11 @@ ResponseFormat = Annotated[
     str | None,
     typer.Option(metavar="JSON", help='What shape the answer must have, such as {"type": "json_object"}.'),
 ]
+BeamWidth = Annotated[int | None, typer.Option(help="Search for the answer with so many beams.")]
+LengthPenalty = Annotated[float | None, typer.Option(help="With beams: above 0 favours long answers.")]
+EarlyStopping = Annotated[
+    str | None, typer.Option(metavar="true|false|never", help="With beams: end when as many answers have ended.")
+]
 
 
 _SINGULAR = {"allow_config_keys": "allow_config_key"}
@@ -122,6 +128,8 @@ def given_sampling_fields(ctx: typer.Context) -> dict[str, Any]:
         fields["logit_bias"] = dict(_parse_bias(text) for text in fields["logit_bias"])
     if "response_format" in fields:
         fields["response_format"] = _parse_json("--response-format", fields["response_format"])
+    if fields.get("early_stopping") in ("true", "false"):
+        fields["early_stopping"] = fields["early_stopping"] == "true"
     fastgen.SamplingParams(**fields)
     return fields
 

@@ -68,7 +68,7 @@ class NgramDrafter:
 
     A sequence is proposed as many as were right the last time, one at least, and twice as many where all were. So text
     that does not repeat itself costs one row more where an n-gram happens to occur again, and nothing elsewhere.
-    Sequences with a ``response_format``, and those that ``may_draft`` refuses, get none.
+    Sequences with a ``response_format``, beams, and those that ``may_draft`` refuses, get none.
     """
 
     def __init__(self, num_draft_tokens: int, may_draft: Callable[[Sequence], bool] = lambda sequence: True):
@@ -84,7 +84,7 @@ class NgramDrafter:
         sampling = sequence.request.sampling
         num_generated = sequence.num_tokens - sequence.num_prompt_tokens
         most = min(max_tokens, sampling.max_new_tokens - num_generated - 1)
-        if most < 1 or sequence.matcher is not None or not self._may_draft(sequence):
+        if most < 1 or sequence.matcher is not None or sequence.request.has_beams or not self._may_draft(sequence):
             return ()
         drafts = self._of_sequence.get(sequence)
         if drafts is None:

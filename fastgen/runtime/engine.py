@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
+from fastgen.runtime.beam_group import BeamGroup
 from fastgen.runtime.detokenizer import Detokenizer
 from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.generation import Completion, Generation
@@ -17,6 +18,7 @@ from fastgen.runtime.model_runner import ModelRunner, StepOutput
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.recorder import Recorder, StepRecord, engine_facts
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
 from fastgen.runtime.scheduler import Scheduler
 from fastgen.runtime.structured_output import Grammars
@@ -81,7 +83,13 @@ class Engine:
                 f"{num_tokens} tokens, max_model_len is {self.max_model_len}; {advice}",
                 room=room,
             )
-        self.scheduler.kv.check_fits(len(prompt_ids), sampling.max_new_tokens)
+        num_endings = len(self._stop_ids(sampling))
+        if 1 < sampling.beam_width > self.vocab_size - num_endings:
+            raise InvalidArgumentError(
+                f"beam_width={sampling.beam_width} beams cannot all go on with different tokens: of {self.vocab_size} "
+                f"in the vocabulary {num_endings} end a beam"
+            )
+        self.scheduler.check_fits(len(prompt_ids), sampling)
 
     def submit(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> Generation:
         """Queue a request. Its answer grows with the steps that follow."""
@@ -90,9 +98,10 @@ class Engine:
         request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock(), constraint)
         completions = [
             Completion(sequence, self._new_detokenizer(prompt_ids, sampling) if self._new_detokenizer else None)
-            for sequence in request.sequences
+            for sequence in request.sequences[: sampling.n]
         ]
-        generation = Generation(request, completions)
+        beams = BeamGroup(request, self._stop_ids(sampling)) if request.has_beams else None
+        generation = Generation(request, completions, beams)
         self.scheduler.add(request)
         self._generations[request.request_id] = generation
         self.recorder.arrived(request)
@@ -103,6 +112,8 @@ class Engine:
 
     def cancel(self, generation: Generation, reason: FinishReason = "cancelled", error: str | None = None) -> None:
         """End what is still running of ``generation``; blocks and seats are free at once."""
+        if generation.beams is not None and not generation.finished:
+            self._finish_beams(generation, reason, error)
         for completion in generation.completions:
             if completion.finish_reason is None:
                 self._finish(completion, reason, error)
@@ -133,10 +144,10 @@ class Engine:
         """Assert that scheduler, blocks and open requests agree."""
         self.scheduler.check_integrity()
         open_sequences = {
-            completion.sequence
+            sequence
             for generation in self._generations.values()
-            for completion in generation.completions
-            if completion.finish_reason is None
+            for sequence in generation.request.sequences
+            if sequence.status is not SequenceStatus.FINISHED
         }
         assert open_sequences == set(self.scheduler.unfinished)
 
@@ -157,6 +168,9 @@ class Engine:
             if token.error is not None:
                 self.cancel(generation, "error", token.error)
                 continue
+            if generation.beams is not None:
+                self._update_beams(generation, sequence, token, step.ran_s)
+                continue
             completion = generation.completions[sequence.index]
             sequence.token_ids.append(token.token_id)
             completion.num_accepted_drafts += sequence is previous  # a step gives a second token only behind a draft
@@ -169,6 +183,29 @@ class Engine:
         for sequence, num_drafts in output.num_accepted.items():
             if sequence.status is SequenceStatus.RUNNING and num_drafts:
                 self.scheduler.accept(sequence, num_drafts)
+
+    def _update_beams(self, generation: Generation, sequence: Sequence, token: SampledToken, now_s: float) -> None:
+        beams = generation.beams
+        assert beams is not None
+        assert token.candidates is not None
+        beams.report(sequence, token.candidates)
+        if beams.ready:
+            beams.advance(self.scheduler, now_s)
+        if beams.done:
+            self._finish_beams(generation)
+
+    def _finish_beams(
+        self, generation: Generation, reason: FinishReason | None = None, error: str | None = None
+    ) -> None:
+        """Give out what the search found. A ``reason`` ends it before its time."""
+        for sequence in generation.request.sequences:
+            self.scheduler.finish(sequence)
+        ends = generation.adopt_beams(self._stop_ids(generation.request.sampling))
+        for completion, end in zip(generation.completions, ends, strict=True):
+            if (why := reason or end) is not None:
+                self._finish(completion, why, error)
+            else:
+                self._finish(completion, "error", "the beam search found fewer answers: no other token can be chosen")
 
     def _finish(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         self.scheduler.finish(completion.sequence)

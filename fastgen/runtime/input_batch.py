@@ -173,10 +173,13 @@ class InputBatch:
 
     def note_sampled(self, sequences: SequenceOf[Sequence]) -> None:
         """The next token of each of ``sequences`` is in :attr:`sampled_ids`, where the step's kernels wrote it, and the
-        next step may find it there. Call before it is appended to the sequence.
+        next step may find it there. Call before it is appended to the sequence. What follows a beam is for its search
+        to say, and comes from the host.
         """
         for sequence in sequences:
-            self._noted[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
+            self._noted.pop(_seat(sequence), None)
+            if not sequence.request.has_beams:
+                self._noted[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
 
     def _fill_tokens(self, host: _HostArrays, schedule: Schedule, size: int) -> list[SampledSequence]:
         decodes, chunks, num_decodes = schedule.decodes, schedule.chunks, len(schedule.decodes)

@@ -12,6 +12,9 @@ Every unfinished sequence has an urgency: its class, its turn in the class, its 
 
 A request's sequences share its prompt. Those but the first wait until it is computed, and then take over its blocks.
 
+**Beams** of a search move together, so all of them have seats or none (:mod:`fastgen.runtime.running_set`), and where
+one is preempted, all are. After that the first computes the prompt again, and the others go on from there.
+
 **Progress.** The most urgent running sequence gets on whenever its kind runs. As a decode it preempts until it has its
 block. As a prompt it has all its blocks already where everybody else was admitted after it; where one more urgent came
 later, it preempts the less urgent until it has a place. Where it runs alone the cache is its own and suffices, or it
@@ -34,6 +37,7 @@ from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.running_set import RunningSet
+from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
@@ -81,7 +85,7 @@ class Scheduler:
         self._propose_drafts = propose_drafts
         self.running = RunningSet(max_num_seqs)
         self._forked: set[Sequence] = set()
-        """Decodes whose next token may go into a block that they share."""
+        """Beams whose next token may go into a block that they share with their parent."""
         self._num_opened = 0
         self._scheduled: Schedule | None = None
         self._last_request_id: int | None = None
@@ -101,11 +105,26 @@ class Scheduler:
 
         :raises RequestTooLargeError: where a sequence could never finish; nothing is queued then.
         """
-        self.kv.check_fits(len(request.prompt_ids), request.sampling.max_new_tokens)
+        self.check_fits(len(request.prompt_ids), request.sampling)
         if self._last_request_id is not None and request.request_id <= self._last_request_id:
             raise InvalidArgumentError(f"{request} comes after request {self._last_request_id}: ids must ascend")
         self._last_request_id = request.request_id
         self.waiting.add(request)
+
+    def check_fits(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        """Refuse a request that could not finish even with all seats and the whole cache to itself.
+
+        :raises InvalidArgumentError: where there are fewer seats than beams.
+        :raises RequestTooLargeError: where the cache is too small, with the arithmetic.
+        """
+        self.kv.check_fits(num_prompt_tokens, sampling.max_new_tokens)
+        if sampling.beam_width > self.max_num_seqs:
+            raise InvalidArgumentError(
+                f"beam_width={sampling.beam_width} beams run at once, but at most max_num_seqs={self.max_num_seqs} "
+                "sequences do: ask for fewer beams, or load with a higher max_num_seqs"
+            )
+        if sampling.beam_width > 1:
+            self.kv.check_beams_fit(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
 
     def finish(self, seq: Sequence) -> None:
         """Drop ``seq``, done or cancelled, whatever it is doing; its blocks and its seat are free at once."""
@@ -116,34 +135,33 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
-        if seq.index == 0:
+        if seq.index == 0 and not seq.request.has_beams:
             self.waiting.release(seq, self._now_s)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let ``child`` go on from where ``parent`` is: with the same tokens, in the same blocks as far as these are
-        computed. What it did before is dropped.
-
-        It runs at once where a seat is free. Otherwise it waits with the parent's urgency, and computes its tokens
-        anew when it is admitted.
+        """Let the beam ``child`` go on from where ``parent`` of the same search is: with the same tokens, in the same
+        blocks. What it did before is dropped.
         """
+        assert parent.status is SequenceStatus.RUNNING, f"{parent} cannot be forked"
+        child.token_ids[:] = parent.token_ids
         if child.status is SequenceStatus.RUNNING:
-            self._stop(child)
-        elif child.status is SequenceStatus.WAITING:
-            self.waiting.remove(child)
-        level, turn, _ = parent.urgency
-        child.token_ids, child.urgency = list(parent.token_ids), (level, turn, child.index)
-        child.status, child.num_computed_tokens = SequenceStatus.WAITING, 0
-        num_shared = parent.num_computed_tokens
-        if (
-            self.running.num_free_seats
-            and parent.status is SequenceStatus.RUNNING
-            and self.kv.can_fork(parent, num_shared)
-        ):
-            self.kv.fork(parent, child, num_shared)
-            self.running.add_decode(child)
-            self._forked.add(child)
+            before = set(held_entries(child))
+            self.kv.free(child)
+            self.kv.fork(parent, child, parent.num_computed_tokens)
+            self.running.tell(child, [entry for entry in held_entries(child) if entry not in before])
         else:
-            self.waiting.put_back(child, self._now_s)
+            self.waiting.remove(child)
+            self.kv.fork(parent, child, parent.num_computed_tokens)
+            child.urgency = (*parent.urgency[:2], child.index)
+            self.running.add_decode(child)
+        self._forked.add(child)
+
+    def park(self, beam: Sequence) -> None:
+        """Take back what ``beam`` has, which ended and in whose place no other goes on, until it is forked again."""
+        self._stop(beam)
+        beam.status, beam.num_computed_tokens = SequenceStatus.WAITING, 0
+        del beam.token_ids[beam.num_prompt_tokens :]
+        self.waiting.hold(beam)
 
     def schedule(self, now_s: float = 0.0) -> Schedule | None:
         """The next step, by the clock's ``now_s``. ``None`` where no sequence is left, or the policy waits for more."""
@@ -162,7 +180,7 @@ class Scheduler:
         if not chunks:
             num_preempted = len(preempted)
             self._give_decodes(preempted)
-            decodes = self.running.decodes
+            decodes = self.running.due_decodes
             if len(preempted) > num_preempted:
                 plan = self._plan(preempted)
             if plan.runs_decodes or not decodes:
@@ -227,7 +245,7 @@ class Scheduler:
     def _plan(self, preempted: list[Sequence]) -> StepPlan:
         num_free_seats = 0 if preempted else self.running.num_free_seats
         view = StepView(
-            decodes=self.running.decodes,
+            decodes=self.running.due_decodes,
             prompts=self.running.prompts,
             waiting=islice(self.waiting, num_free_seats),
             num_waiting=len(self.waiting),
@@ -246,23 +264,23 @@ class Scheduler:
         if not self.running.prompts:
             return
         first = self.running.prompts[0]
-        if any(seq.urgency < first.urgency for seq in self.running.decodes):
+        if any(seq.urgency < first.urgency for seq in self.running.due_decodes):
             return
         num_tokens = 1 if self.policy.splits_prompts else min(first.num_pending_tokens, self.token_budget)
         while not self._allocate(first, num_tokens):
-            preempted.append(self._preempt_least_urgent())
+            preempted += self._preempt_least_urgent()
 
     def _give_decodes(self, preempted: list[Sequence]) -> None:
         """Blocks for the next token of every decode, or for that of as many as there are blocks for."""
         block_size = self.kv.block_size
-        wanting = [seq for seq in self.running.decodes if not seq.num_computed_tokens % block_size]
+        wanting = [seq for seq in self.running.due_decodes if not seq.num_computed_tokens % block_size]
         if self._forked:
             wanting += [seq for seq in self._forked if seq.num_computed_tokens % block_size]
         wanting.sort(key=_urgency)
         for seq in wanting:
             # The least urgent go first, so whoever is preempted is less urgent than all that have their block.
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
-                preempted.append(self._preempt_least_urgent())
+                preempted += self._preempt_least_urgent()
         self._forked.clear()
 
     def _give_prompts(self, plan: StepPlan, *, may_admit: bool) -> list[ScheduledTokens]:
@@ -292,12 +310,14 @@ class Scheduler:
         return chunks
 
     def _admissible(self) -> Sequence | None:
-        """The head of the queue, if there is a seat and a block in each group, and the policy lets it in. Without the
-        blocks it would be looked up in the prefix cache in vain, step after step.
+        """The head of the queue, if there is a seat, for beams one for each, and a block in each group, and the policy
+        lets it in. Without the blocks it would be looked up in the prefix cache in vain, step after step.
         """
         has_place = self.running.num_free_seats and self.kv.pool.num_free >= self.kv.num_groups
         seq = self.waiting.head if has_place else None
-        return None if seq is None or (_is_new(seq) and not self._num_opened) else seq
+        if seq is None or (_is_new(seq) and not self._num_opened):
+            return None
+        return seq if self.running.num_free_seats >= seq.request.sampling.beam_width else None
 
     def _give_chunk(self, seq: Sequence, num_places: int, num_prompt_tokens: int) -> ScheduledTokens | None:
         """The next pending tokens of ``seq`` with blocks for them, and a seat where it was waiting; or ``None`` with
@@ -318,8 +338,7 @@ class Scheduler:
                 chunk = ScheduledTokens(seq, seq.num_computed_tokens, num_tokens, samples=num_tokens == num_pending)
         finally:
             if waits and chunk is None:
-                self.kv.free(seq)
-                seq.num_computed_tokens = 0
+                self._detach(seq)
         return chunk
 
     def _has_room(self, seq: Sequence) -> bool:
@@ -332,15 +351,22 @@ class Scheduler:
         """
         if not seq.num_preemptions or not len(self.running):
             return True
-        needed = self.kv.blocks_needed(seq.num_tokens) - len(held_entries(seq))
+        if seq.request.has_beams:
+            needed = self.kv.beam_blocks_needed(seq.num_prompt_tokens, seq.num_tokens, len(seq.request.sequences))
+        else:
+            needed = self.kv.blocks_needed(seq.num_tokens)
+        needed -= len(held_entries(seq))
         return needed + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
 
     def _draft(self, decodes: list[Sequence], num_places: int) -> tuple[list[Sequence], list[ScheduledTokens]]:
-        """The decodes that have no drafts, and those that have as chunks, at most ``num_places`` drafts in all."""
+        """The decodes that have no drafts, and those that have as chunks, at most ``num_places`` drafts in all. What
+        follows a beam is not its own to guess.
+        """
         assert self._propose_drafts is not None
         plain, drafted = [], []
         for seq in decodes:
-            drafts = tuple(self._propose_drafts(seq, num_places)) if num_places else ()
+            may_draft = num_places and not seq.request.has_beams
+            drafts = tuple(self._propose_drafts(seq, num_places)) if may_draft else ()
             if drafts and self._allocate(seq, 1 + len(drafts)):
                 drafted.append(ScheduledTokens(seq, seq.num_computed_tokens, 1 + len(drafts), True, drafts))
                 num_places -= len(drafts)
@@ -378,14 +404,22 @@ class Scheduler:
         return True
 
     def _attach(self, seq: Sequence) -> None:
-        """Let ``seq``, which holds nothing, have the blocks that others computed for it: of the first of its request
-        where that runs, or in the prefix cache.
+        """Let ``seq``, which holds nothing, have the blocks that others computed for it: those in the prefix cache, or
+        those of the prompt where another sequence of its request has more of them.
         """
-        first, num_shared = seq.request.sequences[0], seq.num_prompt_tokens - 1
-        if seq.index and first.status is SequenceStatus.RUNNING and self.kv.can_fork(first, num_shared):
-            self.kv.fork(first, seq, num_shared)
-        else:
-            self.kv.attach_cached(seq)
+        self.kv.attach_cached(seq)
+        num_shared = min(seq.num_prompt_tokens, seq.num_tokens - 1)
+        if len(seq.request.sequences) == 1 or seq.num_computed_tokens >= num_shared:
+            return
+        siblings = (each for each in self.running if each.request is seq.request)
+        parent = next((each for each in siblings if self.kv.can_fork(each, num_shared)), None)
+        if parent is not None:
+            self._detach(seq)
+            self.kv.fork(parent, seq, num_shared)
+
+    def _detach(self, seq: Sequence) -> None:
+        self.kv.free(seq)
+        seq.num_computed_tokens = 0
 
     def _admit(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
@@ -397,20 +431,42 @@ class Scheduler:
         if seq.num_computed_tokens >= seq.num_prompt_tokens:
             if seq.num_pending_tokens <= 1:
                 self.running.make_decode(seq)
-            if seq.index == 0:
+            if seq.index == 0 and seq.request.has_beams:
+                self._release_beams(seq)
+            elif seq.index == 0:
                 self.waiting.release(seq, self._now_s)
 
-    def _preempt_least_urgent(self) -> Sequence:
-        assert len(self.running) > 1, (
-            f"{list(self.running)} has the cache to itself, which was found to suffice when it came"
-        )
-        seq = self.running.least_urgent
-        self._stop(seq)
-        seq.status = SequenceStatus.WAITING
-        seq.num_computed_tokens = 0
-        seq.num_preemptions += 1
-        self.waiting.put_back(seq, self._now_s)
-        return seq
+    def _release_beams(self, first: Sequence) -> None:
+        """Let the beams that were preempted with ``first`` go on from the prompt that it has computed, on the seats
+        kept for them. Those that have nothing beyond it are held until they are forked.
+        """
+        for seq in first.request.sequences[1:]:
+            if seq.status is SequenceStatus.WAITING and seq.num_tokens > seq.num_prompt_tokens:
+                self.waiting.remove(seq)
+                # Not what the prefix cache has, unless they must: that may be other blocks than those of the first.
+                if self.kv.can_fork(first, seq.num_prompt_tokens):
+                    self.kv.fork(first, seq, seq.num_prompt_tokens)
+                else:
+                    self.kv.attach_cached(seq)
+                seq.urgency = (*first.urgency[:2], seq.index)
+                self.running.add_prompt(seq)
+
+    def _preempt_least_urgent(self) -> list[Sequence]:
+        """Who was preempted: one sequence, or all beams of a search that run."""
+        chosen = self.running.least_urgent
+        beams = [seq for seq in chosen.request.sequences if seq.status is SequenceStatus.RUNNING]
+        lost = beams if chosen.request.has_beams else [chosen]
+        assert len(self.running) > len(lost), f"{lost} has the cache to itself, which was found to suffice when it came"
+        for seq in lost:
+            self._stop(seq)
+            seq.status = SequenceStatus.WAITING
+            seq.num_computed_tokens = 0
+            seq.num_preemptions += 1
+            self.waiting.hold(seq)
+        first = chosen.request.sequences[0] if chosen.request.has_beams else chosen
+        self.waiting.remove(first)
+        self.waiting.put_back(first, self._now_s)
+        return lost
 
     def _stop(self, seq: Sequence) -> None:
         """Free the blocks and the seat of a running sequence."""

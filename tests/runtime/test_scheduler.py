@@ -168,8 +168,17 @@ def test_a_prompt_is_computed_for_the_first_sequence_and_shared_by_the_others():
     assert schedule.chunks[0].seq is third
     assert scheduler.kv.pool.capacity - scheduler.kv.pool.num_free == 2 + 1 + 1
     scheduler.finish(first)
-    schedule = step(scheduler)  # nobody is left to share with
-    assert [(chunk.seq, chunk.start, chunk.num_tokens) for chunk in schedule.chunks] == [(fourth, 0, 6)]
+    schedule = step(scheduler)  # any other will do
+    assert [(chunk.seq, chunk.start, chunk.num_tokens) for chunk in schedule.chunks] == [(fourth, 5, 1)]
+    assert fourth.block_tables[0][0] == third.block_tables[0][0]
+
+
+def test_with_nobody_left_to_share_with_the_prompt_is_computed_again():
+    scheduler = make(max_num_seqs=1, token_budget=16)
+    first, second = add(scheduler, 0, 6, n=2).request.sequences
+    step(scheduler)
+    scheduler.finish(first)
+    assert [(chunk.seq, chunk.start, chunk.num_tokens) for chunk in step(scheduler).chunks] == [(second, 0, 6)]
 
 
 def test_the_others_need_not_wait_for_a_sequence_that_is_gone():
