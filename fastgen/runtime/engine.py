@@ -169,7 +169,7 @@ class Engine:
                 self.cancel(generation, "error", token.error)
                 continue
             if generation.beams is not None:
-                self._update_beams(generation, sequence, token, step.ran_s)
+                self._update_beams(generation, sequence, token, step)
                 continue
             completion = generation.completions[sequence.index]
             sequence.token_ids.append(token.token_id)
@@ -184,13 +184,16 @@ class Engine:
             if sequence.status is SequenceStatus.RUNNING and num_drafts:
                 self.scheduler.accept(sequence, num_drafts)
 
-    def _update_beams(self, generation: Generation, sequence: Sequence, token: SampledToken, now_s: float) -> None:
+    def _update_beams(self, generation: Generation, sequence: Sequence, token: SampledToken, step: StepRecord) -> None:
         beams = generation.beams
         assert beams is not None
         assert token.candidates is not None
+        assert step.ran_s is not None
         beams.report(sequence, token.candidates)
         if beams.ready:
-            beams.advance(self.scheduler, now_s)
+            moves = self.recorder.beam_moves(self.scheduler, generation.request, step)
+            beams.advance(moves, step.ran_s)
+            self.recorder.beams_moved(generation.request, moves)
         if beams.done:
             self._finish_beams(generation)
 
@@ -202,6 +205,7 @@ class Engine:
             self.scheduler.finish(sequence)
         ends = generation.adopt_beams(self._stop_ids(generation.request.sampling))
         for completion, end in zip(generation.completions, ends, strict=True):
+            self.metrics.gave_answer(generation.request.arrival_s, completion.token_times_s)
             if (why := reason or end) is not None:
                 self._finish(completion, why, error)
             else:
@@ -216,7 +220,8 @@ class Engine:
         generation = self._generations[completion.sequence.request.request_id]
         if generation.left_queue_s is None:
             generation.left_queue_s = now_s
-        self.recorder.finished(completion.sequence, reason, now_s, is_last=generation.finished)
+        num_tokens, is_last = len(completion.token_ids), generation.finished
+        self.recorder.finished(completion.sequence, reason, now_s, num_tokens=num_tokens, is_last=is_last)
         self.metrics.finished(reason, now_s - generation.request.arrival_s if generation.finished else None)
         if generation.finished:
             del self._generations[generation.request.request_id]
