@@ -315,7 +315,7 @@ class Scheduler:
         """
         has_place = self.running.num_free_seats and self.kv.pool.num_free >= self.kv.num_groups
         seq = self.waiting.head if has_place else None
-        if seq is None or (_is_new(seq) and not self._num_opened):
+        if seq is None or (seq.begins_request and not self._num_opened):
             return None
         return seq if self.running.num_free_seats >= seq.request.sampling.beam_width else None
 
@@ -424,7 +424,7 @@ class Scheduler:
     def _admit(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
         self.running.add_prompt(seq)
-        self._num_opened -= _is_new(seq)
+        self._num_opened -= seq.begins_request
 
     def _note_prompt(self, seq: Sequence) -> None:
         """A chunk of ``seq`` was computed: it may be a decode now, or its siblings' turn."""
@@ -473,11 +473,6 @@ class Scheduler:
         self.kv.free(seq)
         self.running.remove(seq)
         self._forked.discard(seq)
-
-
-def _is_new(seq: Sequence) -> bool:
-    """Whether its admission is the first of its request."""
-    return not seq.num_preemptions and not seq.index
 
 
 def _num_tokens(decodes: SequenceOf[Sequence], chunks: Iterable[ScheduledTokens]) -> int:
