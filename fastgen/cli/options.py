@@ -18,13 +18,14 @@ from fastgen.errors import FastgenError, InvalidArgumentError, OutOfMemoryError
 
 LOAD_ARGUMENTS = (
     *("recipe", "device", "dtype", "token_budget", "max_num_seqs", "kv_cache_memory", "block_size", "max_model_len"),
+    *("policy", "itl_target_ms", "aging_s"),
     *("prefix_caching", "num_threads", "target", "quantize", "speculative", "num_draft_tokens", "sealed", "revision"),
     "allow_config_keys",
 )
 SAMPLING_FIELDS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "ignore_eos"),
-    *("logprobs", "prompt_logprobs", "timeout_s", "response_format"),
+    *("logprobs", "prompt_logprobs", "timeout_s", "priority", "response_format"),
 )
 
 Model = Annotated[
@@ -39,6 +40,11 @@ MaxNumSeqs = Annotated[int | None, typer.Option(help="How many sequences may run
 KvCacheMemory = Annotated[str | None, typer.Option(help="Memory for the KV cache: bytes, or such as 4GiB.")]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens in a block of the KV cache.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
+Policy = Annotated[str | None, typer.Option(help="splitfuse, prefill_first, orca, dynamic or static.")]
+ItlTargetMs = Annotated[
+    float | None, typer.Option(help="Longest gap that the prompts of others may put between two tokens, in ms.")
+]
+AgingS = Annotated[float | None, typer.Option(help="Seconds after which a request that waits moves up a class.")]
 PrefixCaching = Annotated[
     bool | None, typer.Option(help="Use again what the KV cache has of prompts that begin alike; on by default.")
 ]
@@ -77,6 +83,7 @@ IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", help="Do not end
 Logprobs = Annotated[int | None, typer.Option(help="With --json: log-probabilities of so many alternatives.")]
 PromptLogprobs = Annotated[int | None, typer.Option(help="With --json: the same for the prompt.")]
 TimeoutS = Annotated[float | None, typer.Option(help="Seconds after which an answer is cut off.")]
+Priority = Annotated[int | None, typer.Option(help="The lower the more urgent, among requests that run together.")]
 ResponseFormat = Annotated[
     str | None,
     typer.Option(metavar="JSON", help='What shape the answer must have, such as {"type": "json_object"}.'),

@@ -289,7 +289,7 @@ class Scheduler:
     def _admissible(self) -> Sequence | None:
         """The head of the queue, if there is a seat and the policy lets it in."""
         seq = self.waiting.head if self.running.num_free_seats else None
-        return None if seq is None or (_is_new(seq) and not self._num_opened) else seq
+        return None if seq is None or (seq.begins_request and not self._num_opened) else seq
 
     def _give_chunk(self, seq: Sequence, num_places: int, num_prompt_tokens: int) -> ScheduledTokens | None:
         """The next pending tokens of ``seq`` with blocks for them, and a seat where it was waiting; or ``None`` with
@@ -382,7 +382,7 @@ class Scheduler:
     def _admit(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
         self.running.add_prompt(seq)
-        self._num_opened -= _is_new(seq)
+        self._num_opened -= seq.begins_request
 
     def _note_prompt(self, seq: Sequence) -> None:
         """A chunk of ``seq`` was computed: it may be a decode now, or its siblings' turn."""
@@ -409,11 +409,6 @@ class Scheduler:
         self.kv.free(seq)
         self.running.remove(seq)
         self._forked.discard(seq)
-
-
-def _is_new(seq: Sequence) -> bool:
-    """Whether its admission is the first of its request."""
-    return not seq.num_preemptions and not seq.index
 
 
 def _num_tokens(decodes: SequenceOf[Sequence], chunks: Iterable[ScheduledTokens]) -> int:

@@ -31,6 +31,13 @@ _MOST_AGED = 8
 _urgency = attrgetter("urgency")
 
 
+def check_aging_s(aging_s: float) -> float:
+    """Refuse what is no time after which to move up."""
+    if not isinstance(aging_s, int | float) or isinstance(aging_s, bool) or not aging_s > 0:
+        raise InvalidArgumentError(f"aging_s={aging_s!r}: expected a number of seconds above 0")
+    return aging_s
+
+
 class _Class:
     """Those of one class, each part in order of urgency: who ``came`` stands behind all before, who ``returned`` has
     been here before, and they are few.
@@ -60,9 +67,7 @@ class WaitingQueue:
     """
 
     def __init__(self, aging_s: float = DEFAULT_AGING_S):
-        if not aging_s > 0:
-            raise InvalidArgumentError(f"aging_s={aging_s!r}: expected a number of seconds above 0")
-        self.aging_s = aging_s
+        self.aging_s = check_aging_s(aging_s)
         self._classes: dict[int, _Class] = {}
         self._levels: list[int] = []
         """The classes in which somebody waits, ascending."""
