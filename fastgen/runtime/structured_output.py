@@ -171,7 +171,10 @@ class _Vocabulary:
             backend = deepcopy(tokenizer.backend_tokenizer)
             backend.add_special_tokens([_END])
             self._end_id: int = backend.token_to_id(_END)
-            num_ids = max(vocab_size, backend.get_vocab_size(), self._end_id + 1)
+            ids = tokenizer.get_vocab().values()
+            if self._end_id in ids:
+                raise ValueError("its token ids have gaps")
+            num_ids = max(vocab_size, self._end_id + 1, *ids)
             self._tokenizer = self._library.LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=self._end_id)
         except (AttributeError, ValueError) as error:
             raise InvalidArgumentError(

@@ -288,6 +288,17 @@ def test_a_tokenizer_that_the_library_does_not_read_is_refused() -> None:
         matcher(grammars, {"type": "json_object"})
 
 
+def test_a_tokenizer_whose_ids_have_gaps_is_refused() -> None:
+    """The end of an answer gets an id of its own, which there could be a token's."""
+    words = Tokenizer(models.BPE({"<s>": 0, "a": 1, "b": 3}, []))
+    words.decoder = decoders.ByteLevel()
+    grammars = Grammars(
+        PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>"), vocab_size=4, eos_token_ids=[]
+    )
+    with pytest.raises(InvalidArgumentError, match="its token ids have gaps"):
+        matcher(grammars, pattern("a").format)
+
+
 # Refusals
 
 
