@@ -24,7 +24,7 @@ from tests.runtime.checkpoints import save_checkpoint
 VOCAB_SIZE = 330
 """More than the tokenizer has."""
 EOS = 2
-WHITESPACE = r"[ \t\n\r]{0,40}"
+WHITESPACE = r"[ \t\n\r]{0,20}"
 
 
 def save_writer(family: str, directory: Path) -> Path:
