@@ -16,7 +16,7 @@ import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.llm import LLM
 from tests.runtime import test_same_answer_cpp as cpp
-from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint
+from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, small_cache
 from tests.runtime.test_same_answer import num_certain_tokens, poison
 
 BLOCK_SIZE = 4
@@ -177,14 +177,6 @@ def generate(llm: LLM, prompts: list[list[int]], samplings: list[SamplingParams]
         outputs += llm.generate(prompts[wave], samplings[wave])
     cpp.assert_nothing_held(llm)
     return outputs
-
-
-def small_cache(directory: Path, num_tokens: int, **options: Any) -> int:
-    """Bytes of a KV cache in which a sequence of so many tokens just fits."""
-    with fastgen.load(directory, kv_cache_memory="1MiB", **options) as llm:
-        assert llm._engine is not None
-        kv = llm._engine.scheduler.kv
-        return llm._engine.runner.kv_cache.size_bytes // llm.config.num_blocks * (kv.blocks_needed(num_tokens) + 1)
 
 
 FAST = ("Llama", "Gemma2", "DeepseekV3")

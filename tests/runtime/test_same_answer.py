@@ -21,7 +21,7 @@ from fastgen.compile.ops.sampling import gumbel_noise
 from fastgen.runtime.block_pool import PADDING_BLOCK
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.policies import DynamicBatching, Policy
-from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint
+from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, small_cache
 
 MARGIN = 1e-3
 NUM_REQUESTS = 41
@@ -113,13 +113,11 @@ def test_in_every_order_of_arrival(directory: Path, alone: list[GenerationOutput
 
 @pytest.mark.parametrize("token_budget", [8, 48])
 def test_with_preemptions(directory: Path, alone: list[GenerationOutput], token_budget: int) -> None:
-    with fastgen.load(directory, token_budget=token_budget, max_num_seqs=8, kv_cache_memory="1GiB") as llm:
-        block_bytes = llm._engine.runner.kv_cache.size_bytes // llm.config.num_blocks
-    cache = block_bytes * (SMALL_CACHE // 16 + 1)
-    with fastgen.load(directory, token_budget=token_budget, max_num_seqs=8, kv_cache_memory=cache) as llm:
+    options = {"token_budget": token_budget, "max_num_seqs": 8}
+    with fastgen.load(directory, kv_cache_memory=small_cache(directory, SMALL_CACHE, **options), **options) as llm:
         outputs = llm.generate(PROMPTS, SAMPLINGS)
         assert_nothing_held(llm)
-    assert sum(output.metrics.preemptions for output in outputs) >= 10
+    assert sum(output.metrics.preemptions for output in outputs) >= 5  # with a window a few blocks go a long way
     assert_same(alone, outputs)
 
 
