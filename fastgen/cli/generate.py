@@ -45,6 +45,9 @@ def generate(
     logprobs: options.Logprobs = None,
     prompt_logprobs: options.PromptLogprobs = None,
     timeout_s: options.TimeoutS = None,
+    beam_width: options.BeamWidth = None,
+    length_penalty: options.LengthPenalty = None,
+    early_stopping: options.EarlyStopping = None,
     recipe: options.Recipe = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -174,6 +177,8 @@ def _answer_record(output: GenerationOutput) -> dict[str, Any]:
     }
     if output.logprobs is not None:
         record["logprobs"] = _logprobs_record(output.logprobs)
+    if output.score is not None:
+        record["score"] = output.score
     return record
 
 

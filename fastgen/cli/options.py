@@ -23,6 +23,7 @@ SAMPLING_FIELDS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "ignore_eos"),
     *("logprobs", "prompt_logprobs", "timeout_s"),
+    *("beam_width", "length_penalty", "early_stopping"),
 )
 
 Model = Annotated[
@@ -73,6 +74,11 @@ IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", help="Do not end
 Logprobs = Annotated[int | None, typer.Option(help="With --json: log-probabilities of so many alternatives.")]
 PromptLogprobs = Annotated[int | None, typer.Option(help="With --json: the same for the prompt.")]
 TimeoutS = Annotated[float | None, typer.Option(help="Seconds after which an answer is cut off.")]
+BeamWidth = Annotated[int | None, typer.Option(help="Search for the answer with so many beams.")]
+LengthPenalty = Annotated[float | None, typer.Option(help="With beams: above 0 favours long answers.")]
+EarlyStopping = Annotated[
+    str | None, typer.Option(metavar="true|false|never", help="With beams: end when as many answers have ended.")
+]
 
 
 _SINGULAR = {"allow_config_keys": "allow_config_key"}
@@ -112,6 +118,8 @@ def given_sampling_fields(ctx: typer.Context) -> dict[str, Any]:
     fields = _given(ctx, SAMPLING_FIELDS)
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(_parse_bias(text) for text in fields["logit_bias"])
+    if fields.get("early_stopping") in ("true", "false"):
+        fields["early_stopping"] = fields["early_stopping"] == "true"
     fastgen.SamplingParams(**fields)
     return fields
 

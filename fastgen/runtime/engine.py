@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
+from fastgen.runtime.beam_group import BeamGroup
 from fastgen.runtime.detokenizer import Detokenizer
 from fastgen.runtime.faults import cause_of
 from fastgen.runtime.generation import Completion, Generation
@@ -76,7 +77,13 @@ class Engine:
                 f"{num_tokens} tokens, max_model_len is {self.max_model_len}; {advice}",
                 room=room,
             )
-        self.scheduler.kv.check_fits(len(prompt_ids), sampling.max_new_tokens)
+        num_endings = len(self._stop_ids(sampling))
+        if 1 < sampling.beam_width > self.vocab_size - num_endings:
+            raise InvalidArgumentError(
+                f"beam_width={sampling.beam_width} beams cannot all go on with different tokens: of {self.vocab_size} "
+                f"in the vocabulary {num_endings} end a beam"
+            )
+        self.scheduler.check_fits(len(prompt_ids), sampling)
 
     def submit(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> Generation:
         """Queue a request. Its answer grows with the steps that follow."""
@@ -84,9 +91,10 @@ class Engine:
         request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock())
         completions = [
             Completion(sequence, self._new_detokenizer(prompt_ids, sampling) if self._new_detokenizer else None)
-            for sequence in request.sequences
+            for sequence in request.sequences[: sampling.n]
         ]
-        generation = Generation(request, completions)
+        beams = BeamGroup(request, self._stop_ids(sampling)) if request.has_beams else None
+        generation = Generation(request, completions, beams)
         self.scheduler.add(request)
         self._generations[request.request_id] = generation
         self.recorder.arrived(request)
@@ -97,6 +105,8 @@ class Engine:
 
     def cancel(self, generation: Generation, reason: FinishReason = "cancelled", error: str | None = None) -> None:
         """End what is still running of ``generation``; blocks and seats are free at once."""
+        if generation.beams is not None and not generation.finished:
+            self._finish_beams(generation, reason, error)
         for completion in generation.completions:
             if completion.finish_reason is None:
                 self._finish(completion, reason, error)
@@ -157,10 +167,10 @@ class Engine:
         """Assert that scheduler, blocks and open requests agree."""
         self.scheduler.check_integrity()
         open_sequences = {
-            completion.sequence
+            sequence
             for generation in self._generations.values()
-            for completion in generation.completions
-            if completion.finish_reason is None
+            for sequence in generation.request.sequences
+            if sequence.status is not SequenceStatus.FINISHED
         }
         assert open_sequences == set(self.scheduler.unfinished)
 
@@ -192,6 +202,9 @@ class Engine:
         if token.error is not None:
             self.cancel(generation, "error", token.error)
             return
+        if generation.beams is not None:
+            self._update_beams(generation, sequence, token, step)
+            return
         assert step.ran_s is not None
         completion = generation.completions[sequence.index]
         sequence.token_ids.append(token.token_id)
@@ -201,23 +214,52 @@ class Engine:
         if reason is not None:
             self._finish(completion, reason)
 
+    def _update_beams(self, generation: Generation, sequence: Sequence, token: SampledToken, step: StepRecord) -> None:
+        beams = generation.beams
+        assert beams is not None
+        assert token.candidates is not None
+        assert step.ran_s is not None
+        beams.report(sequence, token.candidates)
+        if beams.ready:
+            moves = self.recorder.beam_moves(self.scheduler, generation.request, step)
+            beams.advance(moves, step.ran_s)
+            self.recorder.beams_moved(generation.request, moves)
+        if beams.done:
+            self._finish_beams(generation)
+
+    def _finish_beams(
+        self, generation: Generation, reason: FinishReason | None = None, error: str | None = None
+    ) -> None:
+        """Give out what the search found. A ``reason`` ends it before its time."""
+        for sequence in generation.request.sequences:
+            self.scheduler.finish(sequence)
+        ends = generation.adopt_beams(self._stop_ids(generation.request.sampling))
+        for completion, end in zip(generation.completions, ends, strict=True):
+            self.metrics.gave_answer(generation.request.arrival_s, completion.token_times_s)
+            if reason is None and end is None:
+                self._finish(completion, "error", "the beam search found fewer answers: no other token can be chosen")
+            else:
+                self._finish(completion, reason or end, error)
+
     def _finish(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         self.scheduler.finish(completion.sequence)
+        is_broken = False
         try:
             completion.finish(reason, error)
         except Exception as failure:  # of what was left to decode
-            reason, error = "error", error or cause_of(failure)
+            is_broken, reason, error = True, "error", error or cause_of(failure)
             _log.error("a request ends with an error: %s", error, exc_info=failure)
             completion.fail(error)
         now_s = self._clock()
         generation = self._generations[completion.sequence.request.request_id]
         if generation.left_queue_s is None:
             generation.left_queue_s = now_s
-        self.recorder.finished(completion.sequence, reason, now_s, is_last=generation.finished)
+        num_tokens, is_last = len(completion.token_ids), generation.finished
+        self.recorder.finished(completion.sequence, reason, now_s, num_tokens=num_tokens, is_last=is_last)
         self.metrics.finished(reason, now_s - generation.request.arrival_s if generation.finished else None)
         if generation.finished:
             del self._generations[generation.request.request_id]
-        elif reason == "error":
+        elif is_broken and generation.beams is None:
             self.cancel(generation, reason, error)
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:

@@ -11,7 +11,6 @@ follow the order of first appearance. So it tells which prompts begin alike and 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
@@ -66,6 +65,16 @@ class Copy(NamedTuple):
     destination: int
 
 
+class BeamMove(NamedTuple):
+    """``sequence`` goes on from ``parent``, or where that is ``None`` gives back its blocks and waits. ``dropped`` are
+    the numbers of the full blocks behind its prompt's that it had come to before.
+    """
+
+    sequence: str
+    parent: str | None
+    dropped: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
     """The sizes and rules that the scheduler decides by. ``num_blocks`` counts the padding block."""
@@ -111,11 +120,17 @@ class Arrival:
     prompt_tokens: int
     max_new_tokens: int
     n: int = 1
+    beam_width: int = 1
     priority: int = 0
     prompt_logprobs: bool = False
     """Asked for, so that nothing of the prompt is taken from the prefix cache."""
     timeout_s: float | None = None
     blocks: tuple[int, ...] = ()
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        """The names of its sequences: its completions, or the beams that search for them."""
+        return tuple(f"{self.request}.{index}" for index in range(max(self.n, self.beam_width)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +211,23 @@ class Blocks:
     blocks: tuple[int, ...]
 
 
-Event = Arrival | Step | Finish | Blocks
+@dataclass(frozen=True, kw_only=True)
+class Beams:
+    """The beams of a request moved by a token after a step: ``moves`` in their order, those that go on in another's
+    place before those that give back their blocks, and between them each of ``given`` was given its token. With the
+    last token of a search nothing moves.
+    """
+
+    kind: Literal["beams"] = "beams"
+    __pydantic_config__: ClassVar = _STRICT
+
+    request: int
+    step: int
+    moves: tuple[BeamMove, ...]
+    given: tuple[str, ...]
+
+
+Event = Arrival | Step | Finish | Blocks | Beams
 
 
 @dataclass(frozen=True)
@@ -218,15 +249,10 @@ class Recording:
     def finishes(self) -> dict[str, Finish]:
         return {event.sequence: event for event in self.events if isinstance(event, Finish)}
 
-    @cached_property
-    def entries(self) -> dict[str, list[tuple[Step, Entry]]]:
-        """Of each sequence, the steps that ran with tokens of it."""
-        found: dict[str, list[tuple[Step, Entry]]] = defaultdict(list)
-        for step in self.steps:
-            if step.ran_s is not None:
-                for entry in step.entries:
-                    found[entry.sequence].append((step, entry))
-        return found
+    def together(self, sequence: str) -> tuple[str, ...]:
+        """The sequences that are admitted and end with this one: all beams of its search, or it alone."""
+        arrival = self.arrivals[request_of(sequence)]
+        return arrival.sequences if arrival.beam_width > 1 else (sequence,)
 
     @property
     def end_s(self) -> float:
@@ -239,9 +265,9 @@ class Recording:
 
         :raises InvalidArgumentError: where the recording knows no such sequence.
         """
-        request, _, index = sequence.partition(".")
+        request, _, _ = sequence.partition(".")
         found = self.arrivals.get(int(request)) if request.isdecimal() else None
-        if found is None or not (index.isdecimal() and int(index) < found.n):
+        if found is None or sequence not in found.sequences:
             held = f"requests {min(self.arrivals)} to {max(self.arrivals)}" if self.arrivals else "no request"
             raise InvalidArgumentError(f"the recording holds {held}, but no sequence {sequence!r}")
         return found

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, TypeAdapter, ValidationError
 
 from fastgen.errors import RecordingError
-from fastgen.runtime.flight import FORMAT, VERSION, Arrival, Blocks, Event, Finish, Header, Recording, Step, request_of
+from fastgen.runtime.flight import FORMAT, VERSION, Arrival, Beams, Blocks, Event, Finish, Header, Recording, Step
 
 
 def write_recording(recording: Recording, path: str | Path) -> None:
@@ -70,16 +70,18 @@ def _read_header(line: bytes, path: str) -> Header:
 def _read_events(lines: list[bytes], header: Header, path: str) -> Iterator[Event]:
     """The events, found to tell one story: who is named has arrived, and steps follow each other."""
     events, _ = _adapters()
-    arrived: dict[int, int] = {}
+    arrived: set[int] = set()
+    known: set[str] = set()
     next_step = header.first_step
     for number, line in enumerate(lines, start=2):
         event: Event = _checked(events, line, path, number)
         if isinstance(event, Arrival):
             if event.request in arrived:
                 raise RecordingError(f"request {event.request} arrives a second time", file=path, line=number)
-            arrived[event.request] = event.n
+            arrived.add(event.request)
+            known.update(event.sequences)
         for sequence in _sequences(event):
-            if not _is_known(sequence, arrived):
+            if sequence not in known:
                 raise RecordingError(f"sequence {sequence!r} never arrived", file=path, line=number)
         if isinstance(event, Step):
             if event.step != next_step:
@@ -95,11 +97,10 @@ def _sequences(event: Event) -> Iterator[str]:
         yield from event.preempted
     elif isinstance(event, Finish | Blocks):
         yield event.sequence
-
-
-def _is_known(sequence: str, arrived: dict[int, int]) -> bool:
-    request, _, index = sequence.partition(".")
-    return request.isdecimal() and index.isdecimal() and int(index) < arrived.get(request_of(sequence), 0)
+    elif isinstance(event, Beams):
+        yield f"{event.request}.0"
+        yield from event.given
+        yield from (name for move in event.moves for name in (move.sequence, move.parent) if name is not None)
 
 
 def _checked(adapter: TypeAdapter[Any], line: bytes, path: str, number: int) -> Any:

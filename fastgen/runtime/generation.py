@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from fastgen.runtime.beam_group import BeamGroup
+from fastgen.runtime.beam_search import Hypothesis
 from fastgen.runtime.detokenizer import Detokenizer
 from fastgen.runtime.outputs import FinishReason, GenerationChunk, GenerationOutput, RequestMetrics
 from fastgen.runtime.request import Request, Sequence
@@ -23,6 +25,7 @@ class Completion:
     token_times_s: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    score: float | None = None
     num_chars_taken: int = 0
     num_tokens_taken: int = 0
     finish_taken: bool = False
@@ -41,6 +44,16 @@ class Completion:
             if self.detokenizer.stopped:
                 return "stop"
         return "length" if len(self.token_ids) >= sampling.max_new_tokens else None
+
+    def adopt(self, found: Hypothesis, stop_ids: frozenset[int], times_s: list[float]) -> FinishReason | None:
+        """Be the answer that a beam search ``found``; returns why it ended, if it did. ``times_s`` has a time for each
+        token at least.
+        """
+        self.score = found.score
+        reason: FinishReason | None = None
+        for token, time_s in zip(found.beam.tokens(), times_s, strict=False):
+            reason = self.append(SampledToken(token.token_id, token.logprobs), stop_ids, time_s)
+        return reason
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         if self.detokenizer is not None:
@@ -65,11 +78,12 @@ class Completion:
 
 
 class Generation:
-    """A submitted request: its completions and what they have in common."""
+    """A submitted request: its completions and what they have in common. With ``beams`` these find the completions."""
 
-    def __init__(self, request: Request, completions: list[Completion]):
+    def __init__(self, request: Request, completions: list[Completion], beams: BeamGroup | None = None):
         self.request = request
         self.completions = completions
+        self.beams = beams
         self.prompt_logprobs: list[dict[int, float] | None] | None = (
             None if request.sampling.prompt_logprobs is None else [None] * len(request.prompt_ids)
         )
@@ -85,6 +99,18 @@ class Generation:
                 return False
             self._num_finished += 1
         return True
+
+    def adopt_beams(self, stop_ids: frozenset[int]) -> list[FinishReason | None]:
+        """Take the best hypotheses as the completions. Returns why each ended; ``None`` for one that has not, and where
+        there are too few.
+        """
+        assert self.beams is not None
+        found = self.beams.hypotheses()
+        ends = [
+            completion.adopt(hypothesis, stop_ids, self.beams.token_times_s)
+            for completion, hypothesis in zip(self.completions, found, strict=False)
+        ]
+        return ends + [None] * (len(self.completions) - len(found))
 
     def take_chunks(self) -> list[GenerationChunk]:
         """What each completion has added since the last call."""
@@ -105,6 +131,7 @@ class Generation:
             token_ids=completion.token_ids,
             finish_reason=completion.finish_reason,
             error=completion.error,
+            score=completion.score,
             logprobs=None if self.request.sampling.logprobs is None else completion.logprobs,
             prompt_token_ids=self.request.prompt_ids,
             prompt_logprobs=self.prompt_logprobs,

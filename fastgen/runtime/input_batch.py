@@ -172,9 +172,12 @@ class InputBatch:
         self.note_sampled(sequences)
 
     def note_sampled(self, sequences: list[Sequence]) -> None:
-        """As :meth:`store_sampled`, where kernels wrote the ids to :attr:`sampled_ids` themselves."""
+        """As :meth:`store_sampled`, where kernels wrote the ids to :attr:`sampled_ids` themselves. What follows a beam
+        is for its search to say, and comes from the host.
+        """
         for sequence in sequences:
-            self._sampled[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
+            known = (sequence, sequence.num_preemptions, sequence.num_tokens)
+            self._sampled[_seat(sequence)] = None if sequence.request.has_beams else known
 
     def _fill_tokens(self, host: _HostArrays, entries: list[ScheduledTokens], size: int) -> list[Sequence]:
         input_ids, positions, token_source = host["input_ids"], host["positions"], host["token_source"]

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from fastgen.runtime.outputs import FinishReason
@@ -124,6 +124,14 @@ class EngineMetrics:
             self._ttft.add(token_times_s[0] - arrival_s)
         else:
             self._gap.add(token_times_s[-1] - token_times_s[-2])
+
+    def gave_answer(self, arrival_s: float, token_times_s: list[float]) -> None:
+        """A beam search gave a sequence all of its tokens at once, found at these times."""
+        self._generation_tokens += len(token_times_s)
+        for first_s in token_times_s[:1]:
+            self._ttft.add(first_s - arrival_s)
+        for earlier_s, later_s in pairwise(token_times_s):
+            self._gap.add(later_s - earlier_s)
 
     def stepped(self, schedule: Schedule, step: StepRecord) -> None:
         """A step was run to its end."""

@@ -46,8 +46,12 @@ class GenerationOutput:
     """One per prompt token, ``None`` for the first, which nothing precedes; ``None`` when not asked for."""
     error: str | None = None
     """What went wrong, when ``finish_reason`` is ``"error"``."""
+    score: float | None = None
+    """With beam search, what this completion was ranked by: the sum of its tokens' log-probabilities, as penalties and
+    bias made them, divided by its length to the power ``length_penalty``."""
     others: tuple[GenerationOutput, ...] = field(default=(), repr=False)
-    """The further completions of the same prompt when ``n > 1``; empty in each of these."""
+    """The further completions of the same prompt when ``n > 1``, with beam search best first; empty in each of
+    these."""
 
     @property
     def completions(self) -> tuple[GenerationOutput, ...]:
@@ -57,7 +61,8 @@ class GenerationOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationChunk:
-    """What a stream yields: the text and ids that are new since the last chunk of the same completion."""
+    """What a stream yields: the text and ids that are new since the last chunk of the same completion. A beam search
+    knows its answers when it is done, so each comes whole then."""
 
     index: int
     """Which of the ``n`` completions this belongs to."""

@@ -17,6 +17,8 @@ import fastgen
 from fastgen.runtime.flight import (
     Admission,
     Arrival,
+    BeamMove,
+    Beams,
     BlockEntry,
     Blocks,
     Copy,
@@ -29,7 +31,7 @@ from fastgen.runtime.flight import (
     Step,
 )
 from fastgen.runtime.outputs import FinishReason
-from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.request import Request, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from fastgen.runtime.sampling_params import SamplingParams
@@ -134,16 +136,45 @@ class _Finished(NamedTuple):
     key: _Key
     clock_s: float
     reason: FinishReason
-    token_ids: SequenceOf[int]
-    """Prompt and answer."""
-    num_prompt_tokens: int
-    is_last: bool
-    """Of the sequences of its request."""
+    num_tokens: int
+    request: Request | None
+    """Where this was the last of its completions."""
     step: int | None
 
     @property
     def num_bytes(self) -> int:
-        return 300 + _BYTES_PER_TOKEN * len(self.token_ids)
+        num_tokens = 0 if self.request is None else sum(seq.num_tokens for seq in self.request.sequences)
+        return 300 + _BYTES_PER_TOKEN * num_tokens
+
+
+class BeamMoves:
+    """Passes on to the scheduler what a beam search asks of it, and remembers it."""
+
+    def __init__(self, scheduler: Scheduler, request_id: int, step: int, *, keeps_tokens: bool):
+        self._scheduler, self._keeps_tokens = scheduler, keeps_tokens
+        self.request_id, self.step = request_id, step
+        self.moves: list[tuple[_Key, _Key | None, SequenceOf[int], int]] = []
+        """Of each: which sequence, its new parent, what tokens it had, and how many of them are the prompt's."""
+        self.given: list[_Key] = []
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        self._note(child, parent.key)
+        self._scheduler.fork(parent, child)
+
+    def park(self, seq: Sequence) -> None:
+        self._note(seq, None)
+        self._scheduler.park(seq)
+
+    def _note(self, seq: Sequence, parent: _Key | None) -> None:
+        token_ids = list(seq.token_ids) if self._keeps_tokens else ()
+        self.moves.append((seq.key, parent, token_ids, seq.num_prompt_tokens))
+
+    @property
+    def num_bytes(self) -> int:
+        return 300 + sum(200 + _BYTES_PER_TOKEN * len(token_ids) for _, _, token_ids, _ in self.moves)
+
+
+_RingEvent = StepRecord | _Arrived | _Finished | BeamMoves
 
 
 class Recorder:
@@ -161,7 +192,7 @@ class Recorder:
     ):
         self.engine, self.max_steps, self.max_bytes = engine, max_steps, max_bytes
         self._started, self._clock_s = datetime.now(UTC), clock()
-        self._ring: deque[StepRecord | _Arrived | _Finished] = deque()
+        self._ring: deque[_RingEvent] = deque()
         self._num_bytes = 0
         self._next_step = self._first_step = 0
         self._open: dict[int, Request] = {}
@@ -189,14 +220,23 @@ class Recorder:
         self._append(record)
         return record
 
-    def finished(self, seq: Sequence, reason: FinishReason, now_s: float, *, is_last: bool) -> None:
-        """``seq`` ended, as the last one of its request or not."""
+    def beam_moves(self, scheduler: Scheduler, request: Request, step: StepRecord) -> BeamMoves:
+        """Stands in for ``scheduler`` where the search of ``request`` moves after ``step``."""
+        return BeamMoves(scheduler, request.request_id, step.number, keeps_tokens=self.engine.prefix_caching)
+
+    def beams_moved(self, request: Request, moves: BeamMoves) -> None:
+        """The beams of ``request`` made these moves, and each was given a token."""
+        beams = [seq for seq in request.sequences if seq.status is SequenceStatus.RUNNING and seq.num_pending_tokens]
+        moves.given = [seq.key for seq in beams]
+        self._append(moves)
+
+    def finished(self, seq: Sequence, reason: FinishReason, now_s: float, *, num_tokens: int, is_last: bool) -> None:
+        """``seq``, a completion, ended with so many tokens, as the last one of its request or not."""
         self._seated.discard(seq.key)
-        if is_last:
-            del self._open[seq.request.request_id]
+        request = self._open.pop(seq.request.request_id) if is_last else None
         last = self._last_step
         step = last.number if last is not None and last.ran_s is not None and last.ended_s is None else None
-        self._append(_Finished(seq.key, now_s, reason, seq.token_ids, seq.num_prompt_tokens, is_last, step))
+        self._append(_Finished(seq.key, now_s, reason, num_tokens, request, step))
 
     def recording(self, model: str) -> Recording:
         """What the ring holds now. ``model`` names the model in it."""
@@ -210,7 +250,7 @@ class Recorder:
         )
         return Recording(header, tuple(self._events()))
 
-    def _append(self, event: StepRecord | _Arrived | _Finished) -> None:
+    def _append(self, event: _RingEvent) -> None:
         self._ring.append(event)
         self._num_bytes += event.num_bytes
         while self._next_step - self._first_step > self.max_steps or (
@@ -218,34 +258,33 @@ class Recorder:
         ):
             self._let_go(self._ring.popleft())
 
-    def _let_go(self, event: StepRecord | _Arrived | _Finished) -> None:
+    def _let_go(self, event: _RingEvent) -> None:
         self._num_bytes -= event.num_bytes
         if isinstance(event, StepRecord):
             self._first_step = event.number + 1
         elif isinstance(event, _Arrived):
             self._early[event.request_id] = event
-        elif event.is_last:
+        elif isinstance(event, _Finished) and event.request is not None:
             del self._early[event.key[0]]
 
     def _events(self) -> Iterator[Event]:
         numbers = _BlockNumbers(self.engine.block_size)
-        tokens: dict[_Key, tuple[SequenceOf[int], int]] = {
-            seq.key: (seq.token_ids, seq.num_prompt_tokens)
-            for request in self._open.values()
-            for seq in request.sequences
-        }
+        requests = dict(self._open)
         for event in (*self._early.values(), *self._ring):
             if isinstance(event, StepRecord):
                 yield event.step()
             elif isinstance(event, _Arrived):
                 yield _arrival(event, numbers.of(event.prompt_ids) if self.engine.prefix_caching else ())
+            elif isinstance(event, BeamMoves):
+                yield _beams(event, numbers)
             else:
-                tokens[event.key] = (event.token_ids, event.num_prompt_tokens)
+                if event.request is not None:
+                    requests[event.key[0]] = event.request
                 yield _finish(event)
         if self.engine.prefix_caching:
-            for key, (token_ids, num_prompt_tokens) in sorted(tokens.items()):
-                if blocks := numbers.of(token_ids)[num_prompt_tokens // self.engine.block_size :]:
-                    yield Blocks(sequence=_name(key), blocks=blocks)
+            for seq in (seq for _, request in sorted(requests.items()) for seq in request.sequences):
+                if blocks := numbers.behind_prompt(seq.token_ids, seq.num_prompt_tokens):
+                    yield Blocks(sequence=_name(seq.key), blocks=blocks)
 
 
 def engine_facts(scheduler: Scheduler) -> EngineFacts:
@@ -278,6 +317,10 @@ class _BlockNumbers:
             numbers.append(previous)
         return tuple(numbers)
 
+    def behind_prompt(self, token_ids: SequenceOf[int], num_prompt_tokens: int) -> tuple[int, ...]:
+        """Those of the blocks that the prompt does not fill by itself."""
+        return self.of(token_ids)[num_prompt_tokens // self._block_size :]
+
 
 def _name(key: _Key) -> str:
     return f"{key[0]}.{key[1]}"
@@ -291,6 +334,7 @@ def _arrival(event: _Arrived, blocks: tuple[int, ...]) -> Arrival:
         prompt_tokens=len(event.prompt_ids),
         max_new_tokens=sampling.max_new_tokens,
         n=sampling.n,
+        beam_width=sampling.beam_width,
         priority=sampling.priority,
         prompt_logprobs=sampling.prompt_logprobs is not None,
         timeout_s=sampling.timeout_s,
@@ -298,11 +342,19 @@ def _arrival(event: _Arrived, blocks: tuple[int, ...]) -> Arrival:
     )
 
 
+def _beams(event: BeamMoves, numbers: _BlockNumbers) -> Beams:
+    moves = [
+        BeamMove(_name(key), None if parent is None else _name(parent), numbers.behind_prompt(token_ids, num_prompt))
+        for key, parent, token_ids, num_prompt in event.moves
+    ]
+    return Beams(request=event.request_id, step=event.step, moves=tuple(moves), given=tuple(map(_name, event.given)))
+
+
 def _finish(event: _Finished) -> Finish:
     return Finish(
         clock_s=event.clock_s,
         sequence=_name(event.key),
         reason=event.reason,
-        num_tokens=len(event.token_ids) - event.num_prompt_tokens,
+        num_tokens=event.num_tokens,
         step=event.step,
     )

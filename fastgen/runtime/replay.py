@@ -7,12 +7,13 @@ full block equal no others. A step's decision is all that the recorder keeps of 
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.flight import Arrival, Blocks, EngineFacts, Finish, Recording, Step
+from fastgen.runtime.flight import Arrival, Beams, Blocks, EngineFacts, Event, Finish, Recording, Step
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.recorder import Recorder
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
@@ -64,13 +65,15 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
         )
     player, step = _Player(recording), None
     for event in recording.events:
-        if step is not None and not (isinstance(event, Finish) and event.step == step.step):
+        if step is not None and not _is_outcome(event, step):
             player.end_step(step)
             step = None
         if isinstance(event, Arrival):
             player.arrive(event)
         elif isinstance(event, Finish):
-            player.scheduler.finish(player.sequences[event.sequence])
+            player.finish(event)
+        elif isinstance(event, Beams):
+            player.move_beams(event)
         elif isinstance(event, Step):
             step, replayed = event, player.step(event)
             yield event, replayed, player.scheduler
@@ -78,14 +81,30 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
                 return
 
 
+def _is_outcome(event: Event, step: Step) -> bool:
+    """Whether it happened while the tokens of ``step`` were handed out."""
+    return isinstance(event, Beams) or (isinstance(event, Finish) and event.step == step.step)
+
+
 class _Player:
+    """``_blocks`` has for each sequence the numbers of all its full blocks, and for a beam that moves those of each of
+    the lives it had, the present one first.
+    """
+
     def __init__(self, recording: Recording):
         self.scheduler = build_scheduler(recording.header.engine, self._drafts)
         self.sequences: dict[str, Sequence] = {}
         self._recorder = Recorder(recording.header.engine, lambda: recording.header.clock_s)
         self._block_size = recording.header.engine.block_size
-        self._later_blocks = {event.sequence: event.blocks for event in recording.events if isinstance(event, Blocks)}
-        self._blocks: dict[str, tuple[int, ...]] = {}
+        self._blocks: dict[str, deque[tuple[int, ...]]] = {}
+        self._dropped: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+        self._last: dict[str, tuple[int, ...]] = {}
+        for event in recording.events:
+            if isinstance(event, Beams):
+                for move in event.moves:
+                    self._dropped[move.sequence].append(move.dropped)
+            elif isinstance(event, Blocks):
+                self._last[event.sequence] = event.blocks
         self._unlike_others = count(2**31)
         self._num_drafts: dict[str, int] = {}
 
@@ -93,16 +112,34 @@ class _Player:
         sampling = SamplingParams(
             max_new_tokens=event.max_new_tokens,
             n=event.n,
+            beam_width=event.beam_width,
             priority=event.priority,
             prompt_logprobs=0 if event.prompt_logprobs else None,
         )
         request = Request(event.request, [0] * event.prompt_tokens, sampling, event.clock_s)
-        for seq in request.sequences:
-            name = f"{event.request}.{seq.index}"
+        for name, seq in zip(event.sequences, request.sequences, strict=True):
             self.sequences[name] = seq
-            self._blocks[name] = event.blocks + self._later_blocks.get(name, ())
-            seq.token_ids = [self._stand_in(name, position) for position in range(event.prompt_tokens)]
+            lives = (*self._dropped[name], self._last.get(name, ()))
+            self._blocks[name] = deque(event.blocks + later for later in lives)
+            seq.token_ids = self._stand_ins(name, event.prompt_tokens)
         self.scheduler.add(request)
+
+    def finish(self, event: Finish) -> None:
+        seq = self.sequences[event.sequence]
+        for each in seq.request.sequences if seq.request.has_beams else [seq]:
+            self.scheduler.finish(each)
+
+    def move_beams(self, event: Beams) -> None:
+        forks = [(move.sequence, move.parent) for move in event.moves if move.parent is not None]
+        parked = [move.sequence for move in event.moves if move.parent is None]
+        for name, parent in forks:
+            self.scheduler.fork(self.sequences[parent], self.sequences[name])
+            self._begin_life(name)
+        for name in event.given:
+            self._give_token(name)
+        for name in parked:
+            self.scheduler.park(self.sequences[name])
+            self._begin_life(name)
 
     def step(self, event: Step) -> Step | None:
         """Schedules a step; where it is the recorded one, commits it and gives what tokens ``event`` says."""
@@ -118,24 +155,36 @@ class _Player:
         if replayed == event and event.ran_s is not None:
             self.scheduler.commit(schedule)
             for entry in event.entries:
-                seq = self.sequences[entry.sequence]
                 for _ in range(entry.num_sampled):
-                    seq.token_ids.append(self._stand_in(entry.sequence, seq.num_tokens))
+                    self._give_token(entry.sequence)
         return replayed
 
     def end_step(self, event: Step) -> None:
         """Accept the drafts of the sequences that go on, as the engine does when all tokens have been handed out."""
         for entry in event.entries:
             seq = self.sequences[entry.sequence]
-            if entry.num_sampled > 1 and seq.status is SequenceStatus.RUNNING:
+            if entry.num_drafts and entry.num_sampled > 1 and seq.status is SequenceStatus.RUNNING:
                 self.scheduler.accept(seq, entry.num_sampled - 1)
 
     def _drafts(self, seq: Sequence, max_tokens: int) -> list[int]:
         """What was drafted is not recorded, only how much of it was scheduled; nor does the scheduler look at it."""
         return [0] * self._num_drafts.get(f"{seq.key[0]}.{seq.index}", 0)
 
+    def _give_token(self, sequence: str) -> None:
+        token_ids = self.sequences[sequence].token_ids
+        token_ids.append(self._stand_in(sequence, len(token_ids)))
+
+    def _begin_life(self, sequence: str) -> None:
+        """From here on ``sequence`` has the tokens that it has next."""
+        self._blocks[sequence].popleft()
+        token_ids = self.sequences[sequence].token_ids
+        token_ids[:] = self._stand_ins(sequence, len(token_ids))
+
+    def _stand_ins(self, sequence: str, num_tokens: int) -> list[int]:
+        return [self._stand_in(sequence, position) for position in range(num_tokens)]
+
     def _stand_in(self, sequence: str, position: int) -> int:
-        blocks, index = self._blocks[sequence], position // self._block_size
+        blocks, index = self._blocks[sequence][0], position // self._block_size
         return blocks[index] if index < len(blocks) else next(self._unlike_others)
 
 

@@ -21,7 +21,8 @@ class SequenceStatus(enum.Enum):
 
 
 class Request:
-    """One prompt and its sampling parameters, with ``sampling.n`` sequences that start from the prompt.
+    """One prompt and its sampling parameters, with ``sampling.n`` sequences that start from the prompt, or as many as
+    its ``beam_width`` where that is above 1.
 
     ``request_id`` numbers requests in order of arrival; ``arrival_s`` is when this one came (seconds).
     """
@@ -35,10 +36,15 @@ class Request:
         self.prompt_ids = list(prompt_ids)
         self.sampling = sampling
         self.arrival_s = arrival_s
-        self.sequences = [Sequence(self, index) for index in range(sampling.n)]
+        self.sequences = [Sequence(self, index) for index in range(max(sampling.n, sampling.beam_width))]
+
+    @property
+    def has_beams(self) -> bool:
+        """Whether its sequences are the beams of one search, which only move together."""
+        return self.sampling.beam_width > 1
 
     def __repr__(self) -> str:
-        return f"Request({self.request_id}, {len(self.prompt_ids)} prompt tokens, n={len(self.sequences)})"
+        return f"Request({self.request_id}, {len(self.prompt_ids)} prompt tokens, {len(self.sequences)} sequences)"
 
 
 class Sequence:

@@ -45,8 +45,10 @@ class RowHistory:
 
 
 def is_plain(sampling: SamplingParams) -> bool:
-    """Whether each token is the likeliest and nothing more is to be known, so that a row needs no history."""
-    return (
+    """Whether each token is the likeliest and nothing more is to be known, so that a row needs no history. Of a beam
+    nothing is: its search chooses among candidates.
+    """
+    return sampling.beam_width > 1 or (
         sampling.greedy
         and sampling.logprobs is None
         and sampling.min_new_tokens == 0

@@ -21,6 +21,8 @@ from fastgen.compile.ops.sampling_cpp import RowLogprobs, SamplingKernel, sampli
 from fastgen.compile.target import Target
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import GenerationError
+from fastgen.runtime.beam_candidates import beam_candidates
+from fastgen.runtime.beam_search import Candidate, num_candidates
 from fastgen.runtime.outputs import Logprobs
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampled_rows import PLAIN_ROW, RowHistory, is_plain
@@ -41,6 +43,8 @@ class SampledToken(NamedTuple):
     logprobs: Logprobs | None = None
     """As :attr:`SamplingParams.logprobs` asks; see :func:`token_logprobs`."""
     error: str | None = None
+    candidates: list[Candidate] | None = None
+    """Of a beam; which of them follow is for its search to say, not for ``token_id``."""
 
 
 def sampling_kernel(target: Target, vocab_size: int, *, max_rows: int) -> SamplingKernel | None:
@@ -86,6 +90,9 @@ class Sampler:
         """
         if not sequences:
             return []
+        return self._with_candidates(self._choose(logits, sequences), logits, sequences)
+
+    def _choose(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
         if self.kernel is not None:
             return self._sample_by_kernel(self.kernel, logits, sequences)
         if self.seats is not None:
@@ -99,6 +106,27 @@ class Sampler:
             status = torch.where(status == RowStatus.OK, adjusted_status, status)
         found = torch.where(status == RowStatus.OK, token_ids, -status)
         return _answers(logits, found.tolist(), sequences)
+
+    def _with_candidates(
+        self, tokens: list[SampledToken], logits: Tensor, sequences: SequenceOf[Sequence]
+    ) -> list[SampledToken]:
+        """``tokens``, those of beams with their candidates."""
+        rows = [row for row, each in enumerate(sequences) if each.request.sampling.beam_width > 1]
+        rows = [row for row in rows if tokens[row].error is None]
+        if not rows:
+            return tokens
+        beams = [sequences[row] for row in rows]
+        logits, forbidden = _take(logits, rows), [self._forbidden(beam) for beam in beams]
+        adjusts = any(forbidden) or any(map(_adjusts, beams))
+        found = beam_candidates(
+            logits,
+            [num_candidates(beam.request.sampling.beam_width, self._ending_ids(beam)) for beam in beams],
+            _adjustments(beams, forbidden, logits.shape[1], logits.device) if adjusts else None,
+            [beam.request.sampling.logprobs for beam in beams],
+        )
+        for row, candidates in zip(rows, found, strict=True):
+            tokens[row] = SampledToken(tokens[row].token_id, candidates=candidates)
+        return tokens
 
     def _sample_by_kernel(
         self, kernel: SamplingKernel, logits: Tensor, sequences: SequenceOf[Sequence]

@@ -12,6 +12,11 @@ Every unfinished sequence has an urgency: its class, its turn in the class, its 
 
 A request's sequences share its prompt. Those but the first wait until it is computed, and then take over its blocks.
 
+**Beams** move together, so a request that searches with beams has seats for all of them or none: it is admitted when so
+many are free, and where one of its sequences is preempted, all are. A beam whose newest token is computed runs on
+without a pending one until the search has moved. After a preemption the first sequence computes the prompt again, and
+the others go on from there.
+
 **Progress.** The most urgent running sequence gets on whenever its kind runs. As a decode it preempts until it has its
 block. As a prompt it has all its blocks already where everybody else was admitted after it; where one more urgent came
 later, it preempts the less urgent until it has a place. Where it runs alone the cache is its own and suffices, or it
@@ -34,6 +39,7 @@ from fastgen.runtime.kv_cache_manager import KVCacheManager, TableEntry, held_en
 from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
 from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
@@ -83,10 +89,12 @@ class Scheduler:
         self._prompts: list[Sequence] = []
         """Those that run and have more than their newest token pending, in order of urgency."""
         self._siblings: dict[int, dict[Sequence, None]] = {}
-        """By request, the sequences that wait for the first of them to compute the prompt."""
+        """By request, the sequences that wait for the first of them to compute the prompt, or for a beam to fork."""
+        self._searches: dict[int, Request] = {}
+        """The running requests with beams."""
         self._free_seats = list(reversed(range(max_num_seqs)))
         self._forked: set[Sequence] = set()
-        """Decodes whose next token may go into a block that they share."""
+        """Decodes whose next token goes into a block that is their parent's."""
         self._updates: dict[int, dict[tuple[int, int], BlockUpdate]] = {}
         """By seat, then by group and index: what the device has not been told."""
         self._num_opened = 0
@@ -117,13 +125,28 @@ class Scheduler:
 
         :raises RequestTooLargeError: where a sequence could never finish; nothing is queued then.
         """
-        self.kv.check_fits(len(request.prompt_ids), request.sampling.max_new_tokens)
+        self.check_fits(len(request.prompt_ids), request.sampling)
         if self._last_request_id is not None and request.request_id <= self._last_request_id:
             raise InvalidArgumentError(f"{request} comes after request {self._last_request_id}: ids must ascend")
         self._last_request_id = request.request_id
         self.waiting.add(request.sequences[0], request.arrival_s)
         if len(request.sequences) > 1:
             self._siblings[request.request_id] = dict.fromkeys(request.sequences[1:])
+
+    def check_fits(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        """Refuse a request that could not finish even with all seats and the whole cache to itself.
+
+        :raises InvalidArgumentError: where there are fewer seats than beams.
+        :raises RequestTooLargeError: where the cache is too small, with the arithmetic.
+        """
+        self.kv.check_fits(num_prompt_tokens, sampling.max_new_tokens)
+        if sampling.beam_width > self.max_num_seqs:
+            raise InvalidArgumentError(
+                f"beam_width={sampling.beam_width} beams run at once, but at most max_num_seqs={self.max_num_seqs} "
+                "sequences do: ask for fewer beams, or load with a higher max_num_seqs"
+            )
+        if sampling.beam_width > 1:
+            self.kv.check_beams_fit(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
 
     def finish(self, seq: Sequence) -> None:
         """Drop ``seq``, done or cancelled, whatever it is doing; its blocks and its seat are free at once."""
@@ -134,31 +157,40 @@ class Scheduler:
         else:
             self._leave(seq)
         seq.status = SequenceStatus.FINISHED
-        if seq.index == 0:
+        if seq.request.has_beams:
+            if all(each.status is SequenceStatus.FINISHED for each in seq.request.sequences):
+                self._searches.pop(seq.key[0], None)
+                self._siblings.pop(seq.key[0], None)
+        elif seq.index == 0:
             self._call_siblings(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let ``child`` go on from where ``parent`` is: with the same tokens, in the same blocks as far as these are
-        computed. What it did before is dropped.
-
-        It runs at once where a seat is free. Otherwise it waits with the parent's urgency, and computes its tokens
-        anew when it is admitted.
+        """Let the beam ``child`` go on from where ``parent`` of the same search is: with the same tokens, in the same
+        blocks. What it did before is dropped.
         """
+        assert parent.status is SequenceStatus.RUNNING, f"{parent} cannot be forked"
+        before = child.block_tables
         if child.status is SequenceStatus.RUNNING:
-            self._stop(child)
-        elif child.status is SequenceStatus.WAITING:
-            self._leave(child)
-        level, turn, _ = parent.urgency
-        child.token_ids, child.urgency = list(parent.token_ids), (level, turn, child.index)
-        child.status, child.num_computed_tokens = SequenceStatus.WAITING, 0
-        num_shared = parent.num_computed_tokens
-        if self._free_seats and parent.status is SequenceStatus.RUNNING and self.kv.can_fork(parent, num_shared):
-            self.kv.fork(parent, child, num_shared)
-            self._seat(child)
-            self._decodes.append(child)
-            self._forked.add(child)
+            self.kv.free(child)
         else:
-            self.waiting.put_back(child, self._now_s)
+            self._leave(child)
+            before = []
+        child.token_ids[:] = parent.token_ids
+        self.kv.fork(parent, child, parent.num_computed_tokens)
+        if child.seat is None:
+            self._seat(child, parent.urgency)
+            self._decodes.append(child)
+        else:
+            entries = held_entries(child)
+            self._note_entries(child, [each for each in entries if not _has_entry(before, each)])
+        self._forked.add(child)
+
+    def park(self, child: Sequence) -> None:
+        """A beam that ended and whose place no other has taken gives back its blocks, until it is forked again."""
+        self._stop(child)
+        child.status, child.num_computed_tokens = SequenceStatus.WAITING, 0
+        del child.token_ids[child.num_prompt_tokens :]
+        self._siblings[child.key[0]][child] = None
 
     def schedule(self, now_s: float = 0.0) -> Schedule | None:
         """The next step, by the clock's ``now_s``. ``None`` where no sequence is left, or the policy waits for more."""
@@ -177,7 +209,7 @@ class Scheduler:
         if not chunks:
             num_preempted = len(preempted)
             self._give_decodes(preempted)
-            decodes = self._decodes
+            decodes = self._due_decodes
             if len(preempted) > num_preempted:
                 plan = self._plan(preempted)
             if plan.runs_decodes or not decodes:
@@ -243,10 +275,21 @@ class Scheduler:
         if self._scheduled is not None and all(entry.seq.seat is not None for entry in self._scheduled.entries):
             self._scheduled.check(self.kv, self.token_budget)
 
+    @property
+    def _due_decodes(self) -> list[Sequence]:
+        """The decodes but for beams that wait for their search to move."""
+        return [seq for seq in self._decodes if seq.num_pending_tokens] if self._searches else self._decodes
+
+    @property
+    def _num_open_seats(self) -> int:
+        """Free seats that are not kept for the beams of a running search."""
+        beams = (seq for request in self._searches.values() for seq in request.sequences)
+        return len(self._free_seats) - sum(seq.status is SequenceStatus.WAITING for seq in beams)
+
     def _plan(self, preempted: list[Sequence]) -> StepPlan:
-        num_free_seats = 0 if preempted else len(self._free_seats)
+        num_free_seats = 0 if preempted else self._num_open_seats
         view = StepView(
-            decodes=self._decodes,
+            decodes=self._due_decodes,
             prompts=self._prompts,
             waiting=islice(self.waiting, num_free_seats),
             num_waiting=len(self.waiting),
@@ -265,23 +308,23 @@ class Scheduler:
         if not self._prompts:
             return
         first = self._prompts[0]
-        if any(seq.urgency < first.urgency for seq in self._decodes):
+        if any(seq.urgency < first.urgency for seq in self._due_decodes):
             return
         num_tokens = 1 if self.policy.splits_prompts else min(first.num_pending_tokens, self.token_budget)
         while not self._allocate(first, num_tokens):
-            preempted.append(self._preempt_least_urgent())
+            preempted += self._preempt_least_urgent()
 
     def _give_decodes(self, preempted: list[Sequence]) -> None:
         """Blocks for the next token of every decode, or for that of as many as there are blocks for."""
         block_size = self.kv.block_size
-        wanting = [seq for seq in self._decodes if not seq.num_computed_tokens % block_size]
+        wanting = [seq for seq in self._due_decodes if not seq.num_computed_tokens % block_size]
         if self._forked:
             wanting += [seq for seq in self._forked if seq.num_computed_tokens % block_size]
         wanting.sort(key=_urgency)
         for seq in wanting:
             # The least urgent go first, so whoever is preempted is less urgent than all that have their block.
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
-                preempted.append(self._preempt_least_urgent())
+                preempted += self._preempt_least_urgent()
         self._forked.clear()
 
     def _give_prompts(self, plan: StepPlan, *, may_admit: bool) -> list[ScheduledTokens]:
@@ -311,9 +354,12 @@ class Scheduler:
         return chunks
 
     def _admissible(self) -> Sequence | None:
-        """The head of the queue, if there is a seat and the policy lets it in."""
-        seq = self.waiting.head if self._free_seats else None
-        return None if seq is None or (_is_new(seq) and not self._num_opened) else seq
+        """The head of the queue, if there is a seat, or one for each of its beams, and the policy lets it in."""
+        num_seats = self._num_open_seats
+        seq = self.waiting.head if num_seats else None
+        if seq is None or (_is_new(seq) and not self._num_opened):
+            return None
+        return None if seq.request.has_beams and num_seats < len(seq.request.sequences) else seq
 
     def _give_chunk(self, seq: Sequence, num_places: int, num_prompt_tokens: int) -> ScheduledTokens | None:
         """The next pending tokens of ``seq`` with blocks for them, and a seat where it was waiting; or ``None`` with
@@ -334,10 +380,7 @@ class Scheduler:
                 chunk = ScheduledTokens(seq, seq.num_computed_tokens, num_tokens, samples=num_tokens == num_pending)
         finally:
             if waits and chunk is None:
-                self.kv.free(seq)
-                seq.num_computed_tokens = 0
-                if not seq.num_preemptions:
-                    seq.num_cached_tokens = 0
+                self._detach(seq)
         return chunk
 
     def _has_room(self, seq: Sequence) -> bool:
@@ -350,7 +393,11 @@ class Scheduler:
         """
         if not seq.num_preemptions or not self.num_running:
             return True
-        needed = self.kv.blocks_needed(seq.num_tokens) - len(held_entries(seq))
+        if seq.request.has_beams:
+            needed = self.kv.beam_blocks_needed(seq.num_prompt_tokens, seq.num_tokens, len(seq.request.sequences))
+        else:
+            needed = self.kv.blocks_needed(seq.num_tokens)
+        needed -= len(held_entries(seq))
         return needed + self.kv.num_groups * self.num_running <= self.kv.pool.num_free
 
     def _draft(self, decodes: list[Sequence], num_places: int) -> tuple[list[Sequence], list[ScheduledTokens]]:
@@ -403,22 +450,36 @@ class Scheduler:
             updates[group, index] = BlockUpdate(seq.seat, group, index, block_id)
 
     def _attach(self, seq: Sequence) -> None:
-        """Let ``seq``, which holds nothing, have the blocks that others computed for it: of the first of its request
-        where that runs, or in the prefix cache.
+        """Let ``seq``, which holds nothing, have the blocks that others computed for it: those in the prefix cache, or
+        those of the prompt where more of them are with another sequence of its request.
         """
-        first, num_shared = seq.request.sequences[0], seq.num_prompt_tokens - 1
-        if seq.index and first.status is SequenceStatus.RUNNING and self.kv.can_fork(first, num_shared):
-            self.kv.fork(first, seq, num_shared)
-        else:
-            self.kv.attach_cached(seq)
+        self.kv.attach_cached(seq)
+        num_shared = min(seq.num_prompt_tokens, seq.num_tokens - 1)
+        if len(seq.request.sequences) == 1 or seq.num_computed_tokens >= num_shared:
+            return
+        siblings = (each for each in self.running if each.request is seq.request)
+        parent = next((each for each in siblings if self.kv.can_fork(each, num_shared)), None)
+        if parent is not None:
+            self._detach(seq)
+            self.kv.fork(parent, seq, num_shared)
+
+    def _detach(self, seq: Sequence) -> None:
+        self.kv.free(seq)
+        seq.num_computed_tokens = 0
+        if not seq.num_preemptions:
+            seq.num_cached_tokens = 0
 
     def _admit(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
-        self._seat(seq)
+        self._seat(seq, seq.urgency)
         insort(self._prompts, seq, key=_urgency)
         self._num_opened -= _is_new(seq)
+        if seq.request.has_beams:
+            self._searches[seq.key[0]] = seq.request
 
-    def _seat(self, seq: Sequence) -> None:
+    def _seat(self, seq: Sequence, urgency: tuple[int, int, int]) -> None:
+        """Give ``seq`` a seat, and the class and turn of this ``urgency``."""
+        seq.urgency = (*urgency[:2], seq.index)
         seq.seat = self._free_seats.pop()
         seq.status = SequenceStatus.RUNNING
         self._note_entries(seq, held_entries(seq))
@@ -437,8 +498,25 @@ class Scheduler:
             if seq.num_pending_tokens <= 1:
                 self._prompts.remove(seq)
                 self._decodes.append(seq)
-            if seq.index == 0:
+            if seq.request.has_beams and seq.index == 0:
+                self._call_beams(seq)
+            elif seq.index == 0:
                 self._call_siblings(seq)
+
+    def _call_beams(self, first: Sequence) -> None:
+        """Let the beams that were preempted with ``first`` go on from the prompt it has computed, on seats kept for
+        them. Those that have nothing beyond it wait to be forked.
+        """
+        siblings = self._siblings[first.key[0]]
+        for seq in [each for each in siblings if each.num_tokens > each.num_prompt_tokens]:
+            del siblings[seq]
+            # Not what the prefix cache has, unless they must: it may be in other blocks than those of the first.
+            if self.kv.can_fork(first, seq.num_prompt_tokens):
+                self.kv.fork(first, seq, seq.num_prompt_tokens)
+            else:
+                self.kv.attach_cached(seq)
+            self._seat(seq, first.urgency)
+            insort(self._prompts, seq, key=_urgency)
 
     def _call_siblings(self, first: Sequence) -> None:
         """Let the sequences that waited for ``first`` wait for a seat, where it had its place."""
@@ -447,15 +525,24 @@ class Scheduler:
             seq.urgency = (level, turn, seq.index)
             self.waiting.put_back(seq, self._now_s)
 
-    def _preempt_least_urgent(self) -> Sequence:
-        assert self.num_running > 1, f"{self.running} has the cache to itself, which was found to suffice when it came"
-        seq = max(self.running, key=_urgency)
-        self._stop(seq)
-        seq.status = SequenceStatus.WAITING
-        seq.num_computed_tokens = 0
-        seq.num_preemptions += 1
-        self.waiting.put_back(seq, self._now_s)
-        return seq
+    def _preempt_least_urgent(self) -> list[Sequence]:
+        """Who was preempted: one sequence, or all that run of a request with beams."""
+        chosen = max(self.running, key=_urgency)
+        lost = [chosen]
+        if chosen.request.has_beams:
+            lost = [seq for seq in chosen.request.sequences if seq.status is SequenceStatus.RUNNING]
+        assert self.num_running > len(lost), f"{lost} have the cache to themselves, which was found to suffice"
+        for seq in lost:
+            self._stop(seq)
+            seq.status = SequenceStatus.WAITING
+            seq.num_computed_tokens = 0
+            seq.num_preemptions += 1
+        if chosen.request.has_beams:
+            del self._searches[chosen.key[0]]
+            chosen, *others = chosen.request.sequences
+            self._siblings[chosen.key[0]] = dict.fromkeys(others)
+        self.waiting.put_back(chosen, self._now_s)
+        return lost
 
     def _stop(self, seq: Sequence) -> None:
         """Free the blocks and the seat of a running sequence, with what the device has not been told of them."""
@@ -470,6 +557,11 @@ class Scheduler:
         self._updates.pop(seq.seat, None)
         self._free_seats.append(seq.seat)
         seq.seat = None
+
+
+def _has_entry(block_tables: list[list[int]], entry: TableEntry) -> bool:
+    table = block_tables[entry.group] if block_tables else []
+    return entry.index < len(table) and table[entry.index] == entry.block_id
 
 
 def _is_new(seq: Sequence) -> bool:

@@ -1,4 +1,4 @@
-"""Where the time of one sequence went: every moment of its life is given to exactly one cause, so shares sum to all.
+"""Where the time of a sequence went: every moment of its life is given to exactly one cause, so shares sum to all.
 
 A step in which it had tokens is divided among all sequences that had some, by their numbers of tokens: its own part is
 its own computing (or computing again, where it had come that far before it was preempted), the rest is sharing. That is
@@ -8,11 +8,11 @@ an accounting: on a device that is bound by memory the step would hardly have be
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fastgen.runtime.flight import Arrival, Entry, Finish, Recording, Step, request_of
+from fastgen.runtime.flight import Arrival, Finish, Recording, Step, request_of
 
 Cause = Literal[
     "queued_step",  # until a step was scheduled: the time between steps, and the scheduling of the one that took it
@@ -71,23 +71,25 @@ class Span:
 
 
 class _Slice(NamedTuple):
-    """A stretch of time under one cause; or, where that is ``None``, in a ``step`` with an ``entry`` of the sequence,
-    ``num_again`` tokens of which had been computed before.
+    """A stretch of time under one cause; or, where that is ``None``, in a ``step`` with ``num_own`` tokens of its own,
+    ``num_again`` of which had been computed before.
     """
 
     start_s: float
     end_s: float
     cause: Cause | None
     step: Step | None = None
-    entry: Entry | None = None
+    num_own: int = 0
     num_again: int = 0
 
 
 class TimeAccount:
-    """The life of ``sequence`` in slices without a gap between them, from its arrival to whenever is asked."""
+    """The life of ``sequences``, one or the beams of one search, in slices without a gap between them, from their
+    arrival to whenever is asked.
+    """
 
-    def __init__(self, recording: Recording, sequence: str, arrival: Arrival):
-        self._recording, self._sequence, self._arrival = recording, sequence, arrival
+    def __init__(self, recording: Recording, sequences: Container[str], arrival: Arrival):
+        self._recording, self._sequences, self._arrival = recording, sequences, arrival
         self._slices = list(self._cut())
 
     def span(self, start_s: float, end_s: float) -> Span:
@@ -116,12 +118,11 @@ class TimeAccount:
 
     def _tokens_by_cause(self, piece: _Slice) -> list[tuple[Cause, int]]:
         assert piece.step is not None
-        assert piece.entry is not None
-        num_prompt = sum(each.num_tokens for each in piece.step.prompts if each is not piece.entry)
+        num_prompt = sum(each.num_tokens for each in piece.step.prompts if each.sequence not in self._sequences)
         return [
             ("recomputing", piece.num_again),
-            ("own", piece.entry.num_tokens - piece.num_again),
-            ("other_decodes", piece.step.num_tokens - piece.entry.num_tokens - num_prompt),
+            ("own", piece.num_own - piece.num_again),
+            ("other_decodes", piece.step.num_tokens - piece.num_own - num_prompt),
             ("other_prompts", num_prompt),
         ]
 
@@ -140,24 +141,27 @@ class TimeAccount:
         )
 
     def _cut(self) -> Iterator[_Slice]:
-        cursor_s, furthest = self._arrival.clock_s, 0
+        cursor_s = self._arrival.clock_s
+        furthest: dict[str, int] = {}
         waits: Cause | None = "queued_step"  # what it waits for while no step runs; None once it has a seat
         for step, is_kept in self._steps_since_arrival():
-            if self._sequence in step.preempted:
+            if any(name in self._sequences for name in step.preempted):
                 waits = "preempted"
             yield _Slice(cursor_s, step.began_s, waits or "between_steps")
             cursor_s = step.end_s
-            entry = step.entry_of(self._sequence)
-            if entry is not None:
+            own = [entry for entry in step.entries if entry.sequence in self._sequences]
+            if own:
                 first_s = step.began_s if waits is None else step.scheduled_s
                 yield _Slice(step.began_s, first_s, waits)
                 waits = None
                 if step.ran_s is None:
                     yield _Slice(first_s, cursor_s, "between_steps")
                     continue
-                end = entry.start + entry.num_tokens
-                yield _Slice(first_s, cursor_s, None, step, entry, max(0, min(end, furthest) - entry.start))
-                furthest = max(furthest, end)
+                num_again = 0
+                for name, start, num_tokens, _, _ in own:
+                    num_again += max(0, min(start + num_tokens, furthest.get(name, 0)) - start)
+                    furthest[name] = max(furthest.get(name, 0), start + num_tokens)
+                yield _Slice(first_s, cursor_s, None, step, sum(entry.num_tokens for entry in own), num_again)
             elif waits is None:
                 yield _Slice(step.began_s, cursor_s, "passed_over", step)
             else:
@@ -171,10 +175,10 @@ class TimeAccount:
         for event in self._recording.events:
             has_come |= event is self._arrival
             if isinstance(event, Finish):
-                waiting.discard(event.sequence)
+                waiting.difference_update(self._recording.together(event.sequence))
             elif isinstance(event, Step):
                 waiting.update(event.preempted)
-                waiting.difference_update(admission.sequence for admission in event.admitted)
+                waiting.difference_update(*(self._recording.together(each.sequence) for each in event.admitted))
                 if has_come:
                     yield event, bool(waiting)
 

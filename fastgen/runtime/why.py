@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.flight import Arrival, Finish, Recording, Step
+from fastgen.runtime.flight import Arrival, Beams, Finish, Recording, Step, request_of
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.time_account import Span, TimeAccount
 
@@ -78,13 +78,14 @@ def why(recording: Recording, sequence: str) -> Why:
             f"request {arrival.request} came before step {recording.header.first_step}, where this recording begins: "
             "the recorder had let go of earlier steps"
         )
-    entries = recording.entries.get(sequence, [])
-    giving = [step for step, entry in entries for _ in range(entry.num_sampled)]
+    ours = recording.together(sequence)
+    own_steps = [step for step in recording.steps if any(entry.sequence in ours for entry in step.entries)]
+    finish = recording.finishes.get(sequence)
+    giving = _giving(recording, sequence, None if finish is None else finish.num_tokens)
     times_s = [step.ran_s for step in giving if step.ran_s is not None]
     gaps_s = [later - earlier for earlier, later in pairwise(times_s)]
-    finish = recording.finishes.get(sequence)
     end_s = finish.clock_s if finish is not None else recording.end_s
-    account = TimeAccount(recording, sequence, arrival)
+    account = TimeAccount(recording, ours, arrival)
     return Why(
         sequence=sequence,
         completions=arrival.n,
@@ -94,26 +95,30 @@ def why(recording: Recording, sequence: str) -> Why:
         finish_reason=None if finish is None else finish.reason,
         total_s=end_s - arrival.clock_s,
         ahead=_num_waiting(recording, arrival),
-        queue_s=_queue_s(recording, sequence, arrival),
+        queue_s=own_steps[0].scheduled_s - arrival.clock_s if own_steps else None,
         ttft_s=times_s[0] - arrival.clock_s if times_s else None,
         first_token=account.span(arrival.clock_s, times_s[0] if times_s else end_s),
         other_tokens=account.span(times_s[0], times_s[-1]) if gaps_s else None,
-        steps=len(entries),
+        steps=sum(step.ran_s is not None for step in own_steps),
         tokens_per_s=len(gaps_s) / (times_s[-1] - times_s[0]) if gaps_s and times_s[-1] > times_s[0] else None,
-        preemptions=tuple(_preemptions(recording, sequence, end_s)),
+        preemptions=tuple(_preemptions(recording, ours, end_s)),
         median_gap_s=median(gaps_s) if gaps_s else None,
-        worst_gap=_worst_gap(recording, account, sequence, giving, gaps_s) if gaps_s else None,
+        worst_gap=_worst_gap(recording, account, ours, giving, gaps_s) if gaps_s else None,
     )
 
 
-def _queue_s(recording: Recording, sequence: str, arrival: Arrival) -> float | None:
-    scheduled_s = (step.scheduled_s for step in recording.steps if step.entry_of(sequence) is not None)
-    first_s = next(scheduled_s, None)
-    return None if first_s is None else first_s - arrival.clock_s
+def _giving(recording: Recording, sequence: str, num_tokens: int | None) -> list[Step]:
+    """For each token of ``sequence`` the step that gave it; a beam search gives all of its answers one in a move."""
+    if len(recording.together(sequence)) == 1:
+        ran = [(step, step.entry_of(sequence)) for step in recording.steps if step.ran_s is not None]
+        return [step for step, entry in ran if entry is not None for _ in range(entry.num_sampled)]
+    steps = {step.step: step for step in recording.steps}
+    moves = [event for event in recording.events if isinstance(event, Beams)]
+    return [steps[move.step] for move in moves if move.request == request_of(sequence)][:num_tokens]
 
 
 def _worst_gap(
-    recording: Recording, account: TimeAccount, sequence: str, giving: list[Step], gaps_s: list[float]
+    recording: Recording, account: TimeAccount, ours: tuple[str, ...], giving: list[Step], gaps_s: list[float]
 ) -> Gap:
     worst = gaps_s.index(max(gaps_s))
     earlier, later = giving[worst], giving[worst + 1]
@@ -124,20 +129,22 @@ def _worst_gap(
     return Gap(
         after=worst + 1,
         span=account.span(earlier.ran_s, later.ran_s),
-        preempted=any(sequence in step.preempted for step in steps),
+        preempted=any(name in ours for step in steps for name in step.preempted),
         step=max(steps, key=lambda step: step.end_s - step.began_s),
     )
 
 
-def _preemptions(recording: Recording, sequence: str, end_s: float) -> Iterator[Preemption]:
-    num_computed, lost_s, lost = 0, 0.0, None
+def _preemptions(recording: Recording, ours: tuple[str, ...], end_s: float) -> Iterator[Preemption]:
+    lost_s, lost = 0.0, None
+    num_computed: dict[str, int] = {}
     for step in recording.steps:
-        if sequence in step.preempted:
+        own = [entry for entry in step.entries if entry.sequence in ours]
+        if any(name in ours for name in step.preempted):
             lost_s = step.began_s
-            lost = Preemption(step=step.step, waited_s=end_s - lost_s, lost_tokens=num_computed)
-        entry = step.entry_of(sequence)
-        if entry is not None and step.ran_s is not None:
-            num_computed = entry.start + entry.num_tokens
+            lost = Preemption(step=step.step, waited_s=end_s - lost_s, lost_tokens=sum(num_computed.values()))
+            num_computed.clear()
+        if own and step.ran_s is not None:
+            num_computed |= {entry.sequence: entry.start + entry.num_tokens - entry.num_drafts for entry in own}
             if lost is not None:
                 yield replace(lost, waited_s=step.scheduled_s - lost_s)
                 lost = None
@@ -157,10 +164,10 @@ def _num_waiting(recording: Recording, arrival: Arrival) -> int:
         if event is arrival:
             break
         if isinstance(event, Arrival):
-            waiting.update(f"{event.request}.{index}" for index in range(event.n))
+            waiting.update(event.sequences)
         elif isinstance(event, Step):
             waiting.update(event.preempted)
-            waiting.difference_update(admission.sequence for admission in event.admitted)
+            waiting.difference_update(*(recording.together(each.sequence) for each in event.admitted))
         elif isinstance(event, Finish):
-            waiting.discard(event.sequence)
+            waiting.difference_update(recording.together(event.sequence))
     return len(waiting)

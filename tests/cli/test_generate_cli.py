@@ -50,6 +50,9 @@ SAMPLING_FLAGS = {
     "logprobs": (["--json", "--logprobs", "0"], 0),
     "prompt_logprobs": (["--json", "--prompt-logprobs", "2"], 2),
     "timeout_s": (["--timeout-s", "1.5"], 1.5),
+    "beam_width": (["--beam-width", "4"], 4),
+    "length_penalty": (["--length-penalty", "-0.5"], -0.5),
+    "early_stopping": (["--early-stopping", "true"], True),
 }
 
 
@@ -151,6 +154,13 @@ def test_json_is_an_object_a_prompt(run, stub) -> None:
     assert odd["prompt_logprobs"] == [None, {"4": -2.0}]
 
 
+def test_json_holds_the_scores_of_beams(run, stub) -> None:
+    stub.answers["ab"] = stub.make_output("ba", score=-0.5, others=(stub.make_output("bb", score=-1.25),))
+    record = json.loads(run("generate", "m", "ab", "--beam-width", "2", "-n", "2", "--json").out)
+    assert record["score"] == -0.5
+    assert [completion["score"] for completion in record["completions"]] == [-0.5, -1.25]
+
+
 def test_json_holds_all_completions(run, stub) -> None:
     record = json.loads(run("generate", "m", "ab", "--n", "3", "--json").out)
     assert record["text"] == "ba"
@@ -202,6 +212,15 @@ def test_wrong_usage_is_status_2_before_anything_is_loaded(run, stub, arguments,
     assert message in done.err
     assert "Traceback" not in done.err
     assert stub.loaded is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("never", "never")])
+def test_early_stopping_is_a_word(run, stub, text, value) -> None:
+    assert run("generate", "m", "p", "--beam-width", "2", "--early-stopping", text).status == 0
+    assert stub.fields == {"beam_width": 2, "early_stopping": value}
+    done = run("generate", "m", "p", "--early-stopping", text.upper())
+    assert done.status == 1
+    assert "early_stopping must be true, false or 'never'" in done.err
 
 
 def test_a_parameter_out_of_range_is_told_before_anything_is_loaded(run, stub) -> None:

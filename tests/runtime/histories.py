@@ -8,10 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from fastgen.errors import RequestTooLargeError
+from fastgen.runtime.beam_search import Candidate, num_candidates
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.model_runner import ModelRunner, StepOutput
+from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.scheduler import Schedule, Scheduler
@@ -42,8 +45,16 @@ class Device:
         self.now_s += build_s + forward_s
         if self.rng.random() < self.failures:
             raise StepFailedError
-        sampled = [(entry.seq, SampledToken(self.rng.randrange(12))) for entry in schedule.entries if entry.samples]
+        sampled = [(entry.seq, self._sample(entry.seq)) for entry in schedule.entries if entry.samples]
         return StepOutput(sampled, [], build_s=build_s, num_padding=schedule.size - schedule.num_tokens)
+
+    def _sample(self, seq: Sequence) -> SampledToken:
+        if not seq.request.has_beams:
+            return SampledToken(self.rng.randrange(12))
+        number = num_candidates(seq.request.sampling.beam_width, frozenset({EOS}))
+        token_ids = self.rng.sample(range(12), number)
+        scores = sorted((-self.rng.random() for _ in range(number)), reverse=True)
+        return SampledToken(0, candidates=[Candidate(*pair) for pair in zip(token_ids, scores, strict=True)])
 
 
 @dataclass
@@ -57,6 +68,7 @@ class History:
     block_size: int = 4
     windows: tuple[int | None, ...] = (None,)
     prefix_caching: bool = False
+    beams: bool = False
     failures: float = 0.0
     after_step: Callable[[History], None] | None = None
     generations: list[Generation] = field(default_factory=list)
@@ -110,7 +122,10 @@ class History:
         """So many random acts, and steps until nothing is left."""
         for _ in range(num_acts):
             act = self.rng.random()
-            if act < 0.25:
+            if self.beams and act < 0.05:
+                with contextlib.suppress(RequestTooLargeError):  # on a small cache two beams may be too many
+                    self.submit(beam_width=2, n=self.rng.choice([1, 2]), max_new_tokens=self.rng.randint(1, 9))
+            elif act < 0.25:
                 self.submit(
                     n=self.rng.choice([1, 1, 1, 2, 3]),
                     timeout_s=self.rng.choice([None, None, 0.05, 1.0]),

@@ -24,7 +24,7 @@ def same(found: Histogram, values: list[float], bounds: tuple[float, ...]) -> bo
 
 @pytest.mark.parametrize("seed", range(8))
 def test_counts_are_those_of_the_answers_and_the_schedules(seed: int) -> None:
-    history = random_history(random.Random(seed), failures=0.05, prefix_caching=seed % 2 == 0)
+    history = random_history(random.Random(seed), failures=0.05, prefix_caching=seed % 2 == 0, beams=True)
     history.live(150)
     found = history.engine.metrics.snapshot()
     answers = [output for generation in history.generations for output in generation.output().completions]

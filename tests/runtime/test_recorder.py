@@ -51,9 +51,10 @@ def test_tokens_and_times_are_those_of_the_answers(seed: int) -> None:
         assert arrival.prompt_tokens == len(generation.request.prompt_ids)
         for completion in generation.completions:
             name = f"{arrival.request}.{completion.sequence.index}"
-            finish, entries = recording.finishes[name], recording.entries.get(name, [])
+            finish, ran = recording.finishes[name], [step for step in recording.steps if step.ran_s is not None]
             assert (finish.reason, finish.num_tokens) == (completion.finish_reason, len(completion.token_ids))
-            times_s = [step.ran_s for step, entry in entries for _ in range(entry.num_sampled)]
+            entries = [(step.ran_s, entry) for step in ran for entry in step.entries if entry.sequence == name]
+            times_s = [ran_s for ran_s, entry in entries for _ in range(entry.num_sampled)]
             assert times_s == completion.token_times_s
 
 

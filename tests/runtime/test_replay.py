@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.flight import Arrival, Recording, Step
+from fastgen.runtime.flight import Arrival, Beams, Recording, Step
 from fastgen.runtime.flight_file import read_recording, write_recording
 from fastgen.runtime.recorder import Recorder
 from fastgen.runtime.replay import first_difference, replay
@@ -26,7 +26,7 @@ def recorded(seed: int, **options: Any) -> tuple[History, Recording]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_decision_of_a_random_history_is_made_again(seed: int, tmp_path: Path) -> None:
-    _, recording = recorded(seed, failures=0.05, prefix_caching=seed % 2 == 0)
+    _, recording = recorded(seed, failures=0.05, prefix_caching=seed % 2 == 0, beams=seed % 4 < 2)
     write_recording(recording, tmp_path / "flight.jsonl")
     found = read_recording(tmp_path / "flight.jsonl")
     assert len(found.steps) > 20
@@ -35,15 +35,18 @@ def test_every_decision_of_a_random_history_is_made_again(seed: int, tmp_path: P
 
 
 def test_these_histories_hold_what_makes_it_hard() -> None:
-    counts = {"preempted": 0, "failed": 0, "hits": 0, "copies": 0, "windows": 0, "cancelled": 0, "timeout": 0}
+    counts = {"preempted": 0, "failed": 0, "hits": 0, "copies": 0, "windows": 0, "forks": 0}
+    counts |= {"cancelled": 0, "timeout": 0}
     for seed in range(40):
-        history, recording = recorded(seed, failures=0.05, prefix_caching=seed % 2 == 0)
+        history, recording = recorded(seed, failures=0.05, prefix_caching=seed % 2 == 0, beams=seed % 4 < 2)
         counts["windows"] += any(history.windows)
         for step in recording.steps:
             counts["preempted"] += len(step.preempted)
             counts["failed"] += step.ran_s is None
             counts["hits"] += sum(admission.cached_tokens > 0 for admission in step.admitted)
             counts["copies"] += len(step.block_copies)
+        moves = [move for event in recording.events if isinstance(event, Beams) for move in event.moves]
+        counts["forks"] += sum(move.parent is not None for move in moves)
         reasons = [finish.reason for finish in recording.finishes.values()]
         counts["cancelled"] += reasons.count("cancelled")
         counts["timeout"] += reasons.count("timeout")
@@ -51,7 +54,9 @@ def test_these_histories_hold_what_makes_it_hard() -> None:
 
 
 def held(scheduler: Scheduler) -> dict[str, list[list[int]]]:
-    return {str(seq.key): [*map(list, seq.block_tables)] for seq in scheduler.running}
+    """The block tables; beams, which move after the step, are left out."""
+    running = [seq for seq in scheduler.running if not seq.request.has_beams]
+    return {str(seq.key): [*map(list, seq.block_tables)] for seq in running}
 
 
 def test_block_tables_are_those_that_were() -> None:

@@ -18,6 +18,7 @@ def test_the_defaults_are_the_documented_ones():
         "frequency_penalty": 0.0, "logit_bias": {}, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
         "seed": None, "n": 1, "stop": (), "stop_token_ids": (), "ignore_eos": False, "logprobs": None,
         "prompt_logprobs": None, "timeout_s": None, "priority": 0,
+        "beam_width": 1, "length_penalty": 1.0, "early_stopping": False,
     }  # fmt: skip
     assert SamplingParams().greedy
     assert not SamplingParams(temperature=1e-9).greedy
@@ -54,6 +55,10 @@ ACCEPTED = [
     ("prompt_logprobs", 20, 20),
     ("timeout_s", 1e-3, 1e-3),
     ("priority", np.int64(-3), -3),
+    ("beam_width", np.int64(4), 4),
+    ("length_penalty", -10, -10.0),
+    ("early_stopping", True, True),
+    ("early_stopping", "never", "never"),
 ]
 
 
@@ -98,6 +103,9 @@ REFUSED = {
     "prompt_logprobs": [-1, True, 1.0, "1"],
     "timeout_s": [0, -1, True, "1", math.nan, math.inf],
     "priority": NOT_INTEGERS,
+    "beam_width": [0, -1, 16385, *NOT_INTEGERS],
+    "length_penalty": [-10.01, 10.01, *NOT_NUMBERS],
+    "early_stopping": [0, 1, None, "true", "always", np.array(["never"])],
 }
 
 
@@ -132,7 +140,7 @@ def test_an_unknown_field_is_refused_with_a_near_spelling(make, name, hint):
         make(**{name: 1})
 
 
-@pytest.mark.parametrize("name", ["beam_width", "length_penalty", "early_stopping", "response_format"])
+@pytest.mark.parametrize("name", ["response_format"])
 def test_fields_that_are_not_served_are_not_known(name):
     with pytest.raises(InvalidArgumentError, match=f"'{name}' is not known"):
         SamplingParams.from_fields(SamplingParams(), **{name: 1})
@@ -146,6 +154,20 @@ def test_fields_replace_defaults_and_the_whole_is_checked():
     assert SamplingParams.from_fields(defaults) == defaults
     with pytest.raises(InvalidArgumentError, match=r"min_new_tokens must be at most max_new_tokens \(10\), not 11"):
         SamplingParams.from_fields(defaults, min_new_tokens=11)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 0.7}, "beam_width=4 needs temperature=0, not 0.7: a beam search draws nothing"),
+        ({"stop": "x"}, "beam_width=4 does not go with stop strings; end beams with stop_token_ids"),
+        ({"n": 5}, "n=5 completions of beam_width=4 beams: ask for at most as many as there are beams"),
+    ],
+)
+def test_what_does_not_go_with_beams_is_refused(fields, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        SamplingParams(beam_width=4, **fields)
+    SamplingParams(beam_width=1, **fields)
 
 
 def test_parameters_are_values():

@@ -18,8 +18,8 @@ from tests.runtime.histories import random_history
 SEEDS = range(10)
 
 
-def lived(seed: int) -> tuple[list[Generation], Recording]:
-    history = random_history(random.Random(seed), failures=0.05, prefix_caching=seed % 2 == 0)
+def lived(seed: int, *, beams: bool = False) -> tuple[list[Generation], Recording]:
+    history = random_history(random.Random(seed), failures=0.05, prefix_caching=seed % 2 == 0, beams=beams)
     history.live(150)
     return history.generations, history.engine.recorder.recording("m")
 
@@ -35,7 +35,7 @@ def spans(told: Why) -> list[Span]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_shares_sum_to_the_whole(seed: int) -> None:
-    _, recording = lived(seed)
+    _, recording = lived(seed, beams=True)
     for name in names(recording):
         told = why(recording, name)
         for span in spans(told):
@@ -92,3 +92,13 @@ def test_own_and_recomputed_time_recounted_token_by_token(seed: int) -> None:
         found = dict(told.first_token.shares)
         assert found.get("own", 0.0) == pytest.approx(own, abs=1e-9)
         assert found.get("recomputing", 0.0) == pytest.approx(again, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_beam_searchs_times_are_those_of_its_answers(seed: int) -> None:
+    generations, recording = lived(seed, beams=True)
+    for generation in (generation for generation in generations if generation.request.has_beams):
+        for output in generation.output().completions:
+            told = why(recording, f"{output.request_id}.{output.index}")
+            assert (told.ttft_s, told.new_tokens) == (output.metrics.ttft_s, len(output.token_ids))
+            assert (told.worst_gap is None) == (not output.metrics.gaps_s)
