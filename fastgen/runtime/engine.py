@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -12,16 +13,20 @@ from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.beam_group import BeamGroup
 from fastgen.runtime.detokenizer import Detokenizer
 from fastgen.runtime.drafts import NgramDrafter
+from fastgen.runtime.faults import cause_of
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.metrics import EngineMetrics
-from fastgen.runtime.model_runner import ModelRunner, StepOutput
+from fastgen.runtime.model_runner import ModelRunner, PromptLogprobs, StepOutput
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.recorder import Recorder, StepRecord, engine_facts
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
+from fastgen.runtime.schedule import Schedule
 from fastgen.runtime.scheduler import Scheduler
 from fastgen.runtime.structured_output import Grammars
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -130,22 +135,52 @@ class Engine:
             self.cancel(generation)
 
     def step(self) -> None:
-        """Run one step, if there is anything to run."""
+        """Run one step, if there is anything to run.
+
+        What fails in it ends requests with ``finish_reason="error"`` and says why, and the engine goes on. Only those
+        end that the failure is of: a single one where its own token or text could not be handled, all of the step where
+        that could not be run, for nothing is known of what it left of theirs.
+        """
         self._expire()
         began_s = self._clock()
-        schedule = self.scheduler.schedule(began_s)
+        schedule = self._schedule(began_s)
         if schedule is None:
             return
         step = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock())
         self.metrics.scheduled(len(schedule.preempted))
         self._note_admitted(step)
-        output = self.runner.run(schedule)
-        step.ran(output.build_s, output.num_padding, self._clock())
-        self.scheduler.commit(schedule)
+        try:
+            output = self.runner.run(schedule)
+            step.ran(output.build_s, output.num_padding, self._clock())
+            self.scheduler.commit(schedule)
+        except Exception as error:
+            self._fail([entry.seq for entry in schedule.entries], error)
+            return
         self._update(output, step)
         step.ended_s = self._clock()
         self.metrics.stepped(schedule, step)
         self.scheduler.observe(schedule, step.ended_s - began_s)
+
+    def _schedule(self, now_s: float) -> Schedule | None:
+        """The next step. One that cannot be made, not even at a second try, is nobody's in particular: those end that
+        run and who would be next, so that it cannot fail for ever."""
+        for is_last in (False, True):
+            try:
+                return self.scheduler.schedule(now_s)
+            except Exception as error:
+                if is_last:
+                    head = self.scheduler.waiting.head
+                    suspects = [*self.scheduler.running, *([] if head is None else [head])]
+                    self._fail(suspects or self.scheduler.unfinished, error)
+        return None
+
+    def _fail(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        """End the requests of ``sequences``."""
+        cause = cause_of(error)
+        _log.error("requests end with an error: %s", cause, exc_info=error)
+        for request_id in dict.fromkeys(sequence.request.request_id for sequence in sequences):
+            if request_id in self._generations:
+                self.cancel(self._generations[request_id], "error", cause)
 
     def check_integrity(self) -> None:
         """Assert that scheduler, blocks and open requests agree."""
@@ -159,37 +194,51 @@ class Engine:
         assert open_sequences == set(self.scheduler.unfinished)
 
     def _update(self, output: StepOutput, step: StepRecord) -> None:
-        assert step.ran_s is not None
         for piece in output.prompt_logprobs:
-            generation = self._generations[piece.sequence.request.request_id]
-            if piece.error is not None:
-                self.cancel(generation, "error", piece.error)
-                continue
-            assert generation.prompt_logprobs is not None
-            generation.prompt_logprobs[piece.start : piece.start + len(piece.logprobs)] = piece.logprobs
+            try:
+                self._note_prompt_logprobs(piece)
+            except Exception as error:
+                self._fail([piece.sequence], error)
         previous: Sequence | None = None
         for sequence, token in output.sampled:
             if sequence.status is SequenceStatus.FINISHED:  # its request failed in this step, or ended before a draft
                 continue
-            generation = self._generations[sequence.request.request_id]
-            if token.error is not None:
-                self.cancel(generation, "error", token.error)
-                continue
-            if generation.beams is not None:
-                self._update_beams(generation, sequence, token, step)
-                continue
-            completion = generation.completions[sequence.index]
-            sequence.token_ids.append(token.token_id)
-            completion.num_accepted_drafts += sequence is previous  # a step gives a second token only behind a draft
+            try:
+                # A step gives a second token only behind a draft.
+                self._take(sequence, token, step, was_drafted=sequence is previous)
+            except Exception as error:
+                self._fail([sequence], error)
             previous = sequence
-            step.sampled.append(sequence.key)
-            reason = completion.append(token, self._stop_ids(sequence.request.sampling), step.ran_s)
-            self.metrics.gave_token(sequence.request.arrival_s, completion.token_times_s)
-            if reason is not None:
-                self._finish(completion, reason)
         for sequence, num_drafts in output.num_accepted.items():
             if sequence.status is SequenceStatus.RUNNING and num_drafts:
                 self.scheduler.accept(sequence, num_drafts)
+
+    def _note_prompt_logprobs(self, piece: PromptLogprobs) -> None:
+        generation = self._generations[piece.sequence.request.request_id]
+        if piece.error is not None:
+            self.cancel(generation, "error", piece.error)
+            return
+        assert generation.prompt_logprobs is not None
+        generation.prompt_logprobs[piece.start : piece.start + len(piece.logprobs)] = piece.logprobs
+
+    def _take(self, sequence: Sequence, token: SampledToken, step: StepRecord, *, was_drafted: bool) -> None:
+        """``token`` is what was sampled for ``sequence``, perhaps behind an accepted draft."""
+        generation = self._generations[sequence.request.request_id]
+        if token.error is not None:
+            self.cancel(generation, "error", token.error)
+            return
+        if generation.beams is not None:
+            self._update_beams(generation, sequence, token, step)
+            return
+        assert step.ran_s is not None
+        completion = generation.completions[sequence.index]
+        sequence.token_ids.append(token.token_id)
+        completion.num_accepted_drafts += was_drafted
+        step.sampled.append(sequence.key)
+        reason = completion.append(token, self._stop_ids(sequence.request.sampling), step.ran_s)
+        self.metrics.gave_token(sequence.request.arrival_s, completion.token_times_s)
+        if reason is not None:
+            self._finish(completion, reason)
 
     def _update_beams(self, generation: Generation, sequence: Sequence, token: SampledToken, step: StepRecord) -> None:
         beams = generation.beams
@@ -223,6 +272,13 @@ class Engine:
         if self._drafter is not None:
             self._drafter.forget(completion.sequence)
         completion.finish(reason, error)
+        is_broken = False
+        try:
+            completion.finish(reason, error)
+        except Exception as failure:  # of what was left to decode
+            is_broken, reason, error = True, "error", error or cause_of(failure)
+            _log.error("a request ends with an error: %s", error, exc_info=failure)
+            completion.fail(error)
         now_s = self._clock()
         generation = self._generations[completion.sequence.request.request_id]
         if generation.left_queue_s is None:
@@ -233,6 +289,8 @@ class Engine:
         if generation.finished:
             del self._generations[generation.request.request_id]
             self._drop_deadlines()
+        elif is_broken and generation.beams is None:
+            self.cancel(generation, reason, error)
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
         own = frozenset(sampling.stop_token_ids)

@@ -64,6 +64,10 @@ class Completion:
             self.text += self.detokenizer.finish()
         self.finish_reason, self.error = reason, error
 
+    def fail(self, error: str) -> None:
+        """End it as it stands: what is left to decode cannot be."""
+        self.finish_reason, self.error = "error", error
+
     def take_chunk(self) -> GenerationChunk | None:
         """What was added since the last chunk was taken, or ``None``."""
         text, token_ids = self.text[self.num_chars_taken :], self.token_ids[self.num_tokens_taken :]

@@ -324,10 +324,10 @@ class Scheduler:
         nothing changed. ``num_places`` are left of the ``num_prompt_tokens`` of the step.
         """
         waits = seq.status is SequenceStatus.WAITING
-        if waits:
-            self._attach(seq)
         chunk = None
         try:
+            if waits:
+                self._attach(seq)
             num_pending, num_free = seq.num_pending_tokens, self.kv.max_tokens(seq)
             num_tokens = min(num_pending, num_places, num_free)
             if not self.policy.splits_prompts and num_tokens < min(num_pending, num_prompt_tokens):
