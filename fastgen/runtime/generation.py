@@ -26,6 +26,8 @@ class Completion:
     num_chars_taken: int = 0
     num_tokens_taken: int = 0
     finish_taken: bool = False
+    _undecoded: list[int] = field(default_factory=list)
+    """Tokens whose text nobody has asked for yet: in the middle of a step there are better things to do."""
 
     def append(self, token: SampledToken, stop_ids: frozenset[int], now_s: float) -> FinishReason | None:
         """Add a token; returns why the sequence ends with it, if it does. A stop token contributes no text."""
@@ -37,18 +39,23 @@ class Completion:
         if token.token_id in stop_ids:
             return "stop"
         if self.detokenizer is not None:
-            self.text += self.detokenizer.append(token.token_id)
-            if self.detokenizer.stopped:
-                return "stop"
+            self._undecoded.append(token.token_id)
+            if sampling.stop:
+                self._decode(self.detokenizer)
+                if self.detokenizer.stopped:
+                    return "stop"
         return "length" if len(self.token_ids) >= sampling.max_new_tokens else None
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         if self.detokenizer is not None:
+            self._decode(self.detokenizer)
             self.text += self.detokenizer.finish()
         self.finish_reason, self.error = reason, error
 
     def take_chunk(self) -> GenerationChunk | None:
         """What was added since the last chunk was taken, or ``None``."""
+        if self.detokenizer is not None:
+            self._decode(self.detokenizer)
         text, token_ids = self.text[self.num_chars_taken :], self.token_ids[self.num_tokens_taken :]
         ended = self.finish_reason is not None and not self.finish_taken
         if not text and not token_ids and not ended:
@@ -58,6 +65,10 @@ class Completion:
         return GenerationChunk(
             index=self.sequence.index, text=text, token_ids=token_ids, finish_reason=self.finish_reason
         )
+
+    def _decode(self, detokenizer: Detokenizer) -> None:
+        self.text += "".join(map(detokenizer.append, self._undecoded))
+        self._undecoded.clear()
 
 
 class Generation:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastgen.compile.ops.next_decodes import NextDecodesKernel
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.scheduler import Schedule, ScheduledTokens
@@ -141,6 +142,22 @@ class InputBatch:
             slot_mapping=device["slot_mapping"].view(self.num_groups, -1)[:, :num_tokens],
             logits_indices=device["logits_indices"][:num_rows],
             sampled_ids=self.sampled_ids,
+        )
+
+    def advance(self, kernel: NextDecodesKernel, num_rows: int, token_ids: Tensor, sampled_positions: Tensor) -> None:
+        """Make of the inputs of so many decodes those of their next step; see :func:`~fastgen.compile.ops.next_decodes`."""
+        batch = self.views(num_rows, num_rows)
+        kernel(
+            token_ids,
+            self._device["logits_seats"][:num_rows],
+            self.block_tables,
+            batch.input_ids,
+            batch.token_source,
+            batch.positions,
+            batch.seq_lens,
+            batch.slot_mapping,
+            sampled_positions,
+            block_size=self.block_size,
         )
 
     def sampled_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
