@@ -47,6 +47,7 @@ def chat(
     kv_cache_memory: options.KvCacheMemory = None,
     block_size: options.BlockSize = None,
     max_model_len: options.MaxModelLen = None,
+    prefix_caching: options.PrefixCaching = None,
     num_threads: options.NumThreads = None,
     target: options.Target = None,
     quantize: options.Quantize = None,

@@ -17,7 +17,7 @@ from fastgen.errors import FastgenError, InvalidArgumentError, OutOfMemoryError
 
 LOAD_ARGUMENTS = (
     *("recipe", "device", "dtype", "token_budget", "max_num_seqs", "kv_cache_memory", "block_size", "max_model_len"),
-    *("num_threads", "target", "quantize", "sealed", "revision", "allow_config_keys"),
+    *("prefix_caching", "num_threads", "target", "quantize", "sealed", "revision", "allow_config_keys"),
 )
 SAMPLING_FIELDS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -37,6 +37,9 @@ MaxNumSeqs = Annotated[int | None, typer.Option(help="How many sequences may run
 KvCacheMemory = Annotated[str | None, typer.Option(help="Memory for the KV cache: bytes, or such as 4GiB.")]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens in a block of the KV cache.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
+PrefixCaching = Annotated[
+    bool | None, typer.Option(help="Use again what the KV cache has of prompts that begin alike; on by default.")
+]
 NumThreads = Annotated[int | None, typer.Option(help="Threads that compute on a CPU.")]
 Target = Annotated[str | None, typer.Option(help="Whose kernels run: torch (the reference), cpp, or auto.")]
 Quantize = Annotated[str | None, typer.Option(help="Keep matrices in int8, int4 or int8_weight_only. On a CPU.")]

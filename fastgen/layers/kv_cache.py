@@ -76,3 +76,15 @@ class PagedKVCache:
         self.storage = list(storages.values())
         self.layers = [LayerKVCache(*storages[place], group) for place, group in zip(places, groups, strict=True)]
         self.size_bytes = sum(shape.num_features for shape, _ in storages) * num_blocks * block_size * dtype.itemsize
+
+    def copy_blocks(self, group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Give block ``destinations[i]`` what block ``sources[i]`` contains, in every layer of ``group``.
+
+        All are read before any is written, so a block may be the source of one copy and the destination of another.
+        """
+        of, to = (torch.tensor(block_ids, device=self.layers[0].k.device) for block_ids in (sources, destinations))
+        for layer in self.layers:
+            if layer.group == group:
+                values_in_keys = layer.v.data_ptr() == layer.k.data_ptr()
+                for tensor in (layer.k,) if values_in_keys else (layer.k, layer.v):
+                    tensor[to] = tensor[of]

@@ -91,6 +91,12 @@ def kv_shapes(spec: ModelSpec) -> list[KVShape]:
     return list(by_group.values())
 
 
+def kv_windows(spec: ModelSpec) -> list[int | None]:
+    """How many positions a token sees in each KV group, its own included; ``None`` for all."""
+    by_group = dict(zip(kv_groups(spec), map(_window, spec.attentions()), strict=True))
+    return list(by_group.values())
+
+
 def _window(attention: AttentionSpec | LatentAttentionSpec) -> int | None:
     return attention.sliding_window if isinstance(attention, AttentionSpec) else None
 

@@ -8,7 +8,7 @@ from fastgen.compile.cuda_graph import GraphPool
 from fastgen.compile.ops.packed_weight import WeightFormat
 from fastgen.compile.target import Target
 from fastgen.layers.kv_cache import PagedKVCache
-from fastgen.models.builder import build, kv_groups, kv_shapes
+from fastgen.models.builder import build, kv_groups, kv_shapes, kv_windows
 from fastgen.models.causal_lm import CausalLM
 from fastgen.models.checkpoint import Checkpoint, load_weights
 from fastgen.models.spec import ModelSpec
@@ -78,7 +78,13 @@ def build_engine(
     return Engine(
         ModelRunner(forward, input_batch, sampler),
         Scheduler(
-            KVCacheManager(config.num_blocks, config.block_size, config.num_kv_groups),
+            KVCacheManager(
+                config.num_blocks,
+                config.block_size,
+                kv_windows(spec),
+                max_chunk=config.token_budget,
+                prefix_caching=config.prefix_caching,
+            ),
             token_budget=config.token_budget,
             max_num_seqs=config.max_num_seqs,
         ),

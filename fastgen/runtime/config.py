@@ -33,6 +33,7 @@ class EngineConfig:
     num_blocks: int
     max_model_len: int
     num_kv_groups: int
+    prefix_caching: bool = True
 
     @property
     def max_blocks(self) -> int:
@@ -50,6 +51,7 @@ def resolve_engine_config(
     kv_cache_memory: int | str | None = None,
     block_size: int | None = None,
     max_model_len: int | None = None,
+    prefix_caching: bool = True,
 ) -> EngineConfig:
     """Fill in what was left open and refuse what cannot work.
 
@@ -64,6 +66,8 @@ def resolve_engine_config(
     ):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise InvalidArgumentError(f"{name}={value!r}: expected an integer of at least 1")
+    if not isinstance(prefix_caching, bool):
+        raise InvalidArgumentError(f"prefix_caching={prefix_caching!r}: expected True or False")
     budget = token_budget or _DEFAULT_TOKEN_BUDGET[device.kind]
     num_seqs = max_num_seqs or min(_DEFAULT_MAX_NUM_SEQS[device.kind], budget)
     if num_seqs > budget:
@@ -100,6 +104,7 @@ def resolve_engine_config(
         num_blocks=num_blocks,
         max_model_len=model_len or (num_blocks - 1) // num_groups * size + 1,
         num_kv_groups=num_groups,
+        prefix_caching=prefix_caching,
     )
     _check_memory(spec, device, config, dtype, num_blocks * bytes_per_block)
     return config

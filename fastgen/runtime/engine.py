@@ -15,7 +15,8 @@ from fastgen.runtime.model_runner import ModelRunner, StepOutput
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.request import Request, SequenceStatus
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
-from fastgen.runtime.scheduler import Schedule, Scheduler
+from fastgen.runtime.schedule import Schedule
+from fastgen.runtime.scheduler import Scheduler
 
 
 class Engine:
@@ -98,7 +99,7 @@ class Engine:
     def step(self) -> None:
         """Run one step, if there is anything to run."""
         self._expire()
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(self._clock())
         if schedule is None:
             return
         self._note_scheduled(schedule)
@@ -115,7 +116,7 @@ class Engine:
             for completion in generation.completions
             if completion.finish_reason is None
         }
-        assert open_sequences == {*self.scheduler.running, *self.scheduler.waiting}
+        assert open_sequences == set(self.scheduler.unfinished)
 
     def _update(self, output: StepOutput) -> None:
         now_s = self._clock()
@@ -154,8 +155,8 @@ class Engine:
 
     def _note_scheduled(self, schedule: Schedule) -> None:
         now_s = self._clock()
-        for entry in schedule.entries:
-            generation = self._generations[entry.seq.request.request_id]
+        for chunk in schedule.chunks:  # a decode was one before
+            generation = self._generations[chunk.seq.request.request_id]
             if generation.left_queue_s is None:
                 generation.left_queue_s = now_s
 

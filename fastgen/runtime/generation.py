@@ -124,5 +124,6 @@ class Generation:
             queue_s=self.left_queue_s - arrival_s,
             ttft_s=times_s[0] - arrival_s if times_s else None,
             gaps_s=[later - earlier for earlier, later in pairwise(times_s)],
+            cached_tokens=completion.sequence.num_cached_tokens,
             preemptions=completion.sequence.num_preemptions,
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgen.compile.ops.next_decodes import NextDecodesKernel
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.scheduler import Schedule, ScheduledTokens
+from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
 
 _NUM_STAGING_BUFFERS = 2  # the host may fill one while the device still reads the other
 _ALIGNMENT = 16  # bytes
@@ -120,12 +120,16 @@ class InputBatch:
         entries = sorted(schedule.entries, key=lambda entry: _seat(entry.seq))
         host = self._host[self._turn]
         sampled = self._fill_tokens(host, entries, size)
-        self._fill_updates(host, schedule)
+        updates = schedule.block_updates[: self.max_updates]
+        self._fill_updates(host, updates)
         self._packed.copy_(self._staging[self._turn], non_blocking=True)
         self._turn = (self._turn + 1) % _NUM_STAGING_BUFFERS
-        num_updates = self.max_updates if self.pads else len(schedule.block_updates)
+        num_updates = self.max_updates if self.pads else len(updates)
         if num_updates:
             index, block = (self._device[name][:num_updates] for name in ("update_index", "update_block"))
+            self._flat_tables[index] = block
+        if rest := schedule.block_updates[self.max_updates :]:  # a long prefix out of the cache brings its whole table
+            index, block = (torch.from_numpy(array).to(self._packed.device) for array in self._table_entries(rest))
             self._flat_tables[index] = block
         return self.views(size, len(sampled)), sampled
 
@@ -222,17 +226,18 @@ class InputBatch:
         blocks = np.asarray(table[first_block : (stop - 1) // self.block_size + 1], dtype=np.int64)
         return blocks[where // self.block_size - first_block] * self.block_size + where % self.block_size
 
-    def _fill_updates(self, host: _HostArrays, schedule: Schedule) -> None:
-        """Where the entries of ``schedule.block_updates`` go; padding writes the spare entry."""
-        updates = schedule.block_updates
-        assert len(updates) <= self.max_updates, f"{len(updates)} block updates in a step, room for {self.max_updates}"
+    def _fill_updates(self, host: _HostArrays, updates: tuple[BlockUpdate, ...]) -> None:
+        """Where entries of the block tables go; padding writes the spare entry."""
         if self.pads:
             host["update_index"][:] = self._flat_tables.numel() - 1
             host["update_block"][:] = 0
         if updates:
-            seat, group, index, block = np.array(updates).T
-            host["update_index"][: len(updates)] = (group * self.max_num_seqs + seat) * self.max_blocks + index
-            host["update_block"][: len(updates)] = block
+            host["update_index"][: len(updates)], host["update_block"][: len(updates)] = self._table_entries(updates)
+
+    def _table_entries(self, updates: tuple[BlockUpdate, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """For each update the entry of the flat tables, and the block id that goes there."""
+        seat, group, index, block = np.array(updates, dtype=np.int64).T
+        return (group * self.max_num_seqs + seat) * self.max_blocks + index, block.astype(np.int32)
 
 
 def _seat(sequence: Sequence) -> int:

@@ -1,4 +1,4 @@
-"""Which sequence holds which blocks of the KV cache, and what can fit at all.
+"""Which sequence holds which blocks of the KV cache, which of them others may use too, and what can fit at all.
 
 A sequence has one block table per KV group (the layers with one window). Entry ``i`` of a table is the block with the
 keys and values of tokens ``i*P .. i*P + P - 1``. Here ``P = 4`` and there is one group; of 12 tokens 6 are computed,
@@ -11,47 +11,123 @@ and the next step takes 5 more::
 
 Nothing is reserved for tokens that are not generated yet. The last token a request generates is never computed, since
 nothing follows it, so a prompt of ``p`` tokens and ``m`` new ones fill at most ``p + m - 1`` places of each group.
+
+**Sharing.** Full blocks are published in the prefix cache when they have been computed, and a sequence that begins
+with the same tokens takes references on them instead of computing them again. A fork takes references on all blocks of
+its parent. Nobody writes into a block that is shared or published: blocks found in the cache are full, and of a shared
+block that is partly filled :meth:`KVCacheManager.allocate` makes a copy for who writes first (copy-on-write). The
+source keeps a reference until the copy is known to be made, since a step that failed is made again.
+
+**Windows.** A group with a window ``w`` keeps only the blocks that a later token sees. Entries left of these become the
+padding block, and tables keep their length. With ``P = 4`` and ``w = 6``, after 13 tokens::
+
+    token   0   1   2   3 | 4   5   6   7 | 8   9  10  11 | 12
+                                    <---- token 12 saw ---->     the block of tokens 4 … 7 is kept, for token 7
+    table [       0       |       2       |       5       |  9
+
+What a window leaves behind is freed whenever a sequence has filled a block, not token by token.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
-from fastgen.runtime.block_pool import BlockPool
+from fastgen.runtime.block_pool import PADDING_BLOCK, BlockPool
+from fastgen.runtime.prefix_cache import PrefixCache, PrefixNode, first_seen_block
 from fastgen.runtime.request import Sequence
+
+
+class TableEntry(NamedTuple):
+    """``block_tables[group][index]`` of a sequence is ``block_id`` now."""
+
+    group: int
+    index: int
+    block_id: int
+
+
+class BlockCopy(NamedTuple):
+    """Entry ``index`` of a sequence's table in ``group`` was block ``source`` and is ``destination`` now, which is to
+    be given what ``source`` contains before the step's forward pass.
+    """
+
+    group: int
+    index: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What a sequence was given: blocks ``appended`` to its tables, and ``copies`` of blocks it shared."""
+
+    appended: list[TableEntry] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
 
 
 class KVCacheManager:
     """Block tables over one pool of ``num_blocks`` blocks of ``block_size`` tokens, which all KV groups share.
 
-    ``num_blocks`` counts the padding block, as the cache tensors' first axis does.
+    ``num_blocks`` counts the padding block, as the cache tensors' first axis does. ``windows`` has an entry for each KV
+    group: how many positions a token sees there, its own included, or ``None`` for all. ``max_chunk`` is the most
+    tokens of a sequence that one step takes, the token budget; it bounds what a windowed group holds at once.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1):
-        if block_size < 1 or num_groups < 1:
-            raise InvalidArgumentError(f"block_size {block_size} and num_groups {num_groups} must be at least 1")
-        self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
-        self.num_groups = num_groups
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: SequenceOf[int | None] = (None,),
+        *,
+        max_chunk: int | None = None,
+        prefix_caching: bool = False,
+    ):
+        if block_size < 1 or not windows:
+            raise InvalidArgumentError(
+                f"block_size {block_size} and the number of windows, {len(windows)}, must be at least 1"
+            )
+        if any(window is not None and window < 1 for window in windows):
+            raise InvalidArgumentError(f"windows {windows}: a token sees at least itself")
+        self.prefix_cache = PrefixCache(block_size, windows) if prefix_caching else None
+        self.pool = BlockPool(num_blocks, self.prefix_cache.forget if self.prefix_cache else None)
+        self.block_size, self.windows, self.max_chunk = block_size, tuple(windows), max_chunk
+        self.num_groups = len(self.windows)
+        self._nodes: dict[Sequence, PrefixNode] = {}
+        """Of each sequence that holds blocks, the node of the last block it has published, or took from the cache."""
+        self._may_share: set[Sequence] = set()
+        """Those whose next token may go into a block that is not theirs alone, because one was forked from another."""
+        self._pending_copies: dict[BlockCopy, Sequence] = {}
+        """For whom each copy is that is due; it holds a reference on its source."""
+        self._looked_up: set[Sequence] = set()
+        """Those attached to what the cache has of them, but not given places for more yet."""
+
+    # What fits
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens of one sequence, over all groups."""
-        return self.num_groups * -(-num_tokens // self.block_size)
+        """The most blocks that a sequence of ``num_tokens`` tokens ever holds at once, over all groups."""
+        return sum(
+            max_blocks_held(num_tokens, window, self.block_size, max_chunk=self.max_chunk) for window in self.windows
+        )
 
     def check_fits(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
         """Refuse a sequence that could not finish even with the whole cache to itself.
 
         :raises RequestTooLargeError: with the arithmetic.
         """
-        needed = self.blocks_needed(num_prompt_tokens + max_new_tokens - 1)
+        num_tokens = num_prompt_tokens + max_new_tokens - 1
+        needed = self.blocks_needed(num_tokens)
         if needed <= self.pool.capacity:
             return
-        groups = f"{self.num_groups} * " if self.num_groups > 1 else ""
-        most = self.pool.capacity // self.num_groups * self.block_size + 1
+        num_blocks = next(n for n in count() if self.blocks_needed((n + 1) * self.block_size) > self.pool.capacity)
+        most = num_blocks * self.block_size + 1
         raise RequestTooLargeError(
             f"a prompt of {num_prompt_tokens} tokens with max_new_tokens={max_new_tokens} needs "
-            f"{groups}ceil(({num_prompt_tokens} + {max_new_tokens} - 1) / {self.block_size}) = {needed} blocks, "
+            f"{self._arithmetic(num_prompt_tokens, max_new_tokens)} = {needed} blocks, "
             f"the KV cache has {self.pool.capacity}; prompt and new tokens together may be at most {most}: shorten the "
             "prompt, lower max_new_tokens, or give the cache more memory (kv_cache_memory)",
             room=most - num_prompt_tokens,
@@ -60,42 +136,247 @@ class KVCacheManager:
     def max_tokens(self, seq: Sequence) -> int:
         """How many tokens beyond those computed ``seq`` has places for, counting the blocks now free as its own."""
         num_held = len(seq.block_tables[0]) if seq.block_tables else 0
-        num_blocks = num_held + self.pool.num_free // self.num_groups
-        return num_blocks * self.block_size - seq.num_computed_tokens
+        num_free = self.pool.num_free - len(self._shared_entries(seq))
+        if num_free < 0:  # not even the copies that its next token needs
+            return 0
+        return (num_held + num_free // self.num_groups) * self.block_size - seq.num_computed_tokens
 
-    def allocate(self, seq: Sequence, num_new_tokens: int) -> list[tuple[int, int, int]] | None:
+    # A sequence's blocks, from admission to the end
+
+    def attach_cached(self, seq: Sequence) -> list[TableEntry]:
+        """Give a waiting ``seq`` what the prefix cache has of its tokens, but for at least one, which must be computed.
+
+        Sets ``block_tables``, ``num_computed_tokens`` and, unless it was preempted, ``num_cached_tokens``. Returns the
+        entries of its tables that hold a block: of one that was forked, those it has already. Nothing is looked up
+        where prompt log-probabilities are asked for, since these need every token computed.
+        """
+        if self._looks_up(seq):
+            assert self.prefix_cache is not None
+            assert not seq.num_computed_tokens, f"{seq} has computed tokens already"
+            node = self.prefix_cache.find(seq.token_ids, (seq.num_tokens - 1) // self.block_size)
+            seq.num_computed_tokens = node.depth * self.block_size
+            if node.depth:
+                seq.block_tables = self.prefix_cache.block_tables(node)
+                for entry in held_entries(seq):
+                    self.pool.share(entry.block_id)
+                self._stand_at(seq, node)
+            if not seq.num_preemptions:
+                seq.num_cached_tokens = seq.num_computed_tokens
+            self._looked_up.add(seq)
+        return held_entries(seq)
+
+    def detach(self, seq: Sequence) -> None:
+        """Undo :meth:`attach_cached` of a sequence that could not be admitted after all."""
+        if seq in self._looked_up:
+            self.free(seq)
+            seq.num_computed_tokens = 0
+            if not seq.num_preemptions:
+                seq.num_cached_tokens = 0
+
+    def allocate(self, seq: Sequence, num_new_tokens: int) -> Allocation | None:
         """Make places for the ``num_new_tokens`` tokens of ``seq`` that follow the computed ones.
 
-        Returns what was appended to its block tables as ``(group, index, block_id)``, nothing where it has the places
-        already, or ``None`` with nothing changed where the free blocks do not suffice for all groups.
+        Nothing is allocated where it has the places already and they are its own. ``None`` with nothing changed where
+        the free blocks do not suffice for all groups. Of :attr:`Allocation.copies` the table entries are the
+        destinations already; the copies are due until :meth:`copies_done`.
         """
-        first = len(seq.block_tables[0]) if seq.block_tables else 0
+        num_held = len(seq.block_tables[0]) if seq.block_tables else 0
         end = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
-        if end <= first:
-            return []
-        block_ids = self.pool.allocate((end - first) * self.num_groups)
+        shared = self._shared_entries(seq)
+        num_appended = max(0, end - num_held) * self.num_groups
+        block_ids = self.pool.allocate(num_appended + len(shared))
         if block_ids is None:
             return None
+        self._may_share.discard(seq)
+        if seq in self._looked_up:
+            self._note_lookup(seq)
+        if not block_ids:
+            return Allocation()
         if not seq.block_tables:
-            seq.block_tables = [[] for _ in range(self.num_groups)]
-        places = [(group, index) for group in range(self.num_groups) for index in range(first, end)]
-        appended = [(group, index, block_id) for (group, index), block_id in zip(places, block_ids, strict=True)]
+            seq.block_tables = [[] for _ in self.windows]
+        unused = iter(block_ids)
+        places = [(group, index) for group in range(self.num_groups) for index in range(num_held, end)]
+        appended = [TableEntry(group, index, next(unused)) for group, index in places]
         for group, _, block_id in appended:
             seq.block_tables[group].append(block_id)
-        return appended
+        copies = [BlockCopy(*entry, next(unused)) for entry in shared]
+        for copy in copies:
+            seq.block_tables[copy.group][copy.index] = copy.destination
+            self._pending_copies[copy] = seq
+        return Allocation(appended, copies)
+
+    @property
+    def pending_copies(self) -> tuple[BlockCopy, ...]:
+        """All copies that are due, those of steps that failed included; the device makes them before its forward."""
+        return tuple(self._pending_copies)
+
+    def copies_done(self, copies: Iterable[BlockCopy]) -> None:
+        """The step that made ``copies`` is committed: their sources may go. Those of sequences freed since are none."""
+        for copy in copies:
+            if copy in self._pending_copies:
+                del self._pending_copies[copy]
+                self.pool.free([copy.source])
+
+    def advance(self, seq: Sequence) -> None:
+        """``num_computed_tokens`` of ``seq`` has grown: publish the blocks that are full now, and free those that no
+        later token sees. There is nothing to do unless a block has been filled since the last call.
+        """
+        num_full = seq.num_computed_tokens // self.block_size
+        if self.prefix_cache is not None:
+            self._publish(seq, num_full)
+        left: list[TableEntry] = []
+        for group, (table, window) in enumerate(zip(seq.block_tables, self.windows, strict=True)):
+            index = first_seen_block(num_full, window, self.block_size)
+            while index and table[index - 1] != PADDING_BLOCK:
+                index -= 1
+                left.append(TableEntry(group, index, table[index]))
+                table[index] = PADDING_BLOCK
+        self.pool.free(entry.block_id for entry in sorted(left, key=lambda entry: -entry.index))
+
+    def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
+        """Whether ``parent`` has computed its first ``num_tokens`` tokens, and still has what :meth:`fork` needs."""
+        if not 0 < num_tokens <= parent.num_computed_tokens or parent in self._pending_copies.values():
+            return False
+        num_full, num_now = num_tokens // self.block_size, parent.num_computed_tokens // self.block_size
+        return all(
+            first_seen_block(num_full, window, self.block_size) == first_seen_block(num_now, window, self.block_size)
+            for window in self.windows
+        )
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Let ``child``, which holds nothing, share the blocks of the first ``num_tokens`` computed tokens of
+        ``parent``; these tokens must be the same in both, and count as computed for the child.
+
+        Whoever writes into a last block that is partly filled gets a copy of it. Where ``num_tokens`` is less than the
+        parent has computed, windows must not have left behind what the child needs.
+        """
+        assert not child.block_tables, f"{child} holds blocks already"
+        assert 0 < num_tokens <= parent.num_computed_tokens, f"{num_tokens} tokens of {parent} are not computed"
+        assert parent not in self._pending_copies.values(), f"{parent} awaits copies"
+        num_full, end = num_tokens // self.block_size, -(-num_tokens // self.block_size)
+        tables = []
+        for table, window in zip(parent.block_tables, self.windows, strict=True):
+            first = first_seen_block(num_full, window, self.block_size)
+            assert PADDING_BLOCK not in table[first:end], f"{parent} has left behind blocks of its first {num_tokens}"
+            tables.append([PADDING_BLOCK] * first + table[first:end])
+        child.block_tables, child.num_computed_tokens = tables, num_tokens
+        for entry in held_entries(child):
+            self.pool.share(entry.block_id)
+        if num_tokens % self.block_size:
+            self._may_share |= {parent, child}
+        if (node := self._nodes.get(parent)) is not None:
+            while node.parent is not None and node.depth > num_full:
+                node = node.parent
+            self._stand_at(child, node)
 
     def free(self, seq: Sequence) -> None:
-        """Take back every block ``seq`` holds."""
-        self.pool.free(block_id for table in seq.block_tables for block_id in table)
+        """Take back all that ``seq`` holds; of what stays cached, its last blocks will be evicted first."""
+        self.copies_done([copy for copy, owner in self._pending_copies.items() if owner is seq])
+        tables = reversed(list(zip(*seq.block_tables, strict=True)))
+        self.pool.free(block_id for row in tables for block_id in row if block_id != PADDING_BLOCK)
         seq.block_tables = []
+        self._may_share.discard(seq)
+        self._looked_up.discard(seq)
+        self._stand_at(seq, None)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that ``sequences`` hold every block that is not free, none twice, and places for what is computed."""
+        """Assert that ``sequences`` and pending copies account for every reference, that tables hold what is computed
+        and not left behind, and that the prefix cache agrees.
+        """
         sequences = list(sequences)
-        self.pool.check_integrity(block_id for seq in sequences for table in seq.block_tables for block_id in table)
+        sources = [copy.source for copy in self.pending_copies]
+        self.pool.check_integrity([*(entry.block_id for seq in sequences for entry in held_entries(seq)), *sources])
         for seq in sequences:
             lengths = {len(table) for table in seq.block_tables}
             assert len(seq.block_tables) in (0, self.num_groups), f"{seq}: {len(seq.block_tables)} block tables"
             assert len(lengths) <= 1, f"{seq}: its block tables differ in length: {lengths}"
             num_places = max(lengths, default=0) * self.block_size
             assert seq.num_computed_tokens <= num_places, f"{seq}: blocks for {num_places} tokens only"
+            num_full = seq.num_computed_tokens // self.block_size
+            for table, window in zip(seq.block_tables, self.windows, strict=False):
+                first = first_seen_block(num_full, window, self.block_size)
+                assert not any(table[:first]), f"{seq}: blocks left behind by a window of {window}: {table[:first]}"
+                assert all(table[first:]), f"{seq}: blocks missing from its table: {table}"
+        for copy, owner in self._pending_copies.items():
+            assert owner.block_tables[copy.group][copy.index] == copy.destination, f"{owner} has no use for {copy}"
+        assert self._looked_up.issubset(sequences), f"neither admitted nor detached: {self._looked_up}"
+        known = self._may_share.union(self._nodes, self._pending_copies.values())
+        holders = {seq for seq in sequences if seq.block_tables}
+        assert known <= holders, f"remembered and hold nothing: {known - holders}"
+        if self.prefix_cache is not None:
+            self.prefix_cache.check_integrity(self.pool.published, self._nodes.values())
+
+    def _looks_up(self, seq: Sequence) -> bool:
+        return self.prefix_cache is not None and not seq.block_tables and seq.request.sampling.prompt_logprobs is None
+
+    def _shared_entries(self, seq: Sequence) -> list[TableEntry]:
+        """The blocks that the next token of ``seq`` goes into and that are not its own."""
+        index, offset = divmod(seq.num_computed_tokens, self.block_size)
+        if not offset or seq not in self._may_share:
+            return []
+        entries = [TableEntry(group, index, table[index]) for group, table in enumerate(seq.block_tables)]
+        return [entry for entry in entries if self.pool.is_shared(entry.block_id)]
+
+    def _note_lookup(self, seq: Sequence) -> None:
+        assert self.prefix_cache is not None
+        self._looked_up.remove(seq)
+        statistics = self.prefix_cache.statistics
+        statistics.lookups += 1
+        statistics.lookup_tokens += seq.num_tokens
+        statistics.hit_tokens += seq.num_computed_tokens
+
+    def _publish(self, seq: Sequence, num_full: int) -> None:
+        assert self.prefix_cache is not None
+        node = start = self._nodes.get(seq, self.prefix_cache.root)
+        while node.depth < num_full:
+            block_ids = [table[node.depth] for table in seq.block_tables]
+            node = self.prefix_cache.publish(node, seq.token_ids, block_ids)
+            for block_id, own in zip(node.block_ids, block_ids, strict=True):
+                if block_id == own:
+                    self.pool.publish(own)
+        if node is not start:
+            self._stand_at(seq, node)
+
+    def _stand_at(self, seq: Sequence, node: PrefixNode | None) -> None:
+        """Remember the node below which ``seq`` publishes its next block; ``None`` where it holds nothing any more."""
+        if self.prefix_cache is None:
+            return
+        before = self._nodes.pop(seq, None)
+        if node is not None:
+            self._nodes[seq] = node
+        self.prefix_cache.move_user(before, node)
+
+    def _arithmetic(self, num_prompt_tokens: int, max_new_tokens: int) -> str:
+        """How :meth:`blocks_needed` comes about, as a sum over the groups that need the same."""
+        num_tokens = num_prompt_tokens + max_new_tokens - 1
+        terms: Counter[str] = Counter()
+        for window in self.windows:
+            most = max_blocks_held(num_tokens, window, self.block_size, max_chunk=self.max_chunk)
+            if most == -(-num_tokens // self.block_size):
+                terms[f"ceil(({num_prompt_tokens} + {max_new_tokens} - 1) / {self.block_size})"] += 1
+            else:
+                terms[f"{most} (a window of {window} tokens and a chunk of {self.max_chunk})"] += 1
+        return " + ".join(f"{times} * {term}" if times > 1 else term for term, times in terms.items())
+
+
+def held_entries(seq: Sequence) -> list[TableEntry]:
+    """Every entry of its block tables where ``seq`` holds a block."""
+    return [
+        TableEntry(group, index, block_id)
+        for group, table in enumerate(seq.block_tables)
+        for index, block_id in enumerate(table)
+        if block_id != PADDING_BLOCK
+    ]
+
+
+def max_blocks_held(num_tokens: int, window: int | None, block_size: int, *, max_chunk: int | None) -> int:
+    """The most blocks of one KV group that a sequence of ``num_tokens`` tokens holds at once, in steps of at most
+    ``max_chunk``.
+
+    With a window ``w``, before a chunk of ``c`` tokens that begins in block ``b``, what is kept reaches from the block
+    of token ``b*P - w + 1`` to the last of the chunk: ``ceil((w - 1)/P)`` blocks, ``b``, and ``ceil((c - 1)/P)`` more.
+    """
+    num_blocks = -(-num_tokens // block_size)
+    if window is None or max_chunk is None:
+        return num_blocks
+    return min(num_blocks, -(-(window - 1) // block_size) + 1 - (-(max_chunk - 1) // block_size))

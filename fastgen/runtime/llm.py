@@ -45,6 +45,7 @@ def load(
     kv_cache_memory: int | str | None = None,
     block_size: int | None = None,
     max_model_len: int | None = None,
+    prefix_caching: bool = True,
     num_threads: int | None = None,
     target: str = "auto",
     quantize: str | None = None,
@@ -61,7 +62,9 @@ def load(
     ``dtype``: ``"auto"`` for the checkpoint's, or ``"float32"``, ``"bfloat16"``, ``"float16"``.
     ``token_budget``: most tokens a step computes. ``max_num_seqs``: most sequences that run at once.
     ``kv_cache_memory``: bytes, or ``"4GiB"``. ``block_size``: tokens per KV block. ``max_model_len``: most tokens of
-    prompt and answer together; by default what the model was trained for. ``num_threads``: CPU threads, for the whole
+    prompt and answer together; by default what the model was trained for. ``prefix_caching``: keep blocks of the KV
+    cache that are no longer in use until their room is needed, and let prompts that begin with the same tokens use
+    them again; answers do not depend on it. ``num_threads``: CPU threads, for the whole
     process; by default one a core. ``target``: whose kernels run: ``"torch"`` for the reference, ``"cpp"`` for kernels
     built for this CPU, ``"triton"`` for those of a GPU (on a CPU interpreted, in a process that was started with
     ``TRITON_INTERPRET=1``), ``"auto"`` for the device's own, on a CPU where there is a compiler. ``quantize``: what
@@ -101,6 +104,7 @@ def load(
         kv_cache_memory=kv_cache_memory,
         block_size=block_size,
         max_model_len=max_model_len,
+        prefix_caching=prefix_caching,
     )
     codec = TextCodec.from_checkpoint(directory, checkpoint.config)
     about = bundle_flags(

@@ -15,7 +15,7 @@ from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.outputs import Logprobs
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampler import SampledToken, Sampler, prompt_logprobs
-from fastgen.runtime.scheduler import Schedule
+from fastgen.runtime.schedule import Schedule
 
 PROMPT_LOGITS_ROWS = 64
 """Rows of prompt log-probabilities computed at a time: ``[64, V]`` fp32."""
@@ -57,6 +57,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> StepOutput:
+        self._copy_blocks(schedule)
         batch, sequences = self.input_batch.build(schedule)
         self.sampler.prepare(sequences)
         hidden = self.forward.hidden(batch)
@@ -71,10 +72,15 @@ class ModelRunner:
             prompt_logprobs=self._prompt_logprobs(schedule, batch.cu_seqlens_q, hidden),
         )
 
+    def _copy_blocks(self, schedule: Schedule) -> None:
+        for group in {copy.group for copy in schedule.block_copies}:
+            copies = [copy for copy in schedule.block_copies if copy.group == group]
+            self.kv_cache.copy_blocks(group, [c.source for c in copies], [c.destination for c in copies])
+
     def _prompt_logprobs(self, schedule: Schedule, cu_seqlens_q: Tensor, hidden: Tensor) -> list[PromptLogprobs]:
         """The row of position ``p`` predicts prompt token ``p + 1``; the first token has no prediction."""
         pieces = []
-        for entry in schedule.entries:
+        for entry in schedule.chunks:  # decodes are past their prompts
             sequence = entry.seq
             num_alternatives = sequence.request.sampling.prompt_logprobs
             actual = sequence.token_ids[entry.start + 1 : min(entry.end + 1, sequence.num_prompt_tokens)]

@@ -58,6 +58,7 @@ class Sequence:
         "block_tables",
         "index",
         "key",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -65,6 +66,7 @@ class Sequence:
         "seat",
         "status",
         "token_ids",
+        "urgency",
     )
 
     def __init__(self, request: Request, index: int):
@@ -72,6 +74,8 @@ class Sequence:
         self.index = index
         self.key = (request.request_id, index)
         """Order of arrival: the smaller key came first."""
+        self.urgency = (request.sampling.priority, request.request_id, index)
+        """The smaller is the more urgent: class, turn in the class, index. See :mod:`fastgen.runtime.waiting_queue`."""
         self.token_ids = list(request.prompt_ids)
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0
@@ -79,6 +83,8 @@ class Sequence:
         self.seat: int | None = None
         self.status = SequenceStatus.WAITING
         self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        """Of the tokens it came with, those that the prefix cache had when it was first admitted."""
 
     @property
     def num_tokens(self) -> int:

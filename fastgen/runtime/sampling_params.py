@@ -65,6 +65,9 @@ class SamplingParams:
     """The same for each prompt token."""
     timeout_s: float | None = None
     """Seconds from submission after which the request finishes with ``"timeout"``; ``None`` is no limit."""
+    priority: int = 0
+    """The request's class: any integer, and the lower the more urgent. It decides who gets the next free seat, whose
+    prompt is computed first and who loses its blocks last; who has waited long moves up."""
 
     def __new__(cls, **given: object) -> SamplingParams:
         """Refuse an unknown field with the library's own error, however the parameters are made."""
@@ -234,5 +237,6 @@ _CHECKS: dict[str, _Check] = {
     "logprobs": _optional(_integer(0)),
     "prompt_logprobs": _optional(_integer(0)),
     "timeout_s": _optional(_number("a finite number of seconds > 0", lambda number: number > 0)),
+    "priority": _integer(),
 }
 assert list(_CHECKS) == [item.name for item in fields(SamplingParams)], "every field has its check"

@@ -1,108 +1,67 @@
 """The scheduler: which tokens the next step computes, and in which blocks their keys and values go.
 
-It keeps the sequences in order of arrival, the running ones an oldest prefix of them and the waiting ones the rest,
-and nothing ever overtakes. A step takes
+Every unfinished sequence has an urgency: its class, its turn in the class, its index in its request
+(:mod:`fastgen.runtime.waiting_queue`). A step takes
 
-1. one token of every decode. One that finds no free block preempts the youngest running sequence, which may be itself:
-   its blocks are freed, it waits at the head of the queue, and will be computed again from its first token;
-2. prompt tokens, as many as :mod:`fastgen.runtime.policies.splitfuse` says: those of running prompts, partly computed,
-   then those of waiting ones, which are admitted as long as seats last. A chunk is cut to what the free blocks hold.
-   Nothing is preempted for it, and no one is admitted in a step that had to preempt. One that was preempted comes back
+1. one token of every decode. One that finds no free block preempts the least urgent running sequence, which may be
+   itself: its blocks are freed, it waits for a seat, and will be computed again from its first token;
+2. prompt tokens, as many as the :mod:`policy <fastgen.runtime.policies>` says, the most urgent prompt's first: of those
+   that run and are partly computed, and of those that wait, which are admitted as long as seats last. A chunk is cut to
+   what the free blocks hold. No one is admitted in a step that had to preempt, and one that was preempted comes back
    only when there is room for all that it has to compute again.
 
-So the oldest sequence gets on in every step, and every sequence becomes the oldest one day. As a decode it preempts
-until it has its block. As a prompt it has all its blocks already where any running sequence is younger, for nobody is
-admitted before the older ones were given theirs; where none is, the cache is its own and suffices, or it would have
-been refused.
+A request's sequences share its prompt. Those but the first wait until it is computed, and then take over its blocks.
+
+**Progress.** The most urgent running sequence gets on whenever its kind runs. As a decode it preempts until it has its
+block. As a prompt it has all its blocks already where everybody else was admitted after it; where one more urgent came
+later, it preempts the less urgent until it has a place. Where it runs alone the cache is its own and suffices, or it
+would have been refused. So running sequences finish, their seats and blocks come free, and the head of the queue is
+next, for nobody passes it by. A policy may hold one kind back for the other only as long as the other gets on; and
+since whoever waits comes to the head of the most urgent class one day, every sequence finishes.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
-from itertools import islice, pairwise
-from typing import NamedTuple
+import copy
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from itertools import islice
+from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.kv_cache_manager import KVCacheManager
-from fastgen.runtime.policies import splitfuse
+from fastgen.runtime.kv_cache_manager import KVCacheManager, TableEntry, held_entries
+from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
+from fastgen.runtime.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
+from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
-
-class BlockUpdate(NamedTuple):
-    """``block_tables[group, seat, table_index] = block_id`` on the device."""
-
-    seat: int
-    group: int
-    table_index: int
-    block_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledTokens:
-    """Tokens ``start .. end - 1`` of ``seq``; ``samples`` where nothing remains pending, so that the step samples
-    the next token.
-    """
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-    samples: bool
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What one step computes.
-
-    ``entries`` are in order of arrival, the decodes before the prompts. ``size`` is the captured size to run at.
-    ``block_updates`` are the entries of the block tables that the device has not been given. ``preempted`` lost their
-    seats and blocks before the step.
-    """
-
-    entries: tuple[ScheduledTokens, ...]
-    block_updates: tuple[BlockUpdate, ...]
-    preempted: tuple[Sequence, ...]
-    size: int
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(entry.num_tokens for entry in self.entries)
-
-    def check(self, kv: KVCacheManager, token_budget: int) -> None:
-        """Assert what a step relies on: it fits its size, and its tokens are pending, seated and have their blocks."""
-        assert 0 < self.num_tokens <= self.size <= token_budget, f"{self.num_tokens} tokens at size {self.size}"
-        seats = {entry.seq.seat for entry in self.entries}
-        assert None not in seats, "an entry has no seat"
-        assert len(seats) == len(self.entries), f"{len(self.entries)} entries on the seats {seats}"
-        for older, younger in pairwise(self.entries):
-            assert older.seq.key < younger.seq.key, f"{younger} stands behind {older}"
-        for entry in self.entries:
-            seq = entry.seq
-            assert seq.num_computed_tokens == entry.start < entry.end <= seq.num_tokens, (
-                f"{entry} is not what is pending"
-            )
-            assert entry.samples == (entry.end == seq.num_tokens), f"{entry} samples before it has caught up"
-            assert len(seq.block_tables) == kv.num_groups, f"{entry} has {len(seq.block_tables)} block tables"
-            for table in seq.block_tables:
-                assert entry.end <= len(table) * kv.block_size, f"{entry} has only the blocks {table}"
+_urgency, _token_ids = attrgetter("urgency"), attrgetter("token_ids")
 
 
 class Scheduler:
-    """Continuous batching under Dynamic SplitFuse, over the blocks of ``kv``.
+    """Continuous batching over the blocks of ``kv``, by ``policy``: Dynamic SplitFuse unless another is given.
 
     At most ``token_budget`` tokens and ``max_num_seqs`` sequences a step. What a step costs does not depend on how many
-    requests wait: as many of them are looked at as there are free seats.
+    requests wait. Who waits for ``aging_s`` seconds moves up a class. ``propose_drafts(seq, n)``, where given, is asked
+    for at most ``n`` guesses of what follows the tokens of a decode, as long as a step has places left.
 
-    The engine's part of a step: :meth:`schedule`, run it, :meth:`commit`, then append one token to every sequence whose
-    entry ``samples``, or :meth:`finish` it. A schedule may go uncommitted where running it failed: the next one takes
-    its place, and the blocks and seats it gave stay with their sequences.
+    The engine's part of a step: :meth:`schedule`, run it, :meth:`commit`, then append one token to every sequence that
+    was sampled for, or :meth:`finish` it. A schedule may go uncommitted where running it failed: the next one takes its
+    place, and the blocks and seats it gave stay with their sequences.
     """
 
-    def __init__(self, kv: KVCacheManager, *, token_budget: int, max_num_seqs: int):
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        token_budget: int,
+        max_num_seqs: int,
+        policy: Policy | None = None,
+        aging_s: float = DEFAULT_AGING_S,
+        propose_drafts: Callable[[Sequence, int], SequenceOf[int]] | None = None,
+    ):
         if max_num_seqs < 1:
             raise InvalidArgumentError(f"max_num_seqs is {max_num_seqs}, but must be at least 1")
         if token_budget < max_num_seqs:
@@ -113,13 +72,45 @@ class Scheduler:
         self.kv = kv
         self.token_budget = token_budget
         self.max_num_seqs = max_num_seqs
-        self.sizes = splitfuse.captured_sizes(token_budget)
-        self.running: list[Sequence] = []
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self.sizes = captured_sizes(token_budget)
+        self.policy = SplitFuse() if policy is None else copy.deepcopy(policy)
+        self.policy.check(max_num_seqs)
+        self.waiting = WaitingQueue(aging_s)
+        self.resumes_at_s: float | None = None
+        """Where the last step was put off by the policy: until when."""
+        self._propose_drafts = propose_drafts
+        self._decodes: list[Sequence] = []
+        self._prompts: list[Sequence] = []
+        """Those that run and have more than their newest token pending, in order of urgency."""
+        self._siblings: dict[int, dict[Sequence, None]] = {}
+        """By request, the sequences that wait for the first of them to compute the prompt."""
         self._free_seats = list(reversed(range(max_num_seqs)))
-        self._updates_of_seat: dict[int, list[BlockUpdate]] = {}
+        self._forked: set[Sequence] = set()
+        """Decodes whose next token may go into a block that they share."""
+        self._updates: dict[int, dict[tuple[int, int], BlockUpdate]] = {}
+        """By seat, then by group and index: what the device has not been told."""
+        self._num_opened = 0
         self._scheduled: Schedule | None = None
         self._last_request_id: int | None = None
+        self._now_s = 0.0
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that have a seat."""
+        return [*self._decodes, *self._prompts]
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decodes) + len(self._prompts)
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that have none, siblings that wait for their prompt included."""
+        return len(self.waiting) + sum(map(len, self._siblings.values()))
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [*self.running, *self.waiting, *(seq for held in self._siblings.values() for seq in held)]
 
     def add(self, request: Request) -> None:
         """Queue every sequence of ``request``, whose id must be above all those added before.
@@ -130,149 +121,359 @@ class Scheduler:
         if self._last_request_id is not None and request.request_id <= self._last_request_id:
             raise InvalidArgumentError(f"{request} comes after request {self._last_request_id}: ids must ascend")
         self._last_request_id = request.request_id
-        self.waiting.update(dict.fromkeys(request.sequences))
+        self.waiting.add(request.sequences[0], request.arrival_s)
+        if len(request.sequences) > 1:
+            self._siblings[request.request_id] = dict.fromkeys(request.sequences[1:])
 
     def finish(self, seq: Sequence) -> None:
         """Drop ``seq``, done or cancelled, whatever it is doing; its blocks and its seat are free at once."""
         if seq.status is SequenceStatus.FINISHED:
             return
         if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
-            self._release(seq)
+            self._stop(seq)
         else:
-            del self.waiting[seq]
+            self._leave(seq)
         seq.status = SequenceStatus.FINISHED
+        if seq.index == 0:
+            self._call_siblings(seq)
 
-    def schedule(self) -> Schedule | None:
-        """The next step, or ``None`` where no sequence is left. Some sequence always gets tokens otherwise."""
-        caught_up = [seq for seq in self.running if seq.num_pending_tokens < 1]
-        assert not caught_up, f"neither given a token nor finished after their last step: {caught_up}"
-        if not self.running and not self.waiting:
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let ``child`` go on from where ``parent`` is: with the same tokens, in the same blocks as far as these are
+        computed. What it did before is dropped.
+
+        It runs at once where a seat is free. Otherwise it waits with the parent's urgency, and computes its tokens
+        anew when it is admitted.
+        """
+        if child.status is SequenceStatus.RUNNING:
+            self._stop(child)
+        elif child.status is SequenceStatus.WAITING:
+            self._leave(child)
+        level, turn, _ = parent.urgency
+        child.token_ids, child.urgency = list(parent.token_ids), (level, turn, child.index)
+        child.status, child.num_computed_tokens = SequenceStatus.WAITING, 0
+        num_shared = parent.num_computed_tokens
+        if self._free_seats and parent.status is SequenceStatus.RUNNING and self.kv.can_fork(parent, num_shared):
+            self.kv.fork(parent, child, num_shared)
+            self._seat(child)
+            self._decodes.append(child)
+            self._forked.add(child)
+        else:
+            self.waiting.put_back(child, self._now_s)
+
+    def schedule(self, now_s: float = 0.0) -> Schedule | None:
+        """The next step, by the clock's ``now_s``. ``None`` where no sequence is left, or the policy waits for more."""
+        self._now_s, self.resumes_at_s = now_s, None
+        self.waiting.age(now_s)
+        if not self._decodes and not self._prompts and not self.waiting:
             return None
-
         preempted: list[Sequence] = []
-        decodes = self._schedule_decodes(preempted)
-        prompts = self._schedule_prompts(len(decodes), may_admit=not preempted)
-
-        entries = (*decodes, *prompts)
-        schedule = Schedule(
-            entries=entries,
-            block_updates=tuple(update for updates in self._updates_of_seat.values() for update in updates),
-            preempted=tuple(preempted),
-            size=splitfuse.smallest_size(sum(entry.num_tokens for entry in entries), self.sizes),
-        )
-        schedule.check(self.kv, self.token_budget)
-        self._scheduled = schedule
-        return schedule
+        self._make_way(preempted)
+        plan = self._plan(preempted)
+        if plan.until_s is not None:
+            self.resumes_at_s = plan.until_s
+            return None
+        chunks = [] if plan.runs_decodes else self._give_prompts(plan, may_admit=not preempted)
+        decodes: list[Sequence] = []
+        if not chunks:
+            num_preempted = len(preempted)
+            self._give_decodes(preempted)
+            decodes = self._decodes
+            if len(preempted) > num_preempted:
+                plan = self._plan(preempted)
+            if plan.runs_decodes or not decodes:
+                chunks = self._give_prompts(plan, may_admit=not preempted)
+        if self._propose_drafts is not None and decodes:
+            decodes, drafted = self._draft(decodes, plan.token_budget - _num_tokens(decodes, chunks))
+            chunks += drafted
+        self._scheduled = self._close(decodes, chunks, preempted)
+        return self._scheduled
 
     def commit(self, schedule: Schedule) -> None:
-        """``schedule`` has been run: its tokens are computed and the device has its block updates.
+        """``schedule`` has been run: its tokens are computed and the device has its block updates and copies. Of drafts
+        nothing is known yet; :meth:`accept` tells.
 
         A sequence that was finished in the meantime is passed over.
         """
         assert schedule is self._scheduled, "only the schedule made last can be committed, and only once"
         self._scheduled = None
-        self._updates_of_seat.clear()
-        for entry in schedule.entries:
-            if entry.seq.status is SequenceStatus.RUNNING:
-                entry.seq.num_computed_tokens = entry.end
+        self._updates.clear()
+        self.kv.copies_done(schedule.block_copies)
+        running, block_size = SequenceStatus.RUNNING, self.kv.block_size
+        for seq, position in zip(schedule.decodes, schedule.positions, strict=True):
+            if seq.status is running:
+                seq.num_computed_tokens = end = position + 1
+                if not end % block_size:
+                    self.kv.advance(seq)
+        for chunk in schedule.chunks:
+            seq = chunk.seq
+            if seq.status is running:
+                seq.num_computed_tokens = chunk.end - len(chunk.drafts)
+                self.kv.advance(seq)
+                if not chunk.drafts:
+                    self._note_prompt(seq)
+
+    def accept(self, seq: Sequence, num_drafts: int) -> None:
+        """Of the committed chunk of ``seq`` so many drafts were right and are among its tokens now."""
+        seq.num_computed_tokens += num_drafts
+        assert seq.num_computed_tokens < seq.num_tokens, f"{seq} has accepted {num_drafts} drafts that it does not have"
+        self.kv.advance(seq)
 
     def check_integrity(self) -> None:
-        """Assert that blocks, seats and the order of arrival are all accounted for."""
-        self.kv.check_integrity(self.running)
-        seats = [seq.seat for seq in self.running]
+        """Assert that blocks, seats and the order of urgency are all accounted for, and so is the schedule made last
+        where it is not committed.
+        """
+        running = self.running
+        self.kv.check_integrity(running)
+        self.waiting.check_integrity()
+        seats = [seq.seat for seq in running]
         assert sorted([*self._free_seats, *(seat for seat in seats if seat is not None)]) == list(
             range(self.max_num_seqs)
         ), f"seats {seats} taken, {self._free_seats} free"
-        for older, younger in pairwise([*self.running, *self.waiting]):
-            assert older.key < younger.key, f"{younger} stands behind {older}"
-        assert all(seq.status is SequenceStatus.RUNNING for seq in self.running), f"running: {self.running}"
-        assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting), f"waiting: {self.waiting}"
-        for seq in self.waiting:
+        urgencies = [seq.urgency for seq in self._prompts]
+        assert urgencies == sorted(urgencies), f"prompts out of order: {self._prompts}"
+        held = [seq for siblings in self._siblings.values() for seq in siblings]
+        assert all(seq.status is SequenceStatus.RUNNING for seq in running), f"running: {running}"
+        assert all(seq.status is SequenceStatus.WAITING for seq in (*self.waiting, *held)), f"waiting: {self.waiting}"
+        for seq in (*self.waiting, *held):
             assert seq.seat is None, f"{seq} waits on seat {seq.seat}"
             assert not seq.block_tables, f"{seq} waits with the blocks {seq.block_tables}"
             assert seq.num_computed_tokens == 0, f"{seq} waits"
-        assert self._updates_of_seat.keys() <= set(seats), f"updates for the seats {list(self._updates_of_seat)}"
+        assert self._updates.keys() <= set(seats), f"updates for the seats {list(self._updates)}"
+        assert self._forked <= set(self._decodes), f"forked: {self._forked}"
+        if self._scheduled is not None and all(entry.seq.seat is not None for entry in self._scheduled.entries):
+            self._scheduled.check(self.kv, self.token_budget)
 
-    def _schedule_decodes(self, preempted: list[Sequence]) -> list[ScheduledTokens]:
-        entries = []
-        for seq in [seq for seq in self.running if seq.is_decode]:
-            # The youngest go first, so whoever an older decode has preempted is younger than all that have their token.
-            while seq.status is SequenceStatus.RUNNING:
-                if (entry := self._give(seq, 1)) is not None:
-                    entries.append(entry)
-                    break
-                preempted.append(self._preempt_youngest())
-        return entries
+    def _plan(self, preempted: list[Sequence]) -> StepPlan:
+        num_free_seats = 0 if preempted else len(self._free_seats)
+        view = StepView(
+            decodes=self._decodes,
+            prompts=self._prompts,
+            waiting=islice(self.waiting, num_free_seats),
+            num_waiting=len(self.waiting),
+            num_free_seats=num_free_seats,
+            num_opened=self._num_opened,
+            token_budget=self.token_budget,
+            sizes=self.sizes,
+            now_s=self._now_s,
+        )
+        plan = self.policy.plan(view)
+        self._num_opened = plan.num_admissions
+        return plan
 
-    def _schedule_prompts(self, num_decodes: int, *, may_admit: bool) -> list[ScheduledTokens]:
-        # The passes are shared by the prompts that have a seat or could be given one now. Whether all of them will find
-        # blocks is not asked: those come free while the passes go on.
-        prompts = [seq for seq in self.running if not seq.is_decode]
-        if may_admit:
-            prompts += islice(self.waiting, len(self._free_seats))
-        num_pending = sum(seq.num_pending_tokens for seq in prompts)
-        _, num_places = splitfuse.plan(num_decodes, num_pending, self.token_budget, self.sizes)
+    def _make_way(self, preempted: list[Sequence]) -> None:
+        """Let the most urgent running sequence have places where it is a prompt, before decodes take all blocks."""
+        if not self._prompts:
+            return
+        first = self._prompts[0]
+        if any(seq.urgency < first.urgency for seq in self._decodes):
+            return
+        num_tokens = 1 if self.policy.splits_prompts else min(first.num_pending_tokens, self.token_budget)
+        while not self._allocate(first, num_tokens):
+            preempted.append(self._preempt_least_urgent())
 
-        entries: list[ScheduledTokens] = []
-        for seq in prompts:
-            if seq.status is SequenceStatus.WAITING and seq.num_preemptions and not self._has_room(seq):
+    def _give_decodes(self, preempted: list[Sequence]) -> None:
+        """Blocks for the next token of every decode, or for that of as many as there are blocks for."""
+        block_size = self.kv.block_size
+        wanting = [seq for seq in self._decodes if not seq.num_computed_tokens % block_size]
+        if self._forked:
+            wanting += [seq for seq in self._forked if seq.num_computed_tokens % block_size]
+        wanting.sort(key=_urgency)
+        for seq in wanting:
+            # The least urgent go first, so whoever is preempted is less urgent than all that have their block.
+            while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
+                preempted.append(self._preempt_least_urgent())
+        self._forked.clear()
+
+    def _give_prompts(self, plan: StepPlan, *, may_admit: bool) -> list[ScheduledTokens]:
+        """Chunks of the most urgent prompts, until places or blocks run out."""
+        chunks: list[ScheduledTokens] = []
+        num_places = plan.num_prompt_tokens
+        prompts = iter(tuple(self._prompts))
+        running = next(prompts, None)
+        while num_places:
+            waiting = self._admissible() if may_admit else None
+            if waiting is not None and (running is None or waiting.urgency < running.urgency):
+                chunk = self._give_chunk(waiting, num_places, plan.num_prompt_tokens)
+                if chunk is None:  # nobody passes it by, but who runs goes on
+                    may_admit = False
+                    continue
+            elif running is not None:
+                chunk = self._give_chunk(running, num_places, plan.num_prompt_tokens)
+                running = next(prompts, None)
+            else:
                 break
-            num_tokens = min(seq.num_pending_tokens, num_places, self.kv.max_tokens(seq))
-            entry = self._give(seq, num_tokens) if num_tokens > 0 else None
-            if entry is None:  # no place or no block is left, and then none for the younger ones either
+            if chunk is None:  # no place or no block is left, and then none for the less urgent either
                 break
-            entries.append(entry)
-            num_places -= num_tokens
-        return entries
+            chunks.append(chunk)
+            num_places -= chunk.num_tokens
+            if not chunk.samples:
+                break
+        return chunks
+
+    def _admissible(self) -> Sequence | None:
+        """The head of the queue, if there is a seat and the policy lets it in."""
+        seq = self.waiting.head if self._free_seats else None
+        return None if seq is None or (_is_new(seq) and not self._num_opened) else seq
+
+    def _give_chunk(self, seq: Sequence, num_places: int, num_prompt_tokens: int) -> ScheduledTokens | None:
+        """The next pending tokens of ``seq`` with blocks for them, and a seat where it was waiting; or ``None`` with
+        nothing changed. ``num_places`` are left of the ``num_prompt_tokens`` of the step.
+        """
+        waits = seq.status is SequenceStatus.WAITING
+        if waits:
+            self._attach(seq)
+        chunk = None
+        try:
+            num_pending, num_free = seq.num_pending_tokens, self.kv.max_tokens(seq)
+            num_tokens = min(num_pending, num_places, num_free)
+            if not self.policy.splits_prompts and num_tokens < min(num_pending, num_prompt_tokens):
+                num_tokens = 0
+            if num_tokens > 0 and (not waits or self._has_room(seq)) and self._allocate(seq, num_tokens):
+                if waits:
+                    self._admit(seq)
+                chunk = ScheduledTokens(seq, seq.num_computed_tokens, num_tokens, samples=num_tokens == num_pending)
+        finally:
+            if waits and chunk is None:
+                self.kv.free(seq)
+                seq.num_computed_tokens = seq.num_cached_tokens = 0
+        return chunk
 
     def _has_room(self, seq: Sequence) -> bool:
-        """Whether the free blocks hold all that is pending of the preempted ``seq``, and one more for each that runs.
+        """Whether ``seq`` was never preempted, or the free blocks hold all that is pending of it and one more for each
+        that runs.
 
         Were blocks for its next chunk enough, as for one that comes the first time, then the decodes that want the next
         block would preempt it again and again, a step after it came back: on a small cache most of all work would be
-        done over. The oldest is never kept waiting.
+        done over. Where nobody runs it is never kept waiting.
         """
-        if not self.running:
+        if not seq.num_preemptions or not self.num_running:
             return True
-        return self.kv.blocks_needed(seq.num_tokens) + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
+        needed = self.kv.blocks_needed(seq.num_tokens) - len(held_entries(seq))
+        return needed + self.kv.num_groups * self.num_running <= self.kv.pool.num_free
 
-    def _give(self, seq: Sequence, num_tokens: int) -> ScheduledTokens | None:
-        """The next ``num_tokens`` pending tokens of ``seq`` with blocks for them, and a seat where it was waiting; or
-        ``None`` with nothing changed.
-        """
-        blocks = self.kv.allocate(seq, num_tokens)
-        if blocks is None:
-            return None
-        if seq.seat is None:
-            self._admit(seq)
+    def _draft(self, decodes: list[Sequence], num_places: int) -> tuple[list[Sequence], list[ScheduledTokens]]:
+        """The decodes that have no drafts, and those that have as chunks, at most ``num_places`` drafts in all."""
+        assert self._propose_drafts is not None
+        plain, drafted = [], []
+        for seq in decodes:
+            drafts = tuple(self._propose_drafts(seq, num_places)) if num_places else ()
+            if drafts and self._allocate(seq, 1 + len(drafts)):
+                drafted.append(ScheduledTokens(seq, seq.num_computed_tokens, 1 + len(drafts), True, drafts))
+                num_places -= len(drafts)
+            else:
+                plain.append(seq)
+        return plain, drafted
+
+    def _close(self, decodes: list[Sequence], chunks: list[ScheduledTokens], preempted: list[Sequence]) -> Schedule:
+        """The schedule, with the assertions that cost little; :meth:`Schedule.check` has all."""
+        positions = tuple([seq.num_computed_tokens for seq in decodes])
+        if sum(map(len, map(_token_ids, decodes))) != sum(positions) + len(decodes):
+            caught_up = [seq for seq in decodes if seq.num_pending_tokens != 1]
+            raise AssertionError(f"neither given a token nor finished after their last step: {caught_up}")
+        num_tokens = _num_tokens(decodes, chunks)
+        assert 0 < num_tokens <= self.token_budget, f"{self.policy} made a step of {num_tokens} tokens"
+        return Schedule(
+            decodes=tuple(decodes),
+            positions=positions,
+            chunks=tuple(chunks),
+            block_updates=tuple([update for updates in self._updates.values() for update in updates.values()]),
+            block_copies=self.kv.pending_copies,
+            preempted=tuple(preempted),
+            num_tokens=num_tokens,
+            size=smallest_size(num_tokens, self.sizes),
+        )
+
+    def _allocate(self, seq: Sequence, num_tokens: int) -> bool:
+        """Blocks for the next tokens of ``seq``; the device will be told where it has a seat."""
+        allocation = self.kv.allocate(seq, num_tokens)
+        if allocation is None:
+            return False
+        if seq.seat is not None:
+            copied = (TableEntry(copy.group, copy.index, copy.destination) for copy in allocation.copies)
+            self._note_entries(seq, (*allocation.appended, *copied))
+        return True
+
+    def _note_entries(self, seq: Sequence, entries: Iterable[TableEntry]) -> None:
+        """The device is to be told of these entries of the tables of ``seq``."""
         assert seq.seat is not None
-        if blocks:
-            updates = self._updates_of_seat.setdefault(seq.seat, [])
-            updates.extend(BlockUpdate(seq.seat, group, index, block_id) for group, index, block_id in blocks)
-        return ScheduledTokens(seq, seq.num_computed_tokens, num_tokens, samples=num_tokens == seq.num_pending_tokens)
+        for group, index, block_id in entries:
+            updates = self._updates.setdefault(seq.seat, {})
+            updates[group, index] = BlockUpdate(seq.seat, group, index, block_id)
+
+    def _attach(self, seq: Sequence) -> None:
+        """Let ``seq``, which holds nothing, have the blocks that others computed for it: of the first of its request
+        where that runs, or in the prefix cache.
+        """
+        first, num_shared = seq.request.sequences[0], seq.num_prompt_tokens - 1
+        if seq.index and first.status is SequenceStatus.RUNNING and self.kv.can_fork(first, num_shared):
+            self.kv.fork(first, seq, num_shared)
+        else:
+            self.kv.attach_cached(seq)
 
     def _admit(self, seq: Sequence) -> None:
-        seq.seat = self._free_seats.pop()
-        del self.waiting[seq]
-        seq.status = SequenceStatus.RUNNING
-        self.running.append(seq)
+        self.waiting.remove(seq)
+        self._seat(seq)
+        insort(self._prompts, seq, key=_urgency)
+        self._num_opened -= _is_new(seq)
 
-    def _preempt_youngest(self) -> Sequence:
-        assert len(self.running) > 1, f"{self.running} has the cache to itself, which was found to suffice when it came"
-        seq = self.running.pop()
-        self._release(seq)
+    def _seat(self, seq: Sequence) -> None:
+        seq.seat = self._free_seats.pop()
+        seq.status = SequenceStatus.RUNNING
+        self._note_entries(seq, held_entries(seq))
+
+    def _leave(self, seq: Sequence) -> None:
+        """``seq`` waits no more, be it for a seat or for the first of its request."""
+        siblings = self._siblings.get(seq.key[0], {})
+        if seq in siblings:
+            del siblings[seq]
+        else:
+            self.waiting.remove(seq)
+
+    def _note_prompt(self, seq: Sequence) -> None:
+        """A chunk of ``seq`` was computed: it may be a decode now, or its siblings' turn."""
+        if seq.num_computed_tokens >= seq.num_prompt_tokens:
+            if seq.num_pending_tokens <= 1:
+                self._prompts.remove(seq)
+                self._decodes.append(seq)
+            if seq.index == 0:
+                self._call_siblings(seq)
+
+    def _call_siblings(self, first: Sequence) -> None:
+        """Let the sequences that waited for ``first`` wait for a seat, where it had its place."""
+        for seq in self._siblings.pop(first.key[0], ()):
+            level, turn, _ = first.urgency
+            seq.urgency = (level, turn, seq.index)
+            self.waiting.put_back(seq, self._now_s)
+
+    def _preempt_least_urgent(self) -> Sequence:
+        assert self.num_running > 1, f"{self.running} has the cache to itself, which was found to suffice when it came"
+        seq = max(self.running, key=_urgency)
+        self._stop(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
-        self.waiting[seq] = None
-        self.waiting.move_to_end(seq, last=False)
+        self.waiting.put_back(seq, self._now_s)
         return seq
 
-    def _release(self, seq: Sequence) -> None:
+    def _stop(self, seq: Sequence) -> None:
         """Free the blocks and the seat of a running sequence, with what the device has not been told of them."""
         assert seq.seat is not None
+        place = bisect_left(self._prompts, seq.urgency, key=_urgency)
+        if place < len(self._prompts) and self._prompts[place] is seq:
+            del self._prompts[place]
+        else:
+            self._decodes.remove(seq)
         self.kv.free(seq)
-        self._updates_of_seat.pop(seq.seat, None)
+        self._forked.discard(seq)
+        self._updates.pop(seq.seat, None)
         self._free_seats.append(seq.seat)
         seq.seat = None
+
+
+def _is_new(seq: Sequence) -> bool:
+    """Whether its admission is the first of its request."""
+    return not seq.num_preemptions and not seq.index
+
+
+def _num_tokens(decodes: SequenceOf[Sequence], chunks: Iterable[ScheduledTokens]) -> int:
+    return len(decodes) + sum(chunk.num_tokens for chunk in chunks)

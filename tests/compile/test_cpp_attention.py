@@ -39,12 +39,22 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bf16"},
     "fp16": {"dtype": "fp16"},
 }
+NEAR_BLOCKS: dict[str, dict[str, Any]] = {
+    "a window of small blocks": {"sliding_window": 37, "block_size": 4},
+    "a window of odd blocks": {"sliding_window": 37, "block_size": 3},
+    "a window of blocks as large as tiles": {"sliding_window": 37, "block_size": 64},
+    "a window in bf16": {"sliding_window": 37, "dtype": "bf16"},
+    "a window of one": {"sliding_window": 1},
+}
+"""What decides how keys near the edge of a window are read."""
 TOLERANCE = 1e-5
 """Of the largest value: a few roundings of the scores."""
 
 
 class Batch:
-    """Sequences of ``(new, length)`` tokens over shuffled blocks, some rows of padding behind; all else is NaN."""
+    """Sequences of ``(new, length)`` tokens over shuffled blocks, some rows of padding behind; all else is NaN, and so
+    is what a window has left behind: the padding block stands in the tables there.
+    """
 
     def __init__(self, shape: AttentionShape, lengths: list[tuple[int, int]], seed: int, num_padding: int = 3):
         generator = torch.Generator().manual_seed(seed)
@@ -58,13 +68,14 @@ class Batch:
         self.k.fill_(torch.nan)
         self.v.fill_(torch.nan)
         self.tables = torch.zeros(len(lengths), max([1, *needed]) + 1, dtype=torch.int32)
-        for row, ((_, length), count) in enumerate(zip(lengths, needed, strict=True)):
-            mine = [blocks.pop() for _ in range(count)]
+        for row, ((new, length), count) in enumerate(zip(lengths, needed, strict=True)):
+            first = self.first_kept(length - new)
+            mine = [0 if i < first else blocks.pop() for i in range(count)]
             self.tables[row, :count] = torch.tensor(mine, dtype=torch.int32)
-            at = torch.arange(length)
+            at = torch.arange(first * size, length)
             places = (torch.tensor(mine, dtype=torch.long)[at // size], at % size)
             for cache in (self.k,) if shape.values_in_keys else (self.k, self.v):
-                cache[places] = torch.randn(length, *cache.shape[2:], generator=generator).to(dtype)
+                cache[places] = torch.randn(len(at), *cache.shape[2:], generator=generator).to(dtype)
         self.seq_lens = torch.tensor([length for _, length in lengths], dtype=torch.int32)
         self.starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).to(torch.int32)
         num_tokens = int(self.starts[-1]) + num_padding
@@ -72,6 +83,11 @@ class Batch:
         self.q = stored[:, : shape.num_heads]  # as in a fused projection, tokens lie apart
         slopes = torch.rand(shape.num_heads, generator=generator) * 0.1
         self.slopes = slopes.to(torch_dtype(shape.alibi_dtype)) if shape.alibi else None
+
+    def first_kept(self, num_cached: int) -> int:
+        """The first block with a token that some later one sees, with so many cached."""
+        window = self.shape.sliding_window
+        return 0 if window is None else max(0, num_cached - window + 1) // self.shape.block_size
 
     def expected(self) -> Tensor:
         alibi = None if self.slopes is None else Alibi(self.slopes, scaled=self.shape.alibi == "scaled")
@@ -125,6 +141,13 @@ def test_drawn_batches(loaders: dict[str, KernelLoader], arch: str, feature: str
         assert_close(batch, batch.computed(loaders[arch]))
 
 
+@pytest.mark.parametrize("features", NEAR_BLOCKS)
+def test_nothing_is_read_of_what_a_window_left_behind(loaders: dict[str, KernelLoader], features: str) -> None:
+    for seed in range(5):
+        batch = Batch(with_features(features), drawn_lengths(random.Random(seed)), seed)
+        assert_close(batch, batch.computed(loaders[HERE]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("pair", list(combinations(FEATURES, 2)), ids=" and ".join)
@@ -148,7 +171,7 @@ def test_sizes(
     assert_close(batch, batch.computed(loaders[HERE]))
 
 
-@pytest.mark.parametrize("feature", [None, "window", "small blocks", "bf16"])
+@pytest.mark.parametrize("feature", [None, "window", "small blocks", "bf16", *NEAR_BLOCKS])
 def test_a_sequence_gets_the_same_bits_in_any_company_chunking_and_number_of_threads(
     loaders: dict[str, KernelLoader], feature: str | None
 ) -> None:
@@ -159,9 +182,11 @@ def test_a_sequence_gets_the_same_bits_in_any_company_chunking_and_number_of_thr
     for chunk in (1, 5, 64, 1499):
         for num_threads in (1, 2, 3):
             alone.starts = torch.tensor([0, chunk], dtype=torch.int32)
-            q, alone.q = alone.q, alone.q[-chunk:]
+            q, tables = alone.q, alone.tables
+            alone.q, alone.tables = q[-chunk:], tables.clone()
+            alone.tables[0, : alone.first_kept(length - chunk)] = 0
             assert torch.equal(alone.computed(loader, num_threads), whole[-chunk:]), (chunk, num_threads)
-            alone.q = q
+            alone.q, alone.tables = q, tables
     for seed in range(4):
         others = drawn_lengths(random.Random(seed))
         company = Batch(shape, [*others, (length, length)], 8)
@@ -274,7 +299,7 @@ def test_sanitizers_find_nothing(tmp_path: Path, arch: str, feature: str | None,
 def with_features(*features: str) -> AttentionShape:
     fields: dict[str, Any] = {}
     for feature in features:
-        fields |= FEATURES[feature]
+        fields |= (FEATURES | NEAR_BLOCKS)[feature]
     if fields.get("values_in_keys"):
         fields["v_dim"] = min(fields["v_dim"], fields.get("head_dim", SHAPE.head_dim))
     return replace(SHAPE, **{"v_dim": fields.get("head_dim", SHAPE.head_dim), **fields})

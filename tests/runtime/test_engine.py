@@ -14,7 +14,8 @@ from fastgen.runtime.model_runner import ModelRunner, PromptLogprobs, StepOutput
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.scheduler import Schedule, Scheduler
+from fastgen.runtime.schedule import Schedule
+from fastgen.runtime.scheduler import Scheduler
 
 EOS = 2
 VOCAB_SIZE = 50

@@ -14,7 +14,8 @@ from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.scheduler import BlockUpdate, Schedule, ScheduledTokens, Scheduler
+from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
+from fastgen.runtime.scheduler import Scheduler
 
 CPU = torch.device("cpu")
 POISON = 0x7F
@@ -30,6 +31,20 @@ def pending(sequence: Sequence, num_tokens: int | None = None) -> ScheduledToken
     count = sequence.num_pending_tokens if num_tokens is None else num_tokens
     samples = count == sequence.num_pending_tokens
     return ScheduledTokens(sequence, sequence.num_computed_tokens, count, samples=samples)
+
+
+def step(*chunks: ScheduledTokens, updates: tuple[BlockUpdate, ...] = (), size: int) -> Schedule:
+    decodes = [chunk for chunk in chunks if chunk.seq.is_decode]
+    return Schedule(
+        decodes=tuple(chunk.seq for chunk in decodes),
+        positions=tuple(chunk.start for chunk in decodes),
+        chunks=tuple(chunk for chunk in chunks if chunk not in decodes),
+        block_updates=updates,
+        block_copies=(),
+        preempted=(),
+        num_tokens=sum(chunk.num_tokens for chunk in chunks),
+        size=size,
+    )
 
 
 def updates_of(sequence: Sequence) -> list[BlockUpdate]:
@@ -71,9 +86,8 @@ def build_example(inputs: InputBatch, sequences: list[Sequence]) -> tuple[Ragged
     long.token_ids.append(68)
     short.token_ids.append(72)
     poison(inputs)
-    entries = (pending(long), pending(short), pending(chunk))  # a schedule has the decodes first
     updates = tuple(update for sequence in sequences for update in updates_of(sequence))
-    return inputs.build(Schedule(entries=entries, block_updates=updates, preempted=(), size=8))
+    return inputs.build(step(pending(long), pending(short), pending(chunk), updates=updates, size=8))
 
 
 def test_the_worked_example(example: tuple[InputBatch, list[Sequence]]) -> None:
@@ -103,7 +117,7 @@ def test_the_worked_example(example: tuple[InputBatch, list[Sequence]]) -> None:
 
 def test_what_does_not_sample_needs_no_logits(example: tuple[InputBatch, list[Sequence]]) -> None:
     inputs, (chunk, *_) = example
-    schedule = Schedule(entries=(pending(chunk, 3),), block_updates=(), preempted=(), size=4)
+    schedule = step(pending(chunk, 3), size=4)
     batch, sampled = inputs.build(schedule)
     assert sampled == []
     assert batch.logits_indices.shape == (0,)
@@ -132,7 +146,7 @@ def test_a_step_is_one_copy_to_addresses_that_never_change(
     monkeypatch.setattr(Tensor, "copy_", counted)
     for size in (4, 8, 4):
         copies.clear()
-        schedule = Schedule(entries=(pending(chunk),), block_updates=(), preempted=(), size=size)
+        schedule = step(pending(chunk), size=size)
         assert addresses(inputs.build(schedule)[0]) == first
         assert [tensor.data_ptr() for tensor in copies] == [inputs._packed.data_ptr()]
 
@@ -144,7 +158,7 @@ def test_a_token_on_the_device_is_taken_only_as_long_as_the_seat_is_the_sequence
     inputs, (chunk, long, _) = example
 
     def sources(sequence: Sequence) -> list[int]:
-        batch, _ = inputs.build(Schedule(entries=(pending(sequence),), block_updates=(), preempted=(), size=8))
+        batch, _ = inputs.build(step(pending(sequence), size=8))
         found: list[int] = batch.token_source.tolist()[: sequence.num_pending_tokens]
         return found
 
@@ -170,7 +184,7 @@ class History:
         self.budget = self.max_seqs + rng.randint(0, 40)
         self.max_blocks = -(-60 // self.block_size)
         num_blocks = 1 + self.num_groups * (self.max_blocks + rng.randint(0, 12))
-        kv = KVCacheManager(num_blocks, self.block_size, self.num_groups)
+        kv = KVCacheManager(num_blocks, self.block_size, (None,) * self.num_groups)
         self.scheduler = Scheduler(kv, token_budget=self.budget, max_num_seqs=self.max_seqs)
         self.inputs = InputBatch(
             token_budget=self.budget,

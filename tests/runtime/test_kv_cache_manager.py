@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
-from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.kv_cache_manager import Allocation, BlockCopy, KVCacheManager, TableEntry, max_blocks_held
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampling_params import SamplingParams
 
@@ -20,13 +20,13 @@ def test_tables_grow_by_whole_blocks():
     """The picture of the module: 6 tokens computed in 2 blocks of 4, and a step of 5 more appends a third."""
     kv = KVCacheManager(num_blocks=8, block_size=4)
     seq = sequence(12)
-    first = kv.allocate(seq, 6)
+    first = kv.allocate(seq, 6).appended
     assert [(group, index) for group, index, _ in first] == [(0, 0), (0, 1)]
     seq.num_computed_tokens = 6
-    assert kv.allocate(seq, 2) == []
-    third = kv.allocate(seq, 5)
+    assert kv.allocate(seq, 2) == Allocation([], [])
+    third = kv.allocate(seq, 5).appended
     assert [(group, index) for group, index, _ in third] == [(0, 2)]
-    assert kv.allocate(seq, 5) == []  # asked again, as after a step that failed
+    assert kv.allocate(seq, 5) == Allocation([], [])  # asked again, as after a step that failed
     assert seq.block_tables == [[block_id for _, _, block_id in first + third]]
     kv.check_integrity([seq])
     kv.free(seq)
@@ -37,9 +37,9 @@ def test_tables_grow_by_whole_blocks():
 
 
 def test_groups_get_their_blocks_together_or_not_at_all():
-    kv = KVCacheManager(num_blocks=9, block_size=2, num_groups=3)  # 8 usable: 2 for each group, and 2 left over
+    kv = KVCacheManager(num_blocks=9, block_size=2, windows=(None,) * 3)  # 8 usable: 2 for each group, and 2 left over
     seq = sequence()
-    appended = kv.allocate(seq, 3)
+    appended = kv.allocate(seq, 3).appended
     assert sorted((group, index) for group, index, _ in appended) == [(g, i) for g in range(3) for i in range(2)]
     for group, index, block_id in appended:
         assert seq.block_tables[group][index] == block_id
@@ -53,10 +53,15 @@ def test_groups_get_their_blocks_together_or_not_at_all():
     kv.check_integrity([seq, other])
 
 
-@pytest.mark.parametrize(("block_size", "num_groups"), [(0, 1), (-1, 1), (4, 0), (4, -2)])
+@pytest.mark.parametrize(("block_size", "num_groups"), [(0, 1), (-1, 1), (4, 0)])
 def test_impossible_shapes_are_refused(block_size, num_groups):
     with pytest.raises(InvalidArgumentError, match="must be at least 1"):
-        KVCacheManager(8, block_size, num_groups)
+        KVCacheManager(8, block_size, (None,) * num_groups)
+
+
+def test_a_window_in_which_nothing_is_seen_is_refused():
+    with pytest.raises(InvalidArgumentError, match="a token sees at least itself"):
+        KVCacheManager(8, 4, (None, 0))
 
 
 def test_refusal_tells_the_arithmetic():
@@ -69,7 +74,7 @@ def test_refusal_tells_the_arithmetic():
     with pytest.raises(
         RequestTooLargeError, match=r"needs 2 \* ceil\(\(100 \+ 62 - 1\) / 16\) = 22 blocks.*at most 81:"
     ):
-        KVCacheManager(num_blocks=11, block_size=16, num_groups=2).check_fits(100, 62)
+        KVCacheManager(num_blocks=11, block_size=16, windows=(None, None)).check_fits(100, 62)
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
@@ -77,7 +82,7 @@ def test_refusal_tells_the_arithmetic():
 def test_what_fits_is_what_can_be_allocated(block_size, num_groups):
     """Refused exactly where an empty cache cannot hold all tokens but the last, and the limit named is the limit."""
     for num_blocks in range(2, 12):
-        kv = KVCacheManager(num_blocks, block_size, num_groups)
+        kv = KVCacheManager(num_blocks, block_size, (None,) * num_groups)
         limit = 0  # the longest prompt and new tokens together that fit
         for total in range(2, num_blocks * block_size + 3):
             seq = sequence(total)
@@ -96,7 +101,7 @@ def test_what_fits_is_what_can_be_allocated(block_size, num_groups):
 def test_random_histories(seed):
     rng = random.Random(seed)
     block_size, num_groups = rng.randint(1, 5), rng.randint(1, 3)
-    kv = KVCacheManager(rng.randint(2, 30), block_size, num_groups)
+    kv = KVCacheManager(rng.randint(2, 30), block_size, (None,) * num_groups)
     sequences = [sequence(200, i) for i in range(4)]
 
     def blocks_for(num_tokens: int) -> int:
@@ -117,11 +122,12 @@ def test_random_histories(seed):
         match rng.choice(["allocate", "allocate", "compute", "free"]):
             case "allocate":
                 n = rng.randint(1, 12)
-                appended = kv.allocate(seq, n)
+                allocation = kv.allocate(seq, n)
                 if n > most:
-                    assert appended is None
+                    assert allocation is None
                     assert seq.block_tables == before
                 else:
+                    appended = allocation.appended
                     assert len(appended) == max(0, blocks_for(seq.num_computed_tokens + n) - held)
                     for group, index, block_id in appended:
                         assert seq.block_tables[group][index] == block_id
@@ -137,7 +143,7 @@ def test_random_histories(seed):
 
 
 def test_integrity_sees_what_the_pool_cannot():
-    kv = KVCacheManager(num_blocks=10, block_size=2, num_groups=2)
+    kv = KVCacheManager(num_blocks=10, block_size=2, windows=(None, None))
     seq = sequence()
     kv.allocate(seq, 4)
     kv.check_integrity([seq])

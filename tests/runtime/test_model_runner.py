@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ class Bench:
         inputs = InputBatch(
             token_budget=token_budget, max_num_seqs=4, num_groups=1, max_blocks=80, block_size=4, device=CPU
         )
-        forward = Forward(cast(CausalLM, self.model), cast(PagedKVCache, None))
+        forward = Forward(cast(CausalLM, self.model), Mock(spec=PagedKVCache))
         self.runner = ModelRunner(forward, inputs, Sampler(frozenset({VOCAB_SIZE - 1})))
         kv = KVCacheManager(num_blocks, 4)
         self.scheduler = Scheduler(kv, token_budget=token_budget, max_num_seqs=4)

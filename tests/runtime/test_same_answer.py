@@ -141,7 +141,9 @@ def test_while_others_come_and_go(directory: Path, alone: list[GenerationOutput]
 
 
 def test_nothing_stale_is_read(directory: Path, alone: list[GenerationOutput]) -> None:
-    """Before each step everything that no running sequence owns is filled with what would be noticed."""
+    """Before each step everything that no running sequence owns, and that is not cached, is filled with what would be
+    noticed.
+    """
     with fastgen.load(directory, token_budget=24, max_num_seqs=6, kv_cache_memory="200KiB") as llm:
         engine = llm._engine
         assert engine is not None
@@ -162,11 +164,11 @@ def poison(llm: LLM) -> None:
     inputs, scheduler = engine.runner.input_batch, engine.scheduler
     for buffer in (inputs._packed, *inputs._staging):
         buffer.fill_(0x7F)
-    computed: dict[int, int] = {}
+    computed = dict.fromkeys(scheduler.kv.pool.published, llm.config.block_size)
     for sequence in scheduler.running:
         for position in range(sequence.num_computed_tokens):
             block = sequence.block_tables[0][position // llm.config.block_size]
-            computed[block] = position % llm.config.block_size + 1
+            computed[block] = max(computed.get(block, 0), position % llm.config.block_size + 1)
     for k, v in engine.runner.kv_cache.storage:
         for block in range(llm.config.num_blocks):
             k[block, computed.get(block, 0) :] = torch.nan

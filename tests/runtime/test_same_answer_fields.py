@@ -109,7 +109,7 @@ def test_among_forty_others_in_any_chunks(
         taken = rng.choice([min(1, most), rng.randint(min(1, most), most)])
         return splitfuse.smallest_size(num_decodes + taken, sizes), taken
 
-    monkeypatch.setattr(splitfuse, "plan", any_chunk)
+    monkeypatch.setattr(splitfuse, "even_share", any_chunk)
     with fastgen.load(directory, target="cpp", token_budget=48, max_num_seqs=48) as llm:
         assert_same(alone, llm.generate(PROMPTS, SAMPLINGS))
         assert_nothing_held(llm)

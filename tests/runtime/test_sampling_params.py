@@ -17,7 +17,7 @@ def test_the_defaults_are_the_documented_ones():
         "max_new_tokens": 128, "min_new_tokens": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "logit_bias": {}, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
         "seed": None, "n": 1, "stop": (), "stop_token_ids": (), "ignore_eos": False, "logprobs": None,
-        "prompt_logprobs": None, "timeout_s": None,
+        "prompt_logprobs": None, "timeout_s": None, "priority": 0,
     }  # fmt: skip
     assert SamplingParams().greedy
     assert not SamplingParams(temperature=1e-9).greedy
@@ -53,6 +53,7 @@ ACCEPTED = [
     ("logprobs", 0, 0),
     ("prompt_logprobs", 20, 20),
     ("timeout_s", 1e-3, 1e-3),
+    ("priority", np.int64(-3), -3),
 ]
 
 
@@ -96,6 +97,7 @@ REFUSED = {
     "logprobs": [-1, True, 1.0, "1"],
     "prompt_logprobs": [-1, True, 1.0, "1"],
     "timeout_s": [0, -1, True, "1", math.nan, math.inf],
+    "priority": NOT_INTEGERS,
 }
 
 
@@ -130,7 +132,7 @@ def test_an_unknown_field_is_refused_with_a_near_spelling(make, name, hint):
         make(**{name: 1})
 
 
-@pytest.mark.parametrize("name", ["beam_width", "length_penalty", "early_stopping", "response_format", "priority"])
+@pytest.mark.parametrize("name", ["beam_width", "length_penalty", "early_stopping", "response_format"])
 def test_fields_that_are_not_served_are_not_known(name):
     with pytest.raises(InvalidArgumentError, match=f"'{name}' is not known"):
         SamplingParams.from_fields(SamplingParams(), **{name: 1})

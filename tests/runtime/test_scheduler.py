@@ -10,13 +10,14 @@ from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.scheduler import Schedule, Scheduler
+from fastgen.runtime.schedule import Schedule
+from fastgen.runtime.scheduler import Scheduler
 
 
 def make(
     num_blocks: int = 101, block_size: int = 4, *, token_budget: int = 16, max_num_seqs: int = 4, num_groups: int = 1
 ) -> Scheduler:
-    kv = KVCacheManager(num_blocks, block_size, num_groups)
+    kv = KVCacheManager(num_blocks, block_size, (None,) * num_groups)
     return Scheduler(kv, token_budget=token_budget, max_num_seqs=max_num_seqs)
 
 
@@ -151,16 +152,35 @@ def test_the_last_token_of_a_prompt_preempts_nobody_and_not_itself():
     assert taken(step(scheduler)) == [(1, 8, 1)]
 
 
-def test_every_sequence_of_a_request_runs():
+def test_a_prompt_is_computed_for_the_first_sequence_and_shared_by_the_others():
     scheduler = make(max_num_seqs=3, token_budget=16)
-    first = add(scheduler, 0, 3, n=4)
+    first, second, third, fourth = add(scheduler, 0, 6, n=4).request.sequences
+    add(scheduler, 1, 2)
+    schedule = step(scheduler)  # the second request need not wait for them
+    assert taken(schedule) == [(0, 0, 6), (1, 0, 2)]
+    schedule = step(scheduler)  # but then they are next: the last token of the prompt gives them their own first one
+    assert [entry.seq for entry in schedule.entries][2:] == [second]
+    assert taken(schedule) == [(0, 6, 1), (1, 2, 1), (0, 5, 1)]
+    assert [(copy.index, copy.destination) for copy in schedule.block_copies] == [(1, second.block_tables[0][1])]
+    assert second.block_tables[0][0] == first.block_tables[0][0]
+    scheduler.finish(second)
     schedule = step(scheduler)
-    assert [entry.seq for entry in schedule.entries] == first.request.sequences[:3]
-    assert sorted(entry.seq.seat for entry in schedule.entries) == [0, 1, 2]
+    assert schedule.chunks[0].seq is third
+    assert scheduler.kv.pool.capacity - scheduler.kv.pool.num_free == 2 + 1 + 1
     scheduler.finish(first)
-    schedule = step(scheduler)
-    assert [entry.seq for entry in schedule.entries] == first.request.sequences[1:]
-    assert [(entry.start, entry.num_tokens) for entry in schedule.entries] == [(3, 1), (3, 1), (0, 3)]
+    schedule = step(scheduler)  # nobody is left to share with
+    assert [(chunk.seq, chunk.start, chunk.num_tokens) for chunk in schedule.chunks] == [(fourth, 0, 6)]
+
+
+def test_the_others_need_not_wait_for_a_sequence_that_is_gone():
+    scheduler = make()
+    first, second, third = add(scheduler, 0, 30, n=3).request.sequences
+    step(scheduler)
+    scheduler.finish(third)
+    scheduler.finish(first)
+    scheduler.check_integrity()
+    assert [chunk.seq for chunk in step(scheduler).chunks] == [second]
+    assert scheduler.unfinished == [second]
 
 
 # Blocks
@@ -411,10 +431,10 @@ def test_check_sees_a_broken_schedule():
     add(scheduler, 0, 5)
     add(scheduler, 1, 6)
     good = planned(scheduler)
-    first, second = good.entries
+    first, second = good.chunks
 
-    def broken(*entries, size=good.size):
-        return dataclasses.replace(good, entries=entries, size=size)
+    def broken(*chunks, size=good.size):
+        return dataclasses.replace(good, chunks=chunks, size=size, num_tokens=sum(chunk.num_tokens for chunk in chunks))
 
     for schedule, complaint in [
         (broken(first, second, size=8), "11 tokens at size 8"),
@@ -423,6 +443,7 @@ def test_check_sees_a_broken_schedule():
         (broken(size=16), "0 tokens"),
         (broken(second, first), "stands behind"),
         (broken(first, first), "seats"),
+        (dataclasses.replace(good, num_tokens=12), "11 tokens are said to be 12"),
         (broken(dataclasses.replace(first, num_tokens=0), second), "not what is pending"),
         (broken(dataclasses.replace(first, num_tokens=6)), "not what is pending"),
         (broken(dataclasses.replace(first, start=1, num_tokens=4)), "not what is pending"),
@@ -459,8 +480,8 @@ def test_integrity_sees_what_is_out_of_place():
     with pytest.raises(AssertionError, match="seats"):
         scheduler.check_integrity()
     scheduler, *_ = fresh()
-    scheduler.running.reverse()
-    with pytest.raises(AssertionError, match="stands behind"):
+    scheduler._prompts.reverse()
+    with pytest.raises(AssertionError, match="out of order"):
         scheduler.check_integrity()
     scheduler, older, _ = fresh()
     older.block_tables[0].pop()

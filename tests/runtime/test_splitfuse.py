@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fastgen.runtime.policies.splitfuse import captured_sizes, plan, smallest_size
+from fastgen.runtime.policies.splitfuse import FILLS_FROM_PASSES, captured_sizes, even_share, smallest_size
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ EXAMPLES = [
 @pytest.mark.parametrize(("num_decodes", "num_pending", "token_budget", "target", "num_prompt_tokens"), EXAMPLES)
 def test_examples(num_decodes, num_pending, token_budget, target, num_prompt_tokens):
     sizes = captured_sizes(token_budget)
-    assert plan(num_decodes, num_pending, token_budget, sizes) == (target, num_prompt_tokens)
+    assert even_share(num_decodes, num_pending, token_budget, sizes) == (target, num_prompt_tokens)
 
 
 def test_more_decodes_than_the_budget_are_a_mistake():
     with pytest.raises(AssertionError, match="9 decodes exceed the token budget 8"):
-        plan(9, 1, 8, captured_sizes(8))
+        even_share(9, 1, 8, captured_sizes(8))
 
 
 BUDGETS = [*range(1, 20), 31, 32, 33, 64, 100]
@@ -89,12 +89,16 @@ def cases():
 
 
 def test_definition_by_exhaustion():
-    """The fewest passes the budget allows, and of the sizes that can do it in so many, the smallest."""
+    """The fewest passes the budget allows, and of the sizes that can do it in so many, the smallest; many passes fill
+    the budget.
+    """
     for budget, num_decodes, num_pending in cases():
         sizes = captured_sizes(budget)
         passes = next(f for f in itertools.count(1) if f * (budget - num_decodes) >= num_pending)
         target = next(size for size in sizes if passes * (size - num_decodes) >= num_pending)
-        got = plan(num_decodes, num_pending, budget, sizes)
+        if num_pending >= FILLS_FROM_PASSES * (budget - num_decodes):
+            target = budget
+        got = even_share(num_decodes, num_pending, budget, sizes)
         assert got == (target, min(num_pending, target - num_decodes)), (budget, num_decodes, num_pending)
 
 
@@ -106,7 +110,7 @@ def test_draining():
         sizes = captured_sizes(budget)
         remaining, targets = num_pending, []
         while remaining:
-            target, num_tokens = plan(num_decodes, remaining, budget, sizes)
+            target, num_tokens = even_share(num_decodes, remaining, budget, sizes)
             remaining -= num_tokens
             targets.append(target)
             assert num_tokens >= 1

@@ -278,6 +278,7 @@ struct Buffers {
 template <class E>
 struct Tile {
     int64_t first, num_keys;
+    int64_t first_seen;  // so many keys lie in front of all that the task's rows see
     int64_t k_stride, v_stride;
     const E* k[GROUPS];
     const E* v[GROUPS];
@@ -305,7 +306,8 @@ INLINE int64_t block_of(const Batch& batch, const Task& task, int64_t position) 
     return batch.block_tables[task.sequence * batch.max_blocks + position / P];
 }
 
-// The tile of keys `first` to `end` at most. Keys behind `end` are others' or nobody's; values there are never read.
+// The tile of keys `first` to `end` at most. Keys behind `end` are others' or nobody's; values there are never read. The
+// same is true of keys in front of all that the task's rows see: their block may have been given to another.
 INLINE Place find(const Batch& batch, const Task& task, int64_t head, int64_t first, int64_t end) {
     Place place;
     place.first = first;
@@ -319,15 +321,19 @@ INLINE Place find(const Batch& batch, const Task& task, int64_t head, int64_t fi
     return place;
 }
 
-INLINE Tile<T> in_place(const Place& place) {
-    Tile<T> tile{place.first, place.num_keys, P, DV, {}, {}};
+INLINE int64_t first_seen(const Task& task, const Place& place) {
+    return std::max<int64_t>(0, task.first_key(0) - place.first);
+}
+
+INLINE Tile<T> in_place(const Task& task, const Place& place) {
+    Tile<T> tile{place.first, place.num_keys, first_seen(task, place), P, DV, {}, {}};
     std::memcpy(tile.k, place.k, sizeof tile.k);
     std::memcpy(tile.v, place.v, sizeof tile.v);
     return tile;
 }
 
 Tile<float> bring_together(const Batch& batch, const Task& task, int64_t head, const Place& place, Buffers& buffers) {
-    Tile<float> tile{place.first, place.num_keys, TILE, DV_LANES, {}, {}};
+    Tile<float> tile{place.first, place.num_keys, first_seen(task, place), TILE, DV_LANES, {}, {}};
     for (int g = 0; g < GROUPS; ++g) {
         float* keys = buffers.k + g * LANES;
         tile.k[g] = keys;
@@ -464,6 +470,7 @@ INLINE void mix_some(const float (*weights)[TILE], const float* keep, const Tile
     for (int64_t i = 0; i < LANES; ++i) {
         for (int g = 0; g < GROUPS; ++g) {
             if (g * LANES + i >= tile.num_keys) break;
+            if (g * LANES + i < tile.first_seen) continue;  // 0 times what is no number would be none
             f32v values[C];
             for (int c = 0; c < C; ++c) values[c] = widen_value(tile.v[g] + i * tile.v_stride, first + c * LANES);
             if (next) ask_for(next->v[g] + i * DV + first, C * LANES);
@@ -536,7 +543,7 @@ void attend_tile(const Batch& batch, const Task& task, int64_t head, const float
     constexpr bool IS_FLOAT = std::is_same_v<T, float>;
     if constexpr (CAN_USE_IN_PLACE) {
         if (IS_FLOAT || task.num_parts() <= 2) {
-            return attend_all(batch, task, head, q, in_place(here), asked, states);
+            return attend_all(batch, task, head, q, in_place(task, here), asked, states);
         }
     }
     if constexpr (!CAN_USE_IN_PLACE || !IS_FLOAT) {

@@ -1,0 +1,167 @@
+"""What the blocks of the KV cache contain: a tree of the token ids that were computed, to be found by who begins alike.
+
+A node is one full block of ``P`` tokens after the blocks of its parents, so the path to it spells all tokens that its
+keys and values depend on. A child is found by the ids of its own block, as bytes, compared whole: two prefixes are
+never mistaken for one another, and each further block of a prompt costs one look into a dictionary, however long the
+prompt.
+
+::
+
+    root ── 3 1 4 1 ──┬── 5 9 2 6        group 0: block 7   group 1: block 12
+                      └── 5 3 5 8        group 0: block 4   group 1: none (evicted, or left its window behind)
+
+A node names one block in each KV group, or none. A node that lost its blocks stays while something stands below it,
+since what a windowed group needs of a long prefix is only its last blocks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from fastgen.runtime.block_pool import PADDING_BLOCK
+
+
+@dataclass
+class PrefixCacheStatistics:
+    """Counted since the start. The hit rate is ``hit_tokens / lookup_tokens``."""
+
+    lookups: int = 0
+    """Sequences admitted that were looked up, those that came back after a preemption included."""
+    lookup_tokens: int = 0
+    """Tokens they had then."""
+    hit_tokens: int = 0
+    """Tokens of these that were found and not computed again."""
+    evictions: int = 0
+    """Blocks whose contents were given up for an allocation."""
+
+
+class PrefixNode:
+    """One full block of tokens after those of its parents; ``depth`` blocks in all.
+
+    ``block_ids`` has a block of each KV group, the padding block where there is none. ``num_users`` counts the
+    sequences that will publish their next block below this one.
+    """
+
+    __slots__ = ("block_ids", "children", "depth", "key", "num_users", "parent")
+
+    def __init__(self, parent: PrefixNode | None, key: bytes, num_groups: int):
+        self.parent, self.key = parent, key
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.block_ids = [PADDING_BLOCK] * num_groups
+        self.children: dict[bytes, PrefixNode] = {}
+        self.num_users = 0
+
+
+class PrefixCache:
+    """The tree over blocks of ``block_size`` tokens in ``len(windows)`` KV groups.
+
+    ``windows[group]`` is how many positions a token of the group sees, its own included, or ``None`` for all. The cache
+    names blocks and holds none: whoever takes a block shares it in the pool, and the pool says which it gave up.
+    """
+
+    def __init__(self, block_size: int, windows: SequenceOf[int | None]):
+        self.block_size, self.windows = block_size, tuple(windows)
+        self.root = PrefixNode(None, b"", len(self.windows))
+        self.statistics = PrefixCacheStatistics()
+        self._node_of_block: dict[int, tuple[PrefixNode, int]] = {}
+
+    def find(self, token_ids: SequenceOf[int], max_blocks: int) -> PrefixNode:
+        """The deepest node of at most ``max_blocks`` blocks that ``token_ids`` begin with and from which one can go on:
+        all blocks that later tokens see are there, in every group. The root where there is none.
+        """
+        node = found = self.root
+        runs = [0] * len(self.windows)  # of each group, how many blocks up to here are there without a gap
+        while node.depth < max_blocks:
+            child = node.children.get(self._key(token_ids, node.depth))
+            if child is None:
+                break
+            node = child
+            runs = [
+                run + 1 if block_id != PADDING_BLOCK else 0 for run, block_id in zip(runs, node.block_ids, strict=True)
+            ]
+            if all(
+                run >= node.depth - first_seen_block(node.depth, window, self.block_size)
+                for run, window in zip(runs, self.windows, strict=True)
+            ):
+                found = node
+        return found
+
+    def block_tables(self, node: PrefixNode) -> list[list[int]]:
+        """For each group the blocks of ``node`` and its parents; the padding block where no later token sees one."""
+        firsts = [first_seen_block(node.depth, window, self.block_size) for window in self.windows]
+        tables = [[PADDING_BLOCK] * node.depth for _ in self.windows]
+        while node.parent is not None and node.depth > min(firsts):
+            for table, first, block_id in zip(tables, firsts, node.block_ids, strict=True):
+                if node.depth > first:
+                    table[node.depth - 1] = block_id
+            node = node.parent
+        return tables
+
+    def publish(self, node: PrefixNode, token_ids: SequenceOf[int], block_ids: SequenceOf[int]) -> PrefixNode:
+        """The node below ``node`` for the next block of ``token_ids``, which ``block_ids`` contain, one in each group.
+
+        Where the node has a block of a group already, that one stays: it contains the same, and the caller's remains
+        its own affair.
+        """
+        key = self._key(token_ids, node.depth)
+        child = node.children.get(key)
+        if child is None:
+            child = node.children[key] = PrefixNode(node, key, len(self.windows))
+        for group, block_id in enumerate(block_ids):
+            if child.block_ids[group] == PADDING_BLOCK != block_id:
+                child.block_ids[group] = block_id
+                self._node_of_block[block_id] = (child, group)
+        return child
+
+    def forget(self, block_id: int) -> None:
+        """The pool has given up what ``block_id`` contained."""
+        node, group = self._node_of_block.pop(block_id)
+        node.block_ids[group] = PADDING_BLOCK
+        self.statistics.evictions += 1
+        self._prune(node)
+
+    def move_user(self, before: PrefixNode | None, after: PrefixNode | None) -> None:
+        """A sequence that stood at ``before`` stands at ``after`` now; ``None`` where it came or went."""
+        if after is not None:
+            after.num_users += 1
+        if before is not None:
+            before.num_users -= 1
+            self._prune(before)
+
+    def check_integrity(self, published: set[int], users: Iterable[PrefixNode]) -> None:
+        """Assert that nodes and the ``published`` blocks name each other, that no node is left that nothing needs, and
+        that each of ``users`` is counted.
+        """
+        found: dict[int, tuple[PrefixNode, int]] = {}
+        num_users = Counter(map(id, users))
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            for key, child in node.children.items():
+                assert (child.parent, child.key, child.depth) == (node, key, node.depth + 1), f"astray at {child.depth}"
+            stack += node.children.values()
+            named = {block_id: (node, group) for group, block_id in enumerate(node.block_ids) if block_id}
+            assert named.keys().isdisjoint(found), f"published twice: {sorted(named.keys() & found.keys())}"
+            found |= named
+            assert node.num_users == num_users.pop(id(node), 0), f"{node.num_users} users at depth {node.depth}"
+            assert node is self.root or named or node.children or node.num_users, f"no use at depth {node.depth}"
+        assert not num_users, "a sequence stands at a node that is not in the tree"
+        assert found == self._node_of_block, f"blocks {sorted(found)} in the tree, {sorted(self._node_of_block)} known"
+        assert found.keys() == published, f"blocks {sorted(found)} in the tree, {sorted(published)} published"
+
+    def _prune(self, node: PrefixNode) -> None:
+        while node.parent is not None and not (node.num_users or node.children or any(node.block_ids)):
+            del node.parent.children[node.key]
+            node = node.parent
+
+    def _key(self, token_ids: SequenceOf[int], index: int) -> bytes:
+        return array("I", token_ids[index * self.block_size : (index + 1) * self.block_size]).tobytes()
+
+
+def first_seen_block(num_full_blocks: int, window: int | None, block_size: int) -> int:
+    """The first block that a token after ``num_full_blocks`` blocks sees, and the first that must be kept for it."""
+    return 0 if window is None else max(0, num_full_blocks * block_size - window + 1) // block_size

@@ -1,0 +1,141 @@
+"""The sequences that wait for a seat: strict classes, in each first come, first served, and nobody for ever.
+
+A lower ``priority`` is a more urgent class, as in vLLM, and a class waits while a more urgent one has anybody waiting.
+Who has waited in a class for ``aging_s`` seconds moves to the end of the next more urgent class in which somebody
+waits. So a sequence that is passed over again and again gets, class by class, into the most urgent one, in which nobody
+overtakes, and comes to its head.
+
+What a step costs does not depend on how many wait: joining, leaving and looking at the head take constant time, and few
+are moved up at a time. A class more costs nothing while nobody of it waits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from heapq import merge
+from itertools import count
+from operator import attrgetter
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.request import Sequence
+
+DEFAULT_AGING_S = 30.0
+_MOST_AGED = 8
+"""How many are moved up in a step at most."""
+
+_urgency = attrgetter("urgency")
+
+
+class _Class:
+    """Those of one class, each part in order of urgency: who ``came`` stands behind all before, who ``returned`` has
+    been here before, and they are few.
+    """
+
+    __slots__ = ("came", "returned")
+
+    def __init__(self) -> None:
+        self.returned: list[Sequence] = []
+        self.came: OrderedDict[Sequence, None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return merge(self.returned, self.came, key=_urgency)
+
+    def remove(self, seq: Sequence) -> None:
+        if seq in self.came:
+            del self.came[seq]
+            return
+        place = bisect_left(self.returned, seq.urgency, key=_urgency)
+        assert self.returned[place] is seq, f"{seq} does not wait"
+        del self.returned[place]
+
+
+class WaitingQueue:
+    """Iterates in order of urgency. Keeps :attr:`Sequence.urgency` of those in it: the class, the turn in it, and the
+    index among the sequences of a request. Running sequences keep theirs, so that all can be compared.
+    """
+
+    def __init__(self, aging_s: float = DEFAULT_AGING_S):
+        if not aging_s > 0:
+            raise InvalidArgumentError(f"aging_s={aging_s!r}: expected a number of seconds above 0")
+        self.aging_s = aging_s
+        self._classes: dict[int, _Class] = {}
+        self._levels: list[int] = []
+        """The classes in which somebody waits, ascending."""
+        self._since_s: OrderedDict[Sequence, float] = OrderedDict()
+        """When each came into its class, in that order."""
+        self._turns = count()
+
+    def __len__(self) -> int:
+        return len(self._since_s)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._since_s
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for level in self._levels:
+            yield from self._classes[level]
+
+    @property
+    def head(self) -> Sequence | None:
+        """The most urgent."""
+        return next(iter(self), None)
+
+    def add(self, seq: Sequence, now_s: float) -> None:
+        """``seq`` came: it stands behind all others of its request's class."""
+        self._join(seq, seq.request.sampling.priority, now_s)
+
+    def put_back(self, seq: Sequence, now_s: float) -> None:
+        """``seq``, or another sequence of its request, has waited here before: it waits where its urgency says."""
+        insort(self._class(seq.urgency[0]).returned, seq, key=_urgency)
+        self._since_s[seq] = now_s
+
+    def remove(self, seq: Sequence) -> None:
+        del self._since_s[seq]
+        level = seq.urgency[0]
+        members = self._classes[level]
+        members.remove(seq)
+        if not members.came and not members.returned:
+            del self._classes[level]
+            del self._levels[bisect_left(self._levels, level)]
+
+    def age(self, now_s: float) -> None:
+        """Move up who has waited in a class for too long."""
+        for _ in range(_MOST_AGED):
+            if len(self._levels) < 2:
+                return
+            seq, since_s = next(iter(self._since_s.items()))
+            if now_s - since_s < self.aging_s:
+                return
+            place = bisect_left(self._levels, seq.urgency[0])
+            if place == 0:  # nobody is more urgent now; perhaps later
+                self._since_s[seq] = now_s
+                self._since_s.move_to_end(seq)
+            else:
+                level = self._levels[place - 1]
+                self.remove(seq)
+                self._join(seq, level, now_s)
+
+    def check_integrity(self) -> None:
+        """Assert that classes, order and times agree."""
+        assert self._levels == sorted(self._classes), f"classes {self._levels}, members of {list(self._classes)}"
+        everybody = list(self)
+        assert set(everybody) == set(self._since_s), "some have no time, or wait no more"
+        urgencies = [seq.urgency for seq in everybody]
+        assert urgencies == sorted(set(urgencies)), f"not in order of urgency: {everybody}"
+        for level, members in self._classes.items():
+            assert members.came or members.returned, f"class {level} has nobody waiting"
+            assert all(seq.urgency[0] == level for seq in members), f"in class {level}: {list(members)}"
+
+    def _join(self, seq: Sequence, level: int, now_s: float) -> None:
+        seq.urgency = (level, next(self._turns), seq.index)
+        self._class(level).came[seq] = None
+        self._since_s[seq] = now_s
+
+    def _class(self, level: int) -> _Class:
+        members = self._classes.get(level)
+        if members is None:
+            members = self._classes[level] = _Class()
+            insort(self._levels, level)
+        return members
