@@ -51,6 +51,8 @@ def chat(
     num_threads: options.NumThreads = None,
     target: options.Target = None,
     quantize: options.Quantize = None,
+    speculative: options.Speculative = None,
+    num_draft_tokens: options.NumDraftTokens = None,
     sealed: options.Sealed = None,
     bundle: options.Bundle = None,
     revision: options.Revision = None,

@@ -17,7 +17,8 @@ from fastgen.errors import FastgenError, InvalidArgumentError, OutOfMemoryError
 
 LOAD_ARGUMENTS = (
     *("recipe", "device", "dtype", "token_budget", "max_num_seqs", "kv_cache_memory", "block_size", "max_model_len"),
-    *("prefix_caching", "num_threads", "target", "quantize", "sealed", "revision", "allow_config_keys"),
+    *("prefix_caching", "num_threads", "target", "quantize", "speculative", "num_draft_tokens", "sealed", "revision"),
+    "allow_config_keys",
 )
 SAMPLING_FIELDS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -43,6 +44,8 @@ PrefixCaching = Annotated[
 NumThreads = Annotated[int | None, typer.Option(help="Threads that compute on a CPU.")]
 Target = Annotated[str | None, typer.Option(help="Whose kernels run: torch (the reference), cpp, or auto.")]
 Quantize = Annotated[str | None, typer.Option(help="Keep matrices in int8, int4 or int8_weight_only. On a CPU.")]
+Speculative = Annotated[str | None, typer.Option(help="ngram: draft what comes next from what stands there already.")]
+NumDraftTokens = Annotated[int | None, typer.Option(help="With --speculative: most drafts a step and answer.")]
 Sealed = Annotated[
     bool | None, typer.Option("--sealed", help="Compile nothing: run from the bundle beside the weights.")
 ]

@@ -13,6 +13,7 @@ from fastgen.models.causal_lm import CausalLM
 from fastgen.models.checkpoint import Checkpoint, load_weights
 from fastgen.models.spec import ModelSpec
 from fastgen.runtime.config import EngineConfig
+from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.forward import CapturedForward, Forward, Results, TapedForward
 from fastgen.runtime.input_batch import InputBatch
@@ -49,6 +50,7 @@ def build_engine(
     input_batch = InputBatch(
         token_budget=config.token_budget,
         max_num_seqs=config.max_num_seqs,
+        max_rows=config.max_rows,
         num_groups=config.num_kv_groups,
         max_blocks=config.max_blocks,
         block_size=config.block_size,
@@ -57,7 +59,7 @@ def build_engine(
     )
     sampler = Sampler(
         codec.eos_token_ids,
-        sampling_kernel(target, spec.vocab_size, max_rows=config.max_num_seqs),
+        sampling_kernel(target, spec.vocab_size, max_rows=config.max_rows),
         seat_sampler(target, spec.vocab_size, input_batch),
     )
     with progress_bar("kernels", enabled=bool(target.specs())) as kernel_progress:
@@ -75,6 +77,7 @@ def build_engine(
     )
     results = Results(spec.hidden_size, spec.vocab_size, target.activation_dtype(dtype), device)
     forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats)
+    drafter = _drafter(config, sampler.seats)
     return Engine(
         ModelRunner(forward, input_batch, sampler),
         Scheduler(
@@ -87,12 +90,22 @@ def build_engine(
             ),
             token_budget=config.token_budget,
             max_num_seqs=config.max_num_seqs,
+            propose_drafts=None if drafter is None else drafter.propose,
         ),
         vocab_size=spec.vocab_size,
         max_model_len=config.max_model_len,
         eos_token_ids=codec.eos_token_ids,
         new_detokenizer=codec.new_detokenizer if codec.has_tokenizer else None,
+        drafter=drafter,
     )
+
+
+def _drafter(config: EngineConfig, seats: SeatSampler | None) -> NgramDrafter | None:
+    if config.num_draft_tokens == 0:
+        return None
+    if seats is None:
+        return NgramDrafter(config.num_draft_tokens)
+    return NgramDrafter(config.num_draft_tokens, seats.can_draft)
 
 
 def _forward(
@@ -107,11 +120,9 @@ def _forward(
     if target.loader is None:
         return Forward(model, kv_cache)
     pool = GraphPool(results.device, target.loader)
-    sizes, row_sizes = captured_sizes(config.token_budget), captured_sizes(config.max_num_seqs)
+    sizes, row_sizes = captured_sizes(config.token_budget), captured_sizes(config.max_rows)
     if target.name == "cpp":
-        return TapedForward(
-            model, kv_cache, pool, input_batch.views, results, sizes=sizes, max_rows=config.max_num_seqs
-        )
+        return TapedForward(model, kv_cache, pool, input_batch.views, results, sizes=sizes, max_rows=config.max_rows)
     assert seats is not None
     forward = CapturedForward(
         model, kv_cache, pool, input_batch.views, results, sizes=sizes, row_sizes=row_sizes, sample=seats.launch

@@ -10,10 +10,11 @@ from itertools import count
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.detokenizer import Detokenizer
+from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.model_runner import ModelRunner, StepOutput
 from fastgen.runtime.outputs import FinishReason
-from fastgen.runtime.request import Request, SequenceStatus
+from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
 from fastgen.runtime.schedule import Schedule
 from fastgen.runtime.scheduler import Scheduler
@@ -23,6 +24,7 @@ class Engine:
     """Serves submitted requests step by step. Not thread-safe: whoever calls holds one lock around each call.
 
     ``new_detokenizer(prompt_ids, sampling)`` is ``None`` where the model has no tokenizer; answers are token ids then.
+    The ``drafter``, if any, is the one that ``scheduler`` asks; it is told who has ended.
     """
 
     def __init__(
@@ -34,11 +36,12 @@ class Engine:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         new_detokenizer: Callable[[SequenceOf[int], SamplingParams], Detokenizer] | None,
+        drafter: NgramDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.runner, self.scheduler = runner, scheduler
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
-        self._new_detokenizer, self._clock = new_detokenizer, clock
+        self._new_detokenizer, self._drafter, self._clock = new_detokenizer, drafter, clock
         self._request_ids = count()
         self._generations: dict[int, Generation] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -127,8 +130,9 @@ class Engine:
                 continue
             assert generation.prompt_logprobs is not None
             generation.prompt_logprobs[piece.start : piece.start + len(piece.logprobs)] = piece.logprobs
+        previous: Sequence | None = None
         for sequence, token in output.sampled:
-            if sequence.status is SequenceStatus.FINISHED:  # its request failed in this step
+            if sequence.status is SequenceStatus.FINISHED:  # its request failed in this step, or ended before a draft
                 continue
             generation = self._generations[sequence.request.request_id]
             if token.error is not None:
@@ -136,12 +140,19 @@ class Engine:
                 continue
             completion = generation.completions[sequence.index]
             sequence.token_ids.append(token.token_id)
+            completion.num_accepted_drafts += sequence is previous  # a step gives a second token only behind a draft
+            previous = sequence
             reason = completion.append(token, self._stop_ids(sequence.request.sampling), now_s)
             if reason is not None:
                 self._finish(completion, reason)
+        for sequence, num_drafts in output.num_accepted.items():
+            if sequence.status is SequenceStatus.RUNNING and num_drafts:
+                self.scheduler.accept(sequence, num_drafts)
 
     def _finish(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         self.scheduler.finish(completion.sequence)
+        if self._drafter is not None:
+            self._drafter.forget(completion.sequence)
         completion.finish(reason, error)
         generation = self._generations[completion.sequence.request.request_id]
         if generation.left_queue_s is None:

@@ -21,6 +21,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
+    num_accepted_drafts: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
     num_chars_taken: int = 0
@@ -125,5 +126,6 @@ class Generation:
             ttft_s=times_s[0] - arrival_s if times_s else None,
             gaps_s=[later - earlier for earlier, later in pairwise(times_s)],
             cached_tokens=completion.sequence.num_cached_tokens,
+            accepted_drafts=completion.num_accepted_drafts,
             preemptions=completion.sequence.num_preemptions,
         )

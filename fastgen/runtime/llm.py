@@ -49,6 +49,8 @@ def load(
     num_threads: int | None = None,
     target: str = "auto",
     quantize: str | None = None,
+    speculative: str | None = None,
+    num_draft_tokens: int | None = None,
     sealed: bool | str | Path = False,
     revision: str | None = None,
     allow_config_keys: Sequence[str] = (),
@@ -70,6 +72,8 @@ def load(
     ``TRITON_INTERPRET=1``), ``"auto"`` for the device's own, on a CPU where there is a compiler. ``quantize``: what
     matrices are kept in, where not in ``dtype``: ``"int8"`` (activations too), ``"int4"`` or ``"int8_weight_only"``;
     needs ``target="cpp"``.
+    ``speculative``: ``"ngram"`` drafts what may come next from what stands in prompt and answer already, so that a step
+    may give several tokens, the same ones; ``num_draft_tokens`` a sequence at most, 4 by default.
     ``sealed``: compile nothing and run from a bundle that ``fastgen kernels build`` wrote: from that in this directory,
     or for ``True`` from ``kernels-<arch>`` beside the weights.
 
@@ -105,6 +109,8 @@ def load(
         block_size=block_size,
         max_model_len=max_model_len,
         prefix_caching=prefix_caching,
+        speculative=speculative,
+        num_draft_tokens=num_draft_tokens,
     )
     codec = TextCodec.from_checkpoint(directory, checkpoint.config)
     about = bundle_flags(

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.ops.sampling import Adjustments, Draws, RowStatus, adjust, log_probabilities, row_status, sample
-from fastgen.compile.ops.sampling_cpp import RowLogprobs, SamplingKernel, sampling_spec
+from fastgen.compile.ops.sampling_cpp import RowLogprobs, SampledRow, SamplingKernel, sampling_spec
 from fastgen.compile.target import Target
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import GenerationError
+from fastgen.runtime.drafts import SampledSequence
 from fastgen.runtime.outputs import Logprobs
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampled_rows import PLAIN_ROW, RowHistory, is_plain
@@ -73,13 +74,14 @@ class Sampler:
         self.kernel, self.seats = kernel, seats
         self._histories: dict[Sequence, RowHistory | None] = {}
 
-    def prepare(self, sequences: SequenceOf[Sequence]) -> None:
+    def prepare(self, sequences: SequenceOf[SampledSequence]) -> None:
         """Before the step that computes the logits of ``sequences``."""
         if self.seats is not None:
-            self.seats.prepare(sequences, self._ending_ids)
+            self.seats.prepare(_undrafted(sequences), self._ending_ids)
 
-    def sample(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
-        """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``.
+    def sample(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
+        """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``. What is drafted for
+        a sequence stands behind it.
 
         A drawn (not greedy) sequence's request must have its seed; see ``resolve_seed``. A row that cannot be sampled
         gets an error and disturbs no other.
@@ -101,27 +103,30 @@ class Sampler:
         return _answers(logits, found.tolist(), sequences)
 
     def _sample_by_kernel(
-        self, kernel: SamplingKernel, logits: Tensor, sequences: SequenceOf[Sequence]
+        self, kernel: SamplingKernel, logits: Tensor, sequences: SequenceOf[SampledSequence]
     ) -> list[SampledToken]:
         logits = logits.float().contiguous()
-        known = self._histories
-        if list(known) != list(sequences):
+        known, current = self._histories, _undrafted(sequences)
+        if list(known) != current:
             # Only of this step's sequences: the others have ended, or wait so long that making it anew does not matter.
-            self._histories = {each: known[each] if each in known else self._history(each) for each in sequences}
-        histories = self._histories
-        if not any(histories.values()):
+            self._histories = {each: known[each] if each in known else self._history(each) for each in current}
+        if not any(self._histories.values()):
             ids = kernel.greedy(logits)
             if min(ids) >= 0:
                 return list(map(SampledToken, ids))
             logprobs: SequenceOf[RowLogprobs | None] = [None] * len(ids)
         else:
-            rows = [PLAIN_ROW if (each := histories[sequence]) is None else each.row() for sequence in sequences]
-            ids, logprobs = kernel(logits, rows)
+            ids, logprobs = kernel(logits, [self._row(sequence) for sequence in sequences])
         return [
             _failed(token_id) if token_id < 0
             else SampledToken(token_id, _logprobs_by_kernel(found, sequence))
             for token_id, found, sequence in zip(ids, logprobs, sequences, strict=True)
         ]  # fmt: skip
+
+    def _row(self, sequence: SampledSequence) -> SampledRow:
+        owner, drafts = (sequence, ()) if isinstance(sequence, Sequence) else (sequence.sequence, sequence.drafts)
+        history = self._histories[owner]
+        return PLAIN_ROW if history is None else history.row(drafts)
 
     def _history(self, sequence: Sequence) -> RowHistory | None:
         if is_plain(sequence.request.sampling):
@@ -129,7 +134,7 @@ class Sampler:
         assert self.kernel is not None
         return RowHistory(sequence, self._ending_ids(sequence), self.kernel.vocab_size)
 
-    def _adjusted(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+    def _adjusted(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> Tensor:
         """``logits`` itself when no sequence adjusts them, else a copy in fp32 with the adjustments applied."""
         forbidden = [self._forbidden(sequence) for sequence in sequences]
         rows = [row for row, sequence in enumerate(sequences) if forbidden[row] or _adjusts(sequence)]
@@ -142,17 +147,21 @@ class Sampler:
         scores[torch.tensor(rows, device=logits.device)] = adjust(_take(logits, rows), adjustments)
         return scores
 
-    def _forbidden(self, sequence: Sequence) -> frozenset[int]:
+    def _forbidden(self, sequence: SampledSequence) -> frozenset[int]:
         if sequence.num_tokens - sequence.num_prompt_tokens >= sequence.request.sampling.min_new_tokens:
             return frozenset()
         return self._ending_ids(sequence)
 
-    def _ending_ids(self, sequence: Sequence) -> frozenset[int]:
+    def _ending_ids(self, sequence: SampledSequence) -> frozenset[int]:
         sampling = sequence.request.sampling
         return (frozenset() if sampling.ignore_eos else self.eos_token_ids).union(sampling.stop_token_ids)
 
 
-def _answers(logits: Tensor, found: list[int], sequences: SequenceOf[Sequence]) -> list[SampledToken]:
+def _undrafted(sequences: SequenceOf[SampledSequence]) -> list[Sequence]:
+    return [each for each in sequences if isinstance(each, Sequence)]
+
+
+def _answers(logits: Tensor, found: list[int], sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
     """What was ``found`` in each row, its token or ``-status``, with the log-probabilities that are asked for."""
     logprobs: dict[int, Logprobs] = {}
     wanted = [
@@ -203,7 +212,7 @@ def prompt_logprobs(logits: Tensor, token_ids: SequenceOf[int], count: int) -> l
     return token_logprobs(logits, token_ids, [count] * len(token_ids))
 
 
-def _logprobs_by_kernel(found: RowLogprobs | None, sequence: Sequence) -> Logprobs | None:
+def _logprobs_by_kernel(found: RowLogprobs | None, sequence: SampledSequence) -> Logprobs | None:
     if found is None:
         return None
     (token_id, value), *likeliest = zip(found.token_ids, found.values, strict=True)
@@ -219,7 +228,7 @@ def _take(logits: Tensor, rows: list[int]) -> Tensor:
     return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
 
 
-def _adjusts(sequence: Sequence) -> bool:
+def _adjusts(sequence: SampledSequence) -> bool:
     sampling = sequence.request.sampling
     return bool(
         sampling.logit_bias
@@ -230,7 +239,10 @@ def _adjusts(sequence: Sequence) -> bool:
 
 
 def _adjustments(
-    sequences: SequenceOf[Sequence], forbidden: SequenceOf[frozenset[int]], vocab_size: int, device: torch.device
+    sequences: SequenceOf[SampledSequence],
+    forbidden: SequenceOf[frozenset[int]],
+    vocab_size: int,
+    device: torch.device,
 ) -> Adjustments:
     shape = (len(sequences), vocab_size)
     seen, counts, bias = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape), torch.zeros(shape)
@@ -261,7 +273,7 @@ def _adjustments(
     )
 
 
-def _draws(sequences: SequenceOf[Sequence], device: torch.device) -> Draws:
+def _draws(sequences: SequenceOf[SampledSequence], device: torch.device) -> Draws:
     parameters = [sequence.request.sampling for sequence in sequences]
     reals = torch.tensor([(item.temperature, item.top_p, item.min_p) for item in parameters], dtype=torch.float64)
     integers = torch.tensor(

@@ -17,9 +17,10 @@ from fastgen.compile.ops.sampling_cpp import Biases, Uses
 from fastgen.compile.ops.sampling_triton import SamplingKernels, SeatSampling
 from fastgen.compile.target import Target
 from fastgen.models.kernels import sampler_specs
+from fastgen.runtime.drafts import SampledSequence
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.sampled_rows import RowHistory, is_plain
+from fastgen.runtime.sampled_rows import RowHistory, is_plain, penalises
 
 EndingIds = Callable[[Sequence], frozenset[int]]
 """The ids that a sequence may not have before its ``min_new_tokens``."""
@@ -38,6 +39,13 @@ class SeatSampler:
         """A token for each of the ``logits [R, V]``: of the batch's first rows, or of nobody's. May be captured."""
         self._kernels(logits, *self._inputs.sampled_rows(len(logits)))
 
+    @staticmethod
+    def can_draft(sequence: Sequence) -> bool:
+        """Whether ``sequence`` may have several rows in a step: all that its seat knows must hold for each of them."""
+        sampling = sequence.request.sampling
+        num_generated = sequence.num_tokens - sequence.num_prompt_tokens
+        return not penalises(sampling) and num_generated >= sampling.min_new_tokens
+
     def prepare(self, sequences: SequenceOf[Sequence], ending_ids: EndingIds) -> None:
         """Before a step that gives each of ``sequences`` a token."""
         for sequence in sequences:
@@ -48,10 +56,11 @@ class SeatSampler:
                 self._tell(seat, sequence, ending_ids(sequence))
             self._told[seat] = None  # until the step has ended, nobody knows what was counted
 
-    def token_ids(self, sequences: SequenceOf[Sequence]) -> list[int]:
+    def token_ids(self, sequences: SequenceOf[SampledSequence]) -> list[int]:
         """What that step chose: an id for each, or ``-status`` of its row."""
         for sequence in sequences:
-            self._told[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens + 1)
+            if isinstance(sequence, Sequence):
+                self._told[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens + 1)
         found: list[int] = self._kernels.buffer("token_ids")[: len(sequences)].tolist()
         return found
 
@@ -92,7 +101,7 @@ def seat_sampler(target: Target, vocab_size: int, inputs: InputBatch) -> SeatSam
     kernels = SamplingKernels(
         sampler_specs(vocab_size),
         target.kernel,
-        max_rows=inputs.max_num_seqs,
+        max_rows=inputs.max_rows,
         max_seats=inputs.max_num_seqs,
         device=inputs.sampled_ids.device,
         sampled_ids=inputs.sampled_ids,

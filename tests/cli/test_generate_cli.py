@@ -27,6 +27,8 @@ LOAD_FLAGS = {
     "num_threads": (["--num-threads", "2"], 2),
     "target": (["--target", "torch"], "torch"),
     "quantize": (["--quantize", "int8"], "int8"),
+    "speculative": (["--speculative", "ngram"], "ngram"),
+    "num_draft_tokens": (["--num-draft-tokens", "6"], 6),
     "sealed": (["--sealed"], True),
     "revision": (["--revision", "main"], "main"),
     "allow_config_keys": (["--allow-config-key", "a", "--allow-config-key", "b"], ["a", "b"]),
@@ -139,6 +141,7 @@ def test_json_is_an_object_a_prompt(run, stub) -> None:
     done = run("generate", "m", "plain\n\u2028é", "odd", "--json", "--logprobs", "1")
     plain, odd = map(json.loads, done.out.splitlines())
     metrics = {"queue_s": 0.25, "ttft_s": 0.5, "gaps_s": [0.125], "cached_tokens": 0, "preemptions": 0}
+    metrics["accepted_drafts"] = 0
     assert plain == {
         "prompt": "plain\n\u2028é",
         "text": "é\u2028\nnialp",

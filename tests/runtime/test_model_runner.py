@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from fastgen.runtime.model_runner import ModelRunner, StepOutput
 from fastgen.runtime.request import Request
 from fastgen.runtime.sampler import Sampler
 from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.schedule import Schedule
 from fastgen.runtime.scheduler import Scheduler
 
 VOCAB_SIZE = 400
@@ -31,8 +31,10 @@ class CountingModel:
 
     broken_position: int | None = None
     most_rows = 0
+    num_calls = 0
 
     def __call__(self, batch: RaggedBatch, kv_cache: object) -> Tensor:
+        self.num_calls += 1
         ids = resolve_token_ids(batch.input_ids, batch.token_source, batch.sampled_ids)
         return torch.stack([ids, batch.positions], dim=-1).float()
 
@@ -48,13 +50,26 @@ class CountingModel:
         return scores.log_softmax(-1)
 
 
+class CopyingCache:
+    """Notes which blocks are copied, and how far the model was by then."""
+
+    def __init__(self, model: CountingModel):
+        self.model = model
+        self.copied: list[tuple[int, int, int, int]] = []
+
+    def copy_blocks(self, group: int, sources: list[int], destinations: list[int]) -> None:
+        pairs = zip(sources, destinations, strict=True)
+        self.copied += [(self.model.num_calls, group, source, destination) for source, destination in pairs]
+
+
 class Bench:
     def __init__(self, *, token_budget: int, num_blocks: int = 200):
         self.model = CountingModel()
         inputs = InputBatch(
-            token_budget=token_budget, max_num_seqs=4, num_groups=1, max_blocks=80, block_size=4, device=CPU
+            token_budget=token_budget, max_num_seqs=4, max_rows=4, num_groups=1, max_blocks=80, block_size=4, device=CPU
         )
-        forward = Forward(cast(CausalLM, self.model), Mock(spec=PagedKVCache))
+        self.cache = CopyingCache(self.model)
+        forward = Forward(cast(CausalLM, self.model), cast(PagedKVCache, self.cache))
         self.runner = ModelRunner(forward, inputs, Sampler(frozenset({VOCAB_SIZE - 1})))
         kv = KVCacheManager(num_blocks, 4)
         self.scheduler = Scheduler(kv, token_budget=token_budget, max_num_seqs=4)
@@ -124,6 +139,23 @@ def test_each_sampled_token_follows_from_its_own_sequence() -> None:
         while len(tokens) < 39:
             tokens.append(int(bench.model.expected(tokens[-1], len(tokens) - 1).argmax()))
         assert request.sequences[0].token_ids == tokens
+
+
+def test_blocks_are_copied_before_the_step_that_writes_into_them() -> None:
+    """Three answers share the prompt's last block, which is half full; each writes its first token into its own."""
+    bench, due = Bench(token_budget=16), []
+    bench.add([1, 2, 3, 4, 5, 6], max_new_tokens=3, n=3)
+    schedule = bench.scheduler.schedule
+
+    def noted() -> Schedule | None:
+        if (made := schedule()) is not None:
+            due.extend((bench.model.num_calls, *copy[:1], *copy[2:]) for copy in made.block_copies)
+        return made
+
+    bench.scheduler.schedule = noted  # type: ignore[method-assign, assignment]
+    bench.run()
+    assert len(due) == 2
+    assert bench.cache.copied == due
 
 
 def test_a_prompt_without_usable_logits_is_reported_and_disturbs_no_other() -> None:

@@ -18,7 +18,7 @@ from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampler import SampledToken, Sampler
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.seat_sampler import seat_sampler
+from fastgen.runtime.seat_sampler import SeatSampler, seat_sampler
 
 VOCAB, EOS, NUM_SEATS = 60, 7, 4
 CPU = torch.device("cpu")
@@ -42,8 +42,8 @@ class Bench:
     """A sampler of interpreted kernels, and the part of the model runner that serves it."""
 
     def __init__(self, loader: KernelLoader) -> None:
-        sizes = {"token_budget": NUM_SEATS, "max_num_seqs": NUM_SEATS, "max_blocks": 1, "block_size": 4}
-        self.inputs = InputBatch(num_groups=1, device=CPU, **sizes)
+        sizes = dict.fromkeys(("token_budget", "max_num_seqs", "max_rows"), NUM_SEATS)
+        self.inputs = InputBatch(num_groups=1, max_blocks=1, block_size=4, device=CPU, **sizes)
         target = Target(loader, max_rows=NUM_SEATS, max_num_seqs=NUM_SEATS)
         seats = seat_sampler(target, VOCAB, self.inputs)
         assert seats is not None
@@ -144,6 +144,18 @@ def test_a_seat_is_told_of_its_sequence_once(loader: KernelLoader, monkeypatch: 
         assert told[3:] == [1, 3][:index], "greedy after greedy has nothing to be told"
 
 
+def test_sequences_may_draft_once_what_their_seat_knows_no_longer_changes() -> None:
+    draw = random.Random(2)
+    assert [SeatSampler.can_draft(sequence(0, draw, **way)) for way in WAYS] == [True, False, False, False, True, False]
+    late = sequence(0, draw, temperature=0.7, min_new_tokens=3)
+    may = []
+    for token_id in range(5):
+        may.append(SeatSampler.can_draft(late))
+        late.token_ids.append(token_id)
+    assert may == [False, False, False, True, True]
+
+
 def test_only_the_triton_target_samples_by_seats() -> None:
-    inputs = InputBatch(token_budget=1, max_num_seqs=1, num_groups=1, max_blocks=1, block_size=1, device=CPU)
+    ones = ("token_budget", "max_num_seqs", "max_rows", "num_groups", "max_blocks", "block_size")
+    inputs = InputBatch(device=CPU, **dict.fromkeys(ones, 1))
     assert seat_sampler(Target(), VOCAB, inputs) is None
