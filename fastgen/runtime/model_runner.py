@@ -17,8 +17,9 @@ from fastgen.runtime.forward import Forward
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.outputs import Logprobs
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.sampler import SampledToken, Sampler, prompt_logprobs
+from fastgen.runtime.sampler import SampledToken, Sampler, prompt_logprobs, sampled_token
 from fastgen.runtime.schedule import Schedule
+from fastgen.runtime.steady_decodes import SteadyDecodes
 
 PROMPT_LOGITS_ROWS = 64
 """Rows of prompt log-probabilities computed at a time: ``[64, V]`` fp32."""
@@ -74,8 +75,10 @@ def accept(
 class ModelRunner:
     """Owns the model and the static inputs; knows nothing of requests beyond the step it is given."""
 
-    def __init__(self, forward: Forward, input_batch: InputBatch, sampler: Sampler):
-        self.forward, self.input_batch, self.sampler = forward, input_batch, sampler
+    def __init__(
+        self, forward: Forward, input_batch: InputBatch, sampler: Sampler, steady: SteadyDecodes | None = None
+    ):
+        self.forward, self.input_batch, self.sampler, self.steady = forward, input_batch, sampler, steady
 
     @property
     def model(self) -> CausalLM:
@@ -88,6 +91,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> StepOutput:
         self._copy_blocks(schedule)
+        if self.steady is not None and (found := self.steady.run(schedule)) is not None:
+            return StepOutput(list(zip(schedule.decodes, map(sampled_token, found), strict=True)), [])
         batch, rows = self.input_batch.build(schedule)
         self.sampler.prepare(rows)
         hidden = self.forward.hidden(batch)
@@ -96,6 +101,8 @@ class ModelRunner:
         if self.sampler.seats is not None:
             on_device = (sequence for sequence in rows if isinstance(sequence, Sequence))
             self.input_batch.note_sampled([sequence for sequence in on_device if sequence not in num_accepted])
+        if self.steady is not None:
+            self.steady.note(schedule)
         return StepOutput(sampled, self._prompt_logprobs(schedule, batch.cu_seqlens_q, hidden), num_accepted)
 
     def _copy_blocks(self, schedule: Schedule) -> None:

@@ -118,10 +118,13 @@ class Sampler:
         else:
             ids, logprobs = kernel(logits, [self._row(sequence) for sequence in sequences])
         return [
-            _failed(token_id) if token_id < 0
-            else SampledToken(token_id, _logprobs_by_kernel(found, sequence))
+            sampled_token(token_id, None if token_id < 0 else _logprobs_by_kernel(found, sequence))
             for token_id, found, sequence in zip(ids, logprobs, sequences, strict=True)
         ]  # fmt: skip
+
+    def rows(self, sequences: SequenceOf[Sequence]) -> list[SampledRow]:
+        """What the kernel is told of the next token of ``sequences``, to which it gave the last."""
+        return list(map(self._row, sequences))
 
     def _row(self, sequence: SampledSequence) -> SampledRow:
         owner, drafts = (sequence, ()) if isinstance(sequence, Sequence) else (sequence.sequence, sequence.drafts)
@@ -172,14 +175,12 @@ def _answers(logits: Tensor, found: list[int], sequences: SequenceOf[SampledSequ
         counts = [sequences[row].request.sampling.logprobs or 0 for row in wanted]
         each = token_logprobs(_take(logits, wanted), [found[row] for row in wanted], counts)
         logprobs = dict(zip(wanted, each, strict=True))
-    return [
-        _failed(token_id) if token_id < 0 else SampledToken(token_id, logprobs.get(row))
-        for row, token_id in enumerate(found)
-    ]
+    return [sampled_token(token_id, logprobs.get(row)) for row, token_id in enumerate(found)]
 
 
-def _failed(found: int) -> SampledToken:
-    return SampledToken(0, error=_ERRORS[RowStatus(-found)])
+def sampled_token(found: int, logprobs: Logprobs | None = None) -> SampledToken:
+    """What a row's token or ``-status`` means."""
+    return SampledToken(found, logprobs) if found >= 0 else SampledToken(0, error=_ERRORS[RowStatus(-found)])
 
 
 def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceOf[int]) -> list[Logprobs]:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
+from operator import attrgetter
+
+import torch
 
 from fastgen.compile.cuda_graph import Graph
 from fastgen.compile.ops.next_decodes import NextDecodesKernel
@@ -17,6 +20,7 @@ from fastgen.compile.ops.sampling_cpp import SampledRow, SamplingKernel
 from fastgen.runtime.forward import TapedForward
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.request import Sequence
+from fastgen.runtime.schedule import Schedule
 
 
 RowsOf = Callable[[SequenceOf[Sequence]], SequenceOf[SampledRow]]
@@ -24,45 +28,72 @@ RowsOf = Callable[[SequenceOf[Sequence]], SequenceOf[SampledRow]]
 
 
 class SteadyDecodes:
-    """Continues the step before: :meth:`note` what ran otherwise, and :meth:`run` where that is enough."""
+    """Continues the step before: :meth:`note` what ran otherwise, and :meth:`run` where that is enough.
 
-    def __init__(self, forward: TapedForward, inputs: InputBatch, sampling: SamplingKernel, advance: NextDecodesKernel):
-        self._forward, self._inputs, self._sampling, self._advance = forward, inputs, sampling, advance
+    A batch has its tokens in the order of seats, a schedule its decodes in another.
+    """
+
+    def __init__(
+        self,
+        forward: TapedForward,
+        inputs: InputBatch,
+        sampling: SamplingKernel,
+        next_decodes: NextDecodesKernel,
+        rows_of: RowsOf,
+    ):
+        self._forward, self._inputs, self._sampling = forward, inputs, sampling
+        self._next_decodes, self._rows_of = next_decodes, rows_of
         self._tapes: dict[int, Graph] = {}
-        self._sequences: SequenceOf[Sequence] = ()
-        self._holds_rows = False
+        self._seats = torch.zeros(sampling.max_rows, dtype=torch.int32)
+        self._decodes: SequenceOf[Sequence] = ()
+        self._next_positions: SequenceOf[int] = ()
+        self._places: list[int] = []
+        """Where each decode stands in the batch; nothing is held for the tape while it is empty."""
 
-    def note(self, sequences: SequenceOf[Sequence]) -> None:
-        """A step ran whose inputs are one token of each of ``sequences``, in this order; none where they are not."""
-        self._sequences, self._holds_rows = sequences, False
+    def note(self, schedule: Schedule) -> None:
+        """``schedule`` ran otherwise."""
+        self._places = []
+        self._expect(() if schedule.chunks else schedule.decodes, schedule.positions)
 
-    def run(self, sequences: SequenceOf[Sequence], rows_of: RowsOf) -> list[int] | None:
-        """The next token of each of ``sequences``, or ``-status``, where they are those of the step before one token
-        further on, and the device knows their blocks. ``None`` with nothing done where that is not so, or something of
-        their rows depends on what was generated.
+    def run(self, schedule: Schedule) -> list[int] | None:
+        """The next token of each of the schedule's decodes, or ``-status``. ``None``, with nothing done, where they are
+        not those of the step before, one token further on, or how they are sampled depends on what was generated.
         """
-        if list(sequences) != list(self._sequences) or not self._hold(sequences, rows_of):
+        decodes, positions = schedule.decodes, schedule.positions
+        is_next = decodes == self._decodes and positions == self._next_positions and not schedule.chunks
+        if not is_next or not (self._places or self._hold(decodes)):
             return None
-        self._sequences = ()  # a step that fails cannot be continued
-        num_rows = len(sequences)
+        self._expect((), ())  # a step that fails cannot be continued
+        num_rows = len(decodes)
         if num_rows not in self._tapes:
             prepare = partial(self._prepare, num_rows)
             self._tapes[num_rows] = self._forward.record_decodes(num_rows, prepare, self._sampling.sample_held)
+        self._inputs.update_tables(schedule.block_updates)
         self._tapes[num_rows].replay()
-        self._sequences = sequences
-        return self._sampling.chosen(num_rows)
+        self._expect(decodes, positions)
+        found = self._sampling.chosen(num_rows)
+        return [found[place] for place in self._places]
 
-    def _hold(self, sequences: SequenceOf[Sequence], rows_of: RowsOf) -> bool:
-        if not self._holds_rows and sequences:
-            rows = rows_of(sequences)
-            if all(map(_is_steady, rows)):
-                self._sampling.hold([row._replace(position=row.position - 1) for row in rows])
-                self._holds_rows = True
-        return self._holds_rows
+    def _expect(self, decodes: SequenceOf[Sequence], positions: SequenceOf[int]) -> None:
+        """Nothing but one more token of each of ``decodes`` continues what the batch holds."""
+        self._decodes, self._next_positions = decodes, tuple([position + 1 for position in positions])
+
+    def _hold(self, decodes: SequenceOf[Sequence]) -> bool:
+        """Keep for the tape what it does not find in the batch: seats, tokens and rows, in the batch's order."""
+        in_order = sorted(decodes, key=attrgetter("seat"))
+        rows = self._rows_of(in_order)
+        if not in_order or not all(map(_is_steady, rows)):
+            return False
+        # The tape moves all positions on before it uses them.
+        self._sampling.hold([row._replace(position=row.position - 1) for row in rows])
+        self._sampling.token_ids[: len(rows)] = torch.tensor([sequence.token_ids[-1] for sequence in in_order])
+        self._seats[: len(rows)] = torch.tensor([sequence.seat for sequence in in_order])
+        self._places = [in_order.index(sequence) for sequence in decodes]
+        return True
 
     def _prepare(self, num_rows: int) -> None:
-        positions = self._sampling.held_positions(num_rows)
-        self._inputs.advance(self._advance, num_rows, self._sampling.token_ids[:num_rows], positions)
+        token_ids, positions = self._sampling.token_ids[:num_rows], self._sampling.held_positions(num_rows)
+        self._inputs.advance(self._next_decodes, self._seats[:num_rows], token_ids, positions)
 
 
 def _is_steady(row: SampledRow) -> bool:

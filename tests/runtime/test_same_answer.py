@@ -162,7 +162,10 @@ def poison(llm: LLM) -> None:
     engine = llm._engine
     assert engine is not None
     inputs, scheduler = engine.runner.input_batch, engine.scheduler
-    for buffer in (inputs._packed, *inputs._staging):
+    steady = engine.runner.steady
+    if steady is None or scheduler._scheduled.decodes != steady._decodes:  # else the last batch becomes the next one
+        inputs._packed.fill_(0x7F)
+    for buffer in inputs._staging:
         buffer.fill_(0x7F)
     computed = dict.fromkeys(scheduler.kv.pool.published, llm.config.block_size)
     for sequence in scheduler.running:
