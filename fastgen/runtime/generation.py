@@ -17,7 +17,6 @@ class Completion:
 
     sequence: Sequence
     detokenizer: Detokenizer | None
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
@@ -27,8 +26,15 @@ class Completion:
     num_chars_taken: int = 0
     num_tokens_taken: int = 0
     finish_taken: bool = False
+    _text: str = ""
     _undecoded: list[int] = field(default_factory=list)
     """Tokens whose text nobody has asked for yet: in the middle of a step there are better things to do."""
+
+    @property
+    def text(self) -> str:
+        """What is certain of it so far."""
+        self._decode()
+        return self._text
 
     def append(self, token: SampledToken, stop_ids: frozenset[int], now_s: float) -> FinishReason | None:
         """Add a token; returns why the sequence ends with it, if it does. A stop token contributes no text."""
@@ -42,21 +48,18 @@ class Completion:
         if self.detokenizer is not None:
             self._undecoded.append(token.token_id)
             if sampling.stop:
-                self._decode(self.detokenizer)
+                self._decode()
                 if self.detokenizer.stopped:
                     return "stop"
         return "length" if len(self.token_ids) >= sampling.max_new_tokens else None
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         if self.detokenizer is not None:
-            self._decode(self.detokenizer)
-            self.text += self.detokenizer.finish()
+            self._text = self.text + self.detokenizer.finish()
         self.finish_reason, self.error = reason, error
 
     def take_chunk(self) -> GenerationChunk | None:
         """What was added since the last chunk was taken, or ``None``."""
-        if self.detokenizer is not None:
-            self._decode(self.detokenizer)
         text, token_ids = self.text[self.num_chars_taken :], self.token_ids[self.num_tokens_taken :]
         ended = self.finish_reason is not None and not self.finish_taken
         if not text and not token_ids and not ended:
@@ -67,9 +70,11 @@ class Completion:
             index=self.sequence.index, text=text, token_ids=token_ids, finish_reason=self.finish_reason
         )
 
-    def _decode(self, detokenizer: Detokenizer) -> None:
-        self.text += "".join(map(detokenizer.append, self._undecoded))
-        self._undecoded.clear()
+    def _decode(self) -> None:
+        if self._undecoded:
+            assert self.detokenizer is not None
+            self._text += "".join(map(self.detokenizer.append, self._undecoded))
+            self._undecoded.clear()
 
 
 class Generation:
