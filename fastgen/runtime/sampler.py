@@ -80,8 +80,8 @@ class Sampler:
             self.seats.prepare(_undrafted(sequences), self._ending_ids)
 
     def sample(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
-        """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``. What is drafted for
-        a sequence stands behind it.
+        """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``. What is
+        drafted for a sequence stands behind it.
 
         A drawn (not greedy) sequence's request must have its seed; see ``resolve_seed``. A row that cannot be sampled
         gets an error and disturbs no other.

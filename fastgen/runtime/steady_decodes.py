@@ -22,7 +22,6 @@ from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.schedule import Schedule
 
-
 RowsOf = Callable[[SequenceOf[Sequence]], SequenceOf[SampledRow]]
 """How the next token of each sequence is sampled."""
 
