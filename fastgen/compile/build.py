@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,11 @@ class Kernel(Protocol):
         Raises :class:`fastgen.errors.KernelError`.
         """
 
+    def bind(self, grid: tuple[int, ...], *arguments: Any) -> Callable[[], None]:
+        """A launch that is made again and again with the same arguments, which are checked now and kept alive. It is
+        never recorded. Raises :class:`fastgen.errors.KernelError`.
+        """
+
 
 class BuiltKernel(ABC):
     """What both targets' kernels share: a call launches, unless this thread records what would be launched."""
@@ -47,6 +53,10 @@ class BuiltKernel(ABC):
             recording.launch(self, grid, arguments)
         else:
             self.launch(grid, *arguments)
+
+    def bind(self, grid: tuple[int, ...], *arguments: Any) -> Callable[[], None]:
+        """See :class:`Kernel`."""
+        return partial(self.launch, grid, *arguments)
 
     @abstractmethod
     def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,17 @@ class CppKernel(BuiltKernel):
             self._function(*self._converted(arguments))
         except (ctypes.ArgumentError, TypeError, ValueError) as error:
             raise self._launch_error(arguments, error) from error
+
+    def bind(self, grid: tuple[int, ...], *arguments: Any) -> Callable[[], None]:
+        try:
+            function, values = self._function, self._converted(arguments)
+        except (TypeError, ValueError) as error:
+            raise self._launch_error(arguments, error) from error
+
+        def call(_kept: tuple[Any, ...] = arguments) -> None:
+            function(*values)
+
+        return call
 
     def slots(self, arguments: Sequence[Any]) -> list[int]:
         """The arguments as ``entry_point`` takes them: the bits of each in 64. Raises :class:`KernelError`."""

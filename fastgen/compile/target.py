@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +84,10 @@ class _AskedFor:
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         assert self.kernel is not None, f"{self.spec.name} is called before it is built"
         self.kernel(grid, *arguments)
+
+    def bind(self, grid: tuple[int, ...], *arguments: Any) -> Callable[[], None]:
+        assert self.kernel is not None, f"{self.spec.name} is bound before it is built"
+        return self.kernel.bind(grid, *arguments)
 
 
 TORCH = Target()

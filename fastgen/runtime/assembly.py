@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastgen.compile.cuda_graph import GraphPool
+from fastgen.compile.ops.next_decodes import NextDecodesKernel, next_decodes_spec
 from fastgen.compile.ops.packed_weight import WeightFormat
 from fastgen.compile.target import Target
 from fastgen.layers.kv_cache import PagedKVCache
@@ -26,6 +27,7 @@ from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.sampler import Sampler, sampling_kernel
 from fastgen.runtime.scheduler import Scheduler
 from fastgen.runtime.seat_sampler import SeatSampler, seat_sampler
+from fastgen.runtime.steady_decodes import SteadyDecodes
 from fastgen.runtime.structured_output import Grammars
 from fastgen.runtime.text import TextCodec
 
@@ -70,6 +72,7 @@ def build_engine(
         sampling_kernel(target, spec.vocab_size, max_rows=config.max_rows),
         seat_sampler(target, spec.vocab_size, input_batch),
     )
+    next_decodes = target.kernel(next_decodes_spec(needed_by=("every engine",))) if target.name == "cpp" else None
     with progress_bar("kernels", enabled=bool(target.specs())) as kernel_progress:
         target.build(kernel_progress)
     with progress_bar("weights", unit="B") as progress:
@@ -87,8 +90,12 @@ def build_engine(
     drafter = _drafter(config, sampler.seats)
     between = ledger.size_bytes("activations")
     forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats, between)
+    steady = None
+    if next_decodes is not None and sampler.kernel is not None and isinstance(forward, TapedForward):
+        advance = NextDecodesKernel(next_decodes)
+        steady = SteadyDecodes(forward, input_batch, sampler.kernel, advance, sampler.rows)
     return Engine(
-        ModelRunner(forward, input_batch, sampler),
+        ModelRunner(forward, input_batch, sampler, steady),
         Scheduler(
             KVCacheManager(
                 config.num_blocks,

@@ -19,7 +19,6 @@ class Completion:
 
     sequence: Sequence
     detokenizer: Detokenizer | None = None
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
@@ -30,6 +29,15 @@ class Completion:
     num_chars_taken: int = 0
     num_tokens_taken: int = 0
     finish_taken: bool = False
+    _text: str = ""
+    _undecoded: list[int] = field(default_factory=list)
+    """Tokens whose text nobody has asked for yet: in the middle of a step there are better things to do."""
+
+    @property
+    def text(self) -> str:
+        """What is certain of it so far."""
+        self._decode()
+        return self._text
 
     def append(self, token: SampledToken, stop_ids: frozenset[int], now_s: float) -> FinishReason | None:
         """Add a token; returns why the sequence ends with it, if it does. A stop token contributes no text."""
@@ -41,9 +49,11 @@ class Completion:
         if token.token_id in stop_ids:
             return "stop"
         if self.detokenizer is not None:
-            self.text += self.detokenizer.append(token.token_id)
-            if self.detokenizer.stopped:
-                return "stop"
+            self._undecoded.append(token.token_id)
+            if sampling.stop:
+                self._decode()
+                if self.detokenizer.stopped:
+                    return "stop"
         matcher = self.sequence.matcher
         if matcher is not None and matcher.advance(token.token_id):
             return "stop"
@@ -61,11 +71,12 @@ class Completion:
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         if self.detokenizer is not None:
-            self.text += self.detokenizer.finish()
+            self._text = self.text + self.detokenizer.finish()
         self.finish_reason, self.error = reason, error
 
     def fail(self, error: str) -> None:
         """End it as it stands: what is left to decode cannot be."""
+        self._undecoded.clear()
         self.finish_reason, self.error = "error", error
 
     def take_chunk(self) -> GenerationChunk | None:
@@ -79,6 +90,12 @@ class Completion:
         return GenerationChunk(
             index=self.sequence.index, text=text, token_ids=token_ids, finish_reason=self.finish_reason
         )
+
+    def _decode(self) -> None:
+        if self._undecoded:
+            assert self.detokenizer is not None
+            self._text += "".join(map(self.detokenizer.append, self._undecoded))
+            self._undecoded.clear()
 
 
 class Generation:

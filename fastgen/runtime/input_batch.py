@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastgen.compile.ops.next_decodes import NextDecodesKernel
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.drafts import DraftedSequence, SampledSequence
 from fastgen.runtime.request import Sequence
@@ -166,6 +167,28 @@ class InputBatch:
             sampled_ids=self.sampled_ids,
         )
 
+    def advance(self, kernel: NextDecodesKernel, seats: Tensor, token_ids: Tensor, sampled_positions: Tensor) -> None:
+        """Make of a batch of decodes, those in ``seats``, that of their next step, as :func:`next_decodes` says."""
+        batch = self.views(len(seats), 0)
+        kernel(
+            token_ids,
+            seats,
+            self.block_tables,
+            batch.input_ids,
+            batch.token_source,
+            batch.positions,
+            batch.seq_lens,
+            batch.slot_mapping,
+            sampled_positions,
+            block_size=self.block_size,
+        )
+
+    def update_tables(self, updates: SequenceOf[BlockUpdate]) -> None:
+        """Enter ``updates`` at once, on a CPU, where no copy need carry them."""
+        if updates:
+            entry, block = self._enter(updates)
+            self._flat_tables.numpy()[entry] = block
+
     def sampled_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """For each row that needs logits its seat, −1 behind the last row in use, and where its token will stand; i32.
         Whatever they are by then."""
@@ -257,15 +280,20 @@ class InputBatch:
             host["update_index"][:] = self._flat_tables.numel() - 1
             host["update_block"][:] = 0
         if updates:
-            seat, group, index, block = np.array(updates).T
-            entry = np.ravel_multi_index((group, seat, index), self._tables.shape)
-            self._tables.reshape(-1)[entry] = block
+            entry, block = self._enter(updates)
             carried, rest = slice(num_carried), slice(num_carried, None)
             host["update_index"][carried], host["update_block"][carried] = entry[carried], block[carried]
             if len(updates) > num_carried:
                 device, blocks = self._packed.device, torch.from_numpy(block[rest].astype(np.int32))
                 self._flat_tables[torch.from_numpy(entry[rest]).to(device)] = blocks.to(device)
         return self.max_updates if self.pads else num_carried
+
+    def _enter(self, updates: SequenceOf[BlockUpdate]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Take note of ``updates``; returns the places in the tables, counted through, and the blocks."""
+        seat, group, index, block = np.array(updates).T
+        entry = np.ravel_multi_index((group, seat, index), self._tables.shape)
+        self._tables.reshape(-1)[entry] = block
+        return entry, block
 
 
 def _seat(sequence: Sequence) -> int:

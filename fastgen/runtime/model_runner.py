@@ -18,8 +18,9 @@ from fastgen.runtime.forward import Forward
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.outputs import Logprobs
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.sampler import SampledToken, Sampler, prompt_logprobs
+from fastgen.runtime.sampler import SampledToken, Sampler, prompt_logprobs, sampled_token
 from fastgen.runtime.schedule import Schedule
+from fastgen.runtime.steady_decodes import SteadyDecodes
 
 PROMPT_LOGITS_ROWS = 64
 """Rows of prompt log-probabilities computed at a time: ``[64, V]`` fp32."""
@@ -79,8 +80,10 @@ def accept(
 class ModelRunner:
     """Owns the model and the static inputs; knows nothing of requests beyond the step it is given."""
 
-    def __init__(self, forward: Forward, input_batch: InputBatch, sampler: Sampler):
-        self.forward, self.input_batch, self.sampler = forward, input_batch, sampler
+    def __init__(
+        self, forward: Forward, input_batch: InputBatch, sampler: Sampler, steady: SteadyDecodes | None = None
+    ):
+        self.forward, self.input_batch, self.sampler, self.steady = forward, input_batch, sampler, steady
 
     @property
     def model(self) -> CausalLM:
@@ -93,14 +96,12 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> StepOutput:
         self._copy_blocks(schedule)
+        if self.steady is not None and (found := self.steady.run(schedule)) is not None:
+            return StepOutput(list(zip(schedule.decodes, map(sampled_token, found, schedule.decodes), strict=True)), [])
         began_s = time.perf_counter()
         batch, rows = self.input_batch.build(schedule)
         build_s = time.perf_counter() - began_s
         self.sampler.prepare(rows)
-        began_s = time.perf_counter()
-        batch, sequences = self.input_batch.build(schedule)
-        build_s = time.perf_counter() - began_s
-        self.sampler.prepare(sequences)
         hidden = self.forward.hidden(batch)
         self.sampler.constrain(rows)
         logits = self.forward.logits(hidden, batch)
@@ -108,6 +109,8 @@ class ModelRunner:
         if self.sampler.seats is not None:
             on_device = (sequence for sequence in rows if isinstance(sequence, Sequence))
             self.input_batch.note_sampled([sequence for sequence in on_device if sequence not in num_accepted])
+        if self.steady is not None:
+            self.steady.note(schedule)
         return StepOutput(
             sampled,
             self._prompt_logprobs(schedule, batch.cu_seqlens_q, hidden),

@@ -157,10 +157,13 @@ class Sampler:
         else:
             ids, logprobs = kernel(logits, [self._row(sequence) for sequence in sequences])
         return [
-            _failed(token_id, sequence) if token_id < 0
-            else SampledToken(token_id, _logprobs_by_kernel(found, sequence))
+            sampled_token(token_id, sequence, None if token_id < 0 else _logprobs_by_kernel(found, sequence))
             for token_id, found, sequence in zip(ids, logprobs, sequences, strict=True)
         ]  # fmt: skip
+
+    def rows(self, sequences: SequenceOf[Sequence]) -> list[SampledRow]:
+        """What the kernel is told of the next token of ``sequences``, to which it gave the last."""
+        return list(map(self._row, sequences))
 
     def _row(self, sequence: SampledSequence) -> SampledRow:
         owner, drafts = (sequence, ()) if isinstance(sequence, Sequence) else (sequence.sequence, sequence.drafts)
@@ -215,13 +218,13 @@ def _answers(logits: Tensor, found: list[int], sequences: SequenceOf[SampledSequ
         counts = [sequences[row].request.sampling.logprobs or 0 for row in wanted]
         each = token_logprobs(_take(logits, wanted), [found[row] for row in wanted], counts)
         logprobs = dict(zip(wanted, each, strict=True))
-    return [
-        _failed(token_id, sequences[row]) if token_id < 0 else SampledToken(token_id, logprobs.get(row))
-        for row, token_id in enumerate(found)
-    ]
+    return [sampled_token(token_id, sequences[row], logprobs.get(row)) for row, token_id in enumerate(found)]
 
 
-def _failed(found: int, sequence: SampledSequence) -> SampledToken:
+def sampled_token(found: int, sequence: SampledSequence, logprobs: Logprobs | None = None) -> SampledToken:
+    """What the token or ``-status`` means that was ``found`` for ``sequence``."""
+    if found >= 0:
+        return SampledToken(found, logprobs)
     status = RowStatus(-found)
     if status is RowStatus.NOTHING_LEFT and sequence.matcher is not None:
         reason = sequence.matcher.error

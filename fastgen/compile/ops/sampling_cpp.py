@@ -34,6 +34,7 @@ _SLICE = 1 << 15
 _MAX_SLICES = 64
 _MOST_LANES = 16
 _NUM_REALS, _NUM_INTEGERS = 6, 11  # columns, in the order of the template's enumerations
+_POSITION = 2  # among the integers
 
 Uses = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Ids of tokens, each once, and of each twice how often it was generated, plus 1 where it stands in the prompt."""
@@ -158,8 +159,9 @@ class SamplingKernel:
         self.vocab_size, self.max_rows = vocab_size, max_rows
         self._kernel = kernel
         self._workspaces = torch.empty(max_threads, _workspace_numel(vocab_size, num_slices))
-        self._token_ids = torch.empty(max_rows, dtype=torch.int64)
-        self._found = self._token_ids.numpy()
+        self.token_ids = torch.zeros(max_rows, dtype=torch.int64)
+        """``[R]``: what was chosen last, or ``-status``."""
+        self._found = self.token_ids.numpy()
         greedy = RowSampling()
         self._greedy = (
             torch.tensor([greedy.reals] * max_rows),
@@ -169,10 +171,12 @@ class SamplingKernel:
             _NO_MASKS,
         )
         self._no_logprobs = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        self._held_reals, self._held_integers = self._greedy[0].clone(), self._greedy[1].clone()
 
     def greedy(self, logits: Tensor) -> list[int]:
         """The likeliest token of each row of ``logits [R, V]`` fp32, or ``-status`` of its :class:`RowStatus`."""
-        return self._launch(logits, *self._greedy, *self._no_logprobs)
+        self._launch(logits, *self._greedy, *self._no_logprobs)
+        return self.chosen(len(logits))
 
     def __call__(self, logits: Tensor, rows: Sequence[SampledRow]) -> tuple[list[int], list[RowLogprobs | None]]:
         """For each row of ``logits [R, V]`` fp32 its token, or ``-status`` where its :class:`RowStatus` is not OK; and
@@ -191,7 +195,7 @@ class SamplingKernel:
         logprobs = self._no_logprobs
         if first_logprob:
             logprobs = torch.empty(first_logprob), torch.empty(first_logprob, dtype=torch.int64)
-        token_ids = self._launch(
+        self._launch(
             logits,
             torch.from_numpy(np.array([row.sampling.reals for row in rows], np.float32)),
             torch.from_numpy(np.array(integers, np.int64)),
@@ -200,6 +204,7 @@ class SamplingKernel:
             torch.from_numpy(np.concatenate(masks)) if masks else _NO_MASKS,
             *logprobs,
         )
+        token_ids = self.chosen(len(rows))
         found: list[RowLogprobs | None] = [None] * len(rows)
         if first_logprob:
             values, top_ids = (each.tolist() for each in logprobs)
@@ -211,15 +216,33 @@ class SamplingKernel:
                         found[index] = RowLogprobs(values[begin:end], top_ids[begin:end])
         return token_ids, found
 
-    def _launch(self, logits: Tensor, *given: Tensor) -> list[int]:
+    def hold(self, rows: Sequence[SampledRow]) -> None:
+        """Keep ``rows``, without uses, biases, masks and log-probabilities, for :meth:`sample_held`."""
+        assert all(each.mask is None and each.sampling.num_top is None for each in rows)
+        assert not any(len(each.uses[0]) + len(each.biases[0]) for each in rows)
+        self._held_reals[: len(rows)] = torch.tensor([row.sampling.reals for row in rows])
+        self._held_integers[: len(rows)] = torch.tensor([_integers(row, 0, 0, 0, 0) for row in rows])
+
+    def held_positions(self, num_rows: int) -> Tensor:
+        """``[R]`` i64: the positions of the first rows held, which may be changed."""
+        return self._held_integers[:num_rows, _POSITION]
+
+    def sample_held(self, logits: Tensor) -> None:
+        """A token for each row of ``logits [R, V]`` by the rows held, left in :attr:`token_ids`. May be recorded."""
+        self._launch(logits, self._held_reals, self._held_integers, *self._greedy[2:], *self._no_logprobs)
+
+    def _launch(self, logits: Tensor, *given: Tensor) -> None:
         num_rows, vocab_size = logits.shape
         if vocab_size != self.vocab_size or num_rows > self.max_rows or not logits.is_contiguous():
             made_for = f"made for at most {self.max_rows} x {self.vocab_size}, contiguous"
             raise ValueError(f"logits {tuple(logits.shape)}, strides {logits.stride()}: {made_for}")
         *settings, logprobs, top_ids = given
         num_workspaces, workspace_size = self._workspaces.shape
-        outputs = (self._token_ids, logprobs, top_ids, self._workspaces)
+        outputs = (self.token_ids, logprobs, top_ids, self._workspaces)
         self._kernel((), logits, *settings, *outputs, num_rows, vocab_size, num_workspaces, workspace_size)
+
+    def chosen(self, num_rows: int) -> list[int]:
+        """The tokens of the first rows of the last launch, or ``-status``."""
         tokens: list[int] = self._found[:num_rows].tolist()
         return tokens
 
