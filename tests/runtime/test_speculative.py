@@ -122,6 +122,30 @@ def test_the_same_answer_with_preemptions(directory: Path, alone: list[Generatio
     fields.assert_same(alone, outputs)
 
 
+def test_what_was_computed_of_wrong_drafts_is_used_by_nobody(directory: Path, alone: list[GenerationOutput]) -> None:
+    """Answers that go on from published blocks of drafted ones are those computed from nothing."""
+    prompts, samplings, answers = fields.PROMPTS[:12], fields.SAMPLINGS[:12], alone[:12]
+    answered = [
+        (prompt, completion.token_ids)
+        for prompt, answer in zip(prompts, answers, strict=True)
+        for completion in answer.completions
+    ]
+    longer = [[*prompt, *token_ids] for prompt, token_ids in answered]
+    asked: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0, "logprobs": 3, "ignore_eos": True}
+    options: dict[str, Any] = {"target": "cpp", "block_size": 4}
+    with fastgen.load(directory, prefix_caching=False, **options) as llm:
+        expected = llm.generate(longer, **asked)
+    with fastgen.load(directory, speculative="ngram", num_draft_tokens=6, **options) as llm:
+        engine_of(llm).scheduler._propose_drafts = Oracle(prompts, answers, 6).propose
+        fields.assert_same(answers, llm.generate(prompts, samplings))
+        engine_of(llm).scheduler._propose_drafts = None
+        found = llm.generate(longer, **asked)
+        fields.assert_nothing_held(llm)
+    assert [fields.told(output) for output in found] == [fields.told(output) for output in expected]
+    num_cached = [output.metrics.cached_tokens for output in found]
+    assert sum(max(0, num - len(prompt)) for num, (prompt, _) in zip(num_cached, answered, strict=True)) > 100
+
+
 # Where another order of summation may decide what is narrow
 
 
