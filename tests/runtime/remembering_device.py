@@ -44,7 +44,7 @@ def next_token(token_ids: SequenceOf[int], index: int) -> int:
     return drawn_by(token_ids, 1 + index).randrange(VOCAB_SIZE)
 
 
-class LostStepError(Exception):
+class LostStepError(BaseException):
     """A step that came to nothing."""
 
 

@@ -29,7 +29,6 @@ FIELDS: list[dict[str, Any]] = [
     {"prompt_logprobs": 1},
     {"temperature": 1.1, "top_k": 7, "seed": 5, "stop": ["zq"]},
 ]
-ERRORS = [RuntimeError("broken"), torch.OutOfMemoryError("no room"), MemoryError()]
 
 Part = Callable[[Engine], Any]
 RUN: dict[str, tuple[Part, str]] = {
@@ -151,6 +150,10 @@ def same(one: GenerationOutput, other: GenerationOutput) -> bool:
     return bool(facts(one) == facts(other))
 
 
+def has_failed(generation: Generation) -> bool:
+    return any(each.finish_reason == "error" for each in generation.output().completions)
+
+
 def begins(failed: GenerationOutput, whole: GenerationOutput) -> bool:
     pairs = zip(failed.completions, whole.completions, strict=True)
     return all(one.token_ids == other.token_ids[: len(one.token_ids)] for one, other in pairs)
@@ -168,7 +171,15 @@ def check(generations: list[Generation], alone: list[GenerationOutput], failed: 
             assert same(output, expected)
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=["RuntimeError", "OutOfMemoryError", "MemoryError"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("broken"),
+        pytest.param(torch.OutOfMemoryError("no room"), marks=pytest.mark.slow),
+        pytest.param(MemoryError(), marks=pytest.mark.slow),
+    ],
+    ids=["RuntimeError", "OutOfMemoryError", "MemoryError"],
+)
 @pytest.mark.parametrize("phase", RUN)
 def test_a_step_that_cannot_be_run_ends_its_requests(
     engine: Engine, alone: list[GenerationOutput], monkeypatch: pytest.MonkeyPatch, phase: str, error: Exception
@@ -202,13 +213,13 @@ def test_a_schedule_that_can_never_be_made_ends_who_runs_and_who_is_next(
     with monkeypatch.context() as patch:
         Fault(engine, phase, RuntimeError("broken"), calls=9, repeats=2).install(patch)
         generations = serve(engine, requests())
-    failed = {each.request.request_id for each in generations if each.output().finish_reason == "error"}
+    failed = {each.request.request_id for each in generations if has_failed(each)}
     assert 0 < len(failed) <= engine.scheduler.max_num_seqs + 1
     check(generations, alone, failed, "RuntimeError: broken")
     with monkeypatch.context() as patch:
         Fault(engine, phase, RuntimeError("broken"), calls=1, repeats=10**9).install(patch)
         generations = serve(engine, requests())
-    assert {each.output().finish_reason for each in generations} == {"error"}
+    assert all(map(has_failed, generations))
 
 
 @pytest.mark.parametrize("method", ["append", "finish"])
