@@ -36,6 +36,7 @@ from fastgen.errors import BundleError
 _MANIFEST = "bundle.json"
 _KERNELS = "kernels"
 _FORMAT = 1
+_REPEATED = ("allow_config_key",)
 _DECIDING = ("dtype", "quantize", "block_size")
 """What a bundle is about that makes its kernels other ones than another bundle's."""
 
@@ -102,8 +103,14 @@ class Bundle:
 
 
 def _command(about: Mapping[str, str], arch: str, directory: Path | str) -> str:
-    """That writes a bundle into ``directory``. ``about`` has the model and the flags that its kernels follow from."""
-    flags = [f"--{key.replace('_', '-')} {shlex.quote(about[key])}" for key in about if key != "model"]
+    """That writes a bundle into ``directory``. ``about`` has the model and the flags that its kernels follow from; of
+    one that may be given several times the values stand between spaces."""
+    flags = [
+        f"--{key.replace('_', '-')} {shlex.quote(value)}"
+        for key in about
+        if key != "model"
+        for value in (about[key].split() if key in _REPEATED else [about[key]])
+    ]
     model = shlex.quote(about["model"]) if "model" in about else "MODEL"
     return " ".join(["fastgen kernels build", model, "--target", arch, *flags, "--output", str(directory)])
 
