@@ -59,7 +59,7 @@ class LlamaShape:
 
 
 LLAMA_2_7B = LlamaShape(4096, 32, 32, 32, 11008, 32000, 4096, torch.bfloat16)
-TOY = LlamaShape(32, 2, 2, 1, 48, 60, 128, torch.float32)
+TOY = LlamaShape(32, 1, 2, 1, 48, 60, 128, torch.float32)
 
 
 def llama_spec(shape: LlamaShape) -> ModelSpec:

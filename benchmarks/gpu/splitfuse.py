@@ -22,7 +22,7 @@ _SECONDS, _ROW_SECONDS = 60.0, 10.0
 
 
 def measure(bench: Bench) -> Rows:
-    shape, in_flight, budget = (TOY, 3, 8) if bench.toy else (LLAMA_2_7B, IN_FLIGHT, TOKEN_BUDGET)
+    shape, in_flight, budget = (TOY, 2, 4) if bench.toy else (LLAMA_2_7B, IN_FLIGHT, TOKEN_BUDGET)
     kv_tokens = 200 if bench.toy else min(kv_tokens_that_fit(shape, bench.device), in_flight * shape.max_positions)
     engine = llama_engine(shape, bench.device, kv_tokens=kv_tokens, max_num_seqs=in_flight, token_budget=budget)
     loop = ClosedLoop(engine, shape, in_flight, toy=bench.toy)

@@ -18,7 +18,7 @@ from fastgen.runtime.forward import CapturedForward  # noqa: E402
 def main(*, toy: bool) -> dict[str, float]:
     seconds = {"import": time.perf_counter() - BEGIN}
     shape, device = (TOY, devices.current("cpu")) if toy else (LLAMA_2_7B, devices.current("cuda"))
-    sizes = {"max_num_seqs": 4, "token_budget": 8} if toy else {"max_num_seqs": 256, "token_budget": 2048}
+    sizes = {"max_num_seqs": 2, "token_budget": 4} if toy else {"max_num_seqs": 256, "token_budget": 2048}
     start = time.perf_counter()
     with (
         clocked(Target, "build", seconds),

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,14 +24,26 @@ from fastgen.runtime.forward import CapturedForward
 
 CASES = ((1, 512), (32, 1024), (256, 512))  # sequences, tokens that each of them has
 TOKEN_BUDGET, MAX_NUM_SEQS = 2048, 256
-_NUM_UNTIMED, _NUM_TIMED, _NUM_EAGER = 8, 48, 8
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Steps of a case: to begin with, timed from graphs, and timed without."""
+
+    untimed: int = 8
+    timed: int = 48
+    eager: int = 8
+
+    @property
+    def all(self) -> int:
+        return self.untimed + self.timed + self.eager
 
 
 def measure(bench: Bench) -> Rows:
-    shape, cases, sizes = LLAMA_2_7B, CASES, (TOKEN_BUDGET, MAX_NUM_SEQS)
+    shape, cases, sizes, counts = LLAMA_2_7B, CASES, (TOKEN_BUDGET, MAX_NUM_SEQS), Counts()
     if bench.toy:
-        shape, cases, sizes = TOY, ((1, 8), (3, 10)), (8, 4)
-    wanted = max(kv_tokens_of(batch, context) for batch, context in cases)
+        shape, cases, sizes, counts = TOY, ((1, 6), (2, 8)), (4, 2), Counts(1, 3, 1)
+    wanted = max(kv_tokens_of(batch, context, counts) for batch, context in cases)
     kv_tokens = wanted if bench.toy else min(wanted, kv_tokens_that_fit(shape, bench.device))
     found: Row = {}
     with capture_watched(found):
@@ -39,37 +52,37 @@ def measure(bench: Bench) -> Rows:
     watch = StepWatch(engine, on_device=not bench.toy)
     for batch, context in cases:
         case = f"batch {batch}, context {context}"
-        if kv_tokens < kv_tokens_of(batch, context):
-            need = kv_tokens_of(batch, context) * llama_spec(shape).kv_bytes_per_token(shape.dtype.itemsize)
+        if kv_tokens < kv_tokens_of(batch, context, counts):
+            need = kv_tokens_of(batch, context, counts) * llama_spec(shape).kv_bytes_per_token(shape.dtype.itemsize)
             yield {"case": case, "error": f"its KV cache of {need / 2**30:.0f} GiB does not fit beside the weights"}
             continue
-        yield bench.attempt(case, partial(measure_case, engine, watch, shape, batch, context, sizes[0], bench))
+        yield bench.attempt(case, partial(measure_case, engine, watch, shape, batch, context, counts, bench))
         engine.cancel_all()
 
 
-def kv_tokens_of(batch: int, context: int) -> int:
+def kv_tokens_of(batch: int, context: int, counts: Counts) -> int:
     """What the case takes at most; each sequence ends within a block."""
-    return batch * (context + _NUM_UNTIMED + _NUM_TIMED + _NUM_EAGER + 16)
+    return batch * (context + counts.all + 16)
 
 
 def measure_case(
-    engine: Engine, watch: StepWatch, shape: LlamaShape, batch: int, context: int, budget: int, bench: Bench
+    engine: Engine, watch: StepWatch, shape: LlamaShape, batch: int, context: int, counts: Counts, bench: Bench
 ) -> Row:
     """Prompts are read one after the other and the first ones answer meanwhile, so theirs are the shorter ones: in
     the middle of the timed steps all contexts are about ``context``."""
+    budget = engine.scheduler.token_budget
     before = [(batch - 1 - index) * context // budget for index in range(batch)]
-    num_steps = _NUM_UNTIMED + _NUM_TIMED + _NUM_EAGER
-    half = _NUM_UNTIMED + _NUM_TIMED // 2
-    prompts = [(max(1, context - each - half), num_steps + each + 2 * batch) for each in before]
+    half = counts.untimed + counts.timed // 2
+    prompts = [(max(1, context - each - half), counts.all + each + 2 * batch) for each in before]
     generations = submit(engine, prompts, seed=batch)
-    while any(len(each.completions[0].token_ids) < _NUM_UNTIMED for each in generations):
+    while any(len(each.completions[0].token_ids) < counts.untimed for each in generations):
         engine.step()
     watch.marks.clear()
-    first, walls = _mean_length(generations), _timed_steps(engine, _NUM_TIMED)
+    first, walls = _mean_length(generations), _timed_steps(engine, counts.timed)
     device, idle = watch.seconds()
     last = _mean_length(generations)
     with uncaptured(engine):
-        eager = _timed_steps(engine, _NUM_EAGER)
+        eager = _timed_steps(engine, counts.eager)
     wall, mean = statistics.median(walls), (first + last) / 2
     spec, itemsize = llama_spec(shape), shape.dtype.itemsize
     embedding = shape.vocab * shape.hidden

@@ -17,7 +17,7 @@ _DEVIATION = 0.3
 def lengths(shape: LlamaShape, *, toy: bool, seed: int = 42) -> Iterator[tuple[int, int]]:
     """Tokens of prompt and answer of one request after the other, without end."""
     draw = random.Random(seed)
-    prompt, answer = (12, 3) if toy else (PROMPT, ANSWER)
+    prompt, answer = (5, 2) if toy else (PROMPT, ANSWER)
     while True:
         num_new = max(1, round(draw.gauss(answer, _DEVIATION * answer)))
         longest = shape.max_positions - num_new

@@ -48,34 +48,20 @@ def test_kernels_are_gated_and_then_measured(name: str) -> None:
 
 def test_decode_steps_are_told_apart_into_device_host_and_idle() -> None:
     capture, *cases = rows_of("decode")
-    assert capture["graphs"] == 4 + 3  # sizes 1, 2, 4, 8 and rows 1, 2, 4
-    assert capture["seconds_per_graph"] == pytest.approx(capture["seconds"] / 7)
-    assert [(row["batch"], row["steps"]) for row in cases] == [(1, 48), (3, 48)]
-    for row, context in zip(cases, (8, 10), strict=True):
-        # prompts cannot be shorter than a token, so a toy's contexts come out longer
-        assert context <= row["mean_context"] <= context + 2 * 48
+    assert capture["graphs"] == 3 + 2  # sizes 1, 2, 4 and rows 1, 2
+    assert capture["seconds_per_graph"] == pytest.approx(capture["seconds"] / 5)
+    assert [(row["batch"], row["steps"]) for row in cases] == [(1, 3), (2, 3)]
+    for row, context in zip(cases, (6, 8), strict=True):
+        assert row["mean_context"] == pytest.approx(context, abs=2)
         assert 0 < row["device_seconds"] <= row["seconds"] + row["idle_seconds"]
         assert row["host_seconds"] == pytest.approx(row["seconds"] - row["device_seconds"])
         assert row["eager_seconds"] > 0
 
 
-def test_contexts_are_what_the_case_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where prompts are long enough for it: the mean over sequences and timed steps."""
-    monkeypatch.setattr(steps, "_NUM_UNTIMED", 2)
-    monkeypatch.setattr(steps, "_NUM_TIMED", 6)
-    monkeypatch.setattr(steps, "_NUM_EAGER", 1)
-    bench = make_bench(toy=True)
-    engine = llama_engine(TOY, bench.device, kv_tokens=600, max_num_seqs=4, token_budget=16)
-    watch = steps.StepWatch(engine, on_device=False)
-    row = steps.measure_case(engine, watch, TOY, 4, 40, 16, bench)
-    assert row["mean_context"] == pytest.approx(40, abs=4)
-    assert len(watch.marks) >= 6
-
-
 def test_steps_without_graphs_choose_the_same_tokens() -> None:
     def answers(*, eager: bool) -> list[list[int]]:
-        engine = llama_engine(TOY, current("cpu"), kv_tokens=200, max_num_seqs=4, token_budget=8)
-        generations = submit(engine, [(3, 4), (11, 2)], seed=7)
+        engine = llama_engine(TOY, current("cpu"), kv_tokens=200, max_num_seqs=2, token_budget=4)
+        generations = submit(engine, [(3, 3), (6, 2)], seed=7)
         while engine.has_work:
             if eager:
                 with steps.uncaptured(engine):
@@ -96,13 +82,12 @@ def test_the_steady_state_counts_what_was_answered() -> None:
 
 def test_the_loop_keeps_as_many_requests_in_flight() -> None:
     bench = make_bench(toy=True)
-    engine = llama_engine(TOY, bench.device, kv_tokens=200, max_num_seqs=3, token_budget=8)
-    loop = splitfuse.ClosedLoop(engine, TOY, 3, toy=True)
+    engine = llama_engine(TOY, bench.device, kv_tokens=200, max_num_seqs=2, token_budget=16, target="torch")
+    loop = splitfuse.ClosedLoop(engine, TOY, 2, toy=True)
     for _ in range(12):
         loop.step()
         engine.check_integrity()
-    num_open = len(engine.scheduler.running) + len(engine.scheduler.waiting)
-    assert num_open + loop.num_finished >= 3
+        assert 1 <= len(engine.scheduler.running) + len(engine.scheduler.waiting) <= 2
     before = loop.num_finished
     loop.forget()
     assert (loop.num_finished, loop.seconds) == (0, 0.0)
