@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fastgen.compile.autotune import Tuning
 from fastgen.compile.build import INTERPRET, Builder
 from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, can_run
 from fastgen.compile.cache import Entry, file_hash, publish, remove, sync
@@ -35,7 +36,7 @@ from fastgen.errors import BundleError
 
 _MANIFEST = "bundle.json"
 _KERNELS = "kernels"
-_FORMAT = 1
+_FORMAT = 2
 _REPEATED = ("allow_config_key",)
 _DECIDING = ("dtype", "quantize", "block_size")
 """What a bundle is about that makes its kernels other ones than another bundle's."""
@@ -153,6 +154,7 @@ def write_bundle(
             "target": loader.builder.target,
             "arch": loader.builder.arch,
             "versions": dict(loader.builder.versions()),
+            "tuning": loader.tuning.chosen,
             "kernels": kernels,
             "files": {str(file.relative_to(draft)): file_hash(file) for file in files},
         }
@@ -175,6 +177,7 @@ class SealedLoader(KernelLoader):
     def __init__(self, bundle: Bundle, builder: Builder, how: str):
         super().__init__(builder)
         self.bundle, self._how = bundle, how
+        self.tuning = Tuning(self, known=bundle.manifest["tuning"])
         self.fence.close(f"this engine runs from the sealed bundle {bundle.directory}")
 
     def build(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> list[Entry]:

@@ -13,8 +13,10 @@ from fastgen.compile.ops.activation_triton import TritonActivation, triton_activ
 from fastgen.compile.ops.alibi import Alibi
 from fastgen.compile.ops.attention import AttentionPlan, PagedAttention
 from fastgen.compile.ops.attention_specs import AttentionShape, attention_specs
+from fastgen.compile.ops.attention_tuning import tuned_tilings
 from fastgen.compile.ops.embedding import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
 from fastgen.compile.ops.few_row_linear import FewRowShape
+from fastgen.compile.ops.few_row_tuning import tuned_split
 from fastgen.compile.ops.linear_triton import TritonLinear
 from fastgen.compile.ops.moe_triton import (
     Combine,
@@ -121,7 +123,7 @@ class TritonLayerKernels:
             shape,
             self.target.kernel,
             self._workspace,
-            arch=self.target.arch,
+            lambda rows: tuned_split(shape, rows, self.target.kernel_loader, self.device),
             needed_by=self.asking(node),
         )
 
@@ -222,7 +224,11 @@ class TritonLayerKernels:
         return LatentKv(self.target.kernel(prepare)), self._attend(shape, asking)
 
     def _attend(self, shape: AttentionShape, asking: tuple[str, ...]) -> PagedAttention:
-        specs = attention_specs(shape, max_num_seqs=self.target.max_num_seqs, arch=self.target.arch, needed_by=asking)
+        loader, max_num_seqs = self.target.kernel_loader, self.target.max_num_seqs
+        chunk, decode = tuned_tilings(shape, max_num_seqs, self.target.num_sms, loader, self.device)
+        specs = attention_specs(
+            shape, max_num_seqs=max_num_seqs, arch=self.target.arch, chunk=chunk, decode=decode, needed_by=asking
+        )
         # All that a plan depends on; what else distinguishes attentions does not show in it.
         key = (specs.plan, shape.num_kv_heads, shape.v_dim, specs.decode)
         if key not in self.plans:

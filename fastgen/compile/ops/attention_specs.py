@@ -136,6 +136,19 @@ def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
     return replace(tiling, block_m=block_m, num_warps=2 * tiling.num_warps, programs_per_sm=1)
 
 
+def candidate_tilings(default: Tiling) -> list[Tiling]:
+    """What is worth measuring beside a default, which comes first: KV tiles halved and doubled, a stage less and more,
+    and query tiles of half as many rows by half as many warps."""
+    found = [default]
+    if default.block_n > 16:
+        found.append(replace(default, block_n=default.block_n // 2))
+    found.append(replace(default, block_n=default.block_n * 2))
+    found += [replace(default, num_stages=stages) for stages in (default.num_stages - 1, default.num_stages + 1)]
+    if default.block_m > 32:
+        found.append(replace(default, block_m=default.block_m // 2, num_warps=max(4, default.num_warps // 2)))
+    return [tiling for tiling in found if tiling.num_stages > 0]
+
+
 def _smallest_that_holds(tilings: dict[int, Tiling], shape: AttentionShape) -> Tiling:
     size = max(shape.head_dim, shape.v_dim)
     if size > max(tilings):
