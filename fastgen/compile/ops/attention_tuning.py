@@ -38,7 +38,10 @@ def tuned_tilings(
         tilings = candidate_tilings(default)
         ways = []
         for tiling in tilings:
-            specs = attention_specs(shape, max_num_seqs=max_num_seqs, arch=arch, **{kind: tiling})
+            cut = {**defaults, kind: tiling}
+            specs = attention_specs(
+                shape, max_num_seqs=max_num_seqs, arch=arch, chunk=cut["chunk"], decode=cut["decode"]
+            )
             start = partial(_start, kind, specs, max_num_seqs, num_sms, loader, device)
             kernels = (specs.plan, specs.chunks, specs.decodes, specs.combine)
             ways.append(Way(asdict(tiling), kernels, start))
