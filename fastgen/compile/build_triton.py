@@ -107,7 +107,12 @@ class TritonBuilder:
             return
         directory.mkdir()
         kernels = [
-            {**self._question(spec, entry.source), "triton_key": entry.report["triton_key"]} for spec, entry in built
+            {
+                **self._question(spec, entry.source),
+                "digest": spec.digest,
+                "triton_key": entry.report["triton_key"],
+            }
+            for spec, entry in built
         ]
         answer = self._workers.ask({"modules": str(directory), "kernels": kernels})
         self._workers.close()
@@ -120,7 +125,7 @@ class TritonBuilder:
             raise RuntimeError("this process interprets Triton kernels: it was started with TRITON_INTERPRET=1")
         function = getattr(_import(entry), spec.name)
         if self._gpu is not None:
-            with _loading, modules_from(self.modules):
+            with _loading, modules_from(self.modules, spec.digest):
                 here = triton.runtime.driver.active.get_current_target()
                 if (here.backend, here.arch) != (self._gpu.backend, self._gpu.arch):
                     raise RuntimeError(f"it is for {self.arch}, and the GPU here is {here.backend} {here.arch}")

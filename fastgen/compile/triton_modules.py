@@ -25,7 +25,7 @@ from triton.runtime.cache import CacheManager, FileCacheManager
 
 _DRIVER = "triton.backends.nvidia.driver"
 _LIBRARY = "libcuda.so.1"
-_ONE_FOR_ALL = "cuda_utils"
+_EVERY_KERNEL = "all"
 _log = logging.getLogger(__name__)
 
 
@@ -34,20 +34,19 @@ class _KeptError(Exception):
 
 
 class _Keeper(CacheManager):  # type: ignore[misc]
-    """Stands in for Triton's cache while modules are compiled: keeps them in ``directory``, by key and file name."""
+    """Stands in for Triton's cache while modules are compiled: keeps them in ``directory``, for ``kernel``.
+
+    Triton's own keys are of no use: they contain where the driver's library lies, and what the command `file` says.
+    """
 
     directory: Path
-
-    def __init__(self, key: str, override: bool = False, dump: bool = False):
-        self._key = key
+    kernel: str
 
     def get_file(self, filename: str) -> str | None:
-        if (self.directory / f"{self._key}-{filename}").exists():
-            raise _KeptError
         return None
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
-        (self.directory / f"{self._key}-{filename}").write_bytes(data)
+        (self.directory / f"{self.kernel}-{filename}").write_bytes(data)
         raise _KeptError
 
     def get_group(self, filename: str) -> dict[str, str] | None:
@@ -58,22 +57,18 @@ class _Keeper(CacheManager):  # type: ignore[misc]
 
 
 class _Provider(CacheManager):  # type: ignore[misc]
-    """Stands in for Triton's cache while kernels are loaded: gives it the modules of ``directory``, and else its own.
-
-    The key of the module that there is one of depends on where the driver's library lies, so its name is enough.
-    """
+    """Stands in for Triton's cache while ``kernel`` is loaded: gives it the modules of ``directory``, else its own."""
 
     directory: Path
+    kernel: str
 
     def __init__(self, key: str, override: bool = False, dump: bool = False):
         self._key = key
 
     def get_file(self, filename: str) -> str | None:
-        found = self.directory / f"{self._key}-{filename}"
-        if found.exists():
-            return str(found)
-        if filename.startswith(f"{_ONE_FOR_ALL}.") and (same := sorted(self.directory.glob(f"*-{filename}"))):
-            return str(same[0])
+        for kernel in (self.kernel, _EVERY_KERNEL):
+            if (found := self.directory / f"{kernel}-{filename}").exists():
+                return str(found)
         _log.warning("%s has no %s, so Triton takes it from its own cache or compiles it", self.directory, filename)
         own: str | None = FileCacheManager(self._key).get_file(filename)
         return own
@@ -88,24 +83,28 @@ class _Provider(CacheManager):  # type: ignore[misc]
         raise AssertionError("a module is a single file")
 
 
-def compile_modules(directory: Path, kernels: Iterable[Any]) -> None:
-    """Compiles into ``directory``, which must be there, all that Triton needs to load and launch ``kernels``, which
-    are compiled ones of its own kind.
+def compile_modules(directory: Path, kernels: Iterable[tuple[str, Any]]) -> None:
+    """Compiles into ``directory``, which must be there, all that Triton needs to load and launch ``kernels``: their
+    digests, and what it compiled of each.
 
     For a process that does nothing else, since Triton's settings change. Raises ``RuntimeError`` without a C compiler,
     and ``subprocess.CalledProcessError``.
     """
     driver = importlib.import_module(_DRIVER)
-    keeper = type("KeeperThere", (_Keeper,), {"directory": directory})
+
+    def keep(kernel: str) -> None:
+        there = {"directory": directory, "kernel": kernel}
+        triton.knobs.cache.manager_class = type("KeeperThere", (_Keeper,), there)
+
     with tempfile.TemporaryDirectory() as place:
         stand_in_for_driver(Path(place))
         triton.knobs.nvidia.libcuda_path = place
-        triton.knobs.cache.manager_class = keeper
+        keep(_EVERY_KERNEL)
         with suppress(_KeptError):
             driver.CudaUtils()
         if hasattr(driver, "make_launcher"):
-            for kernel in kernels:
-                triton.knobs.cache.manager_class = keeper
+            for digest, kernel in kernels:
+                keep(digest)
                 with suppress(_KeptError):
                     driver.CudaLauncher(kernel.src, kernel.metadata)
 
@@ -131,11 +130,12 @@ def _c_compiler() -> list[str]:
 
 
 @contextmanager
-def modules_from(directory: Path | None) -> Iterator[None]:
-    """Within the block Triton takes its modules from there, where there is such a directory."""
+def modules_from(directory: Path | None, kernel: str) -> Iterator[None]:
+    """Within the block Triton takes its modules for the kernel of that digest from there, where there are any."""
     if directory is None or not directory.is_dir():
         yield
         return
+    there = {"directory": directory, "kernel": kernel}
     with triton.knobs.cache.scope():
-        triton.knobs.cache.manager_class = type("ProviderThere", (_Provider,), {"directory": directory})
+        triton.knobs.cache.manager_class = type("ProviderThere", (_Provider,), there)
         yield

@@ -123,11 +123,12 @@ def _build(question: dict[str, Any], target: GPUTarget) -> dict[str, Any]:
 def _compile_modules(question: dict[str, Any]) -> dict[str, Any]:
     """Of the kernels, which are built, what Triton compiles besides to launch them."""
 
-    def built(kernel: dict[str, Any]) -> Any:
+    def built(kernel: dict[str, Any]) -> tuple[str, Any]:
         source = Path(kernel["source"])
         triton.knobs.cache.manager_class = FlatCache.at(source.parent, kernel["triton_key"])
         arguments = [stand_in(dtype, is_pointer) for dtype, is_pointer in kernel["arguments"]]
-        return _execute(source)[kernel["name"]].warmup(*arguments, grid=(1,), **kernel["options"])
+        compiled = _execute(source)[kernel["name"]].warmup(*arguments, grid=(1,), **kernel["options"])
+        return kernel["digest"], compiled
 
     compile_modules(Path(question["modules"]), map(built, question["kernels"]))
     return {}

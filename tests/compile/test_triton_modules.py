@@ -138,7 +138,7 @@ def sealed_load(bundle: Path, directory: Path, before: str = "") -> subprocess.C
     stand_in_for_driver(directory / "driver")
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CC", "CXX")}
     environment |= {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
         "PATH": str(directory / "nothing"),
         "LD_LIBRARY_PATH": str(directory / "driver"),
         "TRITON_LIBCUDA_PATH": str(directory / "driver"),
