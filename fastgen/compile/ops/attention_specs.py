@@ -113,6 +113,9 @@ _DECODES: dict[str, dict[int, Tiling]] = {
     "interpret": {1024: Tiling(16, 16, 4, 1, programs_per_sm=2)},
 }
 _DECODES |= {"sm_89": _DECODES["sm_86"], "sm_90": _DECODES["sm_80"], "sm_100": _DECODES["sm_80"]}
+# Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise.
+_CHUNKS_GATHERED = {"sm_90": {256: Tiling(64, 32, 8, 3)}}
+_DECODES_GATHERED = {"sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4)}}
 # fp32 dots are exact, without tensor cores, and their operands lie in registers.
 _CHUNKS_FP32, _DECODES_FP32 = Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1, programs_per_sm=1)
 
@@ -121,14 +124,14 @@ def chunk_tiling(shape: AttentionShape, arch: str) -> Tiling:
     """The default; an architecture that is not listed gets the smallest of NVIDIA's."""
     if shape.dtype == "fp32" and arch != "interpret":
         return _CHUNKS_FP32
-    return _smallest_that_holds(_CHUNKS.get(arch, _CHUNKS["sm_86"]), shape)
+    return _smallest_that_holds(_CHUNKS.get(arch, _CHUNKS["sm_86"]), _CHUNKS_GATHERED.get(arch, {}), shape)
 
 
 def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
     """The default; an architecture that is not listed gets the smallest of NVIDIA's."""
     if shape.dtype == "fp32" and arch != "interpret":
         return _DECODES_FP32
-    tiling = _smallest_that_holds(_DECODES.get(arch, _DECODES["sm_86"]), shape)
+    tiling = _smallest_that_holds(_DECODES.get(arch, _DECODES["sm_86"]), _DECODES_GATHERED.get(arch, {}), shape)
     largest = 64 if shape.head_dim <= 128 else 32
     block_m = min(max(16, _power_of_2(shape.group_size)), largest)
     if block_m == tiling.block_m:
@@ -149,11 +152,12 @@ def candidate_tilings(default: Tiling) -> list[Tiling]:
     return [tiling for tiling in found if tiling.num_stages > 0]
 
 
-def _smallest_that_holds(tilings: dict[int, Tiling], shape: AttentionShape) -> Tiling:
+def _smallest_that_holds(tilings: dict[int, Tiling], gathered: dict[int, Tiling], shape: AttentionShape) -> Tiling:
     size = max(shape.head_dim, shape.v_dim)
     if size > max(tilings):
         raise ValueError(f"{shape}: heads of more than {max(tilings)} features do not fit")
-    return tilings[min(limit for limit in tilings if limit >= size)]
+    limit = min(limit for limit in tilings if limit >= size)
+    return gathered.get(limit, tilings[limit]) if shape.block_size < tilings[limit].block_n else tilings[limit]
 
 
 @dataclass(frozen=True)
