@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +68,8 @@ class Builder(Protocol):
 
     target: Target
     arch: str
+    modules: Path | None
+    """Of the bundle that kernels come from, what :meth:`accompany` put there; else ``None``."""
 
     def versions(self) -> Mapping[str, str]:
         """All that decides, beside the source, what is built; part of the cache's key."""
@@ -83,6 +85,9 @@ class Builder(Protocol):
 
     def end_builds(self) -> None:
         """Gives back what building held on to, such as processes; called when a batch of builds is done."""
+
+    def accompany(self, built: Sequence[tuple[KernelSpec, Entry]], directory: Path) -> None:
+        """Makes ``directory`` of what would else be compiled when these kernels are loaded, if there is any."""
 
     def load(self, spec: KernelSpec, entry: Entry) -> Kernel:
         """Raises ``OSError``, ``AttributeError`` or ``RuntimeError`` where the binary cannot be loaded here."""

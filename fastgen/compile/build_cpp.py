@@ -101,6 +101,7 @@ class CppBuilder:
 
     def __init__(self, arch: str, compiler: str = ""):
         self.arch = arch
+        self.modules: Path | None = None
         self.compiler = compiler or find_compiler()
         self.flags = (*_FLAGS, *_ARCH_FLAGS[arch])
 
@@ -125,6 +126,9 @@ class CppBuilder:
 
     def end_builds(self) -> None:
         """Nothing outlives a build."""
+
+    def accompany(self, built: Sequence[tuple[KernelSpec, Entry]], directory: Path) -> None:
+        """A shared object is all that it takes."""
 
     def load(self, spec: KernelSpec, entry: Entry) -> CppKernel:
         return CppKernel(spec, entry.source, self._command(entry.source))

@@ -47,9 +47,13 @@ class Target:
         return "torch" if self.loader is None else self.loader.builder.target
 
     @property
+    def kernel_loader(self) -> KernelLoader:
+        assert self.loader is not None, "torch has no kernels"
+        return self.loader
+
+    @property
     def arch(self) -> str:
-        assert self.loader is not None, "torch has no architecture to build for"
-        return self.loader.builder.arch
+        return self.kernel_loader.builder.arch
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """That of :meth:`TargetFacts.activation_dtype`."""
