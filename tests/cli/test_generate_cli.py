@@ -24,6 +24,10 @@ LOAD_FLAGS = {
     "kv_cache_memory": (["--kv-cache-memory", "4GiB"], "4GiB"),
     "block_size": (["--block-size", "16"], 16),
     "max_model_len": (["--max-model-len", "99"], 99),
+    "policy": (["--policy", "orca"], "orca"),
+    "itl_target_ms": (["--itl-target-ms", "40"], 40.0),
+    "aging_s": (["--aging-s", "5"], 5.0),
+    "prefix_caching": (["--no-prefix-caching"], False),
     "num_threads": (["--num-threads", "2"], 2),
     "target": (["--target", "torch"], "torch"),
     "quantize": (["--quantize", "int8"], "int8"),
@@ -50,6 +54,7 @@ SAMPLING_FLAGS = {
     "logprobs": (["--json", "--logprobs", "0"], 0),
     "prompt_logprobs": (["--json", "--prompt-logprobs", "2"], 2),
     "timeout_s": (["--timeout-s", "1.5"], 1.5),
+    "priority": (["--priority", "-2"], -2),
 }
 
 
