@@ -20,7 +20,7 @@ from fastgen.runtime.policies import DynamicBatching
 from fastgen.runtime.policies.orca import Orca
 from fastgen.runtime.policies.splitfuse import SplitFuse
 from fastgen.runtime.policies.time_budget import TimeBudgetSplitFuse
-from tests.runtime.checkpoints import save_checkpoint
+from tests.runtime.checkpoints import WINDOW, save_checkpoint
 
 PROMPT = [5, 17, 99, 3]
 
@@ -138,6 +138,22 @@ def test_the_policy_and_what_goes_with_it(directory: Path) -> None:
 def test_a_policy_that_cannot_be_is_refused(directory: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         fastgen.load(directory, **options)
+
+
+def test_prefix_caching_is_on_unless_it_is_turned_off(directory: Path) -> None:
+    for options, expected in [({}, True), ({"prefix_caching": True}, True), ({"prefix_caching": False}, False)]:
+        with fastgen.load(directory, target="torch", **options) as llm:
+            assert llm._engine is not None
+            assert (llm._engine.scheduler.kv.prefix_cache is not None) == llm.config.prefix_caching == expected
+    with pytest.raises(InvalidArgumentError, match="prefix_caching='no': expected True or False"):
+        fastgen.load(directory, prefix_caching="no")  # type: ignore[arg-type]
+
+
+def test_windows_are_handed_to_the_cache(tmp_path: Path) -> None:
+    with fastgen.load(save_checkpoint("mistral", tmp_path), target="torch", token_budget=40) as llm:
+        assert llm._engine is not None
+        kv = llm._engine.scheduler.kv
+        assert (kv.windows, kv.max_chunk) == ((WINDOW,), 40)
 
 
 def test_the_end_of_text_is_forbidden_while_min_new_tokens_asks_for_more(directory: Path) -> None:
