@@ -310,11 +310,8 @@ class Scheduler:
         return chunks
 
     def _admissible(self) -> Sequence | None:
-        """The head of the queue, if there is a seat, for beams one for each, and a block in each group, and the policy
-        lets it in. Without the blocks it would be looked up in the prefix cache in vain, step after step.
-        """
-        has_place = self.running.num_free_seats and self.kv.pool.num_free >= self.kv.num_groups
-        seq = self.waiting.head if has_place else None
+        """The head of the queue, if there is a seat, for beams one for each, and the policy lets it in."""
+        seq = self.waiting.head if self.running.num_free_seats else None
         if seq is None or (seq.begins_request and not self._num_opened):
             return None
         return seq if self.running.num_free_seats >= seq.request.sampling.beam_width else None
@@ -324,6 +321,8 @@ class Scheduler:
         nothing changed. ``num_places`` are left of the ``num_prompt_tokens`` of the step.
         """
         waits = seq.status is SequenceStatus.WAITING
+        if waits and self.kv.pool.num_free < self.kv.num_groups:  # whatever others have computed: it is not looked up
+            return None
         chunk = None
         try:
             if waits:
@@ -420,6 +419,8 @@ class Scheduler:
     def _detach(self, seq: Sequence) -> None:
         self.kv.free(seq)
         seq.num_computed_tokens = 0
+        if not seq.num_preemptions:
+            seq.num_cached_tokens = 0
 
     def _admit(self, seq: Sequence) -> None:
         self.waiting.remove(seq)

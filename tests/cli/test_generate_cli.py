@@ -24,6 +24,9 @@ LOAD_FLAGS = {
     "kv_cache_memory": (["--kv-cache-memory", "4GiB"], "4GiB"),
     "block_size": (["--block-size", "16"], 16),
     "max_model_len": (["--max-model-len", "99"], 99),
+    "policy": (["--policy", "orca"], "orca"),
+    "itl_target_ms": (["--itl-target-ms", "40"], 40.0),
+    "aging_s": (["--aging-s", "5"], 5.0),
     "prefix_caching": (["--no-prefix-caching"], False),
     "num_threads": (["--num-threads", "2"], 2),
     "target": (["--target", "torch"], "torch"),
@@ -57,6 +60,7 @@ SAMPLING_FLAGS = {
     "beam_width": (["--beam-width", "4"], 4),
     "length_penalty": (["--length-penalty", "-0.5"], -0.5),
     "early_stopping": (["--early-stopping", "true"], True),
+    "priority": (["--priority", "-2"], -2),
 }
 
 

@@ -32,6 +32,18 @@ def test_the_python_of_the_readme_runs() -> None:
     assert len(done.stdout.split()) > 40
 
 
+def test_the_python_of_the_scheduling_page_runs() -> None:
+    printed = []
+    for code in blocks(ROOT / "docs" / "scheduling.md", "python"):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    batches, without, bounded = printed[0], *printed[1].splitlines()
+    assert len(json.loads(batches)) == 6
+    longest_ms = [int(re.findall(r"longest gap (\d+) ms", line)[0]) for line in (without, bounded)]
+    assert longest_ms[0] > 90 > 33 > longest_ms[1]
+
+
 def test_the_python_of_the_sampling_page_runs() -> None:
     (code,) = blocks(ROOT / "docs" / "sampling.md", "python")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
