@@ -17,12 +17,13 @@ from fastgen.errors import FastgenError, InvalidArgumentError, OutOfMemoryError
 
 LOAD_ARGUMENTS = (
     *("recipe", "device", "dtype", "token_budget", "max_num_seqs", "kv_cache_memory", "block_size", "max_model_len"),
+    *("policy", "itl_target_ms", "aging_s"),
     *("prefix_caching", "num_threads", "target", "quantize", "sealed", "revision", "allow_config_keys"),
 )
 SAMPLING_FIELDS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "ignore_eos"),
-    *("logprobs", "prompt_logprobs", "timeout_s"),
+    *("logprobs", "prompt_logprobs", "timeout_s", "priority"),
     *("beam_width", "length_penalty", "early_stopping"),
 )
 
@@ -38,6 +39,11 @@ MaxNumSeqs = Annotated[int | None, typer.Option(help="How many sequences may run
 KvCacheMemory = Annotated[str | None, typer.Option(help="Memory for the KV cache: bytes, or such as 4GiB.")]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens in a block of the KV cache.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
+Policy = Annotated[str | None, typer.Option(help="splitfuse, prefill_first, orca, dynamic or static.")]
+ItlTargetMs = Annotated[
+    float | None, typer.Option(help="Longest gap that the prompts of others may put between two tokens, in ms.")
+]
+AgingS = Annotated[float | None, typer.Option(help="Seconds after which a request that waits moves up a class.")]
 PrefixCaching = Annotated[
     bool | None, typer.Option(help="Use again what the KV cache has of prompts that begin alike; on by default.")
 ]
@@ -79,6 +85,7 @@ LengthPenalty = Annotated[float | None, typer.Option(help="With beams: above 0 f
 EarlyStopping = Annotated[
     str | None, typer.Option(metavar="true|false|never", help="With beams: end when as many answers have ended.")
 ]
+Priority = Annotated[int | None, typer.Option(help="The lower the more urgent, among requests that run together.")]
 
 
 _SINGULAR = {"allow_config_keys": "allow_config_key"}

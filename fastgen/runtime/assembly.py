@@ -18,6 +18,7 @@ from fastgen.runtime.forward import CapturedForward, Forward, Results, TapedForw
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.model_runner import ModelRunner
+from fastgen.runtime.policies.policy import Policy
 from fastgen.runtime.policies.splitfuse import captured_sizes
 from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.sampler import Sampler, sampling_kernel
@@ -35,6 +36,9 @@ def build_engine(
     device: torch.device,
     target: Target,
     weight_format: WeightFormat | None,
+    *,
+    policy: Policy,
+    aging_s: float,
 ) -> Engine:
     """The engine of the model in ``checkpoint``, which runs on ``target``; progress is shown on a terminal."""
     model, slots = build(
@@ -87,6 +91,8 @@ def build_engine(
             ),
             token_budget=config.token_budget,
             max_num_seqs=config.max_num_seqs,
+            policy=policy,
+            aging_s=aging_s,
         ),
         vocab_size=spec.vocab_size,
         max_model_len=config.max_model_len,

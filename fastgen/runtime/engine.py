@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
@@ -49,15 +49,22 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._generations)
 
+    @property
+    def idle_s(self) -> float:
+        """For how many seconds nothing will run, unless a request comes, because the policy waits for more."""
+        resumes_at_s = self.scheduler.resumes_at_s
+        return 0.0 if resumes_at_s is None else max(0.0, resumes_at_s - self._clock())
+
     def check(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> None:
         """Refuse a request that cannot be served, saying why; nothing is changed."""
         if not prompt_ids:
             raise InvalidArgumentError("the prompt has no tokens; give it at least one")
-        for position, token_id in enumerate(prompt_ids):
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidArgumentError(
-                    f"prompt token {position} is id {token_id}; the model's ids are 0 to {self.vocab_size - 1}"
-                )
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
+            found = ((at, token_id) for at, token_id in enumerate(prompt_ids) if not 0 <= token_id < self.vocab_size)
+            position, token_id = next(found)
+            raise InvalidArgumentError(
+                f"prompt token {position} is id {token_id}; the model's ids are 0 to {self.vocab_size - 1}"
+            )
         sampling.check_against(self.vocab_size)
         if sampling.stop and self._new_detokenizer is None:
             raise InvalidArgumentError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
@@ -79,13 +86,12 @@ class Engine:
         self.scheduler.check_fits(len(prompt_ids), sampling)
 
     def submit(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> Generation:
-        """Queue a request. Its answer grows with the steps that follow."""
+        """Queue a request. Its answer grows with the steps that follow. What is not needed before its turn is made
+        then.
+        """
         self.check(prompt_ids, sampling)
         request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock())
-        completions = [
-            Completion(sequence, self._new_detokenizer(prompt_ids, sampling) if self._new_detokenizer else None)
-            for sequence in request.sequences[: sampling.n]
-        ]
+        completions = [Completion(sequence) for sequence in request.sequences[: sampling.n]]
         beams = BeamGroup(request, self._stop_ids(sampling)) if request.has_beams else None
         generation = Generation(request, completions, beams)
         self.scheduler.add(request)
@@ -110,13 +116,15 @@ class Engine:
     def step(self) -> None:
         """Run one step, if there is anything to run."""
         self._expire()
-        schedule = self.scheduler.schedule(self._clock())
+        began_s = self._clock()
+        schedule = self.scheduler.schedule(began_s)
         if schedule is None:
             return
         self._note_scheduled(schedule)
         output = self.runner.run(schedule)
         self.scheduler.commit(schedule)
         self._update(output)
+        self.scheduler.observe(schedule, self._clock() - began_s)
 
     def check_integrity(self) -> None:
         """Assert that scheduler, blocks and open requests agree."""
@@ -160,7 +168,7 @@ class Engine:
         assert token.candidates is not None
         beams.report(sequence, token.candidates)
         if beams.ready:
-            beams.advance(self.scheduler, now_s)
+            beams.advance(self.scheduler.forks, now_s)
         if beams.done:
             self._finish_beams(generation)
 
@@ -185,6 +193,7 @@ class Engine:
             generation.left_queue_s = self._clock()
         if generation.finished:
             del self._generations[generation.request.request_id]
+            self._drop_deadlines()
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
         own = frozenset(sampling.stop_token_ids)
@@ -195,7 +204,21 @@ class Engine:
         for chunk in schedule.chunks:  # a decode was one before
             generation = self._generations[chunk.seq.request.request_id]
             if generation.left_queue_s is None:
+                self._prepare(generation)
                 generation.left_queue_s = now_s
+
+    def _prepare(self, generation: Generation) -> None:
+        """It is the turn of ``generation``: make what its answers need."""
+        if self._new_detokenizer is not None:
+            for completion in generation.completions:
+                request = generation.request
+                completion.detokenizer = self._new_detokenizer(request.prompt_ids, request.sampling)
+
+    def _drop_deadlines(self) -> None:
+        """Keep no more than twice as many deadlines as there are requests; those of finished ones go."""
+        if len(self._deadlines) > 2 * len(self._generations):
+            self._deadlines = [each for each in self._deadlines if each[1] in self._generations]
+            heapify(self._deadlines)
 
     def _expire(self) -> None:
         """End the requests whose ``timeout_s`` has passed, with what they have."""

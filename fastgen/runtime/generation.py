@@ -18,7 +18,7 @@ class Completion:
     """One sequence's answer in the making. ``token_times_s`` are the engine clock's, one a token."""
 
     sequence: Sequence
-    detokenizer: Detokenizer | None
+    detokenizer: Detokenizer | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,13 +25,16 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.interrupts import interrupt_deferred
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
+from fastgen.runtime.policies import Policy, choose_policy
 from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.targets import bundle_flags, choose_target, parse_quantize, sealed_loader
 from fastgen.runtime.text import TextCodec
+from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, check_aging_s
 
 _T = TypeVar("_T")
+_NAP_S = 0.005  # the longest that a policy which waits for more keeps this thread from seeing what came
 _PROGRESS_FROM = 8  # prompts; fewer are done before a bar tells anything
 
 
@@ -45,6 +49,9 @@ def load(
     kv_cache_memory: int | str | None = None,
     block_size: int | None = None,
     max_model_len: int | None = None,
+    policy: str | Policy = "splitfuse",
+    itl_target_ms: float | None = None,
+    aging_s: float = DEFAULT_AGING_S,
     prefix_caching: bool = True,
     num_threads: int | None = None,
     target: str = "auto",
@@ -62,7 +69,12 @@ def load(
     ``dtype``: ``"auto"`` for the checkpoint's, or ``"float32"``, ``"bfloat16"``, ``"float16"``.
     ``token_budget``: most tokens a step computes. ``max_num_seqs``: most sequences that run at once.
     ``kv_cache_memory``: bytes, or ``"4GiB"``. ``block_size``: tokens per KV block. ``max_model_len``: most tokens of
-    prompt and answer together; by default what the model was trained for. ``prefix_caching``: keep blocks of the KV
+    prompt and answer together; by default what the model was trained for. ``policy``: what a step is made of:
+    ``"splitfuse"``, or to compare with ``"prefill_first"``, ``"orca"``, ``"dynamic"``, ``"static"``, or a
+    :class:`fastgen.runtime.policies.Policy` such as ``DynamicBatching(batch_size=8, max_delay_s=0.1)``.
+    ``itl_target_ms``: the longest gap between two tokens of an answer, in milliseconds, that the prompts of others may
+    cause; by default there is no bound. ``aging_s``: seconds after which a request that waits moves up a class
+    (``priority``). ``prefix_caching``: keep blocks of the KV
     cache that are no longer in use until their room is needed, and let prompts that begin with the same tokens use
     them again; answers do not depend on it. ``num_threads``: CPU threads, for the whole
     process; by default one a core. ``target``: whose kernels run: ``"torch"`` for the reference, ``"cpp"`` for kernels
@@ -79,6 +91,8 @@ def load(
         not isinstance(num_threads, int) or isinstance(num_threads, bool) or num_threads < 1
     ):
         raise InvalidArgumentError(f"num_threads={num_threads!r}: expected an integer of at least 1")
+    chosen_policy = choose_policy(policy, itl_target_ms)
+    check_aging_s(aging_s)
     found_device = devices.current(device)
     directory = hub.locate(model, revision=revision)
     checkpoint = Checkpoint.open(directory)
@@ -106,6 +120,7 @@ def load(
         max_model_len=max_model_len,
         prefix_caching=prefix_caching,
     )
+    chosen_policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(directory, checkpoint.config)
     about = bundle_flags(
         model, torch_dtype, config.block_size, recipe=recipe, quantize=quantize, max_num_seqs=config.max_num_seqs
@@ -114,7 +129,16 @@ def load(
     kernels = choose_target(target, found_device, config, num_threads=num_threads, sealed=bundle)
     weight_format = parse_quantize(quantize, kernels)
     engine = build_engine(
-        spec, config, checkpoint, codec, torch_dtype, found_device.torch_device, kernels, weight_format
+        spec,
+        config,
+        checkpoint,
+        codec,
+        torch_dtype,
+        found_device.torch_device,
+        kernels,
+        weight_format,
+        policy=chosen_policy,
+        aging_s=aging_s,
     )
     return LLM(engine, codec, spec=spec, config=config)
 
@@ -311,6 +335,9 @@ class LLM:
     def _step(self) -> None:
         with self._engine_lock() as engine:
             engine.step()
+            idle_s = engine.idle_s
+        if idle_s:
+            time.sleep(min(idle_s, _NAP_S))
 
     def _cancel(self, *generations: Generation) -> None:
         with self._lock, interrupt_deferred():

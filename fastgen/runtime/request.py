@@ -109,6 +109,11 @@ class Sequence:
         """
         return self.num_computed_tokens >= self.num_prompt_tokens and self.num_pending_tokens == 1
 
+    @property
+    def begins_request(self) -> bool:
+        """Whether nothing of its request was ever admitted: it is the first sequence, and was not preempted."""
+        return not self.index and not self.num_preemptions
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.key[0]}.{self.index}, {self.status.name.lower()}, "

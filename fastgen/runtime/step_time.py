@@ -6,7 +6,7 @@ read, and the pairs of tokens in the attention of its chunks, whose number grows
     seconds = a + b * tokens + c * context + d * pairs
 
 The coefficients are fitted by recursive least squares with exponential forgetting (Ljung, "System Identification",
-1999). An error of more than three times the usual one counts less, by Huber's weights, so that a pause of the machine
+1999). An error far beyond the usual one counts less, by Huber's weights, so that a pause of the machine
 does not spoil the fit while a lasting change is learned. Steps of one kind tell little about others, so forgetting
 stops where it has made the coefficients uncertain: what is not seen for long is still known.
 """
@@ -43,6 +43,10 @@ _LEAST_SEEN = 4
 """Steps before the model is asked for anything but the smallest step."""
 _GROWTH = 2
 """How many times larger than any seen a step may be. The model is not trusted further."""
+_HUBER = 3.0
+"""Usual errors beyond which a step counts less."""
+_LEAST_ERROR = 0.01
+"""Of a step's time, what is no error to speak of."""
 _ERROR_GAIN = 0.05
 
 
@@ -53,17 +57,20 @@ class StepTimeModel:
         self._coefficients = np.zeros(4)
         self._variance = np.eye(4) * _FIRST_VARIANCE
         self._error_s = 0.0
-        """The usual error: an exponential mean of its absolute value."""
+        """The usual error: an exponential mean of its absolute value, at first a tenth of a step."""
         self._num_seen = self._most_seen = 0
 
     def observe(self, work: StepWork, step_s: float) -> None:
         """A step with ``work`` took ``step_s`` seconds."""
         features = np.array((1, *work)) * _SCALES
-        error_s = step_s - float(features @ self._coefficients)
+        expected_s = float(features @ self._coefficients)
+        error_s = step_s - expected_s
         weight = 1.0
-        if self._num_seen >= _LEAST_SEEN:
-            limit_s = 3 * self._error_s
-            weight = min(1.0, limit_s / abs(error_s)) if error_s else 1.0
+        if self._num_seen < _LEAST_SEEN:
+            self._error_s = 0.1 * step_s
+        elif error_s:
+            limit_s = _HUBER * max(self._error_s, _LEAST_ERROR * expected_s)
+            weight = min(1.0, limit_s / abs(error_s))
             self._error_s += _ERROR_GAIN * (min(abs(error_s), 2 * limit_s) - self._error_s)
         forgetting = _FORGETTING if np.trace(self._variance) < _MOST_VARIANCE else 1.0
         spread = self._variance @ features

@@ -25,10 +25,17 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.request import Request, Sequence
 
 DEFAULT_AGING_S = 30.0
-_MOST_AGED = 8
+_MOST_AGED = 2
 """How many are moved up in a step at most."""
 
 _urgency = attrgetter("urgency")
+
+
+def check_aging_s(aging_s: float) -> float:
+    """Refuse what is no time after which to move up."""
+    if not isinstance(aging_s, int | float) or isinstance(aging_s, bool) or not aging_s > 0:
+        raise InvalidArgumentError(f"aging_s={aging_s!r}: expected a number of seconds above 0")
+    return aging_s
 
 
 class _Class:
@@ -60,9 +67,7 @@ class WaitingQueue:
     """
 
     def __init__(self, aging_s: float = DEFAULT_AGING_S):
-        if not aging_s > 0:
-            raise InvalidArgumentError(f"aging_s={aging_s!r}: expected a number of seconds above 0")
-        self.aging_s = aging_s
+        self.aging_s = check_aging_s(aging_s)
         self._classes: dict[int, _Class] = {}
         self._levels: list[int] = []
         """The classes in which somebody waits, ascending."""

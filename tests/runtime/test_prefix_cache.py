@@ -62,7 +62,16 @@ def test_the_first_to_compute_a_block_is_the_one_that_is_shared():
 
 @pytest.mark.parametrize(
     ("num_full_blocks", "window", "block_size", "first"),
-    [(5, None, 4, 0), (5, 1, 4, 5), (5, 2, 4, 4), (5, 5, 4, 4), (5, 6, 4, 3), (5, 21, 4, 0), (5, 22, 4, 0), (0, 3, 4, 0)],
+    [
+        (5, None, 4, 0),
+        (5, 1, 4, 5),
+        (5, 2, 4, 4),
+        (5, 5, 4, 4),
+        (5, 6, 4, 3),
+        (5, 21, 4, 0),
+        (5, 22, 4, 0),
+        (0, 3, 4, 0),
+    ],
 )
 def test_the_first_block_that_is_seen(num_full_blocks, window, block_size, first):
     assert first_seen_block(num_full_blocks, window, block_size) == first

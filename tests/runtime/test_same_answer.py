@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.compile.ops.sampling import gumbel_noise
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.policies import DynamicBatching, Policy
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint
 
 MARGIN = 1e-3
@@ -116,6 +118,19 @@ def test_with_preemptions(directory: Path, alone: list[GenerationOutput], token_
         outputs = llm.generate(PROMPTS, SAMPLINGS)
         assert_nothing_held(llm)
     assert sum(output.metrics.preemptions for output in outputs) >= 10
+    assert_same(alone, outputs)
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "orca", DynamicBatching(5, 0.001), "static", "bounded"])
+def test_under_every_policy(directory: Path, alone: list[GenerationOutput], policy: str | Policy) -> None:
+    """In several classes, and on a cache so small that they preempt each other."""
+    options: dict[str, Any] = {"itl_target_ms": 2} if policy == "bounded" else {"policy": policy}
+    samplings = [replace(sampling, priority=index % 3) for index, sampling in enumerate(SAMPLINGS)]
+    with fastgen.load(
+        directory, token_budget=48, max_num_seqs=8, kv_cache_memory="200KiB", aging_s=0.05, **options
+    ) as llm:
+        outputs = llm.generate(PROMPTS, samplings)
+        assert_nothing_held(llm)
     assert_same(alone, outputs)
 
 

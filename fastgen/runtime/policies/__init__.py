@@ -14,6 +14,8 @@ from fastgen.runtime.policies.splitfuse import SplitFuse
 from fastgen.runtime.policies.static import StaticBatching
 from fastgen.runtime.policies.time_budget import TimeBudgetSplitFuse
 
+__all__ = ["POLICIES", "DynamicBatching", "Policy", "StaticBatching", "choose_policy"]
+
 POLICIES: dict[str, Callable[[], Policy]] = {
     "splitfuse": SplitFuse,
     "prefill_first": PrefillFirst,

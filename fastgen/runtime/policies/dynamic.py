@@ -37,12 +37,14 @@ class DynamicBatching(Policy):
             )
 
     def plan(self, view: StepView) -> StepPlan:
-        if view.decodes or view.prompts:
-            has_prompts = bool(view.prompts) or view.num_opened > 0
+        first = next(iter(view.waiting), None)
+        follows = first is not None and not first.begins_request  # of a batch that is not done
+        if view.decodes or view.prompts or follows:
+            has_prompts = bool(view.prompts) or view.num_opened > 0 or follows
             return self._plan(view, view.num_opened, runs_decodes=not has_prompts)
         size = view.num_free_seats if self.batch_size is None else self.batch_size
         if view.num_waiting < size:
-            first = next(iter(view.waiting))
+            assert first is not None, "nobody runs, so there is a seat for who waits"
             begins_s = first.request.arrival_s + self.max_delay_s
             if view.now_s < begins_s:
                 return StepPlan(False, 0, 0, view.token_budget, until_s=begins_s)
