@@ -247,7 +247,7 @@ class Engine:
         assert step.ran_s is not None
         beams.report(sequence, token.candidates)
         if beams.ready:
-            moves = self.recorder.beam_moves(self.scheduler, generation.request, step)
+            moves = self.recorder.beam_moves(self.scheduler.forks, generation.request, step)
             beams.advance(moves, step.ran_s)
             self.recorder.beams_moved(generation.request, moves)
         if beams.done:

@@ -135,24 +135,23 @@ class KVCacheManager:
         )
 
     def beam_blocks_needed(self, num_prompt_tokens: int, num_tokens: int, beam_width: int) -> int:
-        """The most blocks that the beams of a request hold at once when each has ``num_tokens`` tokens.
+        """The most blocks that the sequences of a request hold at once when each has ``num_tokens`` tokens.
 
-        They share the full blocks of the prompt, unless windows may have left these behind, and of the others each may
+        Beams share the full blocks of the prompt, unless windows may have left these behind, and of the others each may
         have its own. One block more for each is for copies being made, whose sources are held as well.
         """
+        if beam_width == 1:
+            return self.blocks_needed(num_tokens)
         shared = self._shared_prompt_blocks(num_prompt_tokens)
         return shared + beam_width * (self.blocks_needed(num_tokens) - shared + self.num_groups)
 
     def check_beams_fit(self, num_prompt_tokens: int, max_new_tokens: int, beam_width: int) -> None:
-        """Refuse a search that could not finish even with the whole cache to itself.
-
-        :raises RequestTooLargeError: with the arithmetic.
-        """
+        """As :meth:`check_fits`, of all beams of a request."""
 
         def needed(num_new: int) -> int:
             return self.beam_blocks_needed(num_prompt_tokens, num_prompt_tokens + num_new - 1, beam_width)
 
-        if needed(max_new_tokens) <= self.pool.capacity:
+        if beam_width == 1 or needed(max_new_tokens) <= self.pool.capacity:
             return
         shared, capacity = self._shared_prompt_blocks(num_prompt_tokens), self.pool.capacity
         own = self.blocks_needed(num_prompt_tokens + max_new_tokens - 1) - shared

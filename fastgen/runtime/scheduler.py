@@ -12,8 +12,8 @@ Every unfinished sequence has an urgency: its class, its turn in the class, its 
 
 A request's sequences share its prompt. Those but the first wait until it is computed, and then take over its blocks.
 
-**Beams** of a search move together, so all of them have seats or none (:mod:`fastgen.runtime.running_set`), and where
-one is preempted, all are. After that the first computes the prompt again, and the others go on from there.
+**Beams** of a search move together, so all have seats or none, and where one is preempted, all are. Then the first
+computes the prompt again, and the others go on from there.
 
 **Progress.** The most urgent running sequence gets on whenever its kind runs. As a decode it preempts until it has its
 block. As a prompt it has all its blocks already where everybody else was admitted after it; where one more urgent came
@@ -32,6 +32,7 @@ from itertools import islice
 from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.forks import Forks
 from fastgen.runtime.kv_cache_manager import KVCacheManager, TableEntry, held_entries
 from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
@@ -84,8 +85,7 @@ class Scheduler:
         """Where the last step was put off by the policy: until when."""
         self._propose_drafts = propose_drafts
         self.running = RunningSet(max_num_seqs)
-        self._forked: set[Sequence] = set()
-        """Beams whose next token may go into a block that they share with their parent."""
+        self.forks = Forks(kv, self.running, self.waiting)
         self._num_opened = 0
         self._scheduled: Schedule | None = None
         self._last_request_id: int | None = None
@@ -112,19 +112,14 @@ class Scheduler:
         self.waiting.add(request)
 
     def check_fits(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
-        """Refuse a request that could not finish even with all seats and the whole cache to itself.
-
-        :raises InvalidArgumentError: where there are fewer seats than beams.
-        :raises RequestTooLargeError: where the cache is too small, with the arithmetic.
-        """
-        self.kv.check_fits(num_prompt_tokens, sampling.max_new_tokens)
+        """Refuse a request that could not finish even with all seats and the whole cache to itself, saying why."""
         if sampling.beam_width > self.max_num_seqs:
             raise InvalidArgumentError(
                 f"beam_width={sampling.beam_width} beams run at once, but at most max_num_seqs={self.max_num_seqs} "
                 "sequences do: ask for fewer beams, or load with a higher max_num_seqs"
             )
-        if sampling.beam_width > 1:
-            self.kv.check_beams_fit(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
+        self.kv.check_fits(num_prompt_tokens, sampling.max_new_tokens)
+        self.kv.check_beams_fit(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
 
     def finish(self, seq: Sequence) -> None:
         """Drop ``seq``, done or cancelled, whatever it is doing; its blocks and its seat are free at once."""
@@ -137,31 +132,6 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         if seq.index == 0 and not seq.request.has_beams:
             self.waiting.release(seq, self._now_s)
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the beam ``child`` go on from where ``parent`` of the same search is: with the same tokens, in the same
-        blocks. What it did before is dropped.
-        """
-        assert parent.status is SequenceStatus.RUNNING, f"{parent} cannot be forked"
-        child.token_ids[:] = parent.token_ids
-        if child.status is SequenceStatus.RUNNING:
-            before = set(held_entries(child))
-            self.kv.free(child)
-            self.kv.fork(parent, child, parent.num_computed_tokens)
-            self.running.tell(child, [entry for entry in held_entries(child) if entry not in before])
-        else:
-            self.waiting.remove(child)
-            self.kv.fork(parent, child, parent.num_computed_tokens)
-            child.urgency = (*parent.urgency[:2], child.index)
-            self.running.add_decode(child)
-        self._forked.add(child)
-
-    def park(self, beam: Sequence) -> None:
-        """Take back what ``beam`` has, which ended and in whose place no other goes on, until it is forked again."""
-        self._stop(beam)
-        beam.status, beam.num_computed_tokens = SequenceStatus.WAITING, 0
-        del beam.token_ids[beam.num_prompt_tokens :]
-        self.waiting.hold(beam)
 
     def schedule(self, now_s: float = 0.0) -> Schedule | None:
         """The next step, by the clock's ``now_s``. ``None`` where no sequence is left, or the policy waits for more."""
@@ -238,7 +208,7 @@ class Scheduler:
             assert seq.seat is None, f"{seq} waits on seat {seq.seat}"
             assert not seq.block_tables, f"{seq} waits with the blocks {seq.block_tables}"
             assert seq.num_computed_tokens == 0, f"{seq} waits"
-        assert self._forked <= set(self.running.decodes), f"forked: {self._forked}"
+        assert self.forks.forked <= set(self.running.decodes), f"forked: {self.forks.forked}"
         if self._scheduled is not None and all(entry.seq.seat is not None for entry in self._scheduled.entries):
             self._scheduled.check(self.kv, self.token_budget)
 
@@ -274,14 +244,14 @@ class Scheduler:
         """Blocks for the next token of every decode, or for that of as many as there are blocks for."""
         block_size = self.kv.block_size
         wanting = [seq for seq in self.running.due_decodes if not seq.num_computed_tokens % block_size]
-        if self._forked:
-            wanting += [seq for seq in self._forked if seq.num_computed_tokens % block_size]
+        if self.forks.forked:
+            wanting += [seq for seq in self.forks.forked if seq.num_computed_tokens % block_size]
         wanting.sort(key=_urgency)
         for seq in wanting:
             # The least urgent go first, so whoever is preempted is less urgent than all that have their block.
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
                 preempted += self._preempt_least_urgent()
-        self._forked.clear()
+        self.forks.forked.clear()
 
     def _give_prompts(self, plan: StepPlan, *, may_admit: bool) -> list[ScheduledTokens]:
         """Chunks of the most urgent prompts, until places or blocks run out."""
@@ -326,7 +296,7 @@ class Scheduler:
         chunk = None
         try:
             if waits:
-                self._attach(seq)
+                self.forks.attach(seq)
             num_pending, num_free = seq.num_pending_tokens, self.kv.max_tokens(seq)
             num_tokens = min(num_pending, num_places, num_free)
             if not self.policy.splits_prompts and num_tokens < min(num_pending, num_prompt_tokens):
@@ -337,7 +307,7 @@ class Scheduler:
                 chunk = ScheduledTokens(seq, seq.num_computed_tokens, num_tokens, samples=num_tokens == num_pending)
         finally:
             if waits and chunk is None:
-                self._detach(seq)
+                self.forks.detach(seq)
         return chunk
 
     def _has_room(self, seq: Sequence) -> bool:
@@ -350,10 +320,7 @@ class Scheduler:
         """
         if not seq.num_preemptions or not len(self.running):
             return True
-        if seq.request.has_beams:
-            needed = self.kv.beam_blocks_needed(seq.num_prompt_tokens, seq.num_tokens, len(seq.request.sequences))
-        else:
-            needed = self.kv.blocks_needed(seq.num_tokens)
+        needed = self.kv.beam_blocks_needed(seq.num_prompt_tokens, seq.num_tokens, seq.request.sampling.beam_width)
         needed -= len(held_entries(seq))
         return needed + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
 
@@ -402,26 +369,6 @@ class Scheduler:
             self.running.tell(seq, (*allocation.appended, *copied))
         return True
 
-    def _attach(self, seq: Sequence) -> None:
-        """Let ``seq``, which holds nothing, have the blocks that others computed for it: those in the prefix cache, or
-        those of the prompt where another sequence of its request has more of them.
-        """
-        self.kv.attach_cached(seq)
-        num_shared = min(seq.num_prompt_tokens, seq.num_tokens - 1)
-        if len(seq.request.sequences) == 1 or seq.num_computed_tokens >= num_shared:
-            return
-        siblings = (each for each in self.running if each.request is seq.request)
-        parent = next((each for each in siblings if self.kv.can_fork(each, num_shared)), None)
-        if parent is not None:
-            self._detach(seq)
-            self.kv.fork(parent, seq, num_shared)
-
-    def _detach(self, seq: Sequence) -> None:
-        self.kv.free(seq)
-        seq.num_computed_tokens = 0
-        if not seq.num_preemptions:
-            seq.num_cached_tokens = 0
-
     def _admit(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
         self.running.add_prompt(seq)
@@ -433,24 +380,9 @@ class Scheduler:
             if seq.num_pending_tokens <= 1:
                 self.running.make_decode(seq)
             if seq.index == 0 and seq.request.has_beams:
-                self._release_beams(seq)
+                self.forks.release(seq)
             elif seq.index == 0:
                 self.waiting.release(seq, self._now_s)
-
-    def _release_beams(self, first: Sequence) -> None:
-        """Let the beams that were preempted with ``first`` go on from the prompt that it has computed, on the seats
-        kept for them. Those that have nothing beyond it are held until they are forked.
-        """
-        for seq in first.request.sequences[1:]:
-            if seq.status is SequenceStatus.WAITING and seq.num_tokens > seq.num_prompt_tokens:
-                self.waiting.remove(seq)
-                # Not what the prefix cache has, unless they must: that may be other blocks than those of the first.
-                if self.kv.can_fork(first, seq.num_prompt_tokens):
-                    self.kv.fork(first, seq, seq.num_prompt_tokens)
-                else:
-                    self.kv.attach_cached(seq)
-                seq.urgency = (*first.urgency[:2], seq.index)
-                self.running.add_prompt(seq)
 
     def _preempt_least_urgent(self) -> list[Sequence]:
         """Who was preempted: one sequence, or all beams of a search that run."""
@@ -473,7 +405,7 @@ class Scheduler:
         """Free the blocks and the seat of a running sequence."""
         self.kv.free(seq)
         self.running.remove(seq)
-        self._forked.discard(seq)
+        self.forks.forked.discard(seq)
 
 
 def _num_tokens(decodes: SequenceOf[Sequence], chunks: Iterable[ScheduledTokens]) -> int:

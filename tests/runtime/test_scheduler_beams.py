@@ -50,8 +50,8 @@ def test_beams_have_seats_for_all_or_none() -> None:
     scheduler.finish(scheduler.running.decodes[0])
     assert taken(step(scheduler)) == [(1, 4, 1), (2, 0, 5)]
     assert scheduler.running.num_free_seats == 0
-    scheduler.fork(first, second)
-    scheduler.fork(first, third)
+    scheduler.forks.fork(first, second)
+    scheduler.forks.fork(first, third)
     scheduler.check_integrity()
     assert {seq.seat for seq in scheduler.running} == set(range(4))
 
@@ -61,7 +61,7 @@ def test_a_fork_has_its_parents_tokens_and_blocks_and_copies_what_it_writes_into
     first, second, third = add(scheduler, 0, 6, beam_width=3)
     step(scheduler)
     for beam in (second, third):
-        scheduler.fork(first, beam)
+        scheduler.forks.fork(first, beam)
         beam.token_ids[-1] += beam.index
     assert second.block_tables == third.block_tables == first.block_tables
     schedule = step(scheduler)
@@ -70,7 +70,7 @@ def test_a_fork_has_its_parents_tokens_and_blocks_and_copies_what_it_writes_into
     assert [copy.source for copy in schedule.block_copies] == [partial] * 2  # the parent keeps its own
     assert {second.block_tables[0][0], third.block_tables[0][0]} == {full}
     # The third's beam ends and the second is continued twice: only what changes in the third's table is told.
-    scheduler.fork(second, third)
+    scheduler.forks.fork(second, third)
     schedule = step(scheduler)
     copied = third.block_tables[0][1]
     assert [(update.seat, update.table_index, update.block_id) for update in schedule.block_updates] == [
@@ -83,7 +83,7 @@ def test_a_beam_that_waits_for_its_search_takes_no_part_in_a_step() -> None:
     scheduler = make()
     first, second = add(scheduler, 0, 3, beam_width=2)
     step(scheduler)
-    scheduler.fork(first, second)
+    scheduler.forks.fork(first, second)
     step(scheduler, first)
     assert [entry.seq for entry in step(scheduler).entries] == [first]
     assert second.num_pending_tokens == 0
@@ -95,7 +95,7 @@ def test_beams_are_preempted_together_and_share_the_prompt_again() -> None:
     (long,) = add(scheduler, 0, 4, max_new=30)
     first, second = add(scheduler, 1, 8, beam_width=2)
     step(scheduler)
-    scheduler.fork(first, second)
+    scheduler.forks.fork(first, second)
     schedule = step(scheduler, long, first, second)
     while not schedule.preempted:  # it needs its eighth block; the beams wait, on two they share and one of each alone
         schedule = step(scheduler, long)
@@ -117,7 +117,7 @@ def test_a_prompt_of_beams_that_were_preempted_is_computed_once_there_is_room_fo
     (long,) = add(scheduler, 0, 4, max_new=30)
     beams = add(scheduler, 1, 8, beam_width=2)
     step(scheduler)
-    scheduler.fork(*beams)
+    scheduler.forks.fork(*beams)
     step(scheduler, long, *beams)
     while not step(scheduler, long).preempted:
         pass
@@ -130,11 +130,11 @@ def test_a_parked_beam_has_nothing_and_may_be_forked_again() -> None:
     scheduler = make()
     first, second = add(scheduler, 0, 3, beam_width=2)
     step(scheduler)
-    scheduler.fork(first, second)
-    scheduler.park(second)
+    scheduler.forks.fork(first, second)
+    scheduler.forks.park(second)
     scheduler.check_integrity()
     assert (second.num_tokens, second.block_tables, second.seat) == (3, [], None)
     assert scheduler.running.num_free_seats == 2
-    scheduler.fork(first, second)
+    scheduler.forks.fork(first, second)
     scheduler.check_integrity()
     assert taken(step(scheduler)) == [(0, 3, 1)] * 2
