@@ -11,9 +11,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import TYPE_CHECKING, NamedTuple
 
-import fastgen
 from fastgen.runtime.beam_group import BeamForks
 from fastgen.runtime.flight import (
     Admission,
@@ -242,7 +242,7 @@ class Recorder:
     def recording(self, model: str) -> Recording:
         """What the ring holds now. ``model`` names the model in it."""
         header = Header(
-            fastgen=fastgen.__version__,
+            fastgen=version("fastgen"),
             model=model,
             started=self._started.isoformat(timespec="microseconds"),
             clock_s=self._clock_s,
