@@ -130,12 +130,12 @@ def default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
 
 
 def resolve_seed(sampling: SamplingParams) -> SamplingParams:
-    """``sampling`` with a seed: its own, or a fresh 64-bit one from the operating system.
+    """``sampling`` with a seed, where it draws: its own, or a fresh 64-bit one from the operating system.
 
     The engine calls this once, when a request is submitted, so that all later draws (those repeated after a preemption
     too) come from one seed.
     """
-    if sampling.seed is not None:
+    if sampling.seed is not None or sampling.greedy:
         return sampling
     resolved = object.__new__(SamplingParams)  # the fields are checked already, and checks take ten times as long
     resolved.__dict__.update(vars(sampling), seed=secrets.randbits(64))

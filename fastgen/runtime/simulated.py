@@ -112,14 +112,14 @@ class SimulatedServer:
         )
 
     def serve(self, arrivals: Iterable[Arrival]) -> list[Generation]:
-        """Answer all ``arrivals``, which are in order of time; each is queued before the first step that begins then or
-        later.
-        """
+        """Answer all ``arrivals``, which are in order of time; who comes during a step waits until it has ended."""
         generations: list[Generation] = []
         for arrival in arrivals:
             self.run(until_s=arrival.at_s)
-            self.clock.now_s = max(self.clock.now_s, arrival.at_s)
+            step_end_s = max(self.clock.now_s, arrival.at_s)
+            self.clock.now_s = arrival.at_s
             generations.append(self.engine.submit(arrival.prompt_ids, arrival.sampling))
+            self.clock.now_s = step_end_s
         self.run()
         return generations
 
@@ -127,7 +127,8 @@ class SimulatedServer:
         """Run steps as long as there is work, and the clock is before ``until_s``."""
         while self.engine.has_work and self.clock.now_s < until_s:
             self.engine.step()
-            self.clock.now_s = min(self.clock.now_s + self.engine.idle_s, until_s)
+            if idle_s := self.engine.idle_s:
+                self.clock.now_s = min(self.clock.now_s + idle_s, until_s)
 
 
 def _next_token(seq: Sequence) -> int:

@@ -63,12 +63,13 @@ class StepTimeModel:
     def observe(self, work: StepWork, step_s: float) -> None:
         """A step with ``work`` took ``step_s`` seconds."""
         features = np.array((1, *work)) * _SCALES
-        error_s = step_s - float(features @ self._coefficients)
+        expected_s = float(features @ self._coefficients)
+        error_s = step_s - expected_s
         weight = 1.0
         if self._num_seen < _LEAST_SEEN:
             self._error_s = 0.1 * step_s
         elif error_s:
-            limit_s = _HUBER * max(self._error_s, _LEAST_ERROR * step_s)
+            limit_s = _HUBER * max(self._error_s, _LEAST_ERROR * expected_s)
             weight = min(1.0, limit_s / abs(error_s))
             self._error_s += _ERROR_GAIN * (min(abs(error_s), 2 * limit_s) - self._error_s)
         forgetting = _FORGETTING if np.trace(self._variance) < _MOST_VARIANCE else 1.0

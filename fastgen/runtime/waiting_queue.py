@@ -25,7 +25,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.request import Request, Sequence
 
 DEFAULT_AGING_S = 30.0
-_MOST_AGED = 8
+_MOST_AGED = 2
 """How many are moved up in a step at most."""
 
 _urgency = attrgetter("urgency")

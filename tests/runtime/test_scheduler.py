@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import pytest
 
@@ -295,6 +299,178 @@ def test_a_sequence_cancelled_during_its_step_is_passed_over():
     assert (kept.num_computed_tokens, cancelled.num_computed_tokens) == (4, 0)
     kept.token_ids.append(7)
     assert taken(step(scheduler)) == [(0, 4, 1)]
+
+
+# Classes
+
+
+def add_urgent(scheduler: Scheduler, request_id: int, num_prompt: int, priority: int, **fields: Any) -> Sequence:
+    sampling = SamplingParams(priority=priority, **{"max_new_tokens": 8} | fields)
+    request = Request(request_id, range(100, 100 + num_prompt), sampling, arrival_s=float(request_id))
+    scheduler.add(request)
+    return request.sequences[0]
+
+
+def test_an_urgent_prompt_goes_before_those_that_run_and_wait() -> None:
+    scheduler = make(token_budget=8, max_num_seqs=3)
+    add(scheduler, 0, 30)
+    add(scheduler, 1, 30)
+    assert taken(step(scheduler)) == [(0, 0, 8)]
+    add_urgent(scheduler, 2, 10, priority=-1)
+    assert taken(step(scheduler)) == [(2, 0, 8)]
+    assert taken(step(scheduler)) == [(2, 8, 2), (0, 8, 6)]
+    assert taken(step(scheduler)) == [(2, 10, 1), (0, 14, 7)]
+
+
+def test_the_lowest_class_is_preempted_first_and_in_it_the_youngest() -> None:
+    scheduler = make(num_blocks=9, token_budget=16, max_num_seqs=4)  # 8 blocks of 4
+    low, younger_low = (add_urgent(scheduler, number, 4, priority=5) for number in (0, 1))
+    urgent, younger_urgent = (add_urgent(scheduler, number, 4, priority=1) for number in (2, 3))
+    assert len(step(scheduler).entries) == 4
+    assert step(scheduler).preempted == ()  # their second blocks, which are the last
+    for _ in range(3):
+        assert step(scheduler).preempted == ()
+    assert step(scheduler).preempted == (younger_low, low)
+    assert [seq.status.name for seq in (urgent, younger_urgent)] == ["RUNNING"] * 2
+
+
+def test_an_urgent_prompt_takes_the_blocks_of_a_less_urgent_one_that_it_overtook() -> None:
+    scheduler = make(num_blocks=5, token_budget=16, max_num_seqs=2)  # 4 blocks of 4
+    low = add_urgent(scheduler, 0, 12, priority=1, max_new_tokens=1)
+    planned(scheduler)  # a step that fails, so that it holds 3 blocks and has computed nothing
+    urgent = add_urgent(scheduler, 1, 9, priority=0, max_new_tokens=1)
+    assert taken(step(scheduler)) == [(1, 0, 4)]
+    schedule = step(scheduler)
+    assert (taken(schedule), schedule.preempted) == ([(1, 4, 5)], (low,))
+    scheduler.finish(urgent)
+    assert taken(step(scheduler)) == [(0, 0, 12)]
+
+
+def test_who_waits_long_is_admitted_before_urgent_ones_that_came_later() -> None:
+    kv = KVCacheManager(101, 4)
+    scheduler = Scheduler(kv, token_budget=8, max_num_seqs=1, aging_s=5.0)
+    low = add_urgent(scheduler, 0, 2, priority=9, max_new_tokens=1)
+    order = []
+    for number in range(1, 12):
+        add_urgent(scheduler, number, 2, priority=0, max_new_tokens=1)
+        schedule = scheduler.schedule(now_s=float(number))
+        assert schedule is not None
+        ran(scheduler, schedule)
+        order.append(schedule.entries[0].seq)
+        scheduler.finish(schedule.entries[0].seq)
+    assert order.index(low) == 5
+
+
+# Forks and drafts
+
+
+def test_a_fork_runs_at_once_on_shared_blocks() -> None:
+    scheduler = make(max_num_seqs=3)
+    parent = add(scheduler, 0, 6, n=3)
+    child, other = parent.request.sequences[1:]
+    for seq in (child, other):  # as if they had ended before
+        scheduler.finish(seq)
+    step(scheduler)
+    step(scheduler)
+    parent.token_ids.pop()
+    scheduler.fork(parent, child)
+    scheduler.check_integrity()
+    assert (child.token_ids, child.num_computed_tokens) == (parent.token_ids, 7)
+    parent.token_ids.append(8)
+    child.token_ids.append(9)
+    schedule = planned(scheduler)
+    assert taken(schedule) == [(0, 7, 1), (0, 7, 1)]
+    assert schedule.decodes == (parent, child)
+    assert [(each.index, each.source) for each in schedule.block_copies] == [(1, parent.block_tables[0][1])]
+    assert child.block_tables[0][0] == parent.block_tables[0][0]
+    assert child.block_tables[0][1] == schedule.block_copies[0].destination != parent.block_tables[0][1]
+    scheduler.commit(schedule)
+    scheduler.fork(child, parent)  # the parent's own answer is given up
+    assert parent.token_ids == child.token_ids
+    assert parent.block_tables == child.block_tables
+    parent.token_ids.append(1)
+    child.token_ids.append(2)
+    assert len(step(scheduler).entries) == 2
+
+
+def test_a_fork_without_a_seat_waits_and_is_computed_anew() -> None:
+    scheduler = make(max_num_seqs=1)
+    parent = add(scheduler, 0, 6, n=2)
+    child = parent.request.sequences[1]
+    scheduler.finish(child)
+    step(scheduler)
+    scheduler.fork(parent, child)
+    scheduler.check_integrity()
+    assert scheduler.waiting.head is child
+    scheduler.finish(parent)
+    assert taken(step(scheduler)) == [(0, 0, 7)]
+
+
+def draft_scheduler(propose: Callable[[Sequence, int], SequenceOf[int]], **options: Any) -> Scheduler:
+    kv = KVCacheManager(options.pop("num_blocks", 101), 4)
+    return Scheduler(kv, **{"token_budget": 16, "max_num_seqs": 4} | options, propose_drafts=propose)
+
+
+def test_drafts_take_the_places_that_are_left_in_the_budget() -> None:
+    asked = []
+
+    def propose(seq: Sequence, most: int) -> list[int]:
+        asked.append((seq.key[0], most))
+        return [] if seq.key[0] == 1 else [1, 2, 3][:most]
+
+    scheduler = draft_scheduler(propose, token_budget=8, max_num_seqs=3)
+    seqs = [add(scheduler, number, 2) for number in range(3)]
+    step(scheduler)
+    schedule = planned(scheduler)
+    assert asked == [(0, 5), (1, 2), (2, 2)]
+    assert schedule.decodes == (seqs[1],)
+    assert [(chunk.seq, chunk.num_tokens, chunk.drafts, chunk.num_rows) for chunk in schedule.chunks] == [
+        (seqs[0], 4, (1, 2, 3), 4),
+        (seqs[2], 3, (1, 2), 3),
+    ]
+    assert (schedule.num_tokens, schedule.size) == (8, 8)
+    scheduler.commit(schedule)
+    for seq, num_right in ((seqs[0], 3), (seqs[1], 0), (seqs[2], 1)):
+        seq.token_ids += [*(1, 2, 3)[:num_right], 7]
+        if seq is not seqs[1]:
+            scheduler.accept(seq, num_right)
+    scheduler.check_integrity()
+    assert [seq.num_computed_tokens for seq in seqs] == [6, 3, 4]
+    asked.clear()
+    assert [seq.num_pending_tokens for seq in seqs] == [1, 1, 1]
+    assert planned(scheduler).num_tokens == 8
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_drafts_of_any_length_are_computed_and_accepted_over_a_small_cache(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def propose(seq: Sequence, most: int) -> list[int]:
+        room = seq.num_prompt_tokens + seq.request.sampling.max_new_tokens - seq.num_tokens - 1
+        return [9] * min(rng.randint(0, 4), most, room)
+
+    scheduler = draft_scheduler(propose, num_blocks=rng.randint(7, 20))
+    for number in range(8):
+        scheduler.add(Request(number, range(rng.randint(1, 10)), SamplingParams(max_new_tokens=12), 0.0))
+    num_steps = num_drafts = 0
+    while (schedule := scheduler.schedule()) is not None:
+        scheduler.check_integrity()
+        num_steps += 1
+        if rng.random() < 0.1:  # a step that fails
+            continue
+        scheduler.commit(schedule)
+        for entry in schedule.entries:
+            if entry.samples:
+                num_right = rng.randint(0, len(entry.drafts))
+                entry.seq.token_ids += [9] * num_right + [7]
+                if entry.drafts:
+                    scheduler.accept(entry.seq, num_right)
+                num_drafts += num_right
+                assert entry.seq.num_tokens <= entry.seq.num_prompt_tokens + 12
+                if entry.seq.num_tokens == entry.seq.num_prompt_tokens + 12:
+                    scheduler.finish(entry.seq)
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.capacity
+    assert num_drafts > 10
 
 
 # Steps that fail

@@ -94,7 +94,7 @@ class Model:
             self.call_siblings(seq)
 
     def age(self) -> None:
-        for _ in range(8):
+        for _ in range(2):
             levels = sorted({seq.urgency[0] for seq, _ in self.queued})
             if len(levels) < 2 or self.now_s - self.queued[0][1] < self.aging_s:
                 return
