@@ -196,7 +196,8 @@ def _answers(logits: Tensor, found: list[int], sequences: SequenceOf[SampledSequ
 def _failed(found: int, sequence: SampledSequence) -> SampledToken:
     status = RowStatus(-found)
     if status is RowStatus.NOTHING_LEFT and sequence.matcher is not None:
-        return SampledToken(0, error=": ".join(filter(None, (_NO_TOKEN_FITS, sequence.matcher.error))))
+        reason = sequence.matcher.error
+        return SampledToken(0, error=f"response_format cannot be followed: {reason}" if reason else _NO_TOKEN_FITS)
     return SampledToken(0, error=_ERRORS[status])
 
 

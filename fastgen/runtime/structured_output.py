@@ -46,7 +46,7 @@ _LIMITS = {
 }
 _JSON_OPTIONS = {
     # Bounded, since a model that likes blank lines would otherwise write them until its tokens are spent.
-    "whitespace_pattern": r"[ \t\n\r]{1,40}",
+    "whitespace_pattern": r"[ \t\n\r]{1,20}",
     "lenient": False,
     "coerce_one_of": False,
 }
@@ -131,10 +131,9 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        """What the library says of a grammar that takes more than its limits; empty where nothing is wrong."""
+        """What the library says where it gave up, a limit being reached; empty otherwise."""
         self.mask()  # no other thread uses the state from here on
-        found: str = self._state.get_error()
-        return found
+        return _told(self._state.get_error())
 
     def advance(self, token_id: int) -> bool:
         """Take the next token, one that :meth:`mask` allows and that does not end the request. Returns whether the
@@ -172,7 +171,10 @@ class _Vocabulary:
             backend = deepcopy(tokenizer.backend_tokenizer)
             backend.add_special_tokens([_END])
             self._end_id: int = backend.token_to_id(_END)
-            num_ids = max(vocab_size, backend.get_vocab_size(), self._end_id + 1)
+            ids = tokenizer.get_vocab().values()
+            if self._end_id in ids:
+                raise ValueError("its token ids have gaps")
+            num_ids = max(vocab_size, self._end_id + 1, *ids)
             self._tokenizer = self._library.LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=self._end_id)
         except (AttributeError, ValueError) as error:
             raise InvalidArgumentError(
@@ -191,10 +193,19 @@ class _Vocabulary:
     def compile(self, response_format: ResponseFormat) -> Any:
         """The library's matcher, at the start. Raises ``InvalidArgumentError`` for what it cannot keep to."""
         matcher = self._library.LLMatcher
-        grammar = _GRAMMARS[response_format.kind](matcher, response_format.text)
+        refused = f"response_format ({response_format.kind}) is refused"
+        try:
+            grammar = _GRAMMARS[response_format.kind](matcher, response_format.text)
+        except ValueError as error:
+            raise InvalidArgumentError(f"{refused}: {error}") from None
         start = matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if start.is_error():
-            raise InvalidArgumentError(f"response_format ({response_format.kind}) is refused: {start.get_error()}")
+            raise InvalidArgumentError(f"{refused}: {_told(start.get_error())}")
+        first = start.deep_copy()
+        allowed, may_end = self.next_tokens(first)
+        if not (may_end or allowed.any()):
+            reason = _told(first.get_error()) or "none of the model's tokens can begin such an answer"
+            raise InvalidArgumentError(f"{refused}: {reason}")
         return start
 
     def next_tokens(self, state: Any) -> tuple[Mask, bool]:
@@ -205,6 +216,12 @@ class _Vocabulary:
             return np.zeros(self._num_words, np.int32), False
         may_end = bool(words[self._end_id // 32] >> self._end_id % 32 & 1)
         return words[: self._num_words] & self._in_head, may_end
+
+
+def _told(error: str) -> str:
+    """The library's message, without its note that it could say more; empty where it is only that no token fits."""
+    told = error.removesuffix("<non-verbose/>").strip()
+    return "" if told == "NoExtensionBias" else told
 
 
 def _import_library() -> ModuleType:

@@ -12,7 +12,7 @@ from fastgen.runtime.structured_output import Mask
 class ScriptedMatcher:
     """Allows the tokens of ``allowed``, the same at every step."""
 
-    error = "nothing was scripted"
+    error = ""
 
     def __init__(self, allowed: Iterable[int], vocab_size: int):
         words = [0] * -(-vocab_size // 32)

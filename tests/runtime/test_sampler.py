@@ -262,11 +262,13 @@ def test_a_format_that_allows_nothing_fails_its_row_and_says_so(new_sampler):
     nothing, one = allowing(sequence([1]), []), allowing(sequence([1], temperature=1.0), [41])
     found = new_sampler().sample(logits, [nothing, one, sequence([2])])
     assert "response_format allows none" in found[0].error
-    assert "nothing was scripted" in found[0].error
     assert found[1].token_id == 41
     assert found[2] == new_sampler().sample(logits[2:], [sequence([2])])[0]
     logits[0, 3] = torch.nan
     assert "NaN" in new_sampler().sample(logits, [nothing, one, one])[0].error
+    nothing.matcher.error = "it is too large"
+    logits[0, 3] = 0.0
+    assert new_sampler().sample(logits[:1], [nothing])[0].error == "response_format cannot be followed: it is too large"
 
 
 def test_logprobs_are_the_models_own_with_so_many_alternatives(new_sampler):

@@ -288,7 +288,28 @@ def test_a_tokenizer_that_the_library_does_not_read_is_refused() -> None:
         matcher(grammars, {"type": "json_object"})
 
 
+def test_a_tokenizer_whose_ids_have_gaps_is_refused() -> None:
+    """The end of an answer gets an id of its own, which there could be a token's."""
+    words = Tokenizer(models.BPE({"<s>": 0, "a": 1, "b": 3}, []))
+    words.decoder = decoders.ByteLevel()
+    grammars = Grammars(
+        PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>"), vocab_size=4, eos_token_ids=[]
+    )
+    with pytest.raises(InvalidArgumentError, match="its token ids have gaps"):
+        matcher(grammars, pattern("a").format)
+
+
 # Refusals
+
+
+MANY = [{"properties": {f"p{i}": {"type": "integer"}}} for i in range(6)]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
 
 
 @pytest.mark.parametrize(
@@ -303,6 +324,8 @@ def test_a_tokenizer_that_the_library_does_not_read_is_refused() -> None:
         ({"type": "json_schema", "schema": {"type": "strin"}}, "strin"),
         ({"type": "json_schema", "schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "refused"),
         ({"type": "json_schema", "schema": {"type": "string", "format": "binary-ish"}}, "binary-ish"),
+        ({"type": "json_schema", "schema": nested(150)}, "recursion limit exceeded"),
+        ({"type": "json_schema", "schema": {"allOf": [{"anyOf": MANY}] * 8}}, "too large"),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused_with_the_reason(
@@ -310,6 +333,16 @@ def test_what_cannot_be_kept_to_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         matcher(grammars, response_format)
+
+
+def test_what_no_token_can_begin_is_refused(tmp_path: Path) -> None:
+    words = Tokenizer(models.BPE({"<s>": 0, "a": 1, "b": 2}, []))
+    words.decoder = decoders.ByteLevel()
+    letters = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>")
+    grammars = Grammars(letters, vocab_size=3, eos_token_ids=[0])
+    assert allowed(matcher(grammars, pattern("[ac]+").format), 3) == {1}
+    with pytest.raises(InvalidArgumentError, match="none of the model's tokens can begin such an answer"):
+        matcher(grammars, pattern("c+").format)
 
 
 def test_without_the_library_the_extra_is_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
