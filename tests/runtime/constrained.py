@@ -88,7 +88,7 @@ def _as_pattern(response_format: dict[str, Any], grammar: str, text: str) -> Cas
 
 def _fixed_schema(schema: dict[str, Any], text: str) -> Case:
     """Of a schema that says what the regular expression ``text`` says, where ``~`` is whitespace."""
-    options = {"x-guidance": {"whitespace_pattern": WHITESPACE.replace("0", "1")}}
+    options = {"x-guidance": {"whitespace_pattern": WHITESPACE.replace("{0", "{1")}}
     grammar = f"start: %json {json.dumps(schema | options)}"
     return _as_pattern({"type": "json_schema", "schema": schema}, grammar, text.replace("~", WHITESPACE))
 
@@ -131,7 +131,7 @@ KNOWN_CASES = [
     _fixed_schema({"enum": ["cat", "do\"g", 12, True, None]}, r'"cat"|"do\\"g"|12|true|null'),
     _fixed_schema(OPTIONAL_FIELD, r'\{~"a"~:~(true|false)(~,~"b"~:~null)?~\}'),
     _fixed_schema({"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
-                  r"\[~((true|false)(~,~(true|false))?)?~\]"),
+                  r"\[~((true|false)(~,~(true|false))?~)?\]"),
     BRACKETS,
 ]  # fmt: skip
 

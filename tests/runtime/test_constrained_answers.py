@@ -195,6 +195,7 @@ def test_tokens_are_those_that_win_among_the_possible(directory: Path, target: s
     check_target(directory, target, ASCII_CASES)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_that_win_among_the_possible_on_interpreted_kernels(tmp_path: Path) -> None:
     """Masks go to the device between the forward pass and the captured sampling."""
     directory = save_writer("llama", tmp_path)
