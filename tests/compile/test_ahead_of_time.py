@@ -129,5 +129,5 @@ def test_some_kernels_are_built_as_they_must_be(arch: str, tmp_path: Path) -> No
 @pytest.mark.slow  # some 150 kernels for each target
 @pytest.mark.parametrize("arch", TRITON_ARCHES)
 def test_every_recipe_s_kernels_are_built_as_they_must_be(arch: str, tmp_path: Path) -> None:
-    """At the small sizes of the golden files, where recipes share kernels; the results that are kept are of all."""
+    """At the golden files' small sizes, where recipes share kernels; the results that are kept are of all sizes."""
     check(arch, list(wanted(arch, [small(config) for _, config in CONFIGS.values()])), tmp_path)
