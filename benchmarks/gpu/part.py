@@ -15,11 +15,11 @@ from benchmarks.gpu.measuring import Bench, Row, Rows, clocks, make_bench
 
 PARTS: dict[str, tuple[str, float]] = {
     "tests": ("gpu_tests", 90),
-    "decode": ("steps", 150),
+    "decode": ("steps", 180),
     "splitfuse": ("splitfuse", 110),
     "transformers": ("transformers_batching", 130),
     "attention": ("attention", 100),
-    "start": ("start", 120),
+    "start": ("start", 180),
     "elementwise": ("elementwise", 60),
     "linear": ("few_row_linear", 120),
     "moe": ("moe", 90),

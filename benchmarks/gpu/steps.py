@@ -2,7 +2,8 @@
 
 A row's ``seconds`` are a whole step's, from one call of the engine to the next; ``device_seconds`` those from the first
 kernel of the forward pass to the last of sampling, on the device's clock; ``idle_seconds`` those from there to the next
-step's first kernel; ``eager_seconds`` a whole step's without graphs. The row `capture` is about making the graphs.
+step's forward pass, in which the device only copies inputs; ``eager_seconds`` a whole step's without graphs. The row
+`capture` is about making the graphs.
 """
 
 from __future__ import annotations

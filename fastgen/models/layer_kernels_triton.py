@@ -12,10 +12,10 @@ from torch import Tensor
 from fastgen.compile.ops.activation_triton import TritonActivation, triton_activation_spec
 from fastgen.compile.ops.alibi import Alibi
 from fastgen.compile.ops.attention import AttentionPlan, PagedAttention
-from fastgen.compile.ops.attention_specs import AttentionShape, attention_specs
+from fastgen.compile.ops.attention_specs import AttentionShape, Tiling, attention_specs
 from fastgen.compile.ops.attention_tuning import tuned_tilings
 from fastgen.compile.ops.embedding import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
-from fastgen.compile.ops.few_row_linear import FewRowShape
+from fastgen.compile.ops.few_row_linear import FewRowShape, SplitK
 from fastgen.compile.ops.few_row_tuning import tuned_split
 from fastgen.compile.ops.linear_triton import TritonLinear
 from fastgen.compile.ops.moe_triton import (
@@ -71,6 +71,8 @@ class TritonLayerKernels:
     recipe: str
     plans: dict[object, AttentionPlan] = field(default_factory=dict)
     _workspaces: dict[int, Tensor] = field(default_factory=dict)
+    _splits: dict[tuple[FewRowShape, int], SplitK | None] = field(default_factory=dict)
+    _tilings: dict[AttentionShape, tuple[Tiling, Tiling]] = field(default_factory=dict)
     _expert_tiles: dict[tuple[int, int, int], ExpertTiles] = field(default_factory=dict)
 
     def asking(self, node: NodeRef) -> tuple[str, ...]:
@@ -123,9 +125,16 @@ class TritonLayerKernels:
             shape,
             self.target.kernel,
             self._workspace,
-            lambda rows: tuned_split(shape, rows, self.target.kernel_loader, self.device),
+            lambda rows: self._split(shape, rows),
             needed_by=self.asking(node),
         )
+
+    def _split(self, shape: FewRowShape, num_rows: int) -> SplitK | None:
+        """Layers are alike, so each is asked for many times."""
+        key = (shape, num_rows)
+        if key not in self._splits:
+            self._splits[key] = tuned_split(shape, num_rows, self.target.kernel_loader, self.device)
+        return self._splits[key]
 
     def _workspace(self, numel: int) -> Tensor:
         if numel not in self._workspaces:
@@ -205,7 +214,10 @@ class TritonLayerKernels:
 
     def _attend(self, shape: AttentionShape, asking: tuple[str, ...]) -> PagedAttention:
         loader, max_num_seqs = self.target.kernel_loader, self.target.max_num_seqs
-        chunk, decode = tuned_tilings(shape, max_num_seqs, self.target.num_sms, loader, self.device)
+        if shape not in self._tilings:
+            tilings = tuned_tilings(shape, max_num_seqs, self.target.num_sms, loader, self.device)
+            self._tilings[shape] = tilings
+        chunk, decode = self._tilings[shape]
         specs = attention_specs(
             shape, max_num_seqs=max_num_seqs, arch=self.target.arch, chunk=chunk, decode=decode, needed_by=asking
         )

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +18,12 @@ from benchmarks.gpu.measuring import Bench, Limits
 from benchmarks.gpu.steps import uncaptured
 from fastgen.compile import device as devices
 from fastgen.compile.build_triton import TritonBuilder, triton_arch
+from fastgen.compile.cache import KernelCache
 from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.attention_specs import AttentionShape
+from fastgen.compile.ops.attention_specs import AttentionShape, candidate_tilings, chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention_tuning import tuned_tilings
+from fastgen.compile.ops.few_row_linear import FewRowShape
+from fastgen.compile.ops.few_row_tuning import tuned_split
 
 pytestmark = pytest.mark.gpu
 SHAPE = replace(TOY, hidden=512, heads=4, kv_heads=2, ffn=768, vocab=1000, max_positions=512)
@@ -50,6 +56,31 @@ def test_mixtures(bench: Bench) -> None:
 
 def test_sampling(bench: Bench) -> None:
     sampling.gate(32000, 64, bench)
+
+
+def test_tuning_measures_every_way_and_keeps_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTGEN_AUTOTUNE", raising=False)
+    device, shape = devices.current("cuda"), FewRowShape(4096, 1024, "bf16")
+    loader = KernelLoader(TritonBuilder(triton_arch(device)), cache=KernelCache(tmp_path))
+    split = tuned_split(shape, 16, loader, device.torch_device)
+    (file,) = (tmp_path / ".tuning").iterdir()
+    kept = json.loads(file.read_text())
+    assert kept["key"]["device"] == device.name
+    assert len(kept["seconds"]) == len(kept["key"]["ways"])
+    assert all(seconds > 0 for _, seconds in kept["seconds"])
+    again = KernelLoader(loader.builder, cache=loader.cache)
+    again.fence.close()
+    assert tuned_split(shape, 16, again, device.torch_device) == split
+
+
+def test_tuned_attention_is_one_of_its_ways(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTGEN_AUTOTUNE", raising=False)
+    loader = KernelLoader(bench.loader.builder, cache=KernelCache(tmp_path))
+    shape, arch = AttentionShape(8, 2, 128, 16, "bf16", 128**-0.5), loader.builder.arch
+    chunk, decode = tuned_tilings(shape, 64, bench.num_sms, loader, bench.where)
+    assert chunk in candidate_tilings(chunk_tiling(shape, arch))
+    assert decode in candidate_tilings(decode_tiling(shape, arch))
+    assert len(list((tmp_path / ".tuning").iterdir())) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -28,6 +28,7 @@ from fastgen.compile.spec import KernelSpec
 from fastgen.models.kernels import kernel_specs
 from fastgen.models.registry import find_recipe
 from fastgen.models.resolve import resolve
+from fastgen.models.spec import ModelSpec
 from tests.authoring.published import CONFIGS
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -41,14 +42,17 @@ _FIRST: Final = ("attention", "grouped_linear", "few_row_linear", "qkv", "latent
 Found = dict[str, Any]
 
 
-def wanted(arch: str, configs: Iterable[dict[str, Any]]) -> dict[KernelSpec, list[str]]:
-    """The distinct kernels that models of ``configs`` need in bf16, with the recipes that need each."""
+def models(configs: Iterable[dict[str, Any]]) -> list[ModelSpec]:
+    return [resolve(find_recipe(config), config) for config in configs]
+
+
+def wanted(arch: str, models: Iterable[ModelSpec]) -> dict[KernelSpec, list[str]]:
+    """The distinct kernels that ``models`` need in bf16, with the recipes that need each."""
     loader = KernelLoader(TritonBuilder(arch), num_jobs=1)
     recipes: dict[KernelSpec, list[str]] = defaultdict(list)
-    for config in configs:
-        recipe = find_recipe(config)
-        for spec in kernel_specs(resolve(recipe, config), loader, torch.bfloat16):
-            recipes[spec].append(recipe.name)
+    for model in models:
+        for spec in kernel_specs(model, loader, torch.bfloat16):
+            recipes[spec].append(model.recipe)
     return recipes
 
 
@@ -126,8 +130,10 @@ class Results:
 def build(arches: list[str], seconds: float, results: Results) -> Iterator[str]:
     """Builds what is wanted, the targets in turn, and yields a line for each few kernels."""
     end = time.monotonic() + seconds
-    recipes = {arch: wanted(arch, [config for _, config in CONFIGS.values()]) for arch in arches}
+    published = models(config for _, config in CONFIGS.values())
+    recipes = {arch: wanted(arch, published) for arch in arches}
     waiting = {arch: _batches(results.begin(arch, recipes[arch])) for arch in arches}
+    results.write()
     loaders = {arch: KernelLoader(TritonBuilder(arch), num_jobs=1) for arch in arches}
     for arch, batch in itertools.chain.from_iterable(
         itertools.zip_longest(*([(arch, batch) for batch in waiting[arch]] for arch in arches), fillvalue=("", []))

@@ -19,7 +19,7 @@ from fastgen.compile.spec import KernelSpec
 from fastgen.models.registry import list_recipes
 from tests.authoring.published import CONFIGS
 from tests.compile import ahead_of_time
-from tests.compile.ahead_of_time import PAGE, RESULTS, Results, matrix_instruction, page, problems, wanted
+from tests.compile.ahead_of_time import PAGE, RESULTS, Results, matrix_instruction, models, page, problems, wanted
 from tests.compile.golden import small
 
 GOOD = {"spill_bytes": 0, "shared_bytes": 100, "shared_limit_bytes": 100, "registers": 9, "occupancy": 0.5}
@@ -62,7 +62,7 @@ def test_what_is_wrong_with_a_build(changed: Mapping[str, Any], said: list[str])
 
 
 def test_every_recipe_s_kernels_are_wanted_each_once() -> None:
-    found = wanted("sm_90", [config for _, config in CONFIGS.values()])
+    found = wanted("sm_90", models(config for _, config in CONFIGS.values()))
     assert {name for recipes in found.values() for name in recipes} == {each.recipe.name for each in list_recipes()}
     assert len({spec.digest for spec in found}) == len(found) > 300
 
@@ -129,5 +129,5 @@ def test_some_kernels_are_built_as_they_must_be(arch: str, tmp_path: Path) -> No
 @pytest.mark.slow  # some 150 kernels for each target
 @pytest.mark.parametrize("arch", TRITON_ARCHES)
 def test_every_recipe_s_kernels_are_built_as_they_must_be(arch: str, tmp_path: Path) -> None:
-    """At the small sizes of the golden files, where recipes share kernels; the results that are kept are of all."""
-    check(arch, list(wanted(arch, [small(config) for _, config in CONFIGS.values()])), tmp_path)
+    """At the golden files' small sizes, where recipes share kernels; the results that are kept are of all sizes."""
+    check(arch, list(wanted(arch, models(small(config) for _, config in CONFIGS.values()))), tmp_path)
