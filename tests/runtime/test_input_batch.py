@@ -176,7 +176,7 @@ def test_more_updates_than_a_step_makes_arrive_too(example: tuple[InputBatch, li
     inputs, (chunk, *_) = example
     inputs.max_updates = 5
     updates = tuple(BlockUpdate(seat, 1, index, 10 * seat + index) for seat in range(4) for index in range(3))
-    inputs.build(Schedule(entries=(pending(chunk, 3),), block_updates=updates, preempted=(), size=4))
+    inputs.build(step(pending(chunk, 3), updates=updates, size=4))
     assert inputs.block_tables[1].tolist() == [[0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31, 32]]
     assert inputs.block_tables[0].tolist() == [[0] * 3] * 4
 
