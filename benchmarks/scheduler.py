@@ -1,8 +1,8 @@
-"""What the scheduler costs on the host: a step with 256 decodes, with few and with many requests queued, and queueing.
+"""What scheduling costs on the host: a step with 256 decodes, with few and with many requests queued, and queueing.
 
-``python benchmarks/scheduler.py [--output FILE]`` prints the figures and, with ``--output``, keeps them as JSON with the
-machine and the date. Each is the median of many; the two queue lengths take turns, so that a change of the machine's
-speed meets both. No model and no device are needed.
+``python -m benchmarks.scheduler [--output FILE]`` prints the figures and, with ``--output``, keeps them as JSON with
+the machine and the date. Each is the median of many; the two queue lengths take turns, so that a change of the
+machine's speed meets both. No model and no device are needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Request
@@ -33,10 +32,10 @@ PROMPT = list(range(24))
 class Steps:
     """A scheduler with ``NUM_DECODES`` sequences that decode, and requests queued behind them; its steps are timed."""
 
-    def __init__(self, num_queued: int, *, num_classes: int = 1, num_seats: int = NUM_DECODES):
+    def __init__(self, num_queued: int, num_classes: int):
         num_blocks = 1 + NUM_DECODES * (2 + (NUM_STEPS + len(PROMPT)) // BLOCK_SIZE)
         kv = KVCacheManager(num_blocks, BLOCK_SIZE, max_chunk=8192, prefix_caching=True)
-        self.scheduler = Scheduler(kv, token_budget=8192, max_num_seqs=num_seats)
+        self.scheduler = Scheduler(kv, token_budget=8192, max_num_seqs=NUM_DECODES)
         self.times_s: list[float] = []
         for request_id in range(NUM_DECODES):
             self.scheduler.add(Request(request_id, [request_id, *PROMPT], SAMPLING, 0.0))
@@ -59,9 +58,9 @@ class Steps:
         self.times_s.append(time.perf_counter() - resumed + middle - begin)
 
 
-def step_times_us(**options: Any) -> dict[int, dict[str, float]]:
+def step_times_us(num_classes: int = 1) -> dict[int, dict[str, float]]:
     """Of ``schedule`` and ``commit`` together, by how many requests are queued: median, 95th percentile, mean."""
-    steps = {num_queued: Steps(num_queued, **options) for num_queued in QUEUED}
+    steps = {num_queued: Steps(num_queued, num_classes) for num_queued in QUEUED}
     for _ in range(NUM_STEPS):
         for each in steps.values():
             each.step()
@@ -78,7 +77,7 @@ def step_times_us(**options: Any) -> dict[int, dict[str, float]]:
 
 
 def requests_per_s(make_queue: Callable[[], Callable[[int], object]], *, num_requests: int = 20_000) -> float:
-    """How many requests a second are queued, the best of several rounds; ``make_queue()`` gives what queues the n-th."""
+    """How many requests a second are queued, in the median of some rounds; ``make_queue()`` gives what queues one."""
     rates = []
     for _ in range(7):
         queue = make_queue()
@@ -94,19 +93,14 @@ def scheduler_add() -> Callable[[int], object]:
     return lambda number: scheduler.add(Request(number, PROMPT, SAMPLING, 0.0))
 
 
-def engine_submit() -> Callable[[int], object]:
+def engine_submit(make_sampling: Callable[[], SamplingParams]) -> Callable[[], Callable[[int], object]]:
     from fastgen.runtime.simulated import CostModel, SimulatedServer
 
-    server = SimulatedServer(CostModel(1.0, 0.0), token_budget=512, max_num_seqs=256, num_blocks=1000)
-    return lambda number: server.engine.submit(PROMPT, SamplingParams(max_new_tokens=100))
+    def make_queue() -> Callable[[int], object]:
+        server = SimulatedServer(CostModel(1.0, 0.0), token_budget=512, max_num_seqs=256, num_blocks=1000)
+        return lambda number: server.engine.submit(PROMPT, make_sampling())
 
-
-def engine_submit_same() -> Callable[[int], object]:
-    from fastgen.runtime.simulated import CostModel, SimulatedServer
-
-    server = SimulatedServer(CostModel(1.0, 0.0), token_budget=512, max_num_seqs=256, num_blocks=1000)
-    sampling = SamplingParams(max_new_tokens=100)
-    return lambda number: server.engine.submit(PROMPT, sampling)
+    return make_queue
 
 
 def processor() -> str:
@@ -121,17 +115,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     output: Path | None = parser.parse_args().output
-    seats_free = step_times_us(num_seats=NUM_DECODES)
+    step_us = step_times_us()
     figures = {
         "machine": {"processor": processor(), "python": platform.python_version()},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "num_decodes": NUM_DECODES,
-        "step_us_by_queued": seats_free,
-        "step_ratio": round(seats_free[QUEUED[1]]["median_us"] / seats_free[QUEUED[0]]["median_us"], 3),
+        "step_us_by_queued": step_us,
+        "step_ratio": round(step_us[QUEUED[1]]["median_us"] / step_us[QUEUED[0]]["median_us"], 3),
         "step_us_by_queued_in_100_classes": step_times_us(num_classes=100),
         "scheduler_add_per_s": requests_per_s(scheduler_add),
-        "engine_submit_per_s": requests_per_s(engine_submit_same),
-        "engine_submit_with_new_parameters_per_s": requests_per_s(engine_submit),
+        "engine_submit_per_s": requests_per_s(engine_submit(lambda: SAMPLING)),
+        "engine_submit_with_new_parameters_per_s": requests_per_s(
+            engine_submit(lambda: SamplingParams(max_new_tokens=100))
+        ),
     }
     text = json.dumps(figures, indent=1)
     print(text)
