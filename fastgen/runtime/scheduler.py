@@ -287,6 +287,8 @@ class Scheduler:
         """
         waits = seq.status is SequenceStatus.WAITING
         if waits:
+            if self.kv.pool.num_free < self.kv.num_groups:  # whatever others have computed: it is not looked up
+                return None
             self.forks.attach(seq)
         chunk = None
         try:
@@ -358,7 +360,7 @@ class Scheduler:
         if allocation is None:
             return False
         if seq.seat is not None:
-            copied = (TableEntry(copy.group, copy.index, copy.destination) for copy in allocation.copies)
+            copied = (TableEntry(copy.group, copy.table_index, copy.destination) for copy in allocation.copies)
             self.running.tell(seq, (*allocation.appended, *copied))
         return True
 

@@ -32,6 +32,18 @@ def test_the_python_of_the_readme_runs() -> None:
     assert len(done.stdout.split()) > 40
 
 
+def test_the_python_of_the_scheduling_page_runs() -> None:
+    printed = []
+    for code in blocks(ROOT / "docs" / "scheduling.md", "python"):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    batches, without, bounded = printed[0], *printed[1].splitlines()
+    assert len(json.loads(batches)) == 6
+    longest_ms = [int(re.findall(r"longest gap (\d+) ms", line)[0]) for line in (without, bounded)]
+    assert longest_ms[0] > 90 > 33 > longest_ms[1]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())

@@ -171,6 +171,16 @@ def test_a_token_on_the_device_is_taken_only_as_long_as_the_seat_is_the_sequence
     assert sources(chunk) == [-1], "that token was another's, at the same position"
 
 
+def test_more_updates_than_a_step_makes_arrive_too(example: tuple[InputBatch, list[Sequence]]) -> None:
+    """As when a long prefix comes out of the cache, and its whole table with it."""
+    inputs, (chunk, *_) = example
+    inputs.max_updates = 5
+    updates = tuple(BlockUpdate(seat, 1, index, 10 * seat + index) for seat in range(4) for index in range(3))
+    inputs.build(Schedule(entries=(pending(chunk, 3),), block_updates=updates, preempted=(), size=4))
+    assert inputs.block_tables[1].tolist() == [[0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31, 32]]
+    assert inputs.block_tables[0].tolist() == [[0] * 3] * 4
+
+
 # Random histories
 
 

@@ -22,7 +22,7 @@ def test_a_prefix_is_found_as_far_as_it_is_the_same():
     publish(cache, TEXT, [5, 6, 7])
     assert cache.find(TEXT, 8).depth == 3
     assert cache.find(TEXT, 2).depth == 2
-    assert cache.find(TEXT[:11] + [1], 3).depth == 2
+    assert cache.find([*TEXT[:11], 1], 3).depth == 2
     assert cache.find([1, *TEXT], 3) is cache.root
     assert cache.block_tables(cache.find(TEXT, 8)) == [[5, 6, 7]]
     assert cache.block_tables(cache.root) == [[]]

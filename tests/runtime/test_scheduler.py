@@ -165,7 +165,7 @@ def test_a_prompt_is_computed_for_the_first_sequence_and_shared_by_the_others():
     schedule = step(scheduler)  # but then they are next: the last token of the prompt gives them their own first one
     assert [entry.seq for entry in schedule.entries][2:] == [second]
     assert taken(schedule) == [(0, 6, 1), (1, 2, 1), (0, 5, 1)]
-    assert [(copy.index, copy.destination) for copy in schedule.block_copies] == [(1, second.block_tables[0][1])]
+    assert [(copy.table_index, copy.destination) for copy in schedule.block_copies] == [(1, second.block_tables[0][1])]
     assert second.block_tables[0][0] == first.block_tables[0][0]
     scheduler.finish(second)
     schedule = step(scheduler)

@@ -92,7 +92,7 @@ def test_nobody_ages_among_equals() -> None:
 
 @pytest.mark.parametrize("aging_s", [0, -1.0, float("nan"), "30", True, None])
 def test_a_time_that_is_none_is_refused(aging_s: float) -> None:
-    with pytest.raises(InvalidArgumentError, match="aging_s=.*: expected a number of seconds above 0"):
+    with pytest.raises(InvalidArgumentError, match=r"aging_s=.*: expected a number of seconds above 0"):
         WaitingQueue(aging_s)
 
 
