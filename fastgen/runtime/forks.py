@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.kv_cache_manager import KVCacheManager, held_entries
 from fastgen.runtime.request import Sequence, SequenceStatus
 from fastgen.runtime.running_set import RunningSet
@@ -17,6 +18,51 @@ class Forks:
         """Beams whose next token may go into a block that they share with their parent. It goes into a copy, and the
         parent's into the block itself, where it is of no account to the others.
         """
+
+    def blocks_needed(self, num_prompt_tokens: int, num_tokens: int, beam_width: int) -> int:
+        """The most blocks that the beams of a request hold at once when each has ``num_tokens`` tokens.
+
+        They share the full blocks of the prompt, unless windows may have left these behind, and of the others each may
+        have its own. One block more for each is for copies being made, whose sources are held as well.
+        """
+        needed = self._kv.blocks_needed(num_tokens)
+        if beam_width == 1:
+            return needed
+        shared = self._shared_prompt_blocks(num_prompt_tokens)
+        return shared + beam_width * (needed - shared + self._kv.num_groups)
+
+    def check_fits(self, num_prompt_tokens: int, max_new_tokens: int, beam_width: int) -> None:
+        """Refuse beams that could not finish even with all seats and the whole cache to themselves.
+
+        :raises InvalidArgumentError: where there are fewer seats than beams.
+        :raises RequestTooLargeError: where the cache is too small, with the arithmetic.
+        """
+        num_seats, capacity = self._running.max_num_seqs, self._kv.pool.capacity
+        if beam_width > num_seats:
+            raise InvalidArgumentError(
+                f"beam_width={beam_width} beams run at once, but at most max_num_seqs={num_seats} sequences do: ask "
+                "for fewer beams, or load with a higher max_num_seqs"
+            )
+
+        def needed(num_new: int) -> int:
+            return self.blocks_needed(num_prompt_tokens, num_prompt_tokens + num_new - 1, beam_width)
+
+        if needed(max_new_tokens) <= capacity:
+            return
+        shared = self._shared_prompt_blocks(num_prompt_tokens)
+        own = self._kv.blocks_needed(num_prompt_tokens + max_new_tokens - 1) - shared
+        raise RequestTooLargeError(
+            f"beam_width={beam_width} beams of a prompt of {num_prompt_tokens} tokens with "
+            f"max_new_tokens={max_new_tokens} need {shared} blocks that they share + {beam_width} * ({own} of each "
+            f"alone + {self._kv.num_groups} for copies) = {needed(max_new_tokens)} blocks, the KV cache has "
+            f"{capacity}: ask for fewer beams, shorten the prompt, lower max_new_tokens, or give the cache more memory "
+            "(kv_cache_memory)",
+            room=next((num_new for num_new in range(max_new_tokens - 1, 0, -1) if needed(num_new) <= capacity), 0),
+        )
+
+    def _shared_prompt_blocks(self, num_prompt_tokens: int) -> int:
+        kv = self._kv
+        return 0 if any(kv.windows) else kv.num_groups * (num_prompt_tokens // kv.block_size)
 
     def attach(self, seq: Sequence) -> None:
         """Let ``seq``, which holds nothing, have the blocks that others computed for it: those in the prefix cache, or

@@ -134,39 +134,6 @@ class KVCacheManager:
             room=most - num_prompt_tokens,
         )
 
-    def beam_blocks_needed(self, num_prompt_tokens: int, num_tokens: int, beam_width: int) -> int:
-        """The most blocks that the sequences of a request hold at once when each has ``num_tokens`` tokens.
-
-        Beams share the full blocks of the prompt, unless windows may have left these behind, and of the others each may
-        have its own. One block more for each is for copies being made, whose sources are held as well.
-        """
-        if beam_width == 1:
-            return self.blocks_needed(num_tokens)
-        shared = self._shared_prompt_blocks(num_prompt_tokens)
-        return shared + beam_width * (self.blocks_needed(num_tokens) - shared + self.num_groups)
-
-    def check_beams_fit(self, num_prompt_tokens: int, max_new_tokens: int, beam_width: int) -> None:
-        """As :meth:`check_fits`, of all beams of a request."""
-
-        def needed(num_new: int) -> int:
-            return self.beam_blocks_needed(num_prompt_tokens, num_prompt_tokens + num_new - 1, beam_width)
-
-        if beam_width == 1 or needed(max_new_tokens) <= self.pool.capacity:
-            return
-        shared, capacity = self._shared_prompt_blocks(num_prompt_tokens), self.pool.capacity
-        own = self.blocks_needed(num_prompt_tokens + max_new_tokens - 1) - shared
-        raise RequestTooLargeError(
-            f"beam_width={beam_width} beams of a prompt of {num_prompt_tokens} tokens with "
-            f"max_new_tokens={max_new_tokens} need {shared} blocks that they share + {beam_width} * ({own} of each "
-            f"alone + {self.num_groups} for copies) = {needed(max_new_tokens)} blocks, the KV cache has {capacity}: "
-            "ask for fewer beams, shorten the prompt, lower max_new_tokens, or give the cache more memory "
-            "(kv_cache_memory)",
-            room=next((num_new for num_new in range(max_new_tokens - 1, 0, -1) if needed(num_new) <= capacity), 0),
-        )
-
-    def _shared_prompt_blocks(self, num_prompt_tokens: int) -> int:
-        return 0 if any(self.windows) else self.num_groups * (num_prompt_tokens // self.block_size)
-
     def max_tokens(self, seq: Sequence) -> int:
         """How many tokens beyond those computed ``seq`` has places for, counting the blocks now free as its own."""
         num_held = len(seq.block_tables[0]) if seq.block_tables else 0

@@ -113,13 +113,8 @@ class Scheduler:
 
     def check_fits(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
         """Refuse a request that could not finish even with all seats and the whole cache to itself, saying why."""
-        if sampling.beam_width > self.max_num_seqs:
-            raise InvalidArgumentError(
-                f"beam_width={sampling.beam_width} beams run at once, but at most max_num_seqs={self.max_num_seqs} "
-                "sequences do: ask for fewer beams, or load with a higher max_num_seqs"
-            )
         self.kv.check_fits(num_prompt_tokens, sampling.max_new_tokens)
-        self.kv.check_beams_fit(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
+        self.forks.check_fits(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
 
     def finish(self, seq: Sequence) -> None:
         """Drop ``seq``, done or cancelled, whatever it is doing; its blocks and its seat are free at once."""
@@ -320,14 +315,11 @@ class Scheduler:
         """
         if not seq.num_preemptions or not len(self.running):
             return True
-        needed = self.kv.beam_blocks_needed(seq.num_prompt_tokens, seq.num_tokens, seq.request.sampling.beam_width)
-        needed -= len(held_entries(seq))
-        return needed + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
+        needed = self.forks.blocks_needed(seq.num_prompt_tokens, seq.num_tokens, seq.request.sampling.beam_width)
+        return needed - len(held_entries(seq)) + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
 
     def _draft(self, decodes: list[Sequence], num_places: int) -> tuple[list[Sequence], list[ScheduledTokens]]:
-        """The decodes that have no drafts, and those that have as chunks, at most ``num_places`` drafts in all. What
-        follows a beam is not its own to guess.
-        """
+        """The decodes without drafts (beams have none), and those with, as chunks; at most ``num_places`` drafts."""
         assert self._propose_drafts is not None
         plain, drafted = [], []
         for seq in decodes:

@@ -205,7 +205,9 @@ def test_company_budget_and_preemptions_move_no_bit(
         block_bytes = engine_of(llm).runner.kv_cache.size_bytes // llm.config.num_blocks
         kv = engine_of(llm).scheduler.kv
         most = max(
-            kv.beam_blocks_needed(len(prompt), len(prompt) + each.max_new_tokens, each.beam_width)
+            engine_of(llm).scheduler.forks.blocks_needed(
+                len(prompt), len(prompt) + each.max_new_tokens, each.beam_width
+            )
             for prompt, each in requests
         )
     num_preempted = 0

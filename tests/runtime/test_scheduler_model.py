@@ -43,10 +43,12 @@ class ModelSequence:
     was_preempted: bool = False
     came_from_other: bool = False
     """Until it has a token of its own, it ends in a block of that one's."""
+    has_run: bool = False
+    """Whether a step was committed since it was admitted."""
 
     @property
     def is_decode(self) -> bool:
-        return self.seated and self.computed >= self.num_prompt and self.num_tokens == self.computed + 1
+        return self.has_run and self.computed >= self.num_prompt and self.num_tokens == self.computed + 1
 
 
 @dataclass
@@ -92,6 +94,7 @@ class Model:
     def committed(self, key: Key, num_tokens: int) -> None:
         (seq,) = (s for s in self.sequences if s.key == key)
         seq.computed += num_tokens
+        seq.has_run = True
         if seq.key[1] == 0 and seq.computed >= seq.num_prompt:
             self.call_siblings(seq)
 
@@ -140,6 +143,7 @@ class Model:
     def preempt(self) -> Key:
         victim = self.seated()[-1]
         victim.seated, victim.computed, victim.blocks, victim.was_preempted = False, 0, [], True
+        victim.has_run = False
         self.sources.pop(victim.key, None)
         self.queued.append((victim, self.now_s))
         return victim.key
