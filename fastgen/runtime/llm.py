@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, overload
 
 from fastgen.compile import device as devices
 from fastgen.errors import FastgenError, InvalidArgumentError, RecipeError
@@ -32,7 +32,7 @@ from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.policies import Policy, choose_policy
 from fastgen.runtime.progress import progress_bar
-from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts
+from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts, encode_each, name_prompt
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.targets import bundle_flags, choose_target, parse_quantize, sealed_loader, target_facts
 from fastgen.runtime.text import TextCodec
@@ -40,7 +40,6 @@ from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, check_aging_s
 from fastgen.runtime.why import why
 from fastgen.runtime.why_text import tell
 
-_T = TypeVar("_T")
 _NAP_S = 0.005  # the longest that a policy which waits for more keeps this thread from seeing what came
 _PROGRESS_FROM = 8  # prompts; fewer are done before a bar tells anything
 
@@ -209,7 +208,7 @@ class LLM:
         these requests and leaves the engine usable.
         """
         items, single = as_prompts(prompts)
-        outputs = self._run(_each(self._codec.encode, items), self._sampling(sampling, fields, len(items)))
+        outputs = self._run(encode_each(self._codec.encode, items), self._sampling(sampling, fields, len(items)))
         return outputs[0] if single else outputs
 
     @overload
@@ -236,7 +235,7 @@ class LLM:
         A conversation is a list of ``{"role": …, "content": …}``. Otherwise as :meth:`generate`.
         """
         items, single = as_conversations(messages)
-        outputs = self._run(_each(self._codec.encode_chat, items), self._sampling(sampling, fields, len(items)))
+        outputs = self._run(encode_each(self._codec.encode_chat, items), self._sampling(sampling, fields, len(items)))
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> Stream:
@@ -343,7 +342,7 @@ class LLM:
                 try:
                     engine.check(prompt, sampling)
                 except InvalidArgumentError as error:
-                    _name_prompt(error, index, len(prompts))
+                    name_prompt(error, index, len(prompts))
                     raise
 
     def _stream(self, prompt: list[int], sampling: SamplingParams | None, fields: Mapping[str, Any]) -> Stream:
@@ -404,23 +403,6 @@ class LLM:
                         self._engine.cancel(generation)
             finally:
                 self._lock.release()
-
-
-def _each(encode: Callable[[_T], list[int]], items: list[_T]) -> list[list[int]]:
-    encoded = []
-    for index, item in enumerate(items):
-        try:
-            encoded.append(encode(item))
-        except InvalidArgumentError as error:
-            _name_prompt(error, index, len(items))
-            raise
-    return encoded
-
-
-def _name_prompt(error: InvalidArgumentError, index: int, num_prompts: int) -> None:
-    """Of several prompts, let ``error`` say which one it is about."""
-    if num_prompts > 1:
-        error.args = (f"prompt {index}: {error}",)
 
 
 class Stream(Iterator[GenerationChunk]):

@@ -108,7 +108,13 @@ def drawn_on_seats(sequences: list[Sequence]) -> list[int]:
     """By interpreted Triton kernels, each sequence in a seat of its own."""
     count = len(sequences)
     inputs = InputBatch(
-        token_budget=count, max_num_seqs=count, num_groups=1, max_blocks=1, block_size=4, device=torch.device("cpu")
+        token_budget=count,
+        max_num_seqs=count,
+        max_rows=count,
+        num_groups=1,
+        max_blocks=1,
+        block_size=4,
+        device=torch.device("cpu"),
     )
     made = Target(KernelLoader(TritonBuilder("interpret")), max_rows=count, max_num_seqs=count)
     seats = seat_sampler(made, VOCAB, inputs)
