@@ -115,7 +115,9 @@ _DECODES: dict[str, dict[int, Tiling]] = {
 _DECODES |= {"sm_89": _DECODES["sm_86"], "sm_90": _DECODES["sm_80"], "sm_100": _DECODES["sm_80"]}
 # Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise.
 _CHUNKS_GATHERED = {"sm_90": {256: Tiling(64, 32, 8, 3)}}
-_DECODES_GATHERED = {"sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4)}}
+_DECODES_GATHERED = {
+    "sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4), 256: Tiling(16, 32, 4, 2, programs_per_sm=2)},
+}
 # fp32 dots are exact, without tensor cores, and their operands lie in registers.
 _CHUNKS_FP32, _DECODES_FP32 = Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1, programs_per_sm=1)
 
