@@ -233,13 +233,19 @@ class Engine:
         """Give out what the search found. A ``reason`` ends it before its time."""
         for sequence in generation.request.sequences:
             self.scheduler.finish(sequence)
-        ends = generation.adopt_beams(self._stop_ids(generation.request.sampling))
+        ends: list[FinishReason | None] = [None] * len(generation.completions)
+        try:
+            ends = generation.adopt_beams(self._stop_ids(generation.request.sampling))
+        except Exception as failure:  # of their text
+            reason, error = "error", error or cause_of(failure)
+            _log.error("a request ends with an error: %s", error, exc_info=failure)
         for completion, end in zip(generation.completions, ends, strict=True):
             self.metrics.gave_answer(generation.request.arrival_s, completion.token_times_s)
-            if reason is None and end is None:
+            ended = reason or end
+            if ended is None:
                 self._finish(completion, "error", "the beam search found fewer answers: no other token can be chosen")
             else:
-                self._finish(completion, reason or end, error)
+                self._finish(completion, ended, error)
 
     def _finish(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         self.scheduler.finish(completion.sequence)

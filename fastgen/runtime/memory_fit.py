@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastgen.compile.ops.packed_weight import WeightFormat
 from fastgen.errors import FastgenError
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Resolve = Callable[[MemoryModel, "AskedSizes"], "EngineConfig"]
 """The engine's sizes, or a :class:`FastgenError`."""
 
-Sizes = dict[str, int]
-"""Fields of :class:`AskedSizes`."""
+Sizes = dict[str, Any]
+"""Fields of :class:`AskedSizes`, integers."""
 
 _SHARE_OF_REST = 0.5
 """Of what a machine has beside the engine's other memory: others run there too, and files want to be cached."""
@@ -28,7 +28,7 @@ _SHARE_OF_GPU = 0.9
 _STEPS = 1024
 """In how many steps all sizes are lowered together."""
 _SIZES = ("kv_cache_memory", "token_budget", "max_num_seqs", "max_model_len", "block_size")
-_SMALLEST = {"kv_cache_memory": None, "token_budget": 1, "max_num_seqs": 1, "max_model_len": 1}
+_SMALLEST: Sizes = {"kv_cache_memory": None, "token_budget": 1, "max_num_seqs": 1, "max_model_len": 1}
 _PLENTY = 1 << 62
 QUANTIZED: tuple[WeightFormat, ...] = ("int8", "int8_weight_only", "int4")
 

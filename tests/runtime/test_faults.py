@@ -28,6 +28,7 @@ FIELDS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3, "logprobs": 2},
     {"prompt_logprobs": 1},
     {"temperature": 1.1, "top_k": 7, "seed": 5, "stop": ["zq"]},
+    {"beam_width": 2, "n": 2},
 ]
 
 Part = Callable[[Engine], Any]
@@ -155,6 +156,8 @@ def has_failed(generation: Generation) -> bool:
 
 
 def begins(failed: GenerationOutput, whole: GenerationOutput) -> bool:
+    if failed.completions[0].score is not None:  # beams: the best so far need not be the beginning of the best
+        return True
     pairs = zip(failed.completions, whole.completions, strict=True)
     return all(one.token_ids == other.token_ids[: len(one.token_ids)] for one, other in pairs)
 
@@ -246,6 +249,34 @@ def test_text_that_cannot_be_made_ends_its_request(
     serve(engine, requests())
     failed = {generations[index].request.request_id for index in (1, 5)}
     check(generations, alone, failed, "UnicodeDecodeError: ")
+
+
+@pytest.mark.parametrize("method", ["report", "advance"])
+def test_a_beam_search_that_breaks_ends_its_request(
+    engine: Engine, alone: list[GenerationOutput], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    broken: list[Generation] = []
+    submit = engine.submit
+
+    def submit_broken(prompt: list[int], sampling: SamplingParams) -> Generation:
+        generation = submit(prompt, sampling)
+        if generation.beams is not None and not broken:
+            broken.append(generation)
+            call, num_calls = getattr(generation.beams, method), 0
+
+            def fails(*arguments: Any) -> Any:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls == 3:
+                    raise RuntimeError("broken")
+                return call(*arguments)
+
+            setattr(generation.beams, method, fails)
+        return generation
+
+    monkeypatch.setattr(engine, "submit", submit_broken)
+    generations = serve(engine, requests())
+    check(generations, alone, {broken[0].request.request_id}, "RuntimeError: broken")
 
 
 @pytest.mark.parametrize("phase", [*RUN, *PLAN])
