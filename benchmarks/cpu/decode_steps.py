@@ -59,7 +59,13 @@ def measure(model: Path, weight_format: str, num_threads: int, num_pairs: int) -
     fastgen.load("tiny-llama", device="cpu").close()  # all that is imported is there before memory is looked at
     with MemoryWatch() as memory:
         llm = fastgen.load(
-            model, device="cpu", dtype=dtype, quantize=quantize, num_threads=num_threads, kv_cache_memory="1GiB"
+            model,
+            device="cpu",
+            dtype=dtype,
+            quantize=quantize,
+            num_threads=num_threads,
+            kv_cache_memory="1GiB",
+            prefix_caching=False,
         )
     engine = llm._engine
     assert engine is not None

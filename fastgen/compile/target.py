@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,9 +47,13 @@ class Target:
         return "torch" if self.loader is None else self.loader.builder.target
 
     @property
+    def kernel_loader(self) -> KernelLoader:
+        assert self.loader is not None, "torch has no kernels"
+        return self.loader
+
+    @property
     def arch(self) -> str:
-        assert self.loader is not None, "torch has no architecture to build for"
-        return self.loader.builder.arch
+        return self.kernel_loader.builder.arch
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """That of :meth:`TargetFacts.activation_dtype`."""
@@ -83,6 +88,10 @@ class _AskedFor:
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         assert self.kernel is not None, f"{self.spec.name} is called before it is built"
         self.kernel(grid, *arguments)
+
+    def bind(self, grid: tuple[int, ...], *arguments: Any) -> Callable[[], None]:
+        assert self.kernel is not None, f"{self.spec.name} is bound before it is built"
+        return self.kernel.bind(grid, *arguments)
 
 
 TORCH = Target()

@@ -13,12 +13,12 @@ from fastgen.runtime.beam_search import BeamSearch, Candidate, Hypothesis
 from fastgen.runtime.request import Request, Sequence
 
 
-class Forks(Protocol):
-    """What a group asks of the scheduler."""
+class BeamForks(Protocol):
+    """What of :class:`~fastgen.runtime.forks.Forks` a search asks for."""
 
     def fork(self, parent: Sequence, child: Sequence) -> None: ...
 
-    def park(self, seq: Sequence) -> None: ...
+    def park(self, beam: Sequence) -> None: ...
 
 
 class BeamGroup:
@@ -53,7 +53,7 @@ class BeamGroup:
         again first, for the beams that fork from it."""
         return all(beam in self._candidates and not beam.num_pending_tokens for beam in self._live)
 
-    def advance(self, scheduler: Forks, now_s: float) -> None:
+    def advance(self, forks: BeamForks, now_s: float) -> None:
         """Move the search by a token, and the sequences with it."""
         parents = self.search.advance([self._candidates[sequence] for sequence in self._live])
         self._candidates.clear()
@@ -68,14 +68,14 @@ class BeamGroup:
                 next_live.append(parent)
             else:
                 child = free.pop()
-                scheduler.fork(parent, child)
+                forks.fork(parent, child)
                 next_live.append(child)
         for sequence, beam in zip(next_live, self.search.live, strict=True):
             assert beam.newest is not None
             sequence.token_ids.append(beam.newest.token_id)
         for sequence in free:
             if sequence in self._live:
-                scheduler.park(sequence)
+                forks.park(sequence)
         self._live = next_live
 
     def hypotheses(self) -> list[Hypothesis]:

@@ -139,10 +139,14 @@ class BeamSearch:
             return True
         never = self.early_stopping == "never" and self.length_penalty > 0
         length = self.max_new_tokens if never else best.length
-        return best.score / length**self.length_penalty <= self.finished[-1].score
+        return self._by_length(best.score, length) <= self.finished[-1].score
 
     def _hypothesis(self, beam: Beam) -> Hypothesis:
-        return Hypothesis(beam, beam.score / max(beam.length, 1) ** self.length_penalty)
+        return Hypothesis(beam, self._by_length(beam.score, beam.length))
+
+    def _by_length(self, score: float, length: int) -> float:
+        divisor: float = max(length, 1) ** self.length_penalty
+        return score / divisor
 
 
 def num_candidates(beam_width: int, stop_ids: frozenset[int]) -> int:

@@ -16,6 +16,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _DEFAULT_TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}
 _DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_BLOCK_SIZE = 16
+_DEFAULT_NUM_DRAFT_TOKENS = 4
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
     _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}iB": 1024**_power}
@@ -23,7 +24,9 @@ for _power, _prefix in enumerate("KMGT", start=1):
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of an engine. ``num_blocks`` counts the padding block; ``max_model_len`` is prompt and answer together."""
+    """Sizes of an engine. ``num_blocks`` counts the padding block; ``max_model_len`` is prompt and answer together;
+    ``num_draft_tokens`` is 0 where nothing is drafted.
+    """
 
     token_budget: int
     max_num_seqs: int
@@ -32,6 +35,12 @@ class EngineConfig:
     max_model_len: int
     num_kv_groups: int
     prefix_caching: bool = True
+    num_draft_tokens: int = 0
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a step that may need logits: a token of each sequence, and its drafts."""
+        return min(self.token_budget, self.max_num_seqs * (1 + self.num_draft_tokens))
 
     @property
     def max_blocks(self) -> int:
@@ -49,6 +58,7 @@ class AskedSizes:
     max_model_len: int | None = None
     block_size: int | None = None
     prefix_caching: bool = True
+    num_draft_tokens: int = 0
 
 
 def resolve_engine_config(
@@ -60,6 +70,8 @@ def resolve_engine_config(
     block_size: int | None = None,
     max_model_len: int | None = None,
     prefix_caching: bool = True,
+    speculative: str | None = None,
+    num_draft_tokens: int | None = None,
 ) -> EngineConfig:
     """Fill in what was left open and refuse what cannot work.
 
@@ -73,6 +85,7 @@ def resolve_engine_config(
         ("max_num_seqs", max_num_seqs),
         ("block_size", block_size),
         ("max_model_len", max_model_len),
+        ("num_draft_tokens", num_draft_tokens),
     ):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise InvalidArgumentError(f"{name}={value!r}: expected an integer of at least 1")
@@ -80,7 +93,8 @@ def resolve_engine_config(
         raise InvalidArgumentError(f"prefix_caching={prefix_caching!r}: expected True or False")
     _check_model_len(memory.build.spec, max_model_len)
     kv_bytes = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
-    asked = AskedSizes(kv_bytes, token_budget, max_num_seqs, max_model_len, block_size, prefix_caching)
+    drafts = _num_draft_tokens(speculative, num_draft_tokens, token_budget or _DEFAULT_TOKEN_BUDGET[memory.device.kind])
+    asked = AskedSizes(kv_bytes, token_budget, max_num_seqs, max_model_len, block_size, prefix_caching, drafts)
     try:
         return _resolve(memory, asked)
     except OutOfMemoryError as error:
@@ -123,6 +137,7 @@ def _resolve(memory: MemoryModel, asked: AskedSizes) -> EngineConfig:
             max_model_len=model_len or max(0, num_blocks - 1) // memory.num_kv_groups * size + 1,
             num_kv_groups=memory.num_kv_groups,
             prefix_caching=asked.prefix_caching,
+            num_draft_tokens=asked.num_draft_tokens,
         )
 
     block_bytes, least = memory.block_bytes(size), 1 + memory.num_kv_groups
@@ -158,6 +173,23 @@ def parse_bytes(size: int | str, name: str) -> int:
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise InvalidArgumentError(f"{name}={size!r}: expected a positive number of bytes or a size such as '4GiB'")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _num_draft_tokens(speculative: str | None, num_draft_tokens: int | None, token_budget: int) -> int:
+    """How many tokens are drafted for a sequence at most; 0 without ``speculative``."""
+    if speculative is None:
+        if num_draft_tokens is not None:
+            raise InvalidArgumentError(f"num_draft_tokens={num_draft_tokens} needs speculative='ngram'")
+        return 0
+    if speculative != "ngram":
+        raise InvalidArgumentError(f"speculative={speculative!r}: expected 'ngram', or None")
+    most = _DEFAULT_NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
+    if most >= token_budget:
+        raise InvalidArgumentError(
+            f"num_draft_tokens={most} drafts and the token before them take {most + 1} places of a step, and "
+            f"token_budget={token_budget} has fewer; raise token_budget or lower num_draft_tokens"
+        )
+    return most
 
 
 def _check_model_len(spec: ModelSpec, max_model_len: int | None) -> None:

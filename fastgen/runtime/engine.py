@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.beam_group import BeamGroup
 from fastgen.runtime.detokenizer import Detokenizer
+from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.faults import cause_of
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.metrics import EngineMetrics
@@ -23,6 +24,7 @@ from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
 from fastgen.runtime.schedule import Schedule
 from fastgen.runtime.scheduler import Scheduler
+from fastgen.runtime.structured_output import Grammars
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +32,9 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Serves submitted requests step by step. Not thread-safe: whoever calls holds one lock around each call.
 
-    ``new_detokenizer(prompt_ids, sampling)`` is ``None`` where the model has no tokenizer; answers are token ids then.
+    ``new_detokenizer(prompt_ids, sampling)`` and ``grammars``, which compile what requests ask their answers to be, are
+    ``None`` where the model has no tokenizer; answers are token ids then.
+    The ``drafter``, if any, is the one that ``scheduler`` asks; it is told who has ended.
     """
 
     def __init__(
@@ -42,11 +46,14 @@ class Engine:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         new_detokenizer: Callable[[SequenceOf[int], SamplingParams], Detokenizer] | None,
+        grammars: Grammars | None = None,
+        drafter: NgramDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.runner, self.scheduler = runner, scheduler
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
-        self._new_detokenizer, self._clock = new_detokenizer, clock
+        self._new_detokenizer, self._grammars = new_detokenizer, grammars
+        self._drafter, self._clock = drafter, clock
         self.recorder, self.metrics = Recorder(engine_facts(scheduler), clock), EngineMetrics(scheduler)
         self._request_ids = count()
         self._generations: dict[int, Generation] = {}
@@ -56,18 +63,29 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._generations)
 
+    @property
+    def idle_s(self) -> float:
+        """For how many seconds nothing will run, unless a request comes, because the policy waits for more."""
+        resumes_at_s = self.scheduler.resumes_at_s
+        return 0.0 if resumes_at_s is None else max(0.0, resumes_at_s - self._clock())
+
     def check(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> None:
         """Refuse a request that cannot be served, saying why; nothing is changed."""
         if not prompt_ids:
             raise InvalidArgumentError("the prompt has no tokens; give it at least one")
-        for position, token_id in enumerate(prompt_ids):
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidArgumentError(
-                    f"prompt token {position} is id {token_id}; the model's ids are 0 to {self.vocab_size - 1}"
-                )
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
+            found = ((at, token_id) for at, token_id in enumerate(prompt_ids) if not 0 <= token_id < self.vocab_size)
+            position, token_id = next(found)
+            raise InvalidArgumentError(
+                f"prompt token {position} is id {token_id}; the model's ids are 0 to {self.vocab_size - 1}"
+            )
         sampling.check_against(self.vocab_size)
         if sampling.stop and self._new_detokenizer is None:
             raise InvalidArgumentError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if sampling.response_format is not None:
+            if self._grammars is None:
+                raise InvalidArgumentError("response_format needs a tokenizer, and this model has none")
+            self._grammars.compile(sampling.response_format)
         num_tokens = len(prompt_ids) + sampling.max_new_tokens
         if num_tokens > self.max_model_len:
             room = self.max_model_len - len(prompt_ids)
@@ -86,13 +104,13 @@ class Engine:
         self.scheduler.check_fits(len(prompt_ids), sampling)
 
     def submit(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> Generation:
-        """Queue a request. Its answer grows with the steps that follow."""
+        """Queue a request. Its answer grows with the steps that follow. What is not needed before its turn is made
+        then.
+        """
         self.check(prompt_ids, sampling)
-        request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock())
-        completions = [
-            Completion(sequence, self._new_detokenizer(prompt_ids, sampling) if self._new_detokenizer else None)
-            for sequence in request.sequences[: sampling.n]
-        ]
+        constraint = self._grammars.constraint(sampling) if self._grammars is not None else None
+        request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock(), constraint)
+        completions = [Completion(sequence) for sequence in request.sequences[: sampling.n]]
         beams = BeamGroup(request, self._stop_ids(sampling)) if request.has_beams else None
         generation = Generation(request, completions, beams)
         self.scheduler.add(request)
@@ -141,6 +159,7 @@ class Engine:
         self._update(output, step)
         step.ended_s = self._clock()
         self.metrics.stepped(schedule, step)
+        self.scheduler.observe(schedule, step.ended_s - began_s)
 
     def _schedule(self, now_s: float) -> Schedule | None:
         """The next step. One that cannot be made, not even at a second try, is nobody's in particular: those end that
@@ -180,13 +199,19 @@ class Engine:
                 self._note_prompt_logprobs(piece)
             except Exception as error:
                 self._fail([piece.sequence], error)
+        previous: Sequence | None = None
         for sequence, token in output.sampled:
-            if sequence.status is SequenceStatus.FINISHED:  # its request failed in this step
+            if sequence.status is SequenceStatus.FINISHED:  # its request failed in this step, or ended before a draft
                 continue
             try:
-                self._take(sequence, token, step)
+                # A step gives a second token only behind a draft.
+                self._take(sequence, token, step, was_drafted=sequence is previous)
             except Exception as error:
                 self._fail([sequence], error)
+            previous = sequence
+        for sequence, num_drafts in output.num_accepted.items():
+            if sequence.status is SequenceStatus.RUNNING and num_drafts:
+                self.scheduler.accept(sequence, num_drafts)
 
     def _note_prompt_logprobs(self, piece: PromptLogprobs) -> None:
         generation = self._generations[piece.sequence.request.request_id]
@@ -196,8 +221,8 @@ class Engine:
         assert generation.prompt_logprobs is not None
         generation.prompt_logprobs[piece.start : piece.start + len(piece.logprobs)] = piece.logprobs
 
-    def _take(self, sequence: Sequence, token: SampledToken, step: StepRecord) -> None:
-        """``token`` is what was sampled for ``sequence``."""
+    def _take(self, sequence: Sequence, token: SampledToken, step: StepRecord, *, was_drafted: bool) -> None:
+        """``token`` is what was sampled for ``sequence``, perhaps behind an accepted draft."""
         generation = self._generations[sequence.request.request_id]
         if token.error is not None:
             self.cancel(generation, "error", token.error)
@@ -208,6 +233,7 @@ class Engine:
         assert step.ran_s is not None
         completion = generation.completions[sequence.index]
         sequence.token_ids.append(token.token_id)
+        completion.num_accepted_drafts += was_drafted
         step.sampled.append(sequence.key)
         reason = completion.append(token, self._stop_ids(sequence.request.sampling), step.ran_s)
         self.metrics.gave_token(sequence.request.arrival_s, completion.token_times_s)
@@ -221,7 +247,7 @@ class Engine:
         assert step.ran_s is not None
         beams.report(sequence, token.candidates)
         if beams.ready:
-            moves = self.recorder.beam_moves(self.scheduler, generation.request, step)
+            moves = self.recorder.beam_moves(self.scheduler.forks, generation.request, step)
             beams.advance(moves, step.ran_s)
             self.recorder.beams_moved(generation.request, moves)
         if beams.done:
@@ -241,14 +267,16 @@ class Engine:
             _log.error("a request ends with an error: %s", error, exc_info=failure)
         for completion, end in zip(generation.completions, ends, strict=True):
             self.metrics.gave_answer(generation.request.arrival_s, completion.token_times_s)
-            ended = reason or end
-            if ended is None:
-                self._finish(completion, "error", "the beam search found fewer answers: no other token can be chosen")
+            if (why := reason or end) is not None:
+                self._finish(completion, why, error)
             else:
-                self._finish(completion, ended, error)
+                self._finish(completion, "error", "the beam search found fewer answers: no other token can be chosen")
 
     def _finish(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         self.scheduler.finish(completion.sequence)
+        if self._drafter is not None:
+            self._drafter.forget(completion.sequence)
+        completion.finish(reason, error)
         is_broken = False
         try:
             completion.finish(reason, error)
@@ -265,6 +293,7 @@ class Engine:
         self.metrics.finished(reason, now_s - generation.request.arrival_s if generation.finished else None)
         if generation.finished:
             del self._generations[generation.request.request_id]
+            self._drop_deadlines()
         elif is_broken and generation.beams is None:
             self.cancel(generation, reason, error)
 
@@ -276,8 +305,22 @@ class Engine:
         for (request_id, _), *_ in step.admitted:
             generation = self._generations[request_id]
             if generation.left_queue_s is None:
+                self._prepare(generation)
                 generation.left_queue_s = step.scheduled_s
                 self.metrics.left_queue(step.scheduled_s - generation.request.arrival_s)
+
+    def _prepare(self, generation: Generation) -> None:
+        """It is the turn of ``generation``: make what its answers need."""
+        if self._new_detokenizer is not None:
+            for completion in generation.completions:
+                request = generation.request
+                completion.detokenizer = self._new_detokenizer(request.prompt_ids, request.sampling)
+
+    def _drop_deadlines(self) -> None:
+        """Keep no more than twice as many deadlines as there are requests; those of finished ones go."""
+        if len(self._deadlines) > 2 * len(self._generations):
+            self._deadlines = [each for each in self._deadlines if each[1] in self._generations]
+            heapify(self._deadlines)
 
     def _expire(self) -> None:
         """End the requests whose ``timeout_s`` has passed, with what they have."""

@@ -127,6 +127,17 @@ class TapedForward(_ReplayedForward):
         self._heads[num_rows].replay()
         return self._logits[:num_rows]
 
+    def record_decodes(self, num_rows: int, prepare: Callable[[], None], sample: Sample) -> Graph:
+        """A whole step of so many decodes: ``prepare`` writes its inputs, each token's logits go to ``sample``."""
+
+        def step() -> None:
+            prepare()
+            self._forward_step(num_rows)
+            self.model.logits(self._hidden[:num_rows], out=self._logits[:num_rows])
+            sample(self._logits[:num_rows])
+
+        return self._pool.record(f"a step of {num_rows} decodes", step)
+
 
 class CapturedForward(_ReplayedForward):
     """All steps run from graphs, captured beforehand for each of the ascending ``sizes`` and ``row_sizes``.

@@ -18,17 +18,26 @@ class Completion:
     """One sequence's answer in the making. ``token_times_s`` are the engine clock's, one a token."""
 
     sequence: Sequence
-    detokenizer: Detokenizer | None
-    text: str = ""
+    detokenizer: Detokenizer | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
+    num_accepted_drafts: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
     score: float | None = None
     num_chars_taken: int = 0
     num_tokens_taken: int = 0
     finish_taken: bool = False
+    _text: str = ""
+    _undecoded: list[int] = field(default_factory=list)
+    """Tokens whose text nobody has asked for yet: in the middle of a step there are better things to do."""
+
+    @property
+    def text(self) -> str:
+        """What is certain of it so far."""
+        self._decode()
+        return self._text
 
     def append(self, token: SampledToken, stop_ids: frozenset[int], now_s: float) -> FinishReason | None:
         """Add a token; returns why the sequence ends with it, if it does. A stop token contributes no text."""
@@ -40,9 +49,14 @@ class Completion:
         if token.token_id in stop_ids:
             return "stop"
         if self.detokenizer is not None:
-            self.text += self.detokenizer.append(token.token_id)
-            if self.detokenizer.stopped:
-                return "stop"
+            self._undecoded.append(token.token_id)
+            if sampling.stop:
+                self._decode()
+                if self.detokenizer.stopped:
+                    return "stop"
+        matcher = self.sequence.matcher
+        if matcher is not None and matcher.advance(token.token_id):
+            return "stop"
         return "length" if len(self.token_ids) >= sampling.max_new_tokens else None
 
     def adopt(self, found: Hypothesis, stop_ids: frozenset[int], times_s: list[float]) -> FinishReason | None:
@@ -57,11 +71,12 @@ class Completion:
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         if self.detokenizer is not None:
-            self.text += self.detokenizer.finish()
+            self._text = self.text + self.detokenizer.finish()
         self.finish_reason, self.error = reason, error
 
     def fail(self, error: str) -> None:
         """End it as it stands: what is left to decode cannot be."""
+        self._undecoded.clear()
         self.finish_reason, self.error = "error", error
 
     def take_chunk(self) -> GenerationChunk | None:
@@ -75,6 +90,12 @@ class Completion:
         return GenerationChunk(
             index=self.sequence.index, text=text, token_ids=token_ids, finish_reason=self.finish_reason
         )
+
+    def _decode(self) -> None:
+        if self._undecoded:
+            assert self.detokenizer is not None
+            self._text += "".join(map(self.detokenizer.append, self._undecoded))
+            self._undecoded.clear()
 
 
 class Generation:
@@ -147,5 +168,6 @@ class Generation:
             ttft_s=times_s[0] - arrival_s if times_s else None,
             gaps_s=[later - earlier for earlier, later in pairwise(times_s)],
             cached_tokens=completion.sequence.num_cached_tokens,
+            accepted_drafts=completion.num_accepted_drafts,
             preemptions=completion.sequence.num_preemptions,
         )

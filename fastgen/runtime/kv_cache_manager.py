@@ -44,20 +44,20 @@ from fastgen.runtime.request import Sequence
 
 
 class TableEntry(NamedTuple):
-    """``block_tables[group][index]`` of a sequence is ``block_id`` now."""
+    """``block_tables[group][table_index]`` of a sequence is ``block_id`` now."""
 
     group: int
-    index: int
+    table_index: int
     block_id: int
 
 
 class BlockCopy(NamedTuple):
-    """Entry ``index`` of a sequence's table in ``group`` was block ``source`` and is ``destination`` now, which is to
-    be given what ``source`` contains before the step's forward pass.
+    """Entry ``table_index`` of a sequence's table in ``group`` was block ``source`` and is ``destination`` now, which
+    is to be given what ``source`` contains before the step's forward pass.
     """
 
     group: int
-    index: int
+    table_index: int
     source: int
     destination: int
 
@@ -99,8 +99,9 @@ class KVCacheManager:
         self.num_groups = len(self.windows)
         self._nodes: dict[Sequence, PrefixNode] = {}
         """Of each sequence that holds blocks, the node of the last block it has published, or took from the cache."""
-        self._may_share: set[Sequence] = set()
-        """Those whose next token may go into a block that is not theirs alone, because one was forked from another."""
+        self.may_share: set[Sequence] = set()
+        """Those whose next token may go into a block that is not theirs alone, since one was forked from another. Any
+        other has its place for that token already, unless ``num_computed_tokens`` is a multiple of ``block_size``."""
         self._pending_copies: dict[BlockCopy, Sequence] = {}
         """For whom each copy is that is due; it holds a reference on its source."""
         self._looked_up: set[Sequence] = set()
@@ -132,40 +133,6 @@ class KVCacheManager:
             "prompt, lower max_new_tokens, or give the cache more memory (kv_cache_memory)",
             room=most - num_prompt_tokens,
         )
-
-    def beam_blocks_needed(self, num_prompt_tokens: int, num_tokens: int, beam_width: int) -> int:
-        """The most blocks that the beams of a request hold at once when each has ``num_tokens`` tokens.
-
-        They share the full blocks of the prompt, unless windows may have left these behind, and of the others each may
-        have its own. One block more for each is for copies being made, whose sources are held as well.
-        """
-        shared = self._shared_prompt_blocks(num_prompt_tokens)
-        return shared + beam_width * (self.blocks_needed(num_tokens) - shared + self.num_groups)
-
-    def check_beams_fit(self, num_prompt_tokens: int, max_new_tokens: int, beam_width: int) -> None:
-        """Refuse a search that could not finish even with the whole cache to itself.
-
-        :raises RequestTooLargeError: with the arithmetic.
-        """
-
-        def needed(num_new: int) -> int:
-            return self.beam_blocks_needed(num_prompt_tokens, num_prompt_tokens + num_new - 1, beam_width)
-
-        if needed(max_new_tokens) <= self.pool.capacity:
-            return
-        shared, capacity = self._shared_prompt_blocks(num_prompt_tokens), self.pool.capacity
-        own = self.blocks_needed(num_prompt_tokens + max_new_tokens - 1) - shared
-        raise RequestTooLargeError(
-            f"beam_width={beam_width} beams of a prompt of {num_prompt_tokens} tokens with "
-            f"max_new_tokens={max_new_tokens} need {shared} blocks that they share + {beam_width} * ({own} of each "
-            f"alone + {self.num_groups} for copies) = {needed(max_new_tokens)} blocks, the KV cache has {capacity}: "
-            "ask for fewer beams, shorten the prompt, lower max_new_tokens, or give the cache more memory "
-            "(kv_cache_memory)",
-            room=next((num_new for num_new in range(max_new_tokens - 1, 0, -1) if needed(num_new) <= capacity), 0),
-        )
-
-    def _shared_prompt_blocks(self, num_prompt_tokens: int) -> int:
-        return 0 if any(self.windows) else self.num_groups * (num_prompt_tokens // self.block_size)
 
     def max_tokens(self, seq: Sequence) -> int:
         """How many tokens beyond those computed ``seq`` has places for, counting the blocks now free as its own."""
@@ -221,7 +188,7 @@ class KVCacheManager:
         block_ids = self.pool.allocate(num_appended + len(shared))
         if block_ids is None:
             return None
-        self._may_share.discard(seq)
+        self.may_share.discard(seq)
         if seq in self._looked_up:
             self._note_lookup(seq)
         if not block_ids:
@@ -235,7 +202,7 @@ class KVCacheManager:
             seq.block_tables[group].append(block_id)
         copies = [BlockCopy(*entry, next(unused)) for entry in shared]
         for copy in copies:
-            seq.block_tables[copy.group][copy.index] = copy.destination
+            seq.block_tables[copy.group][copy.table_index] = copy.destination
             self._pending_copies[copy] = seq
         return Allocation(appended, copies)
 
@@ -264,9 +231,9 @@ class KVCacheManager:
             while index and table[index - 1] != PADDING_BLOCK:
                 index -= 1
                 left.append(TableEntry(group, index, table[index]))
-        self.pool.free(entry.block_id for entry in sorted(left, key=lambda entry: -entry.index))
+        self.pool.free(entry.block_id for entry in sorted(left, key=lambda entry: -entry.table_index))
         for entry in left:
-            seq.block_tables[entry.group][entry.index] = PADDING_BLOCK
+            seq.block_tables[entry.group][entry.table_index] = PADDING_BLOCK
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
         """Whether ``parent`` has computed its first ``num_tokens`` tokens, and still has what :meth:`fork` needs."""
@@ -298,7 +265,7 @@ class KVCacheManager:
         for entry in held_entries(child):
             self.pool.share(entry.block_id)
         if num_tokens % self.block_size:
-            self._may_share |= {parent, child}
+            self.may_share |= {parent, child}
         if (node := self._nodes.get(parent)) is not None:
             while node.parent is not None and node.depth > num_full:
                 node = node.parent
@@ -310,7 +277,7 @@ class KVCacheManager:
         tables = reversed(list(zip(*seq.block_tables, strict=True)))
         self.pool.free(block_id for row in tables for block_id in row if block_id != PADDING_BLOCK)
         seq.block_tables = []
-        self._may_share.discard(seq)
+        self.may_share.discard(seq)
         self._looked_up.discard(seq)
         self._stand_at(seq, None)
 
@@ -333,9 +300,11 @@ class KVCacheManager:
                 assert not any(table[:first]), f"{seq}: blocks left behind by a window of {window}: {table[:first]}"
                 assert all(table[first:]), f"{seq}: blocks missing from its table: {table}"
         for copy, owner in self._pending_copies.items():
-            assert owner.block_tables[copy.group][copy.index] == copy.destination, f"{owner} has no use for {copy}"
+            assert owner.block_tables[copy.group][copy.table_index] == copy.destination, (
+                f"{owner} has no use for {copy}"
+            )
         assert self._looked_up.issubset(sequences), f"neither admitted nor detached: {self._looked_up}"
-        known = self._may_share.union(self._nodes, self._pending_copies.values())
+        known = self.may_share.union(self._nodes, self._pending_copies.values())
         holders = {seq for seq in sequences if seq.block_tables}
         assert known <= holders, f"remembered and hold nothing: {known - holders}"
         if self.prefix_cache is not None:
@@ -347,7 +316,7 @@ class KVCacheManager:
     def _shared_entries(self, seq: Sequence) -> list[TableEntry]:
         """The blocks that the next token of ``seq`` goes into and that are not its own."""
         index, offset = divmod(seq.num_computed_tokens, self.block_size)
-        if not offset or seq not in self._may_share:
+        if not offset or seq not in self.may_share:
             return []
         entries = [TableEntry(group, index, table[index]) for group, table in enumerate(seq.block_tables)]
         return [entry for entry in entries if self.pool.is_shared(entry.block_id)]

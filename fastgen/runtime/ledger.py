@@ -121,10 +121,12 @@ class MemoryModel:
             # What captured steps leave in between lies in one piece of memory, that of the largest step.
             yield LedgerRow("activations", -(-self.step_bytes(config) // SLAB) * SLAB, budget)
             hidden = config.token_budget * self.build.spec.hidden_size * itemsize
-            yield LedgerRow("results", hidden + config.max_num_seqs * vocab_size * _FP32, f"{budget}, {seqs}")
+            yield LedgerRow("results", hidden + config.max_rows * vocab_size * _FP32, f"{budget}, {seqs}")
         tables = _FP32 * (config.num_kv_groups * config.max_num_seqs * config.max_blocks + 1)
         yield LedgerRow("block tables", tables, f"{seqs}, {length}")
-        inputs = input_layout(config.token_budget, config.max_num_seqs, config.num_kv_groups, config.block_size)
+        inputs = input_layout(
+            config.token_budget, config.max_num_seqs, config.max_rows, config.num_kv_groups, config.block_size
+        )
         num_copies = 1 if self.device.kind == "cuda" else 3  # two more on the host
         yield LedgerRow("inputs", num_copies * inputs.size_bytes + _FP32 * config.max_num_seqs, budget)
         yield LedgerRow("sampling", self._sampling_bytes(config), seqs)
@@ -137,8 +139,10 @@ class MemoryModel:
     def _sampling_bytes(self, config: EngineConfig) -> int:
         target, vocab_size = self.build.target, self.build.spec.vocab_size
         if target.name == "cpp":
-            return sampling_bytes(vocab_size, max_rows=config.max_num_seqs, max_threads=target.num_threads)
-        return seat_sampler_bytes(vocab_size, config.max_num_seqs) if target.name == "triton" else 0
+            return sampling_bytes(vocab_size, max_rows=config.max_rows, max_threads=target.num_threads)
+        if target.name == "triton":
+            return seat_sampler_bytes(vocab_size, max_rows=config.max_rows, max_num_seqs=config.max_num_seqs)
+        return 0
 
     def _largest_temporary(self, config: EngineConfig) -> LedgerRow:
         logits = self.build.spec.vocab_size * _FP32
@@ -150,7 +154,7 @@ class MemoryModel:
             "loading the largest tensor": self._weights.largest_tensor,
             # Captured or not: a step of a size that was never captured calls the modules, and so does the capture.
             f"a forward pass of token_budget={config.token_budget}": self.step_bytes(config),
-            f"sampling max_num_seqs={config.max_num_seqs}": config.max_num_seqs * (hidden + max(logits, sampling)),
+            f"sampling max_num_seqs={config.max_num_seqs}": config.max_rows * (hidden + max(logits, sampling)),
             "prompt_logprobs": prompt_rows * self.build.spec.vocab_size * LOGPROBS_BYTES_PER_LOGIT,
         }
         phase = max(phases, key=lambda each: phases[each])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, overload
 
 from fastgen.compile import device as devices
 from fastgen.errors import FastgenError, InvalidArgumentError, RecipeError
@@ -29,15 +30,17 @@ from fastgen.runtime.interrupts import interrupt_deferred
 from fastgen.runtime.ledger import Ledger, MemoryModel
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
+from fastgen.runtime.policies import Policy, choose_policy
 from fastgen.runtime.progress import progress_bar
-from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts
+from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts, encode_each, name_prompt
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.targets import bundle_flags, choose_target, parse_quantize, sealed_loader, target_facts
 from fastgen.runtime.text import TextCodec
+from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, check_aging_s
 from fastgen.runtime.why import why
 from fastgen.runtime.why_text import tell
 
-_T = TypeVar("_T")
+_NAP_S = 0.005  # the longest that a policy which waits for more keeps this thread from seeing what came
 _PROGRESS_FROM = 8  # prompts; fewer are done before a bar tells anything
 
 
@@ -52,10 +55,15 @@ def load(
     kv_cache_memory: int | str | None = None,
     block_size: int | None = None,
     max_model_len: int | None = None,
+    policy: str | Policy = "splitfuse",
+    itl_target_ms: float | None = None,
+    aging_s: float = DEFAULT_AGING_S,
     prefix_caching: bool = True,
     num_threads: int | None = None,
     target: str = "auto",
     quantize: str | None = None,
+    speculative: str | None = None,
+    num_draft_tokens: int | None = None,
     sealed: bool | str | Path = False,
     revision: str | None = None,
     allow_config_keys: Sequence[str] = (),
@@ -69,7 +77,12 @@ def load(
     ``dtype``: ``"auto"`` for the checkpoint's, or ``"float32"``, ``"bfloat16"``, ``"float16"``.
     ``token_budget``: most tokens a step computes. ``max_num_seqs``: most sequences that run at once.
     ``kv_cache_memory``: bytes, or ``"4GiB"``. ``block_size``: tokens per KV block. ``max_model_len``: most tokens of
-    prompt and answer together; by default what the model was trained for. ``prefix_caching``: keep blocks of the KV
+    prompt and answer together; by default what the model was trained for. ``policy``: what a step is made of:
+    ``"splitfuse"``, or to compare with ``"prefill_first"``, ``"orca"``, ``"dynamic"``, ``"static"``, or a
+    :class:`fastgen.runtime.policies.Policy` such as ``DynamicBatching(batch_size=8, max_delay_s=0.1)``.
+    ``itl_target_ms``: the longest gap between two tokens of an answer, in milliseconds, that the prompts of others may
+    cause; by default there is no bound. ``aging_s``: seconds after which a request that waits moves up a class
+    (``priority``). ``prefix_caching``: keep blocks of the KV
     cache that are no longer in use until their room is needed, and let prompts that begin with the same tokens use
     them again; answers do not depend on it. ``num_threads``: CPU threads, for the whole
     process; by default one a core. ``target``: whose kernels run: ``"torch"`` for the reference, ``"cpp"`` for kernels
@@ -77,6 +90,8 @@ def load(
     ``TRITON_INTERPRET=1``), ``"auto"`` for the device's own, on a CPU where there is a compiler. ``quantize``: what
     matrices are kept in, where not in ``dtype``: ``"int8"`` (activations too), ``"int4"`` or ``"int8_weight_only"``;
     needs ``target="cpp"``.
+    ``speculative``: ``"ngram"`` drafts what may come next from what stands in prompt and answer already, so that a step
+    may give several tokens, the same ones; ``num_draft_tokens`` a sequence at most, 4 by default.
     ``sealed``: compile nothing and run from a bundle that ``fastgen kernels build`` wrote: from that in this directory,
     or for ``True`` from ``kernels-<arch>`` beside the weights.
 
@@ -86,6 +101,8 @@ def load(
         not isinstance(num_threads, int) or isinstance(num_threads, bool) or num_threads < 1
     ):
         raise InvalidArgumentError(f"num_threads={num_threads!r}: expected an integer of at least 1")
+    chosen_policy = choose_policy(policy, itl_target_ms)
+    check_aging_s(aging_s)
     found_device = devices.current(device)
     directory = hub.locate(model, revision=revision)
     checkpoint = Checkpoint.open(directory)
@@ -113,7 +130,10 @@ def load(
         block_size=block_size,
         max_model_len=max_model_len,
         prefix_caching=prefix_caching,
+        speculative=speculative,
+        num_draft_tokens=num_draft_tokens,
     )
+    chosen_policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(directory, checkpoint.config)
     about = bundle_flags(
         model, torch_dtype, config.block_size, recipe=recipe, quantize=quantize, max_num_seqs=config.max_num_seqs
@@ -122,7 +142,17 @@ def load(
     kernels = choose_target(target, found_device, config, num_threads=num_threads, sealed=bundle)
     ledger = memory.ledger(config)
     engine = build_engine(
-        spec, config, checkpoint, codec, torch_dtype, found_device.torch_device, kernels, weight_format, ledger
+        spec,
+        config,
+        checkpoint,
+        codec,
+        torch_dtype,
+        found_device.torch_device,
+        kernels,
+        weight_format,
+        ledger=ledger,
+        policy=chosen_policy,
+        aging_s=aging_s,
     )
     return LLM(engine, codec, spec=spec, config=config, ledger=ledger, name=str(model))
 
@@ -178,7 +208,7 @@ class LLM:
         these requests and leaves the engine usable.
         """
         items, single = as_prompts(prompts)
-        outputs = self._run(_each(self._codec.encode, items), self._sampling(sampling, fields, len(items)))
+        outputs = self._run(encode_each(self._codec.encode, items), self._sampling(sampling, fields, len(items)))
         return outputs[0] if single else outputs
 
     @overload
@@ -205,7 +235,7 @@ class LLM:
         A conversation is a list of ``{"role": …, "content": …}``. Otherwise as :meth:`generate`.
         """
         items, single = as_conversations(messages)
-        outputs = self._run(_each(self._codec.encode_chat, items), self._sampling(sampling, fields, len(items)))
+        outputs = self._run(encode_each(self._codec.encode_chat, items), self._sampling(sampling, fields, len(items)))
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> Stream:
@@ -312,7 +342,7 @@ class LLM:
                 try:
                     engine.check(prompt, sampling)
                 except InvalidArgumentError as error:
-                    _name_prompt(error, index, len(prompts))
+                    name_prompt(error, index, len(prompts))
                     raise
 
     def _stream(self, prompt: list[int], sampling: SamplingParams | None, fields: Mapping[str, Any]) -> Stream:
@@ -343,6 +373,9 @@ class LLM:
     def _step(self) -> None:
         with self._engine_lock() as engine:
             engine.step()
+            idle_s = engine.idle_s
+        if idle_s:
+            time.sleep(min(idle_s, _NAP_S))
 
     def _cancel(self, *generations: Generation) -> None:
         with self._lock, interrupt_deferred():
@@ -370,23 +403,6 @@ class LLM:
                         self._engine.cancel(generation)
             finally:
                 self._lock.release()
-
-
-def _each(encode: Callable[[_T], list[int]], items: list[_T]) -> list[list[int]]:
-    encoded = []
-    for index, item in enumerate(items):
-        try:
-            encoded.append(encode(item))
-        except InvalidArgumentError as error:
-            _name_prompt(error, index, len(items))
-            raise
-    return encoded
-
-
-def _name_prompt(error: InvalidArgumentError, index: int, num_prompts: int) -> None:
-    """Of several prompts, let ``error`` say which one it is about."""
-    if num_prompts > 1:
-        error.args = (f"prompt {index}: {error}",)
 
 
 class Stream(Iterator[GenerationChunk]):

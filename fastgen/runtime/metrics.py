@@ -153,7 +153,7 @@ class EngineMetrics:
         cache = scheduler.kv.prefix_cache
         prefix_cache = PrefixCacheStatistics() if cache is None else cache.statistics
         return Metrics(
-            sequences_running=scheduler.num_running,
+            sequences_running=len(scheduler.running),
             sequences_waiting=scheduler.num_waiting,
             requests_total=self._requests,
             sequences_finished_total=dict(self._finished),

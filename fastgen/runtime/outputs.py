@@ -22,6 +22,8 @@ class RequestMetrics:
     """Between each generated token and the next: one fewer than there are tokens."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were found in the prefix cache."""
+    accepted_drafts: int = 0
+    """Generated tokens that had been drafted before, so that each came in the step of the token before it."""
     preemptions: int = 0
     """How often its blocks were taken away and it was computed anew."""
 

@@ -11,9 +11,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import TYPE_CHECKING, NamedTuple
 
-import fastgen
+from fastgen.runtime.beam_group import BeamForks
 from fastgen.runtime.flight import (
     Admission,
     Arrival,
@@ -81,7 +82,7 @@ class StepRecord:
         self.preempted = [seq.key for seq in schedule.preempted]
         self.admitted: list[tuple[_Key, int, int, int]] = []
         self.sampled: list[_Key] = []
-        self.num_running, self.num_waiting = scheduler.num_running, scheduler.num_waiting
+        self.num_running, self.num_waiting = len(scheduler.running), scheduler.num_waiting
         self.blocks_free, self.blocks_cached = scheduler.kv.pool.num_free, scheduler.kv.pool.num_cached
 
     def ran(self, build_s: float, num_padding: int, now_s: float) -> None:
@@ -148,10 +149,10 @@ class _Finished(NamedTuple):
 
 
 class BeamMoves:
-    """Passes on to the scheduler what a beam search asks of it, and remembers it."""
+    """Passes on to ``forks`` what a beam search asks of them, and remembers it."""
 
-    def __init__(self, scheduler: Scheduler, request_id: int, step: int, *, keeps_tokens: bool):
-        self._scheduler, self._keeps_tokens = scheduler, keeps_tokens
+    def __init__(self, forks: BeamForks, request_id: int, step: int, *, keeps_tokens: bool):
+        self._forks, self._keeps_tokens = forks, keeps_tokens
         self.request_id, self.step = request_id, step
         self.moves: list[tuple[_Key, _Key | None, SequenceOf[int], int]] = []
         """Of each: which sequence, its new parent, what tokens it had, and how many of them are the prompt's."""
@@ -159,11 +160,11 @@ class BeamMoves:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         self._note(child, parent.key)
-        self._scheduler.fork(parent, child)
+        self._forks.fork(parent, child)
 
-    def park(self, seq: Sequence) -> None:
-        self._note(seq, None)
-        self._scheduler.park(seq)
+    def park(self, beam: Sequence) -> None:
+        self._note(beam, None)
+        self._forks.park(beam)
 
     def _note(self, seq: Sequence, parent: _Key | None) -> None:
         token_ids = list(seq.token_ids) if self._keeps_tokens else ()
@@ -220,9 +221,9 @@ class Recorder:
         self._append(record)
         return record
 
-    def beam_moves(self, scheduler: Scheduler, request: Request, step: StepRecord) -> BeamMoves:
-        """Stands in for ``scheduler`` where the search of ``request`` moves after ``step``."""
-        return BeamMoves(scheduler, request.request_id, step.number, keeps_tokens=self.engine.prefix_caching)
+    def beam_moves(self, forks: BeamForks, request: Request, step: StepRecord) -> BeamMoves:
+        """Stands in for ``forks`` where the search of ``request`` moves after ``step``."""
+        return BeamMoves(forks, request.request_id, step.number, keeps_tokens=self.engine.prefix_caching)
 
     def beams_moved(self, request: Request, moves: BeamMoves) -> None:
         """The beams of ``request`` made these moves, and each was given a token."""
@@ -241,7 +242,7 @@ class Recorder:
     def recording(self, model: str) -> Recording:
         """What the ring holds now. ``model`` names the model in it."""
         header = Header(
-            fastgen=fastgen.__version__,
+            fastgen=version("fastgen"),
             model=model,
             started=self._started.isoformat(timespec="microseconds"),
             clock_s=self._clock_s,

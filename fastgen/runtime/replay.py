@@ -133,12 +133,12 @@ class _Player:
         forks = [(move.sequence, move.parent) for move in event.moves if move.parent is not None]
         parked = [move.sequence for move in event.moves if move.parent is None]
         for name, parent in forks:
-            self.scheduler.fork(self.sequences[parent], self.sequences[name])
+            self.scheduler.forks.fork(self.sequences[parent], self.sequences[name])
             self._begin_life(name)
         for name in event.given:
             self._give_token(name)
         for name in parked:
-            self.scheduler.park(self.sequences[name])
+            self.scheduler.forks.park(self.sequences[name])
             self._begin_life(name)
 
     def step(self, event: Step) -> Step | None:

@@ -16,6 +16,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, cast
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.response_format import ResponseFormat, parse_response_format
 
 MAX_N = 16384
 """Completions that one request may ask for: all of them are made when it is submitted."""
@@ -26,7 +27,8 @@ class SamplingParams:
     """How the tokens of one request are chosen and when it ends. Raises ``InvalidArgumentError`` for a bad field.
 
     A tie between equal logits goes to the lowest id when greedy. Filters apply in the order of the fields:
-    penalties, bias, temperature, top-k, top-p, min-p (:mod:`fastgen.compile.ops.sampling` has the arithmetic).
+    penalties, bias, what is forbidden, temperature, top-k, top-p, min-p (:mod:`fastgen.compile.ops.sampling` has the
+    arithmetic).
     """
 
     max_new_tokens: int = 128
@@ -78,6 +80,8 @@ class SamplingParams:
     priority: int = 0
     """The request's class: any integer, and the lower the more urgent. It decides who gets the next free seat, whose
     prompt is computed first and who loses its blocks last; who has waited long moves up."""
+    response_format: ResponseFormat | None = None
+    """What shape the answer must have, as :func:`~fastgen.runtime.response_format.parse_response_format` takes it."""
 
     def __new__(cls, **given: object) -> SamplingParams:
         """Refuse an unknown field with the library's own error, however the parameters are made."""
@@ -94,6 +98,8 @@ class SamplingParams:
             raise InvalidArgumentError(
                 f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), not {self.min_new_tokens}"
             )
+        if self.ignore_eos and self.response_format is not None:
+            raise InvalidArgumentError("ignore_eos cannot go with response_format, whose end is the answer's end")
         if self.beam_width > 1:
             self._check_beams()
 
@@ -110,6 +116,10 @@ class SamplingParams:
         if self.stop:
             raise InvalidArgumentError(
                 f"beam_width={self.beam_width} does not go with stop strings; end beams with stop_token_ids"
+            )
+        if self.response_format is not None:
+            raise InvalidArgumentError(
+                f"beam_width={self.beam_width} does not go with response_format; ask for one of them"
             )
         if self.n > self.beam_width:
             raise InvalidArgumentError(
@@ -152,12 +162,16 @@ def default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
 
 
 def resolve_seed(sampling: SamplingParams) -> SamplingParams:
-    """``sampling`` with a seed: its own, or a fresh 64-bit one from the operating system.
+    """``sampling`` with a seed, where it draws: its own, or a fresh 64-bit one from the operating system.
 
     The engine calls this once, when a request is submitted, so that all later draws (those repeated after a preemption
     too) come from one seed.
     """
-    return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(64))
+    if sampling.seed is not None or sampling.greedy:
+        return sampling
+    resolved = object.__new__(SamplingParams)  # the fields are checked already, and checks take ten times as long
+    resolved.__dict__.update(vars(sampling), seed=secrets.randbits(64))
+    return resolved
 
 
 # One check per field: takes the field's name and the value given, returns the value to keep or raises.
@@ -274,5 +288,6 @@ _CHECKS: dict[str, _Check] = {
     "length_penalty": _number("a number in [-10, 10]", lambda number: -10 <= number <= 10),
     "early_stopping": _early_stopping,
     "priority": _integer(),
+    "response_format": lambda _, value: parse_response_format(value),
 }
 assert list(_CHECKS) == [item.name for item in fields(SamplingParams)], "every field has its check"

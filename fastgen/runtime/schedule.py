@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fastgen.runtime.kv_cache_manager import BlockCopy, KVCacheManager
 from fastgen.runtime.request import Sequence
+from fastgen.runtime.step_time import StepWork, chunk_pairs
 
 
 class BlockUpdate(NamedTuple):
@@ -81,6 +82,14 @@ class Schedule:
         """
         decodes = zip(self.decodes, self.positions, strict=True)
         return (*(ScheduledTokens(seq, position, 1, samples=True) for seq, position in decodes), *self.chunks)
+
+    @property
+    def work(self) -> StepWork:
+        """What its time depends on."""
+        num_context = sum(self.positions) + len(self.positions)
+        return StepWork(
+            self.num_tokens, num_context, sum(chunk_pairs(chunk.start, chunk.num_tokens) for chunk in self.chunks)
+        )
 
     def check(self, kv: KVCacheManager, token_budget: int) -> None:
         """Assert what a step relies on: it fits its size, and its tokens are pending, seated and have their blocks."""

@@ -12,10 +12,8 @@ Every unfinished sequence has an urgency: its class, its turn in the class, its 
 
 A request's sequences share its prompt. Those but the first wait until it is computed, and then take over its blocks.
 
-**Beams** move together, so a request that searches with beams has seats for all of them or none: it is admitted when so
-many are free, and where one of its sequences is preempted, all are. A beam whose newest token is computed runs on
-without a pending one until the search has moved. After a preemption the first sequence computes the prompt again, and
-the others go on from there.
+**Beams** of a search move together, so all have seats or none, and where one is preempted, all are. Then the first
+computes the prompt again, and the others go on from there.
 
 **Progress.** The most urgent running sequence gets on whenever its kind runs. As a decode it preempts until it has its
 block. As a prompt it has all its blocks already where everybody else was admitted after it; where one more urgent came
@@ -28,19 +26,20 @@ since whoever waits comes to the head of the most urgent class one day, every se
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.forks import Forks
 from fastgen.runtime.kv_cache_manager import KVCacheManager, TableEntry, held_entries
 from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.running_set import RunningSet
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
+from fastgen.runtime.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
 _urgency, _token_ids = attrgetter("urgency"), attrgetter("token_ids")
@@ -85,40 +84,21 @@ class Scheduler:
         self.resumes_at_s: float | None = None
         """Where the last step was put off by the policy: until when."""
         self._propose_drafts = propose_drafts
-        self._decodes: list[Sequence] = []
-        self._prompts: list[Sequence] = []
-        """Those that run and have more than their newest token pending, in order of urgency."""
-        self._siblings: dict[int, dict[Sequence, None]] = {}
-        """By request, the sequences that wait for the first of them to compute the prompt, or for a beam to fork."""
-        self._searches: dict[int, Request] = {}
-        """The running requests with beams."""
-        self._free_seats = list(reversed(range(max_num_seqs)))
-        self._forked: set[Sequence] = set()
-        """Decodes whose next token goes into a block that is their parent's."""
-        self._updates: dict[int, dict[tuple[int, int], BlockUpdate]] = {}
-        """By seat, then by group and index: what the device has not been told."""
+        self.running = RunningSet(max_num_seqs)
+        self.forks = Forks(kv, self.running, self.waiting)
         self._num_opened = 0
         self._scheduled: Schedule | None = None
         self._last_request_id: int | None = None
         self._now_s = 0.0
 
     @property
-    def running(self) -> list[Sequence]:
-        """Those that have a seat."""
-        return [*self._decodes, *self._prompts]
-
-    @property
-    def num_running(self) -> int:
-        return len(self._decodes) + len(self._prompts)
-
-    @property
     def num_waiting(self) -> int:
-        """Those that have none, siblings that wait for their prompt included."""
-        return len(self.waiting) + sum(map(len, self._siblings.values()))
+        """Those that have no seat."""
+        return len(self.waiting) + self.waiting.num_held
 
     @property
     def unfinished(self) -> list[Sequence]:
-        return [*self.running, *self.waiting, *(seq for held in self._siblings.values() for seq in held)]
+        return [*self.running, *self.waiting, *self.waiting.held]
 
     def add(self, request: Request) -> None:
         """Queue every sequence of ``request``, whose id must be above all those added before.
@@ -129,24 +109,12 @@ class Scheduler:
         if self._last_request_id is not None and request.request_id <= self._last_request_id:
             raise InvalidArgumentError(f"{request} comes after request {self._last_request_id}: ids must ascend")
         self._last_request_id = request.request_id
-        self.waiting.add(request.sequences[0], request.arrival_s)
-        if len(request.sequences) > 1:
-            self._siblings[request.request_id] = dict.fromkeys(request.sequences[1:])
+        self.waiting.add(request)
 
     def check_fits(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
-        """Refuse a request that could not finish even with all seats and the whole cache to itself.
-
-        :raises InvalidArgumentError: where there are fewer seats than beams.
-        :raises RequestTooLargeError: where the cache is too small, with the arithmetic.
-        """
+        """Refuse a request that could not finish even with all seats and the whole cache to itself, saying why."""
         self.kv.check_fits(num_prompt_tokens, sampling.max_new_tokens)
-        if sampling.beam_width > self.max_num_seqs:
-            raise InvalidArgumentError(
-                f"beam_width={sampling.beam_width} beams run at once, but at most max_num_seqs={self.max_num_seqs} "
-                "sequences do: ask for fewer beams, or load with a higher max_num_seqs"
-            )
-        if sampling.beam_width > 1:
-            self.kv.check_beams_fit(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
+        self.forks.check_fits(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
 
     def finish(self, seq: Sequence) -> None:
         """Drop ``seq``, done or cancelled, whatever it is doing; its blocks and its seat are free at once."""
@@ -155,48 +123,16 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self._stop(seq)
         else:
-            self._leave(seq)
+            self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
-        if seq.request.has_beams:
-            if all(each.status is SequenceStatus.FINISHED for each in seq.request.sequences):
-                self._searches.pop(seq.key[0], None)
-                self._siblings.pop(seq.key[0], None)
-        elif seq.index == 0:
-            self._call_siblings(seq)
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the beam ``child`` go on from where ``parent`` of the same search is: with the same tokens, in the same
-        blocks. What it did before is dropped.
-        """
-        assert parent.status is SequenceStatus.RUNNING, f"{parent} cannot be forked"
-        before = child.block_tables
-        if child.status is SequenceStatus.RUNNING:
-            self.kv.free(child)
-        else:
-            self._leave(child)
-            before = []
-        child.token_ids[:] = parent.token_ids
-        self.kv.fork(parent, child, parent.num_computed_tokens)
-        if child.seat is None:
-            self._seat(child, parent.urgency)
-            self._decodes.append(child)
-        else:
-            entries = held_entries(child)
-            self._note_entries(child, [each for each in entries if not _has_entry(before, each)])
-        self._forked.add(child)
-
-    def park(self, child: Sequence) -> None:
-        """A beam that ended and whose place no other has taken gives back its blocks, until it is forked again."""
-        self._stop(child)
-        child.status, child.num_computed_tokens = SequenceStatus.WAITING, 0
-        del child.token_ids[child.num_prompt_tokens :]
-        self._siblings[child.key[0]][child] = None
+        if seq.index == 0 and not seq.request.has_beams:
+            self.waiting.release(seq, self._now_s)
 
     def schedule(self, now_s: float = 0.0) -> Schedule | None:
         """The next step, by the clock's ``now_s``. ``None`` where no sequence is left, or the policy waits for more."""
         self._now_s, self.resumes_at_s = now_s, None
         self.waiting.age(now_s)
-        if not self._decodes and not self._prompts and not self.waiting:
+        if not self.running and not self.waiting:
             return None
         preempted: list[Sequence] = []
         self._make_way(preempted)
@@ -209,7 +145,7 @@ class Scheduler:
         if not chunks:
             num_preempted = len(preempted)
             self._give_decodes(preempted)
-            decodes = self._due_decodes
+            decodes = self.running.due_decodes
             if len(preempted) > num_preempted:
                 plan = self._plan(preempted)
             if plan.runs_decodes or not decodes:
@@ -228,7 +164,7 @@ class Scheduler:
         """
         assert schedule is self._scheduled, "only the schedule made last can be committed, and only once"
         self._scheduled = None
-        self._updates.clear()
+        self.running.told()
         self.kv.copies_done(schedule.block_copies)
         running, block_size = SequenceStatus.RUNNING, self.kv.block_size
         for seq, position in zip(schedule.decodes, schedule.positions, strict=True):
@@ -250,47 +186,32 @@ class Scheduler:
         assert seq.num_computed_tokens < seq.num_tokens, f"{seq} has accepted {num_drafts} drafts that it does not have"
         self.kv.advance(seq)
 
+    def observe(self, schedule: Schedule, step_s: float) -> None:
+        """The step of ``schedule`` took ``step_s`` seconds, all of it."""
+        if self.policy.observes:
+            self.policy.observe(schedule.work, step_s)
+
     def check_integrity(self) -> None:
         """Assert that blocks, seats and the order of urgency are all accounted for, and so is the schedule made last
         where it is not committed.
         """
-        running = self.running
-        self.kv.check_integrity(running)
+        self.kv.check_integrity(self.running)
+        self.running.check_integrity()
         self.waiting.check_integrity()
-        seats = [seq.seat for seq in running]
-        assert sorted([*self._free_seats, *(seat for seat in seats if seat is not None)]) == list(
-            range(self.max_num_seqs)
-        ), f"seats {seats} taken, {self._free_seats} free"
-        urgencies = [seq.urgency for seq in self._prompts]
-        assert urgencies == sorted(urgencies), f"prompts out of order: {self._prompts}"
-        held = [seq for siblings in self._siblings.values() for seq in siblings]
-        assert all(seq.status is SequenceStatus.RUNNING for seq in running), f"running: {running}"
-        assert all(seq.status is SequenceStatus.WAITING for seq in (*self.waiting, *held)), f"waiting: {self.waiting}"
-        for seq in (*self.waiting, *held):
+        for seq in (*self.waiting, *self.waiting.held):
+            assert seq.status is SequenceStatus.WAITING, f"waiting: {seq}"
             assert seq.seat is None, f"{seq} waits on seat {seq.seat}"
             assert not seq.block_tables, f"{seq} waits with the blocks {seq.block_tables}"
             assert seq.num_computed_tokens == 0, f"{seq} waits"
-        assert self._updates.keys() <= set(seats), f"updates for the seats {list(self._updates)}"
-        assert self._forked <= set(self._decodes), f"forked: {self._forked}"
+        assert self.forks.forked <= set(self.running.decodes), f"forked: {self.forks.forked}"
         if self._scheduled is not None and all(entry.seq.seat is not None for entry in self._scheduled.entries):
             self._scheduled.check(self.kv, self.token_budget)
 
-    @property
-    def _due_decodes(self) -> list[Sequence]:
-        """The decodes but for beams that wait for their search to move."""
-        return [seq for seq in self._decodes if seq.num_pending_tokens] if self._searches else self._decodes
-
-    @property
-    def _num_open_seats(self) -> int:
-        """Free seats that are not kept for the beams of a running search."""
-        beams = (seq for request in self._searches.values() for seq in request.sequences)
-        return len(self._free_seats) - sum(seq.status is SequenceStatus.WAITING for seq in beams)
-
     def _plan(self, preempted: list[Sequence]) -> StepPlan:
-        num_free_seats = 0 if preempted else self._num_open_seats
+        num_free_seats = 0 if preempted else self.running.num_free_seats
         view = StepView(
-            decodes=self._due_decodes,
-            prompts=self._prompts,
+            decodes=self.running.due_decodes,
+            prompts=self.running.prompts,
             waiting=islice(self.waiting, num_free_seats),
             num_waiting=len(self.waiting),
             num_free_seats=num_free_seats,
@@ -305,10 +226,10 @@ class Scheduler:
 
     def _make_way(self, preempted: list[Sequence]) -> None:
         """Let the most urgent running sequence have places where it is a prompt, before decodes take all blocks."""
-        if not self._prompts:
+        if not self.running.prompts:
             return
-        first = self._prompts[0]
-        if any(seq.urgency < first.urgency for seq in self._due_decodes):
+        first = self.running.prompts[0]
+        if any(seq.urgency < first.urgency for seq in self.running.due_decodes):
             return
         num_tokens = 1 if self.policy.splits_prompts else min(first.num_pending_tokens, self.token_budget)
         while not self._allocate(first, num_tokens):
@@ -317,21 +238,21 @@ class Scheduler:
     def _give_decodes(self, preempted: list[Sequence]) -> None:
         """Blocks for the next token of every decode, or for that of as many as there are blocks for."""
         block_size = self.kv.block_size
-        wanting = [seq for seq in self._due_decodes if not seq.num_computed_tokens % block_size]
-        if self._forked:
-            wanting += [seq for seq in self._forked if seq.num_computed_tokens % block_size]
+        wanting = [seq for seq in self.running.due_decodes if not seq.num_computed_tokens % block_size]
+        if self.forks.forked:
+            wanting += [seq for seq in self.forks.forked if seq.num_computed_tokens % block_size]
         wanting.sort(key=_urgency)
         for seq in wanting:
             # The least urgent go first, so whoever is preempted is less urgent than all that have their block.
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
                 preempted += self._preempt_least_urgent()
-        self._forked.clear()
+        self.forks.forked.clear()
 
     def _give_prompts(self, plan: StepPlan, *, may_admit: bool) -> list[ScheduledTokens]:
         """Chunks of the most urgent prompts, until places or blocks run out."""
         chunks: list[ScheduledTokens] = []
         num_places = plan.num_prompt_tokens
-        prompts = iter(tuple(self._prompts))
+        prompts = iter(tuple(self.running.prompts))
         running = next(prompts, None)
         while num_places:
             waiting = self._admissible() if may_admit else None
@@ -354,22 +275,23 @@ class Scheduler:
         return chunks
 
     def _admissible(self) -> Sequence | None:
-        """The head of the queue, if there is a seat, or one for each of its beams, and the policy lets it in."""
-        num_seats = self._num_open_seats
-        seq = self.waiting.head if num_seats else None
-        if seq is None or (_is_new(seq) and not self._num_opened):
+        """The head of the queue, if there is a seat, for beams one for each, and the policy lets it in."""
+        seq = self.waiting.head if self.running.num_free_seats else None
+        if seq is None or (seq.begins_request and not self._num_opened):
             return None
-        return None if seq.request.has_beams and num_seats < len(seq.request.sequences) else seq
+        return seq if self.running.num_free_seats >= seq.request.sampling.beam_width else None
 
     def _give_chunk(self, seq: Sequence, num_places: int, num_prompt_tokens: int) -> ScheduledTokens | None:
         """The next pending tokens of ``seq`` with blocks for them, and a seat where it was waiting; or ``None`` with
         nothing changed. ``num_places`` are left of the ``num_prompt_tokens`` of the step.
         """
         waits = seq.status is SequenceStatus.WAITING
+        if waits and self.kv.pool.num_free < self.kv.num_groups:  # whatever others have computed: it is not looked up
+            return None
         chunk = None
         try:
             if waits:
-                self._attach(seq)
+                self.forks.attach(seq)
             num_pending, num_free = seq.num_pending_tokens, self.kv.max_tokens(seq)
             num_tokens = min(num_pending, num_places, num_free)
             if not self.policy.splits_prompts and num_tokens < min(num_pending, num_prompt_tokens):
@@ -380,7 +302,7 @@ class Scheduler:
                 chunk = ScheduledTokens(seq, seq.num_computed_tokens, num_tokens, samples=num_tokens == num_pending)
         finally:
             if waits and chunk is None:
-                self._detach(seq)
+                self.forks.detach(seq)
         return chunk
 
     def _has_room(self, seq: Sequence) -> bool:
@@ -391,21 +313,18 @@ class Scheduler:
         block would preempt it again and again, a step after it came back: on a small cache most of all work would be
         done over. Where nobody runs it is never kept waiting.
         """
-        if not seq.num_preemptions or not self.num_running:
+        if not seq.num_preemptions or not len(self.running):
             return True
-        if seq.request.has_beams:
-            needed = self.kv.beam_blocks_needed(seq.num_prompt_tokens, seq.num_tokens, len(seq.request.sequences))
-        else:
-            needed = self.kv.blocks_needed(seq.num_tokens)
-        needed -= len(held_entries(seq))
-        return needed + self.kv.num_groups * self.num_running <= self.kv.pool.num_free
+        needed = self.forks.blocks_needed(seq.num_prompt_tokens, seq.num_tokens, seq.request.sampling.beam_width)
+        return needed - len(held_entries(seq)) + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
 
     def _draft(self, decodes: list[Sequence], num_places: int) -> tuple[list[Sequence], list[ScheduledTokens]]:
-        """The decodes that have no drafts, and those that have as chunks, at most ``num_places`` drafts in all."""
+        """The decodes without drafts (beams have none), and those with, as chunks; at most ``num_places`` drafts."""
         assert self._propose_drafts is not None
         plain, drafted = [], []
         for seq in decodes:
-            drafts = tuple(self._propose_drafts(seq, num_places)) if num_places else ()
+            may_draft = num_places and not seq.request.has_beams
+            drafts = tuple(self._propose_drafts(seq, num_places)) if may_draft else ()
             if drafts and self._allocate(seq, 1 + len(drafts)):
                 drafted.append(ScheduledTokens(seq, seq.num_computed_tokens, 1 + len(drafts), True, drafts))
                 num_places -= len(drafts)
@@ -425,7 +344,7 @@ class Scheduler:
             decodes=tuple(decodes),
             positions=positions,
             chunks=tuple(chunks),
-            block_updates=tuple([update for updates in self._updates.values() for update in updates.values()]),
+            block_updates=self.running.block_updates,
             block_copies=self.kv.pending_copies,
             preempted=tuple(preempted),
             num_tokens=num_tokens,
@@ -438,135 +357,47 @@ class Scheduler:
         if allocation is None:
             return False
         if seq.seat is not None:
-            copied = (TableEntry(copy.group, copy.index, copy.destination) for copy in allocation.copies)
-            self._note_entries(seq, (*allocation.appended, *copied))
+            copied = (TableEntry(copy.group, copy.table_index, copy.destination) for copy in allocation.copies)
+            self.running.tell(seq, (*allocation.appended, *copied))
         return True
-
-    def _note_entries(self, seq: Sequence, entries: Iterable[TableEntry]) -> None:
-        """The device is to be told of these entries of the tables of ``seq``."""
-        assert seq.seat is not None
-        for group, index, block_id in entries:
-            updates = self._updates.setdefault(seq.seat, {})
-            updates[group, index] = BlockUpdate(seq.seat, group, index, block_id)
-
-    def _attach(self, seq: Sequence) -> None:
-        """Let ``seq``, which holds nothing, have the blocks that others computed for it: those in the prefix cache, or
-        those of the prompt where more of them are with another sequence of its request.
-        """
-        self.kv.attach_cached(seq)
-        num_shared = min(seq.num_prompt_tokens, seq.num_tokens - 1)
-        if len(seq.request.sequences) == 1 or seq.num_computed_tokens >= num_shared:
-            return
-        siblings = (each for each in self.running if each.request is seq.request)
-        parent = next((each for each in siblings if self.kv.can_fork(each, num_shared)), None)
-        if parent is not None:
-            self._detach(seq)
-            self.kv.fork(parent, seq, num_shared)
-
-    def _detach(self, seq: Sequence) -> None:
-        self.kv.free(seq)
-        seq.num_computed_tokens = 0
-        if not seq.num_preemptions:
-            seq.num_cached_tokens = 0
 
     def _admit(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
-        self._seat(seq, seq.urgency)
-        insort(self._prompts, seq, key=_urgency)
-        self._num_opened -= _is_new(seq)
-        if seq.request.has_beams:
-            self._searches[seq.key[0]] = seq.request
-
-    def _seat(self, seq: Sequence, urgency: tuple[int, int, int]) -> None:
-        """Give ``seq`` a seat, and the class and turn of this ``urgency``."""
-        seq.urgency = (*urgency[:2], seq.index)
-        seq.seat = self._free_seats.pop()
-        seq.status = SequenceStatus.RUNNING
-        self._note_entries(seq, held_entries(seq))
-
-    def _leave(self, seq: Sequence) -> None:
-        """``seq`` waits no more, be it for a seat or for the first of its request."""
-        siblings = self._siblings.get(seq.key[0], {})
-        if seq in siblings:
-            del siblings[seq]
-        else:
-            self.waiting.remove(seq)
+        self.running.add_prompt(seq)
+        self._num_opened -= seq.begins_request
 
     def _note_prompt(self, seq: Sequence) -> None:
         """A chunk of ``seq`` was computed: it may be a decode now, or its siblings' turn."""
         if seq.num_computed_tokens >= seq.num_prompt_tokens:
             if seq.num_pending_tokens <= 1:
-                self._prompts.remove(seq)
-                self._decodes.append(seq)
-            if seq.request.has_beams and seq.index == 0:
-                self._call_beams(seq)
+                self.running.make_decode(seq)
+            if seq.index == 0 and seq.request.has_beams:
+                self.forks.release(seq)
             elif seq.index == 0:
-                self._call_siblings(seq)
-
-    def _call_beams(self, first: Sequence) -> None:
-        """Let the beams that were preempted with ``first`` go on from the prompt it has computed, on seats kept for
-        them. Those that have nothing beyond it wait to be forked.
-        """
-        siblings = self._siblings[first.key[0]]
-        for seq in [each for each in siblings if each.num_tokens > each.num_prompt_tokens]:
-            del siblings[seq]
-            # Not what the prefix cache has, unless they must: it may be in other blocks than those of the first.
-            if self.kv.can_fork(first, seq.num_prompt_tokens):
-                self.kv.fork(first, seq, seq.num_prompt_tokens)
-            else:
-                self.kv.attach_cached(seq)
-            self._seat(seq, first.urgency)
-            insort(self._prompts, seq, key=_urgency)
-
-    def _call_siblings(self, first: Sequence) -> None:
-        """Let the sequences that waited for ``first`` wait for a seat, where it had its place."""
-        for seq in self._siblings.pop(first.key[0], ()):
-            level, turn, _ = first.urgency
-            seq.urgency = (level, turn, seq.index)
-            self.waiting.put_back(seq, self._now_s)
+                self.waiting.release(seq, self._now_s)
 
     def _preempt_least_urgent(self) -> list[Sequence]:
-        """Who was preempted: one sequence, or all that run of a request with beams."""
-        chosen = max(self.running, key=_urgency)
-        lost = [chosen]
-        if chosen.request.has_beams:
-            lost = [seq for seq in chosen.request.sequences if seq.status is SequenceStatus.RUNNING]
-        assert self.num_running > len(lost), f"{lost} have the cache to themselves, which was found to suffice"
+        """Who was preempted: one sequence, or all beams of a search that run."""
+        chosen = self.running.least_urgent
+        beams = [seq for seq in chosen.request.sequences if seq.status is SequenceStatus.RUNNING]
+        lost = beams if chosen.request.has_beams else [chosen]
+        assert len(self.running) > len(lost), f"{lost} has the cache to itself, which was found to suffice when it came"
         for seq in lost:
             self._stop(seq)
             seq.status = SequenceStatus.WAITING
             seq.num_computed_tokens = 0
             seq.num_preemptions += 1
-        if chosen.request.has_beams:
-            del self._searches[chosen.key[0]]
-            chosen, *others = chosen.request.sequences
-            self._siblings[chosen.key[0]] = dict.fromkeys(others)
-        self.waiting.put_back(chosen, self._now_s)
+            self.waiting.hold(seq)
+        first = chosen.request.sequences[0] if chosen.request.has_beams else chosen
+        self.waiting.remove(first)
+        self.waiting.put_back(first, self._now_s)
         return lost
 
     def _stop(self, seq: Sequence) -> None:
-        """Free the blocks and the seat of a running sequence, with what the device has not been told of them."""
-        assert seq.seat is not None
-        place = bisect_left(self._prompts, seq.urgency, key=_urgency)
-        if place < len(self._prompts) and self._prompts[place] is seq:
-            del self._prompts[place]
-        else:
-            self._decodes.remove(seq)
+        """Free the blocks and the seat of a running sequence."""
         self.kv.free(seq)
-        self._forked.discard(seq)
-        self._updates.pop(seq.seat, None)
-        self._free_seats.append(seq.seat)
-        seq.seat = None
-
-
-def _has_entry(block_tables: list[list[int]], entry: TableEntry) -> bool:
-    table = block_tables[entry.group] if block_tables else []
-    return entry.index < len(table) and table[entry.index] == entry.block_id
-
-
-def _is_new(seq: Sequence) -> bool:
-    """Whether its admission is the first of its request."""
-    return not seq.num_preemptions and not seq.index
+        self.running.remove(seq)
+        self.forks.forked.discard(seq)
 
 
 def _num_tokens(decodes: SequenceOf[Sequence], chunks: Iterable[ScheduledTokens]) -> int:

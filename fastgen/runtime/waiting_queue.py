@@ -5,6 +5,9 @@ Who has waited in a class for ``aging_s`` seconds moves to the end of the next m
 waits. So a sequence that is passed over again and again gets, class by class, into the most urgent one, in which nobody
 overtakes, and comes to its head.
 
+The sequences of a request share its prompt. Its first is queued; the others are *held* until that has computed the
+prompt, or has ended, and then queued where it was.
+
 What a step costs does not depend on how many wait: joining, leaving and looking at the head take constant time, and few
 are moved up at a time. A class more costs nothing while nobody of it waits.
 """
@@ -19,13 +22,20 @@ from itertools import count
 from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.request import Request, Sequence
 
 DEFAULT_AGING_S = 30.0
-_MOST_AGED = 8
+_MOST_AGED = 2
 """How many are moved up in a step at most."""
 
 _urgency = attrgetter("urgency")
+
+
+def check_aging_s(aging_s: float) -> float:
+    """Refuse what is no time after which to move up."""
+    if not isinstance(aging_s, int | float) or isinstance(aging_s, bool) or not aging_s > 0:
+        raise InvalidArgumentError(f"aging_s={aging_s!r}: expected a number of seconds above 0")
+    return aging_s
 
 
 class _Class:
@@ -57,15 +67,15 @@ class WaitingQueue:
     """
 
     def __init__(self, aging_s: float = DEFAULT_AGING_S):
-        if not aging_s > 0:
-            raise InvalidArgumentError(f"aging_s={aging_s!r}: expected a number of seconds above 0")
-        self.aging_s = aging_s
+        self.aging_s = check_aging_s(aging_s)
         self._classes: dict[int, _Class] = {}
         self._levels: list[int] = []
         """The classes in which somebody waits, ascending."""
         self._since_s: OrderedDict[Sequence, float] = OrderedDict()
         """When each came into its class, in that order."""
         self._turns = count()
+        self._held: dict[int, dict[Sequence, None]] = {}
+        """By request, the sequences that are held."""
 
     def __len__(self) -> int:
         return len(self._since_s)
@@ -82,9 +92,32 @@ class WaitingQueue:
         """The most urgent."""
         return next(iter(self), None)
 
-    def add(self, seq: Sequence, now_s: float) -> None:
-        """``seq`` came: it stands behind all others of its request's class."""
-        self._join(seq, seq.request.sampling.priority, now_s)
+    @property
+    def num_held(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    @property
+    def held(self) -> list[Sequence]:
+        """Those that are not in the queue yet."""
+        return [seq for held in self._held.values() for seq in held]
+
+    def add(self, request: Request) -> None:
+        """``request`` came: its first sequence stands behind all others of its class, the others are held."""
+        first, *others = request.sequences
+        self._join(first, request.sampling.priority, request.arrival_s)
+        if others:
+            self._held[request.request_id] = dict.fromkeys(others)
+
+    def release(self, first: Sequence, now_s: float) -> None:
+        """Queue what is held for ``first``, if anything is."""
+        for seq in self._held.pop(first.key[0], ()):
+            level, turn, _ = first.urgency
+            seq.urgency = (level, turn, seq.index)
+            self.put_back(seq, now_s)
+
+    def hold(self, seq: Sequence) -> None:
+        """``seq`` is not to be in the queue until it is released, or removed."""
+        self._held.setdefault(seq.key[0], {})[seq] = None
 
     def put_back(self, seq: Sequence, now_s: float) -> None:
         """``seq``, or another sequence of its request, has waited here before: it waits where its urgency says."""
@@ -92,6 +125,13 @@ class WaitingQueue:
         self._since_s[seq] = now_s
 
     def remove(self, seq: Sequence) -> None:
+        """``seq`` waits no more, or is held no more."""
+        held = self._held.get(seq.key[0], {})
+        if seq in held:
+            del held[seq]
+            if not held:
+                del self._held[seq.key[0]]
+            return
         del self._since_s[seq]
         level = seq.urgency[0]
         members = self._classes[level]

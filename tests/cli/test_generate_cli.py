@@ -24,9 +24,15 @@ LOAD_FLAGS = {
     "kv_cache_memory": (["--kv-cache-memory", "4GiB"], "4GiB"),
     "block_size": (["--block-size", "16"], 16),
     "max_model_len": (["--max-model-len", "99"], 99),
+    "policy": (["--policy", "orca"], "orca"),
+    "itl_target_ms": (["--itl-target-ms", "40"], 40.0),
+    "aging_s": (["--aging-s", "5"], 5.0),
+    "prefix_caching": (["--no-prefix-caching"], False),
     "num_threads": (["--num-threads", "2"], 2),
     "target": (["--target", "torch"], "torch"),
     "quantize": (["--quantize", "int8"], "int8"),
+    "speculative": (["--speculative", "ngram"], "ngram"),
+    "num_draft_tokens": (["--num-draft-tokens", "6"], 6),
     "sealed": (["--sealed"], True),
     "revision": (["--revision", "main"], "main"),
     "allow_config_keys": (["--allow-config-key", "a", "--allow-config-key", "b"], ["a", "b"]),
@@ -50,9 +56,11 @@ SAMPLING_FLAGS = {
     "logprobs": (["--json", "--logprobs", "0"], 0),
     "prompt_logprobs": (["--json", "--prompt-logprobs", "2"], 2),
     "timeout_s": (["--timeout-s", "1.5"], 1.5),
+    "response_format": (["--response-format", '{"type": "json_object"}'], {"type": "json_object"}),
     "beam_width": (["--beam-width", "4"], 4),
     "length_penalty": (["--length-penalty", "-0.5"], -0.5),
     "early_stopping": (["--early-stopping", "true"], True),
+    "priority": (["--priority", "-2"], -2),
 }
 
 
@@ -142,6 +150,7 @@ def test_json_is_an_object_a_prompt(run, stub) -> None:
     done = run("generate", "m", "plain\n\u2028é", "odd", "--json", "--logprobs", "1")
     plain, odd = map(json.loads, done.out.splitlines())
     metrics = {"queue_s": 0.25, "ttft_s": 0.5, "gaps_s": [0.125], "cached_tokens": 0, "preemptions": 0}
+    metrics["accepted_drafts"] = 0
     assert plain == {
         "prompt": "plain\n\u2028é",
         "text": "é\u2028\nnialp",

@@ -54,3 +54,34 @@ def test_what_one_layer_writes_in_a_block_of_its_group_no_other_changes() -> Non
     for number, (layer, block) in enumerate(writes):
         assert (cache.layers[layer].k[block] == number).all()
         assert (cache.layers[layer].v[block] == -number).all()
+
+
+@pytest.mark.parametrize("feature_major", [False, True])
+@pytest.mark.parametrize("latent_dim", [None, 4])
+def test_copies_reach_every_layer_of_their_group_and_no_other_block(
+    feature_major: bool, latent_dim: int | None
+) -> None:
+    """Against a copy made block by block of what was there before, so that a chain or a swap of blocks comes out."""
+    groups, pairs = [0, 1, 0, 1, 1], [(2, 3), (3, 4), (5, 6), (6, 5), (2, 7)]
+    cache = PagedKVCache(
+        groups,
+        [KVShape(1 if latent_dim else 2, 6, latent_dim), KVShape(2, 6)],
+        num_blocks=9,
+        block_size=4,
+        dtype=torch.bfloat16,
+        device=CPU,
+        feature_major=feature_major,
+    )
+    for k, v in cache.storage:
+        for tensor in (v, k):  # of latent layers the values are part of the keys
+            tensor.copy_(torch.randn(tensor.shape))
+    before = [(layer.k.clone(), layer.v.clone()) for layer in cache.layers]
+    untouched = [(k.data_ptr(), v.data_ptr()) for k, v in cache.storage]
+    cache.copy_blocks(0, [source for source, _ in pairs], [destination for _, destination in pairs])
+    of_group = {id(layer.k) for layer in cache.layers if layer.group == 0}
+    for layer, (k, v) in zip(cache.layers, before, strict=True):
+        copied = {destination: source for source, destination in pairs} if id(layer.k) in of_group else {}
+        for block in range(9):
+            assert torch.equal(layer.k[block], k[copied.get(block, block)])
+            assert torch.equal(layer.v[block], v[copied.get(block, block)])
+    assert untouched == [(k.data_ptr(), v.data_ptr()) for k, v in cache.storage]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -15,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import fastgen
 from tests.reference import randomise, save
 
 VOCAB_SIZE = 151
@@ -22,10 +24,10 @@ MAX_POSITIONS = 160
 WINDOW = 11
 
 
-def save_checkpoint(family: str, directory: Path) -> Path:
+def save_checkpoint(family: str, directory: Path, *, vocab_size: int = VOCAB_SIZE) -> Path:
     """A checkpoint of ``family`` (``"llama"``, ``"mistral"``, ``"opt"``) in fp32, without a tokenizer."""
     common = {
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": vocab_size,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "max_position_embeddings": MAX_POSITIONS,
@@ -43,6 +45,14 @@ def save_checkpoint(family: str, directory: Path) -> Path:
         config = LlamaConfig(hidden_size=32, intermediate_size=40, num_key_value_heads=1, **common)
         model = LlamaForCausalLM(config)
     return save(randomise(model, seed=11), directory)
+
+
+def small_cache(directory: Path, num_tokens: int, **options: Any) -> int:
+    """Bytes of a KV cache that one sequence of so many tokens takes whole, so that others preempt each other."""
+    with fastgen.load(directory, kv_cache_memory="1MiB", **options) as llm:
+        assert llm._engine is not None
+        kv = llm._engine.scheduler.kv
+        return llm._engine.runner.kv_cache.size_bytes // llm.config.num_blocks * (kv.blocks_needed(num_tokens) + 1)
 
 
 CHAT_TEMPLATE = (

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from fastgen.runtime.forks import Forks
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.running_set import RunningSet
 from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.waiting_queue import WaitingQueue
 from tests.runtime.remembering_device import VOCAB_SIZE, LostStepError, alone, build_engine, drawn_by
 
 
@@ -48,8 +51,8 @@ def drawn_cache(rng: random.Random, requests: list[tuple[list[int], SamplingPara
     for prompt, sampling in requests:
         num_tokens = len(prompt) + sampling.max_new_tokens - 1
         needed = max(needed, large.blocks_needed(num_tokens))
-        if sampling.beam_width > 1:
-            needed = max(needed, large.beam_blocks_needed(len(prompt), num_tokens, sampling.beam_width))
+        forks = Forks(large, RunningSet(1), WaitingQueue())
+        needed = max(needed, forks.blocks_needed(len(prompt), num_tokens, sampling.beam_width))
     return cache(1 + needed + rng.randint(0, needed // 2))
 
 

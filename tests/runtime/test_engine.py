@@ -11,11 +11,14 @@ from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.model_runner import ModelRunner, PromptLogprobs, StepOutput
+from fastgen.runtime.policies import DynamicBatching, Policy
+from fastgen.runtime.policies.splitfuse import SplitFuse
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.schedule import Schedule
 from fastgen.runtime.scheduler import Scheduler
+from fastgen.runtime.step_time import StepWork
 
 EOS = 2
 VOCAB_SIZE = 50
@@ -50,9 +53,18 @@ class Clock:
 
 
 class Bench:
-    def __init__(self, *, token_budget: int = 8, max_num_seqs: int = 4, num_blocks: int = 33) -> None:
+    def __init__(
+        self,
+        *,
+        token_budget: int = 8,
+        max_num_seqs: int = 4,
+        num_blocks: int = 33,
+        policy: Policy | None = None,
+    ) -> None:
         self.runner, self.clock = ScriptedRunner(), Clock()
-        scheduler = Scheduler(KVCacheManager(num_blocks, 4), token_budget=token_budget, max_num_seqs=max_num_seqs)
+        scheduler = Scheduler(
+            KVCacheManager(num_blocks, 4), token_budget=token_budget, max_num_seqs=max_num_seqs, policy=policy
+        )
         self.engine = Engine(
             cast(ModelRunner, self.runner),
             scheduler,
@@ -167,6 +179,52 @@ def test_several_deadlines_pass_in_one_step_and_one_of_a_request_long_done(bench
     assert done.output().finish_reason == "length"
     assert not bench.engine.has_work
     bench.engine.step()
+
+
+def test_deadlines_of_requests_that_have_ended_are_not_kept(bench: Bench) -> None:
+    open_requests = [bench.submit(max_new_tokens=30, timeout_s=50) for _ in range(3)]
+    for _ in range(200):
+        bench.engine.cancel(bench.submit(max_new_tokens=1, timeout_s=1000))
+        assert len(bench.engine._deadlines) <= 2 * len(bench.engine._generations) + 1
+    for generation in open_requests:
+        bench.engine.cancel(generation)
+    assert bench.engine._deadlines == []
+
+
+def test_while_a_policy_waits_for_more_the_engine_says_for_how_long() -> None:
+    bench = Bench(policy=DynamicBatching(batch_size=2, max_delay_s=3.0))
+    first = bench.submit(max_new_tokens=1)
+    assert bench.engine.idle_s == 0.0
+    bench.engine.step()
+    assert bench.engine.idle_s == 3.0
+    bench.clock.now_s += 2
+    assert bench.engine.idle_s == 1.0
+    bench.submit(max_new_tokens=1)
+    bench.engine.step()
+    assert bench.engine.idle_s == 0.0
+    assert first.output().token_ids == [9]
+
+
+def test_the_policy_is_told_what_steps_took(bench: Bench) -> None:
+    told = []
+
+    class Watching(SplitFuse):
+        observes = True
+
+        def observe(self, work: StepWork, step_s: float) -> None:
+            told.append((work, step_s))
+
+    bench = Bench(policy=Watching())
+    run = bench.runner.run
+
+    def slow(schedule: Schedule) -> StepOutput:
+        bench.clock.now_s += 0.25
+        return run(schedule)
+
+    bench.runner.run = slow  # type: ignore[method-assign]
+    bench.submit([1] * 3, max_new_tokens=2)
+    bench.run()
+    assert told == [(StepWork(3, 0, 6), 0.25), (StepWork(1, 4, 0), 0.25)]
 
 
 def test_a_request_may_time_out_before_it_is_scheduled() -> None:

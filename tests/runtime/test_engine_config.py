@@ -94,6 +94,17 @@ def test_what_is_asked_for_is_what_is_got() -> None:
     assert config_of(max_model_len=MAX_POSITIONS).max_model_len == MAX_POSITIONS
 
 
+def test_rows_for_drafts() -> None:
+    config = config_of(max_num_seqs=10)
+    assert (config.num_draft_tokens, config.max_rows) == (0, 10)
+    config = config_of(max_num_seqs=10, speculative="ngram")
+    assert (config.num_draft_tokens, config.max_rows) == (4, 50)
+    config = config_of(max_num_seqs=10, speculative="ngram", num_draft_tokens=7)
+    assert (config.num_draft_tokens, config.max_rows) == (7, 80)
+    config = config_of(max_num_seqs=10, speculative="ngram", num_draft_tokens=7, token_budget=12)
+    assert config.max_rows == 12, "no more than a step has tokens"
+
+
 @pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)])
 def test_memory_holds_so_many_blocks(dtype: torch.dtype, num_bytes: int) -> None:
     block_bytes = 16 * TOKEN_BYTES * num_bytes
@@ -188,6 +199,15 @@ def test_dtypes() -> None:
         ({"max_model_len": True}, "max_model_len=True"),
         ({"max_num_seqs": 513}, "max_num_seqs=513 is above token_budget=512"),
         ({"max_model_len": MAX_POSITIONS + 1}, "max_model_len=1001 is above the 1000 positions"),
+        ({"speculative": "eagle"}, "speculative='eagle': expected 'ngram', or None"),
+        ({"speculative": True}, "speculative=True: expected 'ngram', or None"),
+        ({"num_draft_tokens": 4}, "num_draft_tokens=4 needs speculative='ngram'"),
+        ({"speculative": "ngram", "num_draft_tokens": 0}, "num_draft_tokens=0: expected an integer of at least 1"),
+        (
+            {"speculative": "ngram", "num_draft_tokens": 8, "token_budget": 8},
+            "num_draft_tokens=8 drafts and the token before them take 9 places of a step, and token_budget=8 has fewer",
+        ),
+        ({"speculative": "ngram", "token_budget": 4}, "num_draft_tokens=4 drafts .* token_budget=4 has fewer"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:

@@ -207,8 +207,8 @@ class History:
         ]
         assert [copy[:3] for copy in allocation.copies] == [(group, index, to_copy[group]) for group in sorted(to_copy)]
         for group, table in enumerate(seq.block_tables):
-            changed = {entry.index: entry.block_id for entry in allocation.appended if entry.group == group}
-            changed |= {copy.index: copy.destination for copy in allocation.copies if copy.group == group}
+            changed = {entry.table_index: entry.block_id for entry in allocation.appended if entry.group == group}
+            changed |= {copy.table_index: copy.destination for copy in allocation.copies if copy.group == group}
             old = dict(enumerate(tables[group] if tables else []))
             assert dict(enumerate(table)) == old | changed
             num_blocks = sum(block_id != PADDING_BLOCK for block_id in table)

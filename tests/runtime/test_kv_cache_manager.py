@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
-from fastgen.runtime.kv_cache_manager import Allocation, KVCacheManager
+from fastgen.runtime.kv_cache_manager import Allocation, BlockCopy, KVCacheManager, TableEntry, max_blocks_held
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampling_params import SamplingParams
 
@@ -156,4 +156,247 @@ def test_integrity_sees_what_the_pool_cannot():
         kv.check_integrity([seq])
     seq.block_tables = [[block_id for table in seq.block_tables for block_id in table]]
     with pytest.raises(AssertionError, match="1 block tables"):
+        kv.check_integrity([seq])
+
+
+# Sharing
+
+
+def compute(kv: KVCacheManager, seq: Sequence, num_tokens: int) -> Allocation:
+    """A step that computes the next ``num_tokens`` tokens of ``seq``."""
+    allocation = kv.allocate(seq, num_tokens)
+    assert allocation is not None
+    seq.num_computed_tokens += num_tokens
+    kv.copies_done(allocation.copies)
+    kv.advance(seq)
+    return allocation
+
+
+def caching(num_blocks: int = 20, windows: tuple[int | None, ...] = (None,)) -> KVCacheManager:
+    return KVCacheManager(num_blocks, 4, windows, max_chunk=8, prefix_caching=True)
+
+
+def test_full_blocks_are_found_by_who_begins_alike_but_for_the_last_token():
+    kv = caching()
+    first, second, whole = sequence(12), sequence(13, 1), sequence(12, 2)
+    compute(kv, first, 11)
+    table = list(first.block_tables[0])
+    assert kv.attach_cached(second) == [TableEntry(0, 0, table[0]), TableEntry(0, 1, table[1])]
+    assert (second.num_computed_tokens, second.num_cached_tokens) == (8, 8)  # the third was not full
+    compute(kv, first, 1)
+    kv.free(first)
+    assert kv.pool.num_free == 17  # those that the second holds are not free, the third is cached
+    assert kv.attach_cached(whole) == kv.attach_cached(second) == [TableEntry(0, i, table[i]) for i in range(2)]
+    assert whole.num_computed_tokens == 8  # its last block is computed again, in a block of its own
+    appended = compute(kv, whole, 4).appended
+    assert appended[0].block_id != table[2]
+    kv.detach(second)
+    assert (second.block_tables, second.num_computed_tokens, second.num_cached_tokens) == ([], 0, 0)
+    assert vars(kv.prefix_cache.statistics) == {
+        "lookups": 1, "lookup_tokens": 12, "hit_tokens": 8, "evictions": 0
+    }  # fmt: skip
+    kv.check_integrity([whole])
+    third = sequence(13, 3)
+    assert kv.attach_cached(third)[2].block_id == table[2]  # the block that was there first
+    kv.check_integrity([whole, third])
+
+
+def test_prompt_logprobs_need_every_token_and_nothing_is_looked_up():
+    kv = caching()
+    compute(kv, sequence(9), 8)
+    asking = Request(1, range(9), SamplingParams(max_new_tokens=1, prompt_logprobs=0), 0.0).sequences[0]
+    assert kv.attach_cached(asking) == []
+    assert asking.num_computed_tokens == 0
+    assert KVCacheManager(20, 4).attach_cached(sequence(9, 2)) == []
+
+
+def test_a_preempted_sequence_finds_what_it_generated_and_keeps_its_first_count():
+    kv = caching()
+    seq = sequence(6)
+    kv.attach_cached(seq)
+    compute(kv, seq, 6)
+    seq.token_ids += [50, 51, 52]
+    compute(kv, seq, 2)
+    kv.free(seq)
+    seq.num_computed_tokens, seq.num_preemptions = 0, 1
+    assert len(kv.attach_cached(seq)) == 2
+    assert (seq.num_computed_tokens, seq.num_cached_tokens) == (8, 0)
+
+
+def test_of_a_freed_sequence_the_last_blocks_are_evicted_first():
+    kv = caching(num_blocks=5)
+    old, new = sequence(13), Request(1, range(200, 208), SamplingParams(max_new_tokens=1), 0.0).sequences[0]
+    compute(kv, old, 13)
+    kv.free(old)
+    compute(kv, new, 8)  # the block that was never full, and one out of the cache
+    again = sequence(13, 2)
+    kv.attach_cached(again)
+    assert again.num_computed_tokens == 8
+    assert kv.prefix_cache.statistics.evictions == 1
+
+
+def test_a_fork_is_copied_when_one_of_the_two_writes():
+    kv = KVCacheManager(num_blocks=10, block_size=4, windows=(None, None))
+    parent, child = sequence(6), sequence(7, 1)
+    compute(kv, parent, 6)
+    kv.fork(parent, child, 6)
+    assert child.block_tables == parent.block_tables
+    assert (child.num_computed_tokens, kv.pool.num_free) == (6, 5)
+    kv.check_integrity([parent, child])
+    sources = [table[1] for table in parent.block_tables]
+    allocation = kv.allocate(child, 1)
+    destinations = [table[1] for table in child.block_tables]
+    assert allocation.appended == []
+    assert allocation.copies == [BlockCopy(group, 1, sources[group], destinations[group]) for group in range(2)]
+    assert set(destinations).isdisjoint(sources)
+    assert [table[1] for table in parent.block_tables] == sources
+    # the step fails: the next one owes the same copies, and until they are made the parent must not write either
+    assert kv.allocate(child, 1) == Allocation([], [])
+    assert kv.pending_copies == tuple(allocation.copies)
+    kv.check_integrity([parent, child])
+    assert kv.max_tokens(parent) == 4 * (2 + (3 - 2) // 2) - 6
+    kv.copies_done(kv.pending_copies)
+    assert kv.pending_copies == ()
+    assert kv.allocate(parent, 1) == Allocation([], [])  # it is the only holder now
+    kv.check_integrity([parent, child])
+
+
+def test_a_block_that_is_shared_is_not_taken_from_those_who_still_need_it():
+    kv = KVCacheManager(num_blocks=3, block_size=4)
+    parent, child = sequence(6), sequence(7, 1)
+    compute(kv, parent, 6)
+    kv.fork(parent, child, 6)
+    assert kv.max_tokens(child) == 0  # no block for the copy
+    assert kv.allocate(child, 1) is None
+    kv.check_integrity([parent, child])
+    kv.free(parent)
+    assert kv.max_tokens(child) == 2
+    assert kv.allocate(child, 1) == Allocation([], [])
+    kv.free(child)
+    assert kv.pool.num_free == 2
+
+
+def test_one_who_is_freed_owes_no_copies():
+    kv = KVCacheManager(num_blocks=6, block_size=4)
+    parent, child = sequence(6), sequence(7, 1)
+    compute(kv, parent, 6)
+    kv.fork(parent, child, 6)
+    due = kv.allocate(child, 1).copies
+    kv.free(child)
+    assert kv.pending_copies == ()
+    kv.copies_done(due)  # of a step that was on its way meanwhile
+    kv.check_integrity([parent])
+    kv.free(parent)
+    assert kv.pool.num_free == 5
+
+
+def test_a_fork_before_the_end_of_a_published_block_copies_it():
+    kv = caching()
+    parent, child = sequence(9), sequence(7, 1)
+    compute(kv, parent, 9)
+    kv.fork(parent, child, 6)
+    assert child.block_tables[0] == parent.block_tables[0][:2]
+    kv.free(parent)  # the child is the only holder, but others may look its block up
+    (copy,) = kv.allocate(child, 1).copies
+    assert copy.table_index == 1
+    kv.check_integrity([child])
+    kv.copies_done([copy])
+    assert len(kv.attach_cached(sequence(9, 2))) == 2
+
+
+def test_a_fork_that_cannot_be_is_refused():
+    kv = KVCacheManager(num_blocks=20, block_size=4, windows=(None, 3), max_chunk=8)
+    parent = sequence(20)
+    compute(kv, parent, 7)
+    compute(kv, parent, 8)
+    with pytest.raises(AssertionError, match="are not computed"):
+        kv.fork(parent, sequence(20, 1), 16)
+    with pytest.raises(AssertionError, match="left behind"):
+        kv.fork(parent, sequence(20, 1), 9)
+    with pytest.raises(AssertionError, match="holds blocks already"):
+        kv.fork(parent, parent, 15)
+    kv.fork(parent, child := sequence(20, 1), 13)
+    assert kv.attach_cached(child) == [TableEntry(g, i, b) for g, t in enumerate(child.block_tables)
+                                       for i, b in enumerate(t) if b]  # fmt: skip
+    kv.check_integrity([parent, child])
+
+
+# Windows
+
+
+def test_blocks_that_no_later_token_sees_are_freed():
+    """The picture of the module."""
+    kv = KVCacheManager(num_blocks=20, block_size=4, windows=(6, None), max_chunk=8)
+    seq = sequence(60)
+    compute(kv, seq, 8)
+    assert [bool(block_id) for block_id in seq.block_tables[0]] == [True, True]  # token 8 sees 3 … 8
+    compute(kv, seq, 5)
+    assert [bool(block_id) for block_id in seq.block_tables[0]] == [False, True, True, True]
+    assert all(seq.block_tables[1])
+    assert kv.pool.num_free == 19 - 3 - 4
+    kv.check_integrity([seq])
+    for _ in range(30):
+        compute(kv, seq, 1)
+        assert sum(map(bool, seq.block_tables[0])) <= 3
+        kv.check_integrity([seq])
+    kv.free(seq)
+    assert kv.pool.num_free == 19
+
+
+def test_a_hit_holds_only_what_the_window_shows():
+    kv = caching(windows=(6,))
+    first, second = sequence(17), sequence(18, 1)
+    for _ in range(4):
+        compute(kv, first, 4)
+    table = list(first.block_tables[0])
+    assert table[:2] == [0, 0]
+    assert kv.attach_cached(second) == [TableEntry(0, 2, table[2]), TableEntry(0, 3, table[3])]
+    assert second.block_tables == [table]
+    assert second.num_cached_tokens == 16
+    kv.check_integrity([first, second])
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 40])
+@pytest.mark.parametrize("chunk", [1, 3, 16, 33])
+def test_the_most_blocks_held_is_the_most_that_any_schedule_makes_it_hold(block_size, window, chunk):
+    """All chunks up to ``chunk`` tokens, at every offset in a block: never more, and one of them needs as many."""
+    most = 0
+    for before in range(window + 2 * block_size, window + 3 * block_size):
+        kv = KVCacheManager(400, block_size, (window,), max_chunk=chunk)
+        seq = sequence(400)
+        while seq.num_computed_tokens < before:
+            compute(kv, seq, min(chunk, before - seq.num_computed_tokens))
+        kv.allocate(seq, chunk)
+        most = max(most, sum(map(bool, seq.block_tables[0])))
+    assert most == max_blocks_held(400, window, block_size, max_chunk=chunk)
+
+
+def test_what_a_window_leaves_is_not_asked_for():
+    """A sequence many windows long fits where its window does; refusals name what the groups need."""
+    kv = KVCacheManager(num_blocks=7, block_size=4, windows=(6,), max_chunk=8)
+    assert kv.blocks_needed(10**6) == 2 + 1 + 2
+    kv.check_fits(10**6, 10**6)
+    kv = KVCacheManager(num_blocks=13, block_size=4, windows=(None, 6, 6), max_chunk=8)
+    kv.check_fits(5, 4)
+    with pytest.raises(RequestTooLargeError) as refused:
+        kv.check_fits(30, 20)
+    assert "ceil((30 + 20 - 1) / 4) + 2 * 5 (a window of 6 tokens and a chunk of 8) = 23 blocks" in str(refused.value)
+    assert "at most 17:" in str(refused.value)
+    kv.check_fits(10, 7)
+    with pytest.raises(RequestTooLargeError):
+        kv.check_fits(10, 8)
+
+
+def test_integrity_sees_what_a_window_should_have_freed():
+    kv = KVCacheManager(num_blocks=20, block_size=4, windows=(3,), max_chunk=8)
+    seq = sequence(60)
+    kv.allocate(seq, 12)
+    seq.num_computed_tokens = 12
+    with pytest.raises(AssertionError, match="left behind by a window of 3"):
+        kv.check_integrity([seq])
+    kv.advance(seq)
+    kv.check_integrity([seq])
+    seq.num_computed_tokens = 4
+    with pytest.raises(AssertionError, match="blocks missing from its table"):
         kv.check_integrity([seq])

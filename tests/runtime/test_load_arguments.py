@@ -16,7 +16,11 @@ from fastgen.compile.loader import KernelLoader
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import InvalidArgumentError, ModelNotFoundError, RecipeError, UnknownArchitectureError
 from fastgen.models import hub
-from tests.runtime.checkpoints import save_checkpoint
+from fastgen.runtime.policies import DynamicBatching
+from fastgen.runtime.policies.orca import Orca
+from fastgen.runtime.policies.splitfuse import SplitFuse
+from fastgen.runtime.policies.time_budget import TimeBudgetSplitFuse
+from tests.runtime.checkpoints import WINDOW, save_checkpoint
 
 PROMPT = [5, 17, 99, 3]
 
@@ -108,6 +112,48 @@ def test_the_sizes(directory: Path) -> None:
         assert llm._engine.runner.kv_cache.size_bytes == llm.config.num_blocks * block_bytes <= 100_000
         assert llm.config.num_blocks == 100_000 // block_bytes
         assert llm._engine.scheduler.kv.pool.capacity == llm.config.num_blocks - 1
+
+
+def test_the_policy_and_what_goes_with_it(directory: Path) -> None:
+    for options, kind in [({}, SplitFuse), ({"policy": "orca"}, Orca), ({"itl_target_ms": 40}, TimeBudgetSplitFuse)]:
+        with fastgen.load(directory, aging_s=7.0, **options) as llm:
+            assert llm._engine is not None
+            assert type(llm._engine.scheduler.policy) is kind
+            assert llm._engine.scheduler.waiting.aging_s == 7.0
+            assert llm.generate(PROMPT, max_new_tokens=3, ignore_eos=True).finish_reason == "length"
+    with fastgen.load(directory, policy=DynamicBatching(batch_size=3, max_delay_s=0.05)) as llm:
+        output = llm.generate(PROMPT, max_new_tokens=3)
+        assert output.metrics.queue_s >= 0.05, "nobody came, so the batch began when the delay was over"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "orcas"}, "policy='orcas' is not known; did you mean 'orca'"),
+        ({"policy": "static", "itl_target_ms": 40}, "itl_target_ms=40 goes with policy='splitfuse' only"),
+        ({"policy": DynamicBatching(9), "max_num_seqs": 8}, "batch_size=9 is above max_num_seqs=8"),
+        ({"aging_s": 0}, "aging_s=0: expected a number of seconds above 0"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(directory: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        fastgen.load(directory, **options)
+
+
+def test_prefix_caching_is_on_unless_it_is_turned_off(directory: Path) -> None:
+    for options, expected in [({}, True), ({"prefix_caching": True}, True), ({"prefix_caching": False}, False)]:
+        with fastgen.load(directory, target="torch", **options) as llm:
+            assert llm._engine is not None
+            assert (llm._engine.scheduler.kv.prefix_cache is not None) == llm.config.prefix_caching == expected
+    with pytest.raises(InvalidArgumentError, match="prefix_caching='no': expected True or False"):
+        fastgen.load(directory, prefix_caching="no")  # type: ignore[arg-type]
+
+
+def test_windows_are_handed_to_the_cache(tmp_path: Path) -> None:
+    with fastgen.load(save_checkpoint("mistral", tmp_path), target="torch", token_budget=40) as llm:
+        assert llm._engine is not None
+        kv = llm._engine.scheduler.kv
+        assert (kv.windows, kv.max_chunk) == ((WINDOW,), 40)
 
 
 def test_the_end_of_text_is_forbidden_while_min_new_tokens_asks_for_more(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.ops.embedding import resolve_token_ids
-from fastgen.layers.kv_cache import PagedKVCache
+from fastgen.layers.kv_cache import KVShape, PagedKVCache
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
 from fastgen.runtime.forward import Forward
 from fastgen.runtime.input_batch import InputBatch
-from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.kv_cache_manager import BlockCopy, KVCacheManager
 from fastgen.runtime.model_runner import ModelRunner, StepOutput
 from fastgen.runtime.request import Request
 from fastgen.runtime.sampler import Sampler
@@ -52,7 +53,7 @@ class Bench:
     def __init__(self, *, token_budget: int, num_blocks: int = 200):
         self.model = CountingModel()
         inputs = InputBatch(
-            token_budget=token_budget, max_num_seqs=4, num_groups=1, max_blocks=80, block_size=4, device=CPU
+            token_budget=token_budget, max_num_seqs=4, max_rows=4, num_groups=1, max_blocks=80, block_size=4, device=CPU
         )
         forward = Forward(cast(CausalLM, self.model), Mock(spec=PagedKVCache))
         self.runner = ModelRunner(forward, inputs, Sampler(frozenset({VOCAB_SIZE - 1})))
@@ -137,3 +138,24 @@ def test_a_prompt_without_usable_logits_is_reported_and_disturbs_no_other() -> N
     assert "NaN" in str(by_request[bad].error)
     assert (by_request[good].error, len(by_request[good].logprobs)) == (None, 4)
     assert [token.error for _, token in output.sampled] == [None, None]
+
+
+def test_blocks_are_copied_before_the_forward_pass() -> None:
+    class Watching(CountingModel):
+        seen: list[float]
+
+        def __call__(self, batch: RaggedBatch, kv_cache: Any) -> Tensor:
+            self.seen = kv_cache.layers[0].k[:, 0, 0, 0].tolist()
+            return super().__call__(batch, kv_cache)
+
+    cache = PagedKVCache([0, 1], [KVShape(1, 2)] * 2, num_blocks=9, block_size=4, dtype=torch.float32, device=CPU)
+    for tensor in cache.storage[0]:
+        tensor.copy_(torch.arange(9.0).view(9, 1, 1, 1).expand(tensor.shape))
+    bench, model = Bench(token_budget=8), Watching()
+    bench.runner.forward = Forward(cast(CausalLM, model), cache)
+    bench.add([1, 2, 3], max_new_tokens=1)
+    schedule = bench.scheduler.schedule()
+    assert schedule is not None
+    copies = (BlockCopy(0, 0, 5, 7), BlockCopy(1, 2, 2, 3), BlockCopy(0, 1, 1, 8))
+    bench.runner.run(replace(schedule, block_copies=copies))
+    assert model.seen == [0, 1, 2, 2, 4, 5, 6, 5, 1]

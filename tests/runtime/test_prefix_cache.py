@@ -22,7 +22,7 @@ def test_a_prefix_is_found_as_far_as_it_is_the_same():
     publish(cache, TEXT, [5, 6, 7])
     assert cache.find(TEXT, 8).depth == 3
     assert cache.find(TEXT, 2).depth == 2
-    assert cache.find(TEXT[:11] + [1], 3).depth == 2
+    assert cache.find([*TEXT[:11], 1], 3).depth == 2
     assert cache.find([1, *TEXT], 3) is cache.root
     assert cache.block_tables(cache.find(TEXT, 8)) == [[5, 6, 7]]
     assert cache.block_tables(cache.root) == [[]]
@@ -62,7 +62,16 @@ def test_the_first_to_compute_a_block_is_the_one_that_is_shared():
 
 @pytest.mark.parametrize(
     ("num_full_blocks", "window", "block_size", "first"),
-    [(5, None, 4, 0), (5, 1, 4, 5), (5, 2, 4, 4), (5, 5, 4, 4), (5, 6, 4, 3), (5, 21, 4, 0), (5, 22, 4, 0), (0, 3, 4, 0)],
+    [
+        (5, None, 4, 0),
+        (5, 1, 4, 5),
+        (5, 2, 4, 4),
+        (5, 5, 4, 4),
+        (5, 6, 4, 3),
+        (5, 21, 4, 0),
+        (5, 22, 4, 0),
+        (0, 3, 4, 0),
+    ],
 )
 def test_the_first_block_that_is_seen(num_full_blocks, window, block_size, first):
     assert first_seen_block(num_full_blocks, window, block_size) == first

@@ -14,6 +14,7 @@ import fastgen
 from fastgen import GenerationOutput
 from fastgen.runtime.llm import LLM
 from tests.reference import randomise, save
+from tests.runtime.checkpoints import small_cache
 
 VOCAB_SIZE = 83
 SIZES = {
@@ -69,7 +70,7 @@ PROMPTS = [
     for index in range(NUM_REQUESTS)
 ]
 ANSWERS = {"max_new_tokens": 16, "ignore_eos": True, "logprobs": VOCAB_SIZE, "prompt_logprobs": VOCAB_SIZE}
-SMALL_CACHE = 6  # blocks of 16 tokens: the largest request takes them all
+SMALL_CACHE = 6 * 16  # tokens: the largest request takes them all
 
 
 def checkpoint(family: str, directory: Path) -> Path:
@@ -116,11 +117,8 @@ def test_the_same_bits(family: str, weights: str, tmp_path: Path) -> None:
         sizes = {"token_budget": token_budget, "max_num_seqs": max_num_seqs}
         found = generate(directory, weights, order, num_threads=num_threads, **sizes)
         assert_same_bits(alone, found, f"budget {token_budget}, {num_threads} threads")
-    with fastgen.load(directory, target="cpp", token_budget=9, max_num_seqs=5, **WEIGHTS[weights]) as llm:
-        assert llm._engine is not None
-        block_bytes = llm._engine.runner.kv_cache.size_bytes // llm.config.num_blocks
-        groups = llm.config.num_kv_groups
-    cache = block_bytes * (SMALL_CACHE * groups + 1)
-    found = generate(directory, weights, order, token_budget=9, max_num_seqs=5, num_threads=2, kv_cache_memory=cache)
+    options = {"token_budget": 9, "max_num_seqs": 5}
+    cache = small_cache(directory, SMALL_CACHE, target="cpp", **options, **WEIGHTS[weights])
+    found = generate(directory, weights, order, num_threads=2, kv_cache_memory=cache, **options)
     assert sum(output.metrics.preemptions for output in found) >= 3
     assert_same_bits(alone, found, "preempted")

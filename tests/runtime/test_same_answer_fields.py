@@ -17,7 +17,7 @@ import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.policies import splitfuse
-from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
+from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer, small_cache
 
 NUM_REQUESTS = 41
 LONGEST = 60  # tokens of prompt and answer
@@ -116,11 +116,8 @@ def test_among_forty_others_in_any_chunks(
 
 
 def test_with_preemptions(directory: Path, alone: list[GenerationOutput]) -> None:
-    with fastgen.load(directory, target="cpp", block_size=4, kv_cache_memory="1MiB") as llm:
-        block_bytes = llm._engine.runner.kv_cache.size_bytes // llm.config.num_blocks
-        num_groups = llm.config.num_kv_groups
-    cache = block_bytes * (1 + num_groups * LONGEST // 4)
-    with fastgen.load(directory, target="cpp", block_size=4, kv_cache_memory=cache, token_budget=16) as llm:
+    options = {"target": "cpp", "block_size": 4, "token_budget": 16}
+    with fastgen.load(directory, kv_cache_memory=small_cache(directory, LONGEST, **options), **options) as llm:
         outputs = llm.generate(PROMPTS, SAMPLINGS)
         assert_nothing_held(llm)
     assert sum(each.metrics.preemptions for output in outputs for each in output.completions) >= 10

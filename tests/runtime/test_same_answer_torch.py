@@ -11,7 +11,7 @@ import pytest
 import fastgen
 from fastgen import GenerationOutput
 from fastgen.runtime.llm import LLM
-from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint
+from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, small_cache
 from tests.runtime.test_same_answer import (
     NUM_REQUESTS,
     PROMPTS,
@@ -63,11 +63,8 @@ def test_among_forty_others_in_a_drawn_order(directory: Path, alone: list[Genera
 
 @pytest.mark.parametrize("token_budget", [9, 32])
 def test_with_preemptions(directory: Path, alone: list[GenerationOutput], token_budget: int) -> None:
-    with fastgen.load(directory, target="torch", kv_cache_memory="1MiB") as llm:
-        block_bytes = llm._engine.runner.kv_cache.size_bytes // llm.config.num_blocks
-    cache = block_bytes * (SMALL_CACHE // 16 + 1)
-    options = {"token_budget": token_budget, "max_num_seqs": 8, "kv_cache_memory": cache}
-    with fastgen.load(directory, target="torch", **options) as llm:
+    options = {"target": "torch", "token_budget": token_budget, "max_num_seqs": 8}
+    with fastgen.load(directory, kv_cache_memory=small_cache(directory, SMALL_CACHE, **options), **options) as llm:
         outputs = answers(llm, token_budget)
-    assert sum(output.metrics.preemptions for output in outputs) >= 10
+    assert sum(output.metrics.preemptions for output in outputs) >= 5  # with a window a few blocks go a long way
     assert_same(alone, outputs)

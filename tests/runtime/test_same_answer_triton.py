@@ -26,6 +26,7 @@ from fastgen.runtime.llm import LLM
 from fastgen.runtime.model_runner import StepOutput
 from fastgen.runtime.scheduler import Schedule
 from tests.reference import randomise, save
+from tests.runtime.checkpoints import small_cache
 from tests.runtime.test_same_answer import num_certain_tokens, poison
 
 VOCAB_SIZE = 40
@@ -54,7 +55,7 @@ SAMPLINGS = [
     for index, (count, temperature) in enumerate([(4, 0.0), (9, 0.8), (6, 0.0), (5, 1.3)])
 ]
 BLOCK_SIZE = 4
-SMALL_CACHE = 7  # blocks: the largest request takes them all
+SMALL_CACHE = 7 * BLOCK_SIZE  # tokens: the largest request takes them all
 OPTIONS: dict[str, Any] = {"target": "triton", "block_size": BLOCK_SIZE, "max_num_seqs": 4, "dtype": "float32"}
 
 
@@ -148,10 +149,7 @@ def test_alone_and_in_company_whatever_is_replayed(directory: Path, certain: lis
 
 def test_at_another_budget_with_preemptions(directory: Path, certain: list[list[int]]) -> None:
     """Before each step everything that no running sequence owns is filled with what would be noticed."""
-    with fastgen.load(directory, **(OPTIONS | {"target": "torch"})) as llm:
-        assert llm._engine is not None
-        block_bytes = llm._engine.runner.kv_cache.size_bytes // llm.config.num_blocks
-        cache = block_bytes * (SMALL_CACHE * llm.config.num_kv_groups + 1)
+    cache = small_cache(directory, SMALL_CACHE, token_budget=4, **(OPTIONS | {"target": "torch"}))
     with fastgen.load(directory, token_budget=4, kv_cache_memory=cache, **OPTIONS) as llm:
         assert llm._engine is not None
         run = llm._engine.runner.run

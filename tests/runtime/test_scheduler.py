@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import pytest
 
@@ -148,7 +152,7 @@ def test_the_last_token_of_a_prompt_preempts_nobody_and_not_itself():
     assert taken(schedule) == [(0, 3, 1)]
     assert schedule.preempted == ()
     assert (partial.num_computed_tokens, partial.status) == (8, SequenceStatus.RUNNING)
-    scheduler.finish(scheduler.running[0])
+    scheduler.finish(scheduler.running.decodes[0])
     assert taken(step(scheduler)) == [(1, 8, 1)]
 
 
@@ -161,15 +165,24 @@ def test_a_prompt_is_computed_for_the_first_sequence_and_shared_by_the_others():
     schedule = step(scheduler)  # but then they are next: the last token of the prompt gives them their own first one
     assert [entry.seq for entry in schedule.entries][2:] == [second]
     assert taken(schedule) == [(0, 6, 1), (1, 2, 1), (0, 5, 1)]
-    assert [(copy.index, copy.destination) for copy in schedule.block_copies] == [(1, second.block_tables[0][1])]
+    assert [(copy.table_index, copy.destination) for copy in schedule.block_copies] == [(1, second.block_tables[0][1])]
     assert second.block_tables[0][0] == first.block_tables[0][0]
     scheduler.finish(second)
     schedule = step(scheduler)
     assert schedule.chunks[0].seq is third
     assert scheduler.kv.pool.capacity - scheduler.kv.pool.num_free == 2 + 1 + 1
     scheduler.finish(first)
-    schedule = step(scheduler)  # nobody is left to share with
-    assert [(chunk.seq, chunk.start, chunk.num_tokens) for chunk in schedule.chunks] == [(fourth, 0, 6)]
+    schedule = step(scheduler)  # any other will do
+    assert [(chunk.seq, chunk.start, chunk.num_tokens) for chunk in schedule.chunks] == [(fourth, 5, 1)]
+    assert fourth.block_tables[0][0] == third.block_tables[0][0]
+
+
+def test_with_nobody_left_to_share_with_the_prompt_is_computed_again():
+    scheduler = make(max_num_seqs=1, token_budget=16)
+    first, second = add(scheduler, 0, 6, n=2).request.sequences
+    step(scheduler)
+    scheduler.finish(first)
+    assert [(chunk.seq, chunk.start, chunk.num_tokens) for chunk in step(scheduler).chunks] == [(second, 0, 6)]
 
 
 def test_the_others_need_not_wait_for_a_sequence_that_is_gone():
@@ -295,6 +308,136 @@ def test_a_sequence_cancelled_during_its_step_is_passed_over():
     assert (kept.num_computed_tokens, cancelled.num_computed_tokens) == (4, 0)
     kept.token_ids.append(7)
     assert taken(step(scheduler)) == [(0, 4, 1)]
+
+
+# Classes
+
+
+def add_urgent(scheduler: Scheduler, request_id: int, num_prompt: int, priority: int, **fields: Any) -> Sequence:
+    sampling = SamplingParams(priority=priority, **{"max_new_tokens": 8} | fields)
+    request = Request(request_id, range(100, 100 + num_prompt), sampling, arrival_s=float(request_id))
+    scheduler.add(request)
+    return request.sequences[0]
+
+
+def test_an_urgent_prompt_goes_before_those_that_run_and_wait() -> None:
+    scheduler = make(token_budget=8, max_num_seqs=3)
+    add(scheduler, 0, 30)
+    add(scheduler, 1, 30)
+    assert taken(step(scheduler)) == [(0, 0, 8)]
+    add_urgent(scheduler, 2, 10, priority=-1)
+    assert taken(step(scheduler)) == [(2, 0, 8)]
+    assert taken(step(scheduler)) == [(2, 8, 2), (0, 8, 6)]
+    assert taken(step(scheduler)) == [(2, 10, 1), (0, 14, 7)]
+
+
+def test_the_lowest_class_is_preempted_first_and_in_it_the_youngest() -> None:
+    scheduler = make(num_blocks=9, token_budget=16, max_num_seqs=4)  # 8 blocks of 4
+    low, younger_low = (add_urgent(scheduler, number, 4, priority=5) for number in (0, 1))
+    urgent, younger_urgent = (add_urgent(scheduler, number, 4, priority=1) for number in (2, 3))
+    assert len(step(scheduler).entries) == 4
+    assert step(scheduler).preempted == ()  # their second blocks, which are the last
+    for _ in range(3):
+        assert step(scheduler).preempted == ()
+    assert step(scheduler).preempted == (younger_low, low)
+    assert [seq.status.name for seq in (urgent, younger_urgent)] == ["RUNNING"] * 2
+
+
+def test_an_urgent_prompt_takes_the_blocks_of_a_less_urgent_one_that_it_overtook() -> None:
+    scheduler = make(num_blocks=5, token_budget=16, max_num_seqs=2)  # 4 blocks of 4
+    low = add_urgent(scheduler, 0, 12, priority=1, max_new_tokens=1)
+    planned(scheduler)  # a step that fails, so that it holds 3 blocks and has computed nothing
+    urgent = add_urgent(scheduler, 1, 9, priority=0, max_new_tokens=1)
+    assert taken(step(scheduler)) == [(1, 0, 4)]
+    schedule = step(scheduler)
+    assert (taken(schedule), schedule.preempted) == ([(1, 4, 5)], (low,))
+    scheduler.finish(urgent)
+    assert taken(step(scheduler)) == [(0, 0, 12)]
+
+
+def test_who_waits_long_is_admitted_before_urgent_ones_that_came_later() -> None:
+    kv = KVCacheManager(101, 4)
+    scheduler = Scheduler(kv, token_budget=8, max_num_seqs=1, aging_s=5.0)
+    low = add_urgent(scheduler, 0, 2, priority=9, max_new_tokens=1)
+    order = []
+    for number in range(1, 12):
+        add_urgent(scheduler, number, 2, priority=0, max_new_tokens=1)
+        schedule = scheduler.schedule(now_s=float(number))
+        assert schedule is not None
+        ran(scheduler, schedule)
+        order.append(schedule.entries[0].seq)
+        scheduler.finish(schedule.entries[0].seq)
+    assert order.index(low) == 5
+
+
+# Drafts
+
+
+def draft_scheduler(propose: Callable[[Sequence, int], SequenceOf[int]], **options: Any) -> Scheduler:
+    kv = KVCacheManager(options.pop("num_blocks", 101), 4)
+    return Scheduler(kv, **{"token_budget": 16, "max_num_seqs": 4} | options, propose_drafts=propose)
+
+
+def test_drafts_take_the_places_that_are_left_in_the_budget() -> None:
+    asked = []
+
+    def propose(seq: Sequence, most: int) -> list[int]:
+        asked.append((seq.key[0], most))
+        return [] if seq.key[0] == 1 else [1, 2, 3][:most]
+
+    scheduler = draft_scheduler(propose, token_budget=8, max_num_seqs=3)
+    seqs = [add(scheduler, number, 2) for number in range(3)]
+    step(scheduler)
+    schedule = planned(scheduler)
+    assert asked == [(0, 5), (1, 2), (2, 2)]
+    assert schedule.decodes == (seqs[1],)
+    assert [(chunk.seq, chunk.num_tokens, chunk.drafts, chunk.num_rows) for chunk in schedule.chunks] == [
+        (seqs[0], 4, (1, 2, 3), 4),
+        (seqs[2], 3, (1, 2), 3),
+    ]
+    assert (schedule.num_tokens, schedule.size) == (8, 8)
+    scheduler.commit(schedule)
+    for seq, num_right in ((seqs[0], 3), (seqs[1], 0), (seqs[2], 1)):
+        seq.token_ids += [*(1, 2, 3)[:num_right], 7]
+        if seq is not seqs[1]:
+            scheduler.accept(seq, num_right)
+    scheduler.check_integrity()
+    assert [seq.num_computed_tokens for seq in seqs] == [6, 3, 4]
+    asked.clear()
+    assert [seq.num_pending_tokens for seq in seqs] == [1, 1, 1]
+    assert planned(scheduler).num_tokens == 8
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_drafts_of_any_length_are_computed_and_accepted_over_a_small_cache(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def propose(seq: Sequence, most: int) -> list[int]:
+        room = seq.num_prompt_tokens + seq.request.sampling.max_new_tokens - seq.num_tokens - 1
+        return [9] * min(rng.randint(0, 4), most, room)
+
+    scheduler = draft_scheduler(propose, num_blocks=rng.randint(7, 20))
+    for number in range(8):
+        scheduler.add(Request(number, range(rng.randint(1, 10)), SamplingParams(max_new_tokens=12), 0.0))
+    num_steps = num_drafts = 0
+    while (schedule := scheduler.schedule()) is not None:
+        scheduler.check_integrity()
+        num_steps += 1
+        if rng.random() < 0.1:  # a step that fails
+            continue
+        scheduler.commit(schedule)
+        for entry in schedule.entries:
+            if entry.samples:
+                num_right = rng.randint(0, len(entry.drafts))
+                entry.seq.token_ids += [9] * num_right + [7]
+                if entry.drafts:
+                    scheduler.accept(entry.seq, num_right)
+                num_drafts += num_right
+                assert entry.seq.num_tokens <= entry.seq.num_prompt_tokens + 12
+                if entry.seq.num_tokens == entry.seq.num_prompt_tokens + 12:
+                    scheduler.finish(entry.seq)
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.capacity
+    assert num_drafts > 10
 
 
 # Steps that fail
@@ -480,7 +623,7 @@ def test_integrity_sees_what_is_out_of_place():
     with pytest.raises(AssertionError, match="seats"):
         scheduler.check_integrity()
     scheduler, *_ = fresh()
-    scheduler._prompts.reverse()
+    scheduler.running.prompts.reverse()
     with pytest.raises(AssertionError, match="out of order"):
         scheduler.check_integrity()
     scheduler, older, _ = fresh()

@@ -31,6 +31,7 @@ class _Fastgen(BaseEngine):
             "quantize": quantize,
             "kv_cache_memory": "2GiB",
             "num_threads": settings.num_threads,
+            "prefix_caching": False,  # workloads repeat their prompts; what is measured is computing them
         }
         self._llm = fastgen.load(settings.model, device="cpu", **options)
         self._sampling = fastgen.SamplingParams

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fastgen.runtime.request import Sequence
+from fastgen.runtime.step_time import StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,9 @@ class Policy(ABC):
 
     splits_prompts: ClassVar[bool]
     """Whether a prompt may be cut to what is left of a step. Otherwise it is computed in one step, or, where it is
-    longer than the token budget, in steps of the whole budget."""
+    longer than what a step has for prompts, in steps that it fills."""
+    observes: ClassVar[bool] = False
+    """Whether it is told how long steps took."""
 
     def check(self, max_num_seqs: int) -> None:  # noqa: B027
         """Refuse what cannot work where at most ``max_num_seqs`` sequences run at once."""
@@ -64,7 +67,5 @@ class Policy(ABC):
     def plan(self, view: StepView) -> StepPlan:
         """What the step of ``view`` takes."""
 
-    def observe(self, num_tokens: int, num_context: int, num_pairs: int, step_s: float) -> None:  # noqa: B027
-        """A step took ``step_s`` seconds: it computed ``num_tokens``, its decodes read ``num_context`` tokens of
-        context, and the tokens of its chunks ``num_pairs`` together.
-        """
+    def observe(self, work: StepWork, step_s: float) -> None:  # noqa: B027
+        """A step with ``work`` took ``step_s`` seconds. Called where :attr:`observes`."""

@@ -1,0 +1,139 @@
+"""What scheduling costs on the host: a step with 256 decodes, with few and with many requests queued, and queueing.
+
+``python -m benchmarks.scheduler [--output FILE]`` prints the figures and, with ``--output``, keeps them as JSON with
+the machine and the date. Each is the median of many; the two queue lengths take turns, so that a change of the
+machine's speed meets both. No model and no device are needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.request import Request
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.scheduler import Scheduler
+
+NUM_DECODES = 256
+QUEUED = (10, 10_000)
+NUM_STEPS = 2_000
+BLOCK_SIZE = 16
+SAMPLING = SamplingParams(max_new_tokens=10_000)
+PROMPT = list(range(24))
+
+
+class Steps:
+    """A scheduler with ``NUM_DECODES`` sequences that decode, and requests queued behind them; its steps are timed."""
+
+    def __init__(self, num_queued: int, num_classes: int):
+        num_blocks = 1 + NUM_DECODES * (2 + (NUM_STEPS + len(PROMPT)) // BLOCK_SIZE)
+        kv = KVCacheManager(num_blocks, BLOCK_SIZE, max_chunk=8192, prefix_caching=True)
+        self.scheduler = Scheduler(kv, token_budget=8192, max_num_seqs=NUM_DECODES)
+        self.times_s: list[float] = []
+        for request_id in range(NUM_DECODES):
+            self.scheduler.add(Request(request_id, [request_id, *PROMPT], SAMPLING, 0.0))
+        self.step()
+        self.step()
+        samplings = [SamplingParams(max_new_tokens=10_000, priority=1 + number) for number in range(num_classes)]
+        for number in range(num_queued):
+            self.scheduler.add(Request(NUM_DECODES + number, PROMPT, samplings[number % num_classes], 0.0))
+        self.times_s.clear()
+
+    def step(self) -> None:
+        begin = time.perf_counter()
+        schedule = self.scheduler.schedule(begin)
+        assert schedule is not None
+        middle = time.perf_counter()
+        for seq in (*schedule.decodes, *(chunk.seq for chunk in schedule.chunks if chunk.samples)):
+            seq.token_ids.append(7)
+        resumed = time.perf_counter()
+        self.scheduler.commit(schedule)
+        self.times_s.append(time.perf_counter() - resumed + middle - begin)
+
+
+def step_times_us(num_classes: int = 1) -> dict[int, dict[str, float]]:
+    """Of ``schedule`` and ``commit`` together, by how many requests are queued: median, 95th percentile, mean."""
+    steps = {num_queued: Steps(num_queued, num_classes) for num_queued in QUEUED}
+    for _ in range(NUM_STEPS):
+        for each in steps.values():
+            each.step()
+    figures = {}
+    for num_queued, each in steps.items():
+        assert len(each.scheduler.running.decodes) == NUM_DECODES
+        centiles = statistics.quantiles(each.times_s, n=20)
+        figures[num_queued] = {
+            "median_us": round(1e6 * statistics.median(each.times_s), 2),
+            "p95_us": round(1e6 * centiles[-1], 2),
+            "mean_us": round(1e6 * statistics.fmean(each.times_s), 2),
+        }
+    return figures
+
+
+def requests_per_s(make_queue: Callable[[], Callable[[int], object]], *, num_requests: int = 20_000) -> float:
+    """How many requests a second are queued, in the median of some rounds; ``make_queue()`` gives what queues one."""
+    rates = []
+    for _ in range(7):
+        queue = make_queue()
+        begin = time.perf_counter()
+        for number in range(num_requests):
+            queue(number)
+        rates.append(num_requests / (time.perf_counter() - begin))
+    return round(statistics.median(rates))
+
+
+def scheduler_add() -> Callable[[int], object]:
+    scheduler = Scheduler(KVCacheManager(1000, BLOCK_SIZE), token_budget=512, max_num_seqs=256)
+    return lambda number: scheduler.add(Request(number, PROMPT, SAMPLING, 0.0))
+
+
+def engine_submit(make_sampling: Callable[[], SamplingParams]) -> Callable[[], Callable[[int], object]]:
+    from fastgen.runtime.simulated import CostModel, SimulatedServer
+
+    def make_queue() -> Callable[[int], object]:
+        server = SimulatedServer(CostModel(1.0, 0.0), token_budget=512, max_num_seqs=256, num_blocks=1000)
+        return lambda number: server.engine.submit(PROMPT, make_sampling())
+
+    return make_queue
+
+
+def processor() -> str:
+    try:
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        return names[0].partition(":")[2].strip()
+    except (OSError, IndexError):
+        return platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    output: Path | None = parser.parse_args().output
+    step_us = step_times_us()
+    figures = {
+        "machine": {"processor": processor(), "python": platform.python_version()},
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "num_decodes": NUM_DECODES,
+        "step_us_by_queued": step_us,
+        "step_ratio": round(step_us[QUEUED[1]]["median_us"] / step_us[QUEUED[0]]["median_us"], 3),
+        "step_us_by_queued_in_100_classes": step_times_us(num_classes=100),
+        "scheduler_add_per_s": requests_per_s(scheduler_add),
+        "engine_submit_per_s": requests_per_s(engine_submit(lambda: SAMPLING)),
+        "engine_submit_with_new_parameters_per_s": requests_per_s(
+            engine_submit(lambda: SamplingParams(max_new_tokens=100))
+        ),
+    }
+    text = json.dumps(figures, indent=1)
+    print(text)
+    if output is not None:
+        output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

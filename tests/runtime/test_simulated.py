@@ -1,0 +1,105 @@
+"""The simulated device: time passes as the cost model says, and a long prompt shows what policies do to others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fastgen.runtime.policies import Policy, choose_policy
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
+from fastgen.runtime.step_time import StepWork
+
+COST = CostModel(step_s=0.008, token_s=4e-5, context_s=2e-7, pair_s=1e-9)
+"""Of a GPU's order: 10 ms for a small step, 90 ms for one of 2048 tokens."""
+
+
+def server(policy: Policy | None = None, *, noise: float = 0.0) -> SimulatedServer:
+    cost = CostModel(COST.step_s, COST.token_s, COST.context_s, COST.pair_s, noise)
+    return SimulatedServer(cost, token_budget=2048, max_num_seqs=32, num_blocks=8000, policy=policy)
+
+
+def test_time_passes_as_the_cost_model_says() -> None:
+    device = server()
+    prompts = [Arrival(0.0, [1] * 100, SamplingParams(max_new_tokens=3)), Arrival(0.01, [1] * 5, SamplingParams())]
+    first, second = device.serve(prompts)
+    metrics = first.output().metrics
+    first_step_s = COST.mean_s(StepWork(100, 0, 5050))
+    second_step_s = COST.mean_s(StepWork(1 + 5, 101, 15))
+    assert metrics.ttft_s == pytest.approx(first_step_s)
+    assert metrics.gaps_s[0] == pytest.approx(second_step_s)
+    assert second.output().metrics.queue_s == pytest.approx(first_step_s - 0.01), "a step is not interrupted"
+    assert len(second.output().token_ids) == 128
+
+
+def test_noise_follows_the_seed() -> None:
+    arrivals = [Arrival(0.0, [1] * 10, SamplingParams(max_new_tokens=50))]
+    gaps = [server(noise=noise).serve(arrivals)[0].output().metrics.gaps_s for noise in (0.1, 0.1, 0.0)]
+    assert gaps[0] == gaps[1] != gaps[2]
+    assert np.std(np.log(gaps[0])) == pytest.approx(0.1, rel=0.3)
+
+
+STREAMS = [Arrival(0.0, [stream] * 50, SamplingParams(max_new_tokens=6_000)) for stream in range(16)]
+LONG = Arrival(2.0, [3] * 60_000, SamplingParams(max_new_tokens=1))
+"""Comes when the streams have run for a while."""
+
+
+def gaps_beside_a_long_prompt(policy: Policy, noise: float) -> tuple[list[float], float]:
+    """Every gap of 16 streams that lies at least partly in the time in which a prompt of 60,000 tokens is
+    computed, and how long that time is.
+    """
+    device = server(policy, noise=noise)
+    generations = device.serve([*STREAMS, LONG])
+    *streams, long = generations
+    begin_s, end_s = LONG.at_s, long.completions[0].token_times_s[0]
+    gaps = [
+        later - earlier
+        for stream in streams
+        for earlier, later in zip(
+            stream.completions[0].token_times_s, stream.completions[0].token_times_s[1:], strict=False
+        )
+        if later > begin_s and earlier < end_s
+    ]
+    assert min(stream.completions[0].token_times_s[-1] for stream in streams) > end_s, "they run all the time"
+    return gaps, end_s - begin_s
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize("itl_target_ms", [25, 50])
+def test_a_long_prompt_moves_the_gaps_of_streams_to_the_target_and_gets_on(itl_target_ms: float, noise: float) -> None:
+    gaps, duration_s = gaps_beside_a_long_prompt(choose_policy("splitfuse", itl_target_ms), noise)
+    assert float(np.quantile(gaps, 0.99)) < 1.1 * itl_target_ms / 1000
+    # it takes no more than twice as long as if every step lasted exactly as long as it may
+    least_s = sum_of_chunks_s(itl_target_ms / 1000)
+    assert least_s < duration_s < 2 * least_s
+
+
+def sum_of_chunks_s(itl_target_s: float) -> float:
+    """How long the prompt takes in steps of exactly ``itl_target_s`` beside 16 decodes of 400 tokens."""
+    computed, steps = 0, 0
+    while computed < len(LONG.prompt_ids):
+        size = 1
+        while (
+            size < 2032
+            and COST.mean_s(StepWork(16 + size, 16 * 400, size * computed + size * size // 2)) < itl_target_s
+        ):
+            size += 1
+        computed += size
+        steps += 1
+    return steps * itl_target_s
+
+
+@pytest.mark.parametrize("name", ["splitfuse", "orca", "prefill_first"])
+def test_without_a_target_the_gaps_are_as_long_as_the_budget_makes_them(name: str) -> None:
+    gaps, _ = gaps_beside_a_long_prompt(choose_policy(name), 0.0)
+    assert float(np.quantile(gaps, 0.99)) > 0.1
+
+
+def test_where_decodes_alone_take_longer_than_the_target_a_prompt_gets_on_all_the_same() -> None:
+    device = server(choose_policy("splitfuse", 5))  # a step takes 8 ms at least
+    prompt = Arrival(1.0, [1] * 500, SamplingParams(max_new_tokens=1))
+    *_, long = device.serve(
+        [*(stream._replace(sampling=SamplingParams(max_new_tokens=300)) for stream in STREAMS), prompt]
+    )
+    times_s = long.completions[0].token_times_s
+    assert times_s[0] - 1.0 < 0.01 * (500 / 16 + 2), "16 tokens of it in each step, which runs at the size 32"
