@@ -148,7 +148,8 @@ class Engine:
             return
         step = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock())
         self.metrics.scheduled(len(schedule.preempted))
-        self._note_admitted(step)
+        if not self._note_admitted(step):
+            return
         try:
             output = self.runner.run(schedule)
             step.ran(output.build_s, output.num_padding, self._clock())
@@ -159,7 +160,10 @@ class Engine:
         self._update(output, step)
         step.ended_s = self._clock()
         self.metrics.stepped(schedule, step)
-        self.scheduler.observe(schedule, step.ended_s - began_s)
+        try:
+            self.scheduler.observe(schedule, step.ended_s - began_s)
+        except Exception as error:  # the step is whole: it is the policy that learns nothing from it
+            _log.error("the policy cannot learn from a step: %s", cause_of(error), exc_info=error)
 
     def _schedule(self, now_s: float) -> Schedule | None:
         """The next step. One that cannot be made, not even at a second try, is nobody's in particular: those end that
@@ -211,7 +215,10 @@ class Engine:
             previous = sequence
         for sequence, num_drafts in output.num_accepted.items():
             if sequence.status is SequenceStatus.RUNNING and num_drafts:
-                self.scheduler.accept(sequence, num_drafts)
+                try:
+                    self.scheduler.accept(sequence, num_drafts)
+                except Exception as error:
+                    self._fail([sequence], error)
 
     def _note_prompt_logprobs(self, piece: PromptLogprobs) -> None:
         generation = self._generations[piece.sequence.request.request_id]
@@ -259,7 +266,12 @@ class Engine:
         """Give out what the search found. A ``reason`` ends it before its time."""
         for sequence in generation.request.sequences:
             self.scheduler.finish(sequence)
-        ends = generation.adopt_beams(self._stop_ids(generation.request.sampling))
+        ends: list[FinishReason | None] = [None] * len(generation.completions)
+        try:
+            ends = generation.adopt_beams(self._stop_ids(generation.request.sampling))
+        except Exception as failure:  # of their text
+            reason, error = "error", error or cause_of(failure)
+            _log.error("a request ends with an error: %s", error, exc_info=failure)
         for completion, end in zip(generation.completions, ends, strict=True):
             self.metrics.gave_answer(generation.request.arrival_s, completion.token_times_s)
             if (why := reason or end) is not None:
@@ -271,7 +283,6 @@ class Engine:
         self.scheduler.finish(completion.sequence)
         if self._drafter is not None:
             self._drafter.forget(completion.sequence)
-        completion.finish(reason, error)
         is_broken = False
         try:
             completion.finish(reason, error)
@@ -298,13 +309,23 @@ class Engine:
             return frozenset(own)
         return self.eos_token_ids.union(own) if own else self.eos_token_ids
 
-    def _note_admitted(self, step: StepRecord) -> None:
+    def _note_admitted(self, step: StepRecord) -> bool:
+        """Make what the requests that are new in this step need. Where that fails for one, it ends, and the step, which
+        it was to be part of, is to be made again: ``False``."""
+        is_whole = True
         for (request_id, _), *_ in step.admitted:
-            generation = self._generations[request_id]
-            if generation.left_queue_s is None:
+            generation = self._generations.get(request_id)
+            if generation is None or generation.left_queue_s is not None:
+                continue
+            try:
                 self._prepare(generation)
+            except Exception as error:
+                is_whole = False
+                self._fail([generation.request.sequences[0]], error)
+            else:
                 generation.left_queue_s = step.scheduled_s
                 self.metrics.left_queue(step.scheduled_s - generation.request.arrival_s)
+        return is_whole
 
     def _prepare(self, generation: Generation) -> None:
         """It is the turn of ``generation``: make what its answers need."""

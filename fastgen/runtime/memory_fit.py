@@ -19,7 +19,7 @@ Resolve = Callable[[MemoryModel, "AskedSizes"], "EngineConfig"]
 """The engine's sizes, or a :class:`FastgenError`."""
 
 Sizes = dict[str, Any]
-"""Fields of :class:`AskedSizes`."""
+"""Fields of :class:`AskedSizes`, integers."""
 
 _SHARE_OF_REST = 0.5
 """Of what a machine has beside the engine's other memory: others run there too, and files want to be cached."""

@@ -28,6 +28,7 @@ FIELDS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3, "logprobs": 2},
     {"prompt_logprobs": 1},
     {"temperature": 1.1, "top_k": 7, "seed": 5, "stop": ["zq"]},
+    {"beam_width": 2, "n": 2},
 ]
 
 Part = Callable[[Engine], Any]
@@ -155,6 +156,8 @@ def has_failed(generation: Generation) -> bool:
 
 
 def begins(failed: GenerationOutput, whole: GenerationOutput) -> bool:
+    if failed.completions[0].score is not None:  # beams: the best so far need not be the beginning of the best
+        return True
     pairs = zip(failed.completions, whole.completions, strict=True)
     return all(one.token_ids == other.token_ids[: len(one.token_ids)] for one, other in pairs)
 
@@ -222,30 +225,68 @@ def test_a_schedule_that_can_never_be_made_ends_who_runs_and_who_is_next(
     assert all(map(has_failed, generations))
 
 
-@pytest.mark.parametrize("method", ["append", "finish"])
+@pytest.mark.parametrize("method", ["append", "finish", "make"])
 def test_text_that_cannot_be_made_ends_its_request(
     engine: Engine, alone: list[GenerationOutput], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    generations: list[Generation] = []
+    drawn = requests()
+    of_broken = [drawn[index][0] for index in (1, 4, 6)]  # of one with stop strings too, which is decoded as it grows
+    make = engine._new_detokenizer
+    assert make is not None
+
+    def fails(*arguments: Any) -> Any:
+        raise UnicodeDecodeError("utf-8", b"x", 0, 1, "broken")
+
+    def make_broken(prompt_ids: Any, sampling: SamplingParams) -> Any:
+        detokenizer = make(prompt_ids, sampling)
+        if list(prompt_ids) in of_broken:
+            if method == "make":
+                fails()
+            monkeypatch.setattr(detokenizer, method, fails)
+        return detokenizer
+
+    monkeypatch.setattr(engine, "_new_detokenizer", make_broken)
+    generations = serve(engine, drawn)
+    failed = {generations[index].request.request_id for index in (1, 4, 6)}
+    check(generations, alone, failed, "UnicodeDecodeError: ")
+
+
+def test_a_policy_that_cannot_learn_ends_nobody(
+    engine: Engine, alone: list[GenerationOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(engine.scheduler, "observe", fails)
+    check(serve(engine, requests()), alone, set(), "")
+
+
+@pytest.mark.parametrize("method", ["report", "advance"])
+def test_a_beam_search_that_breaks_ends_its_request(
+    engine: Engine, alone: list[GenerationOutput], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    broken: list[Generation] = []
     submit = engine.submit
 
     def submit_broken(prompt: list[int], sampling: SamplingParams) -> Generation:
         generation = submit(prompt, sampling)
-        generations.append(generation)
-        if len(generations) in (2, 6):
-            detokenizer = generation.completions[-1].detokenizer
-            assert detokenizer is not None
+        if generation.beams is not None and not broken:
+            broken.append(generation)
+            call, num_calls = getattr(generation.beams, method), 0
 
-            def fails(*arguments: Any) -> str:
-                raise UnicodeDecodeError("utf-8", b"x", 0, 1, "broken")
+            def fails(*arguments: Any) -> Any:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls == 3:
+                    raise RuntimeError("broken")
+                return call(*arguments)
 
-            setattr(detokenizer, method, fails)
+            setattr(generation.beams, method, fails)
         return generation
 
     monkeypatch.setattr(engine, "submit", submit_broken)
-    serve(engine, requests())
-    failed = {generations[index].request.request_id for index in (1, 5)}
-    check(generations, alone, failed, "UnicodeDecodeError: ")
+    generations = serve(engine, requests())
+    check(generations, alone, {broken[0].request.request_id}, "RuntimeError: broken")
 
 
 @pytest.mark.parametrize("phase", [*RUN, *PLAN])
