@@ -93,5 +93,13 @@ class CaptureError(FastgenError):
     """A step cannot be captured, since a replay would not be the same step, or it is replayed after it was closed."""
 
 
+class RecordingError(FastgenError):
+    """A flight recording cannot be read or written, or is not one. The message starts with ``file:line:``."""
+
+    def __init__(self, message: str, *, file: str, line: int | None = None):
+        self.file, self.line = file, line
+        super().__init__(f"{file}: {message}" if line is None else f"{file}:{line}: {message}")
+
+
 class BundleError(FastgenError):
     """A sealed bundle of kernels is damaged, or is not for this machine, these versions or this model."""

@@ -32,8 +32,9 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Models here are tiny: a second thread costs more than it brings, and two test processes share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Triton kernels run in Python here. Triton reads this when it is imported, so it stands before every import of it.
-os.environ["TRITON_INTERPRET"] = "1"
+# Triton kernels run in Python here, except where the tests for GPUs are run on one. Triton reads this when it is
+# imported, so it stands before every import of it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # What people and services set for their own terminals, languages and models.
 for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):

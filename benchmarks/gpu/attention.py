@@ -1,33 +1,22 @@
-"""Paged attention on a GPU: causal prefill and decode, beside what the machine can do and torch's own flash attention.
+"""Paged attention: causal prefill and decode, beside the machine's limits and torch's own flash attention.
 
-    python benchmarks/gpu/attention.py --json attention.json
-
-First a numeric gate: a mixed batch must equal the torch reference, else nothing is measured. Then each case, as a
-fraction of this machine's own bf16 GEMM rate (prefill) or copy bandwidth (decode), beside torch's flash attention on
-contiguous keys and values. Times are medians of replays of a CUDA graph; the plan, which all layers of a step share, is
-timed by itself. Without a GPU, `--toy` with TRITON_INTERPRET=1 runs the gate alone, at toy sizes.
+First a numeric gate: a mixed batch must equal the torch reference. Prefill is told as a fraction of the GEMM rate,
+decode of the copy bandwidth. Torch's flash attention gets contiguous keys and values; flash-attn and FlashInfer are
+measured where they are installed. The plan, which all layers of a step share, is timed by itself.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
-from fastgen.compile import device as devices
-from fastgen.compile.build_triton import TritonBuilder, triton_arch
-from fastgen.compile.loader import KernelLoader
+from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
 from fastgen.compile.ops.attention import AttentionPlan, PagedAttention, paged_attention
 from fastgen.compile.ops.attention_specs import AttentionShape, attention_specs
 from fastgen.compile.spec import torch_dtype
@@ -44,9 +33,8 @@ class Sequences:
     cached: int
     new: int
 
-    @property
-    def num_tokens(self) -> int:
-        return self.count * self.new
+    def __str__(self) -> str:
+        return f"{self.count} × {self.cached} cached + {self.new} new"
 
     def flops(self, shape: AttentionShape) -> float:
         """Of the two products, counting the keys that each query sees and no more."""
@@ -59,13 +47,58 @@ class Sequences:
         return float(self.count * (self.cached + self.new) * features * torch_dtype(shape.dtype).itemsize)
 
 
+PREFILLS = tuple(Sequences(1, 0, length) for length in (4096, 8192, 16384))
+DECODES = tuple(
+    Sequences(count, length - 1, 1)
+    for count, length in (
+        *((1, 16384), (1, 65536), (8, 8192), (13, 4096)),
+        *((32, 1024), (32, 4096), (256, 512), (256, 2048)),
+    )
+)
+
+
+def measure(bench: Bench) -> Rows:
+    if bench.toy:
+        yield {"case": "numeric gate", "difference": gate(TOY, bench)}
+        yield measure_case(TOY, Sequences(1, 0, 20), bench)
+        yield measure_case(TOY, Sequences(2, 16, 1), bench)
+        return
+    shapes = [AttentionShape(32, 8, 128, block_size, "bf16", 128**-0.5) for block_size in (64, 16)]
+    for shape in shapes:
+        yield {"case": f"numeric gate, blocks of {shape.block_size}", "difference": gate(shape, bench)}
+    for case in (*PREFILLS, *DECODES):
+        yield bench.attempt(str(case), partial(measure_case, shapes[0], case, bench))
+    for case in (PREFILLS[1], DECODES[5], DECODES[6]):
+        yield bench.attempt(f"{case}, blocks of 16", partial(measure_case, shapes[1], case, bench))
+
+
+def measure_case(shape: AttentionShape, sequences: Sequences, bench: Bench) -> Row:
+    subject = Subject(shape, [sequences], bench)
+    ours, plan = bench.seconds(subject), bench.seconds(subject.run_plan)
+    decode = sequences.new == 1
+    work = sequences.kv_bytes(shape) if decode else sequences.flops(shape)
+    limit = bench.limits.copy_bytes_per_s if decode else bench.limits.gemm_flops_per_s
+    fraction = "fraction_of_copy" if decode else "fraction_of_gemm"
+    return {
+        "case": str(sequences),
+        "seconds": ours,
+        fraction: work / ours / limit,
+        "plan_seconds": plan,
+        "bytes_per_s" if decode else "flops_per_s": work / ours,
+        "others_seconds": {
+            name: bench.attempt(name, partial(_seconds_of, make, shape, sequences, bench)) for name, make in OTHERS
+        },
+        "shape": asdict(shape),
+    }
+
+
 class Subject:
     """The kernels and one batch of ``sequences``, in blocks scattered over the cache."""
 
-    def __init__(self, shape: AttentionShape, sequences: list[Sequences], loader: KernelLoader, device: devices.Device):
+    def __init__(self, shape: AttentionShape, sequences: list[Sequences], bench: Bench):
         rows = [(each.cached, each.new) for each in sequences for _ in range(each.count)]
         self.shape, self.num_tokens = shape, sum(new for _, new in rows)
-        where, dtype = device.torch_device, torch_dtype(shape.dtype)
+        where, dtype, loader = bench.where, torch_dtype(shape.dtype), bench.loader
         specs = attention_specs(shape, max_num_seqs=len(rows), arch=loader.builder.arch)
         loader.build([specs.plan, specs.chunks, specs.decodes, specs.combine])
         self.plan = AttentionPlan(
@@ -73,7 +106,7 @@ class Subject:
             loader.load,
             token_budget=self.num_tokens,
             max_num_seqs=len(rows),
-            num_sms=device.num_sms or 4,
+            num_sms=bench.num_sms,
             device=where,
         )
         self.attention = PagedAttention(specs, loader.load, self.plan)
@@ -104,41 +137,32 @@ class Subject:
         return float((self.out.float() - expected.float()).abs().max())
 
 
-def gate(shape: AttentionShape, loader: KernelLoader, device: devices.Device) -> float:
+def gate(shape: AttentionShape, bench: Bench) -> float:
     """The largest difference over a mixed batch: chunks, decodes, a long decode. Raises where it is too large."""
-    long = 40 if shape is TOY else 5000
-    batch = [Sequences(2, 3, 21), Sequences(3, 17, 1), Sequences(1, long, 1)]
-    difference = Subject(shape, batch, loader, device).difference()
+    torch.manual_seed(1)
+    batch = [Sequences(2, 3, 21), Sequences(3, 17, 1), Sequences(1, 40 if bench.toy else 5000, 1)]
+    difference = Subject(shape, batch, bench).difference()
     if not difference <= GATE_TOLERANCE:
-        raise SystemExit(f"the kernels differ from the torch reference by {difference:.1e}: nothing is measured")
+        raise GateError(f"attention differs from the torch reference by {difference:.1e}")
     return difference
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """The median time of a call, replayed from a CUDA graph so that launching from Python is not part of it."""
-    return float(triton.testing.do_bench_cudagraph(run, rep=100, return_mode="median")) / 1e3
+Make = Callable[[AttentionShape, Sequences, torch.device], Callable[[], Any]]
 
 
-def machine_limits() -> dict[str, float]:
-    """What this GPU reaches: bytes read and written a second by a copy, and FLOP/s of a large bf16 GEMM."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    return {
-        "copy_bytes_per_s": 2 * source.numel() / seconds(lambda: target.copy_(source)),
-        "gemm_flops_per_s": 2 * 8192**3 / seconds(lambda: a @ b),
-    }
+def _seconds_of(make: Make, shape: AttentionShape, sequences: Sequences, bench: Bench) -> Row:
+    return {"seconds": bench.seconds(make(shape, sequences, bench.where))}
 
 
-def flash(shape: AttentionShape, sequences: Sequences) -> Callable[[], Tensor]:
+def torch_flash(shape: AttentionShape, sequences: Sequences, where: torch.device) -> Callable[[], Tensor]:
     """Torch's flash attention on the same sizes, keys and values contiguous."""
-    size = (sequences.count, shape.num_kv_heads, sequences.cached + sequences.new, shape.head_dim)
-    dtype = torch_dtype(shape.dtype)
-    k, v = (torch.randn(size, dtype=dtype, device="cuda") for _ in range(2))
-    q = torch.randn(size[0], shape.num_heads, sequences.new, shape.head_dim, dtype=dtype, device="cuda")
+    q, k, v = (each.transpose(1, 2).contiguous() for each in _contiguous(shape, sequences, where))
+    backends = [torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+    if where.type == "cpu":
+        backends.append(torch.nn.attention.SDPBackend.MATH)
 
     def run() -> Tensor:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        with torch.nn.attention.sdpa_kernel(backends):
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=sequences.new > 1, scale=shape.scale, enable_gqa=True
             )
@@ -146,101 +170,55 @@ def flash(shape: AttentionShape, sequences: Sequences) -> Callable[[], Tensor]:
     return run
 
 
-def measure(
-    shape: AttentionShape,
-    sequences: Sequences,
-    limits: dict[str, float],
-    loader: KernelLoader,
-    device: devices.Device,
-) -> dict[str, Any]:
-    subject = Subject(shape, [sequences], loader, device)
-    ours, plan = seconds(subject), seconds(subject.run_plan)
-    theirs = seconds(flash(shape, sequences)) if sequences.cached == 0 or sequences.new == 1 else None
-    decode = sequences.new == 1
-    work = sequences.kv_bytes(shape) if decode else sequences.flops(shape)
-    limit = limits["copy_bytes_per_s" if decode else "gemm_flops_per_s"]
-    return {
-        **asdict(sequences),
-        "seconds": ours,
-        "plan_seconds": plan,
-        "rate": work / ours,
-        "unit": "B/s" if decode else "FLOP/s",
-        "fraction_of_limit": work / ours / limit,
-        "flash_seconds": theirs,
-    }
+def flash_attn(shape: AttentionShape, sequences: Sequences, where: torch.device) -> Callable[[], Tensor]:
+    """The flash-attn package, likewise."""
+    from flash_attn import flash_attn_func
+
+    q, k, v = _contiguous(shape, sequences, where)
+    return partial(flash_attn_func, q, k, v, softmax_scale=shape.scale, causal=True)
 
 
-def describe(row: dict[str, Any]) -> str:
-    beside = f", torch flash {row['flash_seconds'] * 1e6:,.0f} µs" if row["flash_seconds"] else ""
-    return (
-        f"{row['count']:4} × {row['cached']:6} cached + {row['new']:5} new: {row['seconds'] * 1e6:9,.0f} µs, "
-        f"{row['rate'] / 1e12:7.2f} T{row['unit']}, {row['fraction_of_limit']:.2f} of the limit{beside}"
+def flashinfer(shape: AttentionShape, sequences: Sequences, where: torch.device) -> Callable[[], Tensor]:
+    """FlashInfer's paged attention, over blocks in a row, planned beforehand."""
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    count, length, block_size = sequences.count, sequences.cached + sequences.new, shape.block_size
+    num_blocks = -(-length // block_size)
+    q = _contiguous(shape, sequences, where)[0].flatten(0, 1)
+    size = (count * num_blocks, 2, block_size, shape.num_kv_heads, shape.head_dim)
+    cache = torch.randn(size, dtype=q.dtype, device=where)
+    steps = torch.arange(count + 1, dtype=torch.int32, device=where)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device=where), "NHD")
+    wrapper.plan(
+        steps * sequences.new,
+        steps * num_blocks,
+        torch.arange(count * num_blocks, dtype=torch.int32, device=where),
+        torch.full((count,), (length - 1) % block_size + 1, dtype=torch.int32, device=where),
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        block_size,
+        causal=True,
+        sm_scale=shape.scale,
+        q_data_type=q.dtype,
     )
+    return partial(wrapper.run, q, cache)
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-heads", type=int, default=32)
-    parser.add_argument("--num-kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--prompts", type=int, nargs="*", default=[4096, 8192, 16384], help="lengths of one chunk each")
-    parser.add_argument(
-        "--decodes",
-        nargs="*",
-        default=["1x16384", "1x65536", "8x8192", "13x4096", "32x1024", "32x4096", "256x512", "256x2048"],
-        help="sequences x cached tokens",
-    )
-    parser.add_argument("--json", type=Path, help="where the results go")
-    parser.add_argument("--toy", action="store_true", help="only the numeric gate, interpreted on a CPU")
-    return parser.parse_args(arguments)
+OTHERS: tuple[tuple[str, Make], ...] = (
+    ("torch flash", torch_flash),
+    ("flash-attn", flash_attn),
+    ("FlashInfer", flashinfer),
+)
 
 
-def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
-    decodes = [[int(number) for number in text.split("x")] for text in options.decodes]
-    if options.toy:
-        loader = KernelLoader(TritonBuilder("interpret"))
-        print(f"numeric gate passed: differs by {gate(TOY, loader, devices.current('cpu')):.1e} at most")
-        return 0
-    if not torch.cuda.is_available():
-        print(
-            "no GPU here: attention is measured on a machine that has one; --toy runs the numeric gate", file=sys.stderr
-        )
-        return 2
-    device = devices.current("cuda")
-    loader = KernelLoader(TritonBuilder(triton_arch(device)))
-    shape = AttentionShape(
-        options.num_heads,
-        options.num_kv_heads,
-        options.head_dim,
-        options.block_size,
-        "bf16",
-        options.head_dim**-0.5,
-    )
-    difference = gate(shape, loader, device)
-    limits = machine_limits()
-    print(f"{device.name}: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, ", end="")
-    print(f"bf16 GEMM {limits['gemm_flops_per_s'] / 1e12:.0f} TFLOP/s; gate passed at {difference:.1e}")
-    rows = []
-    for case in [Sequences(1, 0, n) for n in options.prompts] + [Sequences(s, c - 1, 1) for s, c in decodes]:
-        rows.append(measure(shape, case, limits, loader, device))
-        print(describe(rows[-1]), flush=True)
-    if options.json:
-        found = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "device": device.name,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "shape": asdict(shape),
-            "limits": limits,
-            "gate_difference": difference,
-            "cases": rows,
-        }
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 0
+def _contiguous(shape: AttentionShape, sequences: Sequences, where: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, ``[count, length, heads, features]``."""
+    count, new, length = sequences.count, sequences.new, sequences.cached + sequences.new
+    dtype = torch_dtype(shape.dtype)
 
+    def drawn(tokens: int, heads: int, features: int) -> Tensor:
+        return torch.randn(count, tokens, heads, features, dtype=dtype, device=where)
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    k, v = (drawn(length, shape.num_kv_heads, features) for features in (shape.head_dim, shape.v_dim))
+    return drawn(new, shape.num_heads, shape.head_dim), k, v

@@ -1,34 +1,20 @@
-"""Fused elementwise kernels on a GPU: bytes a second beside this machine's own copy bandwidth.
+"""Fused elementwise kernels: bytes a second beside the machine's own copy bandwidth.
 
-    python benchmarks/gpu/elementwise.py --json elementwise.json
-
-First a numeric gate: each kernel must equal its torch reference, else nothing is measured. Then the kernels between the
-matrix products of a Llama-3-8B shape, and latent attention's of a DeepSeek one, at several numbers of tokens. Each
-replay goes through buffers that together exceed every cache. Without a GPU, `--toy` with TRITON_INTERPRET=1 runs the
-gate alone, at toy sizes.
+First a numeric gate: each kernel must equal its torch reference. Then the kernels between the matrix products of a
+Llama-3-8B shape, and latent attention's of a DeepSeek one, at several numbers of tokens. Each replay goes through
+buffers that together exceed every cache.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from functools import cached_property, partial
 
 import torch
-import triton
-from attention import machine_limits, seconds
 from torch import Tensor
 
-from fastgen.compile import device as devices
-from fastgen.compile.build_triton import TritonBuilder, triton_arch
-from fastgen.compile.loader import KernelLoader
+from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
 from fastgen.compile.ops.activation import activate_and_multiply
 from fastgen.compile.ops.activation_triton import TritonActivation, triton_activation_spec
 from fastgen.compile.ops.embedding import (
@@ -47,8 +33,8 @@ from fastgen.compile.ops.rotary import apply_rotary
 from fastgen.compile.spec import torch_dtype
 
 GATE_TOLERANCE = 4e-2  # of bf16 answers of size 1, rounded up to three times
-CACHE_BYTES = 512 << 20  # more than any GPU caches
 EPS = 1e-6
+TOKENS = (1, 64, 2048, 8192)
 
 
 @dataclass(frozen=True)
@@ -93,11 +79,11 @@ class Subject:
 class Maker:
     """Subjects for ``num_tokens`` tokens."""
 
-    def __init__(self, sizes: Sizes, num_tokens: int, loader: KernelLoader, where: torch.device):
-        self.sizes, self.num_tokens, self.loader, self.where = sizes, num_tokens, loader, where
+    def __init__(self, sizes: Sizes, num_tokens: int, bench: Bench):
+        self.sizes, self.num_tokens, self.loader, self.where = sizes, num_tokens, bench.loader, bench.where
         self.dtype = torch_dtype(sizes.dtype)
-        self.slots = torch.randperm(num_tokens, device=where)
-        self.positions = torch.randint(0, 4096, (num_tokens,), dtype=torch.int32, device=where)
+        self.slots = torch.randperm(num_tokens, device=self.where)
+        self.positions = torch.randint(0, 4096, (num_tokens,), dtype=torch.int32, device=self.where)
 
     def normal(self, *size: int) -> Tensor:
         return torch.randn(size, dtype=self.dtype, device=self.where)
@@ -232,93 +218,35 @@ class Maker:
         )
 
 
-def gate(sizes: Sizes, num_tokens: int, loader: KernelLoader, where: torch.device) -> float:
+def gate(sizes: Sizes, num_tokens: int, bench: Bench) -> float:
     """The largest difference of any kernel from its reference. Raises where it is too large."""
     torch.manual_seed(1)
     differences = {}
-    for make in Maker(sizes, num_tokens, loader, where).all():
+    for make in Maker(sizes, num_tokens, bench).all():
         subject = make()
         differences[subject.name] = subject.difference()
     for name, difference in differences.items():
         if not difference <= GATE_TOLERANCE:
-            raise SystemExit(f"{name} differs from the torch reference by {difference:.1e}: nothing is measured")
+            raise GateError(f"{name} differs from the torch reference by {difference:.1e}")
     return max(differences.values())
 
 
-def rotated_seconds(runs: list[Callable[[], None]]) -> float:
-    """The median time of one of ``runs``, which do the same in buffers of their own, one after the other."""
-
-    def run_all() -> None:
-        for run in runs:
-            run()
-
-    run_all()
-    return seconds(run_all) / len(runs)
+def measure(bench: Bench) -> Rows:
+    sizes, all_tokens = (TOY, (5,)) if bench.toy else (REAL, TOKENS)
+    yield {"case": "numeric gate", "difference": gate(sizes, 5 if bench.toy else 64, bench)}
+    for num_tokens in all_tokens:
+        for make in Maker(sizes, num_tokens, bench).all():
+            yield bench.attempt(f"{make.__name__} × {num_tokens}", partial(measure_case, make, num_tokens, bench))
 
 
-def num_copies(num_bytes: int) -> int:
-    """Of buffers of so many bytes, so that caches do not hold them from one round to the next."""
-    return 1 + min(64, CACHE_BYTES // num_bytes)
-
-
-def measure(make: Callable[[], Subject], num_tokens: int, copy_rate: float) -> dict[str, Any]:
+def measure_case(make: Callable[[], Subject], num_tokens: int, bench: Bench) -> Row:
     first = make()
-    subjects = [first, *(make() for _ in range(1, num_copies(first.num_bytes)))]
-    time = rotated_seconds([subject.run for subject in subjects])
+    subjects = [first, *(make() for _ in range(1, bench.num_copies(first.num_bytes)))]
+    time = bench.rotated_seconds([subject.run for subject in subjects])
     rate = first.num_bytes / time
     return {
-        "kernel": first.name,
-        "num_tokens": num_tokens,
+        "case": f"{first.name} × {num_tokens}",
         "seconds": time,
+        "fraction_of_copy": rate / bench.limits.copy_bytes_per_s,
         "bytes_per_s": rate,
-        "fraction_of_copy": rate / copy_rate,
     }
-
-
-def write_results(file: Path, device: devices.Device, **found: Any) -> None:
-    """As JSON, with what it was found on."""
-    head = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": device.name,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
-    file.write_text(json.dumps(head | found, indent=1) + "\n", encoding="utf-8")
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 64, 2048, 8192], help="tokens of a step")
-    parser.add_argument("--json", type=Path, help="where the results go")
-    parser.add_argument("--toy", action="store_true", help="only the numeric gate, interpreted on a CPU")
-    options = parser.parse_args(arguments)
-    if options.toy:
-        found = gate(TOY, 5, KernelLoader(TritonBuilder("interpret")), torch.device("cpu"))
-        print(f"numeric gate passed: differs by {found:.1e} at most")
-        return 0
-    if not torch.cuda.is_available():
-        print(
-            "no GPU here: elementwise kernels are measured on a machine that has one; --toy runs the numeric gate",
-            file=sys.stderr,
-        )
-        return 2
-    device = devices.current("cuda")
-    loader = KernelLoader(TritonBuilder(triton_arch(device)))
-    difference, limits = gate(REAL, 64, loader, device.torch_device), machine_limits()
-    print(f"{device.name}: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s; gate passed at {difference:.1e}")
-    cases = []
-    for num_tokens in options.tokens:
-        for make in Maker(REAL, num_tokens, loader, device.torch_device).all():
-            cases.append(measure(make, num_tokens, limits["copy_bytes_per_s"]))
-            torch.cuda.empty_cache()
-            print(
-                "{kernel:28} × {num_tokens:5}: {fraction_of_copy:.2f} of a copy's rate".format(**cases[-1]), flush=True
-            )
-    if options.json:
-        write_results(options.json, device, limits=limits, gate_difference=difference, cases=cases)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,30 +1,21 @@
-"""Mixtures of experts on a GPU: routing, sorting, both grouped products and the sum, beside this machine's limits.
+"""Mixtures of experts: routing, sorting, both grouped products and the sum, beside the machine's limits.
 
-    python benchmarks/gpu/moe.py --json moe.json
-
-First a numeric gate: a mixture must equal its torch reference, else nothing is measured. Then shapes of published
-models at several numbers of tokens, on random logits. The products' limit is the larger of two times: of their FLOPs at
-the machine's own bf16 GEMM rate, and of reading the weights of the experts that are chosen at its copy bandwidth.
-Without a GPU, `--toy` with TRITON_INTERPRET=1 runs the gate alone, at toy sizes.
+First a numeric gate: a mixture must equal its torch reference. Then shapes of published models at several numbers of
+tokens, on random logits. The products' limit is the larger of two times: of their FLOPs at the machine's own bf16 GEMM
+rate, and of reading the weights of the experts that are chosen at its copy bandwidth.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from attention import machine_limits, seconds
-from elementwise import write_results
 from torch import Tensor
 
-from fastgen.compile import device as devices
-from fastgen.compile.build_triton import TritonBuilder, triton_arch
-from fastgen.compile.loader import KernelLoader
+from benchmarks.gpu.measuring import Bench, GateError, Limits, Row, Rows
 from fastgen.compile.ops.activation import activate_and_multiply
 from fastgen.compile.ops.activation_triton import TritonActivation, triton_activation_spec
 from fastgen.compile.ops.linear import grouped_linear
@@ -62,13 +53,15 @@ SHAPES = (
     Shape("128 of 768, 8 a token", 2048, 768, 128, 8),
     Shape("256 of 512, 8 a token", 2048, 512, 256, 8),
 )
+TOKENS = (1, 32, 256, 2048, 8192)
 TOY = Shape("toy", 48, 32, 5, 2, "fp16")
 
 
 class Subject:
     """One mixture on ``num_tokens`` tokens: its steps by name, in order."""
 
-    def __init__(self, shape: Shape, num_tokens: int, loader: KernelLoader, where: torch.device):
+    def __init__(self, shape: Shape, num_tokens: int, bench: Bench):
+        loader, where = bench.loader, bench.where
         self.shape, self.num_tokens = shape, num_tokens
         hidden, inner, num_experts, top_k = shape.hidden, shape.inner, shape.num_experts, shape.top_k
         dtype, num_choices = torch_dtype(shape.dtype), num_tokens * top_k
@@ -120,76 +113,39 @@ class Subject:
         outputs = grouped_linear(activate_and_multiply(both, "silu"), self.down, None, counts)
         return float((self.out.float() - combine(outputs, order, weights).float()).abs().max())
 
-    def least_seconds(self, limits: dict[str, float]) -> float:
+    def least_seconds(self, limits: Limits) -> float:
         """Of the products, by the machine's limits."""
         weights = self.shape.hidden * self.shape.inner * 3
         experts, _ = route(self.logits, None, **self.options)
         used = len(experts.unique())
-        computing = 2 * self.num_tokens * self.shape.top_k * weights / limits["gemm_flops_per_s"]
-        reading = used * weights * self.x.dtype.itemsize / limits["copy_bytes_per_s"]
+        computing = 2 * self.num_tokens * self.shape.top_k * weights / limits.gemm_flops_per_s
+        reading = used * weights * self.x.dtype.itemsize / limits.copy_bytes_per_s
         return max(computing, reading)
 
 
-def gate(shape: Shape, num_tokens: int, loader: KernelLoader, where: torch.device) -> float:
+def gate(shape: Shape, num_tokens: int, bench: Bench) -> float:
     """The largest difference from the reference. Raises where it is too large."""
     torch.manual_seed(1)
-    difference = Subject(shape, num_tokens, loader, where).difference()
+    difference = Subject(shape, num_tokens, bench).difference()
     if not difference <= GATE_TOLERANCE:
-        raise SystemExit(f"the mixture differs from the torch reference by {difference:.1e}: nothing is measured")
+        raise GateError(f"the mixture differs from the torch reference by {difference:.1e}")
     return difference
 
 
-def measure(subject: Subject, limits: dict[str, float]) -> dict[str, Any]:
+def measure(bench: Bench) -> Rows:
+    shapes, all_tokens = ((TOY,), (9,)) if bench.toy else (SHAPES, TOKENS)
+    yield {"case": "numeric gate", "difference": max(gate(shape, 9 if bench.toy else 100, bench) for shape in shapes)}
+    for shape in shapes:
+        for num_tokens in all_tokens:
+            yield bench.attempt(f"{shape.name} × {num_tokens}", partial(measure_case, shape, num_tokens, bench))
+
+
+def measure_case(shape: Shape, num_tokens: int, bench: Bench) -> Row:
+    subject = Subject(shape, num_tokens, bench)
     subject()
-    found = {name: seconds(step) for name, step in subject.steps.items()}
+    found = {name: bench.seconds(step) for name, step in subject.steps.items()}
     return {
-        **asdict(subject.shape),
-        "num_tokens": subject.num_tokens,
-        "seconds": seconds(subject),
+        "seconds": bench.seconds(subject),
+        "fraction_of_limit": subject.least_seconds(bench.limits) / (found["inward"] + found["down"]),
         "seconds_of": found,
-        "fraction_of_limit": subject.least_seconds(limits) / (found["inward"] + found["down"]),
     }
-
-
-def describe(row: dict[str, Any]) -> str:
-    parts = ", ".join(f"{name} {time * 1e6:,.0f}" for name, time in row["seconds_of"].items())
-    return (
-        f"{row['name']} × {row['num_tokens']:5}: {row['seconds'] * 1e6:8,.0f} µs ({parts}); "
-        f"products at {row['fraction_of_limit']:.2f} of the limit"
-    )
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 32, 256, 2048, 8192], help="tokens of a step")
-    parser.add_argument("--json", type=Path, help="where the results go")
-    parser.add_argument("--toy", action="store_true", help="only the numeric gate, interpreted on a CPU")
-    options = parser.parse_args(arguments)
-    if options.toy:
-        found = gate(TOY, 9, KernelLoader(TritonBuilder("interpret")), torch.device("cpu"))
-        print(f"numeric gate passed: differs by {found:.1e} at most")
-        return 0
-    if not torch.cuda.is_available():
-        print(
-            "no GPU here: mixtures are measured on a machine that has one; --toy runs the numeric gate", file=sys.stderr
-        )
-        return 2
-    device = devices.current("cuda")
-    loader = KernelLoader(TritonBuilder(triton_arch(device)))
-    difference = max(gate(shape, 100, loader, device.torch_device) for shape in SHAPES)
-    limits = machine_limits()
-    print(f"{device.name}: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, ", end="")
-    print(f"bf16 GEMM {limits['gemm_flops_per_s'] / 1e12:.0f} TFLOP/s; gate passed at {difference:.1e}")
-    cases = []
-    for shape in SHAPES:
-        for num_tokens in options.tokens:
-            cases.append(measure(Subject(shape, num_tokens, loader, device.torch_device), limits))
-            print(describe(cases[-1]), flush=True)
-            torch.cuda.empty_cache()
-    if options.json:
-        write_results(options.json, device, limits=limits, gate_difference=difference, cases=cases)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,32 +1,23 @@
-"""Sampling on a GPU: time of the three launches, beside reading the logits once at this machine's copy bandwidth.
+"""Sampling: time of the three launches, beside reading the logits once at the machine's copy bandwidth.
 
-    python benchmarks/gpu/sampling.py --json sampling.json
-
-First a numeric gate: rows drawn in every way must get the torch reference's tokens, up to a perturbed margin of 1e-3,
-else nothing is measured. Then batches of one kind each, greedy to everything at once, on logits that fall off as a
-language model's do; `torch.argmax` of the same logits stands beside them. Without a GPU, `--toy` with
-TRITON_INTERPRET=1 runs the gate alone, at toy sizes.
+First a numeric gate: rows drawn in every way must get the torch reference's tokens, up to a perturbed margin of 1e-3.
+Then batches of one kind each, greedy to everything at once, on logits that fall off as a language model's do;
+`torch.argmax` of the same logits stands beside them.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
-from attention import machine_limits, seconds
-from elementwise import write_results
 from torch import Tensor
 
-from fastgen.compile import device as devices
-from fastgen.compile.build_triton import TritonBuilder, triton_arch
-from fastgen.compile.loader import KernelLoader
+from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
 from fastgen.compile.ops.sampling import Draws, gumbel_noise, log_weights
 from fastgen.compile.ops.sampling_triton import SamplingKernels, SeatSampling, sampling_specs
 
+ROWS, VOCABULARIES = (1, 32, 256), (32000, 128256)
 MARGIN = 1e-3  # of a perturbed logit, from which on tokens must be equal
 KINDS = {
     "greedy": SeatSampling(),
@@ -44,7 +35,8 @@ KINDS = {
 class Subject:
     """Kernels for ``num_rows`` rows, one a seat, and logits that fall off by a power of a token's rank."""
 
-    def __init__(self, vocab_size: int, num_rows: int, loader: KernelLoader, where: torch.device):
+    def __init__(self, vocab_size: int, num_rows: int, bench: Bench):
+        loader, where = bench.loader, bench.where
         specs = sampling_specs(vocab_size, num_top=min(21, vocab_size))
         loader.build([specs.scan, specs.draw, specs.choose])
         self.kernels = SamplingKernels(specs, loader.load, max_rows=num_rows, max_seats=num_rows, device=where)
@@ -88,70 +80,33 @@ class Subject:
         return float(margins.where(found >= 0, torch.inf).max())
 
 
-def gate(vocab_size: int, num_rows: int, loader: KernelLoader, where: torch.device) -> float:
+def gate(vocab_size: int, num_rows: int, bench: Bench) -> float:
     """The largest margin by which a token differs from the reference's. Raises where it is too large."""
     torch.manual_seed(1)
     plain = [each for each in KINDS.values() if not each.penalised]
     samplings = [plain[row % len(plain)] for row in range(num_rows)]
-    margin = Subject(vocab_size, num_rows, loader, where).largest_margin(samplings)
+    margin = Subject(vocab_size, num_rows, bench).largest_margin(samplings)
     if not margin < MARGIN:
-        raise SystemExit(f"a token differs from the torch reference's by a margin of {margin:.1e}: nothing is measured")
+        raise GateError(f"a token differs from the torch reference's by a margin of {margin:.1e}")
     return margin
 
 
-def measure(subject: Subject, kind: str, copy_rate: float) -> dict[str, Any]:
-    num_rows, vocab_size = subject.logits.shape
-    subject.write([KINDS[kind]] * num_rows)
-    time = seconds(subject)
-    return {
-        "kind": kind,
-        "sampling": asdict(KINDS[kind]),
-        "num_rows": num_rows,
-        "vocab_size": vocab_size,
-        "seconds": time,
-        "argmax_seconds": seconds(lambda: subject.logits.argmax(1)),
-        "fraction_of_copy": subject.logits.nbytes / copy_rate / time,
-    }
-
-
-def describe(row: dict[str, Any]) -> str:
-    return (
-        "{kind:24} {num_rows:4} × {vocab_size:6}: {0:7.1f} µs, {fraction_of_copy:.2f} of reading the logits once; "
-        "torch argmax {1:.1f} µs"
-    ).format(row["seconds"] * 1e6, row["argmax_seconds"] * 1e6, **row)
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 32, 256], help="rows of a step")
-    parser.add_argument("--vocabularies", type=int, nargs="*", default=[32000, 128256], help="their sizes")
-    parser.add_argument("--json", type=Path, help="where the results go")
-    parser.add_argument("--toy", action="store_true", help="only the numeric gate, interpreted on a CPU")
-    options = parser.parse_args(arguments)
-    if options.toy:
-        margin = gate(300, 10, KernelLoader(TritonBuilder("interpret")), torch.device("cpu"))
-        print(f"numeric gate passed: tokens differ by a margin of {margin:.1e} at most")
-        return 0
-    if not torch.cuda.is_available():
-        print(
-            "no GPU here: sampling is measured on a machine that has one; --toy runs the numeric gate", file=sys.stderr
-        )
-        return 2
-    device = devices.current("cuda")
-    loader = KernelLoader(TritonBuilder(triton_arch(device)))
-    margin, limits = gate(32000, 64, loader, device.torch_device), machine_limits()
-    print(f"{device.name}: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s; gate passed at {margin:.1e}")
-    cases = []
-    for vocab_size in options.vocabularies:
-        for num_rows in options.rows:
-            subject = Subject(vocab_size, num_rows, loader, device.torch_device)
+def measure(bench: Bench) -> Rows:
+    gated, vocabularies, rows = ((70, 5), (70,), (3,)) if bench.toy else ((32000, 64), VOCABULARIES, ROWS)
+    yield {"case": "numeric gate", "margin": gate(*gated, bench)}
+    for vocab_size in vocabularies:
+        for num_rows in rows:
+            subject = Subject(vocab_size, num_rows, bench)
             for kind in KINDS:
-                cases.append(measure(subject, kind, limits["copy_bytes_per_s"]))
-                print(describe(cases[-1]), flush=True)
-    if options.json:
-        write_results(options.json, device, limits=limits, gate_margin=margin, cases=cases)
-    return 0
+                case = f"{kind}, {num_rows} × {vocab_size}"
+                yield bench.attempt(case, partial(measure_case, subject, kind, bench))
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def measure_case(subject: Subject, kind: str, bench: Bench) -> Row:
+    subject.write([KINDS[kind]] * len(subject.logits))
+    time = bench.seconds(subject)
+    return {
+        "seconds": time,
+        "fraction_of_copy": subject.logits.nbytes / bench.limits.copy_bytes_per_s / time,
+        "argmax_seconds": bench.seconds(lambda: subject.logits.argmax(1)),
+    }

@@ -12,6 +12,7 @@ import typer
 
 import fastgen
 from fastgen.cli.chat import chat
+from fastgen.cli.flight import replay, timeline, why
 from fastgen.cli.generate import generate
 from fastgen.cli.info import info
 from fastgen.cli.kernels import app as kernels_app
@@ -29,6 +30,9 @@ app.command()(generate)
 app.command()(chat)
 app.command()(info)
 app.command(short_help="Prove a recipe, or name its first node that disagrees.")(verify)
+app.command()(why)
+app.command()(replay)
+app.command()(timeline)
 recipe_app.command()(new)
 recipe_app.command()(diff)
 recipe_app.command()(explain)

@@ -45,6 +45,10 @@ def generate(
     logprobs: options.Logprobs = None,
     prompt_logprobs: options.PromptLogprobs = None,
     timeout_s: options.TimeoutS = None,
+    response_format: options.ResponseFormat = None,
+    beam_width: options.BeamWidth = None,
+    length_penalty: options.LengthPenalty = None,
+    early_stopping: options.EarlyStopping = None,
     priority: options.Priority = None,
     recipe: options.Recipe = None,
     device: options.Device = None,
@@ -61,6 +65,8 @@ def generate(
     num_threads: options.NumThreads = None,
     target: options.Target = None,
     quantize: options.Quantize = None,
+    speculative: options.Speculative = None,
+    num_draft_tokens: options.NumDraftTokens = None,
     sealed: options.Sealed = None,
     bundle: options.Bundle = None,
     revision: options.Revision = None,
@@ -178,6 +184,8 @@ def _answer_record(output: GenerationOutput) -> dict[str, Any]:
     }
     if output.logprobs is not None:
         record["logprobs"] = _logprobs_record(output.logprobs)
+    if output.score is not None:
+        record["score"] = output.score
     return record
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fastgen.cli import options
+
+if TYPE_CHECKING:
+    import torch
+
+    from fastgen.models.spec import ModelSpec
+    from fastgen.runtime.ledger import Ledger
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 _PACKAGES = ("fastgen", "torch", "transformers", "triton")
@@ -20,22 +26,43 @@ def info(
     recipe: options.Recipe = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    target: options.Target = None,
+    quantize: options.Quantize = None,
+    token_budget: options.TokenBudget = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    kv_cache_memory: options.KvCacheMemory = None,
+    block_size: options.BlockSize = None,
+    max_model_len: options.MaxModelLen = None,
+    num_threads: options.NumThreads = None,
     revision: options.Revision = None,
     allow_config_keys: options.AllowConfigKeys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Tell versions and device, and of MODEL its recipe and sizes."""
+    """Tell versions and device, and of MODEL its recipe and sizes, and the memory that an engine would take."""
     facts = {"versions": _versions(), "device": _device_facts(device or "auto")}
+    ledger: Ledger | None = None
     if model is not None:
-        facts["model"] = _model_facts(model, recipe, dtype or "auto", revision, allow_config_keys or [])
+        spec, facts["model"], torch_dtype = _model_facts(
+            model, recipe, dtype or "auto", revision, allow_config_keys or []
+        )
+        sizes = {
+            "token_budget": token_budget,
+            "max_num_seqs": max_num_seqs,
+            "kv_cache_memory": kv_cache_memory,
+            "block_size": block_size,
+            "max_model_len": max_model_len,
+        }
+        ledger = _ledger(spec, torch_dtype, device or "auto", target or "auto", quantize, num_threads, sizes)
     if as_json:
-        print(json.dumps(facts))
+        print(json.dumps(facts if ledger is None else facts | {"ledger": ledger.as_json()}))
         return
     for title, section in facts.items():
         print(title)
         for name, value in section.items():
             if value not in (None, []):
                 print(f"  {name.replace('_bytes', '').replace('_', ' '):20} {_for_people(name, value)}")
+    if ledger is not None:
+        print("memory", *str(ledger).splitlines(), sep="\n  ")
 
 
 def _versions() -> dict[str, str | None]:
@@ -62,7 +89,7 @@ def _device_facts(name: str) -> dict[str, Any]:
 
 def _model_facts(
     model: str, recipe: str | None, dtype: str, revision: str | None, allow_config_keys: list[str]
-) -> dict[str, Any]:
+) -> tuple[ModelSpec, dict[str, Any], torch.dtype]:
     from fastgen.models import hub, registry
     from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
     from fastgen.models.resolve import resolve
@@ -74,7 +101,7 @@ def _model_facts(
     config_file = str(directory / "config.json")
     spec = resolve(found, checkpoint.config, config_file=config_file, allow_config_keys=allow_config_keys)
     torch_dtype = checkpoint_dtype(checkpoint.config, checkpoint) if dtype == "auto" else parse_dtype(dtype)
-    return {
+    facts = {
         "directory": str(directory),
         "architecture": spec.architecture,
         "recipe": spec.recipe,
@@ -90,6 +117,29 @@ def _model_facts(
         "heads": spec.num_heads,
         "kv_heads": spec.num_kv_heads,
     }
+    return spec, facts, torch_dtype
+
+
+def _ledger(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device_name: str,
+    target: str,
+    quantize: str | None,
+    num_threads: int | None,
+    sizes: dict[str, Any],
+) -> Ledger:
+    """Of an engine that ``fastgen.load`` would make with these arguments."""
+    from fastgen.compile.device import current
+    from fastgen.models.weight_sizes import ModelBuild
+    from fastgen.runtime.config import resolve_engine_config
+    from fastgen.runtime.ledger import MemoryModel
+    from fastgen.runtime.targets import parse_quantize, target_facts
+
+    device = current(device_name)
+    facts = target_facts(target, device, num_threads=num_threads)
+    memory = MemoryModel(ModelBuild(spec, dtype, facts, parse_quantize(quantize, facts.name)), device)
+    return memory.ledger(resolve_engine_config(memory, **sizes))
 
 
 def _for_people(name: str, value: Any) -> str:

@@ -41,6 +41,8 @@ def list_command(
     target: Target = None,
     recipe: options.Recipe = None,
     dtype: options.Dtype = None,
+    revision: options.Revision = None,
+    allow_config_keys: options.AllowConfigKeys = None,
     as_json: AsJson = False,
 ) -> None:
     """List the kernels that are built; of MODEL those it needs, and whether they are."""
@@ -49,7 +51,7 @@ def list_command(
     if model is None:
         rows = [_entry_facts(entry) for entry in KernelCache().entries()]
     else:
-        loader, specs, _ = _needed(model, target, recipe, dtype)
+        loader, specs, _ = _needed(model, target, recipe, dtype, revision=revision, allow_config_keys=allow_config_keys)
         rows = [{**_spec_facts(spec), "built": loader.find(spec) is not None} for spec in specs]
     _print(rows, as_json, ("name", "arch", "size_bytes") if model is None else ("name", "built", "needed_by"))
 
@@ -61,12 +63,14 @@ def show_command(
     target: Target = None,
     recipe: options.Recipe = None,
     dtype: options.Dtype = None,
+    revision: options.Revision = None,
+    allow_config_keys: options.AllowConfigKeys = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the source of a kernel, as it is rendered for MODEL. Builds nothing."""
     from fastgen.compile.render import render
 
-    _, specs, _ = _needed(model, target, recipe, dtype)
+    _, specs, _ = _needed(model, target, recipe, dtype, revision=revision, allow_config_keys=allow_config_keys)
     chosen = [spec for spec in specs if name in (None, spec.name)]
     if not chosen:
         usage_error(f"{model} needs no kernel {name}; it needs {', '.join(spec.name for spec in specs)}")
@@ -85,6 +89,8 @@ def build_command(
     quantize: Annotated[str | None, typer.Option(help="int8, int4 or int8_weight_only, as for fastgen.load.")] = None,
     block_size: options.BlockSize = None,
     max_num_seqs: options.MaxNumSeqs = None,
+    revision: options.Revision = None,
+    allow_config_keys: options.AllowConfigKeys = None,
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write them there as a sealed bundle, to run from elsewhere.")
     ] = None,
@@ -94,8 +100,17 @@ def build_command(
     from fastgen.compile.bundle import write_bundle
     from fastgen.runtime.progress import progress_bar
 
-    sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs}
-    loader, specs, about = _needed(model, target, recipe, dtype, quantize=quantize, **sizes)
+    loader, specs, about = _needed(
+        model,
+        target,
+        recipe,
+        dtype,
+        revision=revision,
+        allow_config_keys=allow_config_keys,
+        quantize=quantize,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+    )
     with progress_bar(f"building {len(specs)} kernels for {loader.builder.arch}") as update:
         if output is None:
             entries = loader.build(specs, update)
@@ -113,12 +128,14 @@ def report_command(
     target: Target = None,
     recipe: options.Recipe = None,
     dtype: options.Dtype = None,
+    revision: options.Revision = None,
+    allow_config_keys: options.AllowConfigKeys = None,
     as_json: AsJson = False,
 ) -> None:
     """Build all kernels of MODEL and tell what each costs: registers, spills, shared memory, occupancy …"""
     from fastgen.runtime.progress import progress_bar
 
-    loader, specs, _ = _needed(model, target, recipe, dtype)
+    loader, specs, _ = _needed(model, target, recipe, dtype, revision=revision, allow_config_keys=allow_config_keys)
     with progress_bar(f"building {len(specs)} kernels for {loader.builder.arch}") as update:
         entries = loader.build(specs, update)
     rows = [{**_entry_facts(entry), **entry.report} for entry in entries]
@@ -148,12 +165,13 @@ def _needed(
     recipe: str | None,
     dtype: str | None,
     *,
+    revision: str | None = None,
+    allow_config_keys: list[str] | None = None,
     quantize: str | None = None,
     block_size: int | None = None,
     max_num_seqs: int | None = None,
 ) -> tuple[KernelLoader, list[KernelSpec], dict[str, str]]:
     """A loader for ``target``, the kernels that ``model`` needs there, and what a bundle of them is about."""
-    from fastgen.compile import target as targets
     from fastgen.compile.device import current
     from fastgen.compile.loader import KernelLoader, make_builder, target_of
     from fastgen.models import hub, registry
@@ -164,17 +182,20 @@ def _needed(
     from fastgen.runtime.targets import bundle_flags, parse_quantize
 
     loader = KernelLoader(make_builder(target or target_of(current())))
-    directory = hub.locate(model)
+    directory = hub.locate(model, revision=revision)
     checkpoint = Checkpoint.open(directory)
     found = registry.find_recipe(checkpoint.config, recipe=recipe, checkpoint_dir=directory)
-    spec = resolve(found, checkpoint.config, config_file=str(directory / "config.json"))
+    config_file, allowed = str(directory / "config.json"), allow_config_keys or []
+    spec = resolve(found, checkpoint.config, config_file=config_file, allow_config_keys=allowed)
     torch_dtype = parse_dtype(dtype) if dtype not in (None, "auto") else checkpoint_dtype(checkpoint.config, checkpoint)
-    weight_format = parse_quantize(quantize, targets.Target(loader))
+    weight_format = parse_quantize(quantize, loader.builder.target)
     block_size = block_size or DEFAULT_BLOCK_SIZE
     specs = kernel_specs(
         spec, loader, torch_dtype, weight_format=weight_format, block_size=block_size, max_num_seqs=max_num_seqs
     )
     about = bundle_flags(model, torch_dtype, block_size, recipe=recipe, quantize=quantize, max_num_seqs=max_num_seqs)
+    about |= {"revision": revision} if revision else {}
+    about |= {"allow_config_key": " ".join(allowed)} if allowed else {}
     return loader, specs, about
 
 

@@ -6,6 +6,7 @@ the flag was not given; the argument is then not passed, so that defaults are st
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from typing import Annotated, Any, NoReturn, TextIO
@@ -18,12 +19,14 @@ from fastgen.errors import FastgenError, InvalidArgumentError, OutOfMemoryError
 LOAD_ARGUMENTS = (
     *("recipe", "device", "dtype", "token_budget", "max_num_seqs", "kv_cache_memory", "block_size", "max_model_len"),
     *("policy", "itl_target_ms", "aging_s"),
-    *("prefix_caching", "num_threads", "target", "quantize", "sealed", "revision", "allow_config_keys"),
+    *("prefix_caching", "num_threads", "target", "quantize", "speculative", "num_draft_tokens", "sealed", "revision"),
+    "allow_config_keys",
 )
 SAMPLING_FIELDS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "ignore_eos"),
-    *("logprobs", "prompt_logprobs", "timeout_s", "priority"),
+    *("logprobs", "prompt_logprobs", "timeout_s", "priority", "response_format"),
+    *("beam_width", "length_penalty", "early_stopping"),
 )
 
 Model = Annotated[
@@ -49,6 +52,8 @@ PrefixCaching = Annotated[
 NumThreads = Annotated[int | None, typer.Option(help="Threads that compute on a CPU.")]
 Target = Annotated[str | None, typer.Option(help="Whose kernels run: torch (the reference), cpp, or auto.")]
 Quantize = Annotated[str | None, typer.Option(help="Keep matrices in int8, int4 or int8_weight_only. On a CPU.")]
+Speculative = Annotated[str | None, typer.Option(help="ngram: draft what comes next from what stands there already.")]
+NumDraftTokens = Annotated[int | None, typer.Option(help="With --speculative: most drafts a step and answer.")]
 Sealed = Annotated[
     bool | None, typer.Option("--sealed", help="Compile nothing: run from the bundle beside the weights.")
 ]
@@ -79,6 +84,15 @@ IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", help="Do not end
 Logprobs = Annotated[int | None, typer.Option(help="With --json: log-probabilities of so many alternatives.")]
 PromptLogprobs = Annotated[int | None, typer.Option(help="With --json: the same for the prompt.")]
 TimeoutS = Annotated[float | None, typer.Option(help="Seconds after which an answer is cut off.")]
+ResponseFormat = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help='What shape the answer must have, such as {"type": "json_object"}.'),
+]
+BeamWidth = Annotated[int | None, typer.Option(help="Search for the answer with so many beams.")]
+LengthPenalty = Annotated[float | None, typer.Option(help="With beams: above 0 favours long answers.")]
+EarlyStopping = Annotated[
+    str | None, typer.Option(metavar="true|false|never", help="With beams: end when as many answers have ended.")
+]
 Priority = Annotated[int | None, typer.Option(help="The lower the more urgent, among requests that run together.")]
 
 
@@ -119,6 +133,10 @@ def given_sampling_fields(ctx: typer.Context) -> dict[str, Any]:
     fields = _given(ctx, SAMPLING_FIELDS)
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(_parse_bias(text) for text in fields["logit_bias"])
+    if "response_format" in fields:
+        fields["response_format"] = _parse_json("--response-format", fields["response_format"])
+    if fields.get("early_stopping") in ("true", "false"):
+        fields["early_stopping"] = fields["early_stopping"] == "true"
     fastgen.SamplingParams(**fields)
     return fields
 
@@ -139,6 +157,13 @@ def check_text(text: str) -> str:
 
 def _given(ctx: typer.Context, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: ctx.params[name] for name in names if ctx.params.get(name) not in (None, [], ())}
+
+
+def _parse_json(flag: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        usage_error(f"{flag} is not JSON: {error}")
 
 
 def _parse_bias(text: str) -> tuple[int, float]:

@@ -14,14 +14,21 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 64  # bytes: a cache line
-_SLAB = 1 << 20
+SLAB = 1 << 20
+"""Bytes that an arena grows by at least."""
+
+_LARGE = 16
+"""A piece counts as large that takes more than such a part of its slab."""
 
 
 class Arena:
-    """Grows by slabs, never moves, and gives all back when it and the tapes that use it are gone."""
+    """Grows by slabs, never moves, and gives all back when it and the tapes that use it are gone.
 
-    def __init__(self) -> None:
-        self._slabs: list[_Slab] = []
+    With ``expected_bytes`` it begins with a slab of these, within which pieces fit that would not into slabs of theirs.
+    """
+
+    def __init__(self, expected_bytes: int = 0) -> None:
+        self._slabs = [_Slab(max(expected_bytes, SLAB))] if expected_bytes else []
 
     @property
     def size_bytes(self) -> int:
@@ -41,7 +48,7 @@ class Arena:
             if (piece := slab.take(size)) is not None:
                 break
         else:
-            self._slabs.append(_Slab(max(size, _SLAB)))
+            self._slabs.append(_Slab(max(size, SLAB)))
             piece = self._slabs[-1].take(size)
             assert piece is not None
         return piece.view(described.dtype).as_strided(described.shape, described.stride())
@@ -68,19 +75,30 @@ class _Slab:
         start = -self.memory.data_ptr() % _ALIGNMENT
         self.memory = self.memory[start : start + size].detach()
         self.taken: list[tuple[int, int]] = []  # first byte and end of each piece, in order
+        self._at_end = False
 
     def take(self, size: int) -> Tensor | None:
-        """The first gap that is large enough."""
-        first = 0
-        for start, end in (*self.taken, (self.memory.numel(), 0)):
-            if start - first >= size:
-                break
-            first = end
-        else:
+        """A piece of the first gap that is large enough, its beginning; of large pieces every other from the last such
+        gap, its end.
+
+        A step is a chain: each result is made beside the one before, which is then dropped. In a row they would leave
+        holes, each too small for the next.
+        """
+        if not self.taken:
+            self._at_end = False  # so that the same requests get the same addresses
+        ends = [end for _, end in self.taken]
+        gaps = zip([0, *ends], [*(start for start, _ in self.taken), self.memory.numel()], strict=True)
+        fitting = [gap for gap in gaps if gap[1] - gap[0] >= size]
+        if not fitting:
             return None
-        piece = (first, first + size)
+        at_end = self._at_end
+        if size * _LARGE > self.memory.numel():
+            self._at_end = not at_end
+        else:
+            at_end = False
+        piece = (fitting[-1][1] - size, fitting[-1][1]) if at_end else (fitting[0][0], fitting[0][0] + size)
         bisect.insort(self.taken, piece)
         # torch keeps this array for as long as a tensor uses it, so its end is the piece's.
-        array = self.memory.numpy()[first : first + size]
+        array = self.memory.numpy()[slice(*piece)]
         weakref.finalize(array, self.taken.remove, piece).atexit = False
         return torch.from_numpy(array)

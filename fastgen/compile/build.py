@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,11 @@ class Kernel(Protocol):
         Raises :class:`fastgen.errors.KernelError`.
         """
 
+    def bind(self, grid: tuple[int, ...], *arguments: Any) -> Callable[[], None]:
+        """A launch that is made again and again with the same arguments, which are checked now and kept alive. It is
+        never recorded. Raises :class:`fastgen.errors.KernelError`.
+        """
+
 
 class BuiltKernel(ABC):
     """What both targets' kernels share: a call launches, unless this thread records what would be launched."""
@@ -48,6 +54,10 @@ class BuiltKernel(ABC):
         else:
             self.launch(grid, *arguments)
 
+    def bind(self, grid: tuple[int, ...], *arguments: Any) -> Callable[[], None]:
+        """See :class:`Kernel`."""
+        return partial(self.launch, grid, *arguments)
+
     @abstractmethod
     def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Runs it now; see :class:`Kernel`."""
@@ -58,6 +68,8 @@ class Builder(Protocol):
 
     target: Target
     arch: str
+    modules: Path | None
+    """Of the bundle that kernels come from, what :meth:`accompany` put there; else ``None``."""
 
     def versions(self) -> Mapping[str, str]:
         """All that decides, beside the source, what is built; part of the cache's key."""
@@ -73,6 +85,9 @@ class Builder(Protocol):
 
     def end_builds(self) -> None:
         """Gives back what building held on to, such as processes; called when a batch of builds is done."""
+
+    def accompany(self, built: Sequence[tuple[KernelSpec, Entry]], directory: Path) -> None:
+        """Makes ``directory`` of what would else be compiled when these kernels are loaded, if there is any."""
 
     def load(self, spec: KernelSpec, entry: Entry) -> Kernel:
         """Raises ``OSError``, ``AttributeError`` or ``RuntimeError`` where the binary cannot be loaded here."""

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ class CppBuilder:
 
     def __init__(self, arch: str, compiler: str = ""):
         self.arch = arch
+        self.modules: Path | None = None
         self.compiler = compiler or find_compiler()
         self.flags = (*_FLAGS, *_ARCH_FLAGS[arch])
 
@@ -125,6 +126,9 @@ class CppBuilder:
 
     def end_builds(self) -> None:
         """Nothing outlives a build."""
+
+    def accompany(self, built: Sequence[tuple[KernelSpec, Entry]], directory: Path) -> None:
+        """A shared object is all that it takes."""
 
     def load(self, spec: KernelSpec, entry: Entry) -> CppKernel:
         return CppKernel(spec, entry.source, self._command(entry.source))
@@ -156,6 +160,17 @@ class CppKernel(BuiltKernel):
             self._function(*self._converted(arguments))
         except (ctypes.ArgumentError, TypeError, ValueError) as error:
             raise self._launch_error(arguments, error) from error
+
+    def bind(self, grid: tuple[int, ...], *arguments: Any) -> Callable[[], None]:
+        try:
+            function, values = self._function, self._converted(arguments)
+        except (TypeError, ValueError) as error:
+            raise self._launch_error(arguments, error) from error
+
+        def call(_kept: tuple[Any, ...] = arguments) -> None:
+            function(*values)
+
+        return call
 
     def slots(self, arguments: Sequence[Any]) -> list[int]:
         """The arguments as ``entry_point`` takes them: the bits of each in 64. Raises :class:`KernelError`."""

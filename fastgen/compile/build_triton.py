@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +30,7 @@ from fastgen.compile.cache import Entry
 from fastgen.compile.device import Device
 from fastgen.compile.reproduce import launch_error, made_up, script
 from fastgen.compile.spec import KernelSpec, Target, torch_dtype
+from fastgen.compile.triton_modules import modules_from
 from fastgen.compile.triton_worker import FlatCache, parse_arch, stand_in
 from fastgen.errors import KernelError
 
@@ -36,6 +39,7 @@ _PACKAGE = "fastgen_kernels"
 # Given with every kernel, since Triton's default differs by version.
 _OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 _loading = threading.Lock()
+_log = logging.getLogger(__name__)
 
 
 def triton_arch(device: Device) -> str:
@@ -54,6 +58,7 @@ class TritonBuilder:
 
     def __init__(self, arch: str):
         self.arch = arch
+        self.modules: Path | None = None
         self._gpu = None if arch == INTERPRET else parse_arch(arch)
         self._workers = _Workers(arch)
         if self._gpu is None and not triton.knobs.runtime.interpret:
@@ -88,13 +93,7 @@ class TritonBuilder:
             except SyntaxError as error:
                 raise BuildFailure(str(error), str(error), script("build_python", spec, source)) from error
             return {}
-        question = {
-            "source": str(source),
-            "name": spec.name,
-            "arguments": [[each.dtype, each.is_pointer] for each in spec.arguments],
-            "options": _options(spec, self._gpu),
-        }
-        answer = self._workers.ask(question)
+        answer = self._workers.ask(self._question(spec, source))
         if "error" in answer:
             raise BuildFailure(answer["error"], answer["log"], self._script(spec, source))
         report: Mapping[str, Any] = answer["report"]
@@ -103,16 +102,43 @@ class TritonBuilder:
     def end_builds(self) -> None:
         self._workers.close()
 
+    def accompany(self, built: Sequence[tuple[KernelSpec, Entry]], directory: Path) -> None:
+        if self._gpu is None or self._gpu.backend != "cuda":
+            return
+        directory.mkdir()
+        kernels = [
+            {
+                **self._question(spec, entry.source),
+                "digest": spec.digest,
+                "triton_key": entry.report["triton_key"],
+            }
+            for spec, entry in built
+        ]
+        answer = self._workers.ask({"modules": str(directory), "kernels": kernels})
+        self._workers.close()
+        if "error" in answer:
+            shutil.rmtree(directory)
+            _log.warning("Triton's launcher cannot be built, so the bundle needs a C compiler: %s", answer["error"])
+
     def load(self, spec: KernelSpec, entry: Entry) -> TritonKernel:
         if self._gpu is not None and triton.knobs.runtime.interpret:
             raise RuntimeError("this process interprets Triton kernels: it was started with TRITON_INTERPRET=1")
         function = getattr(_import(entry), spec.name)
         if self._gpu is not None:
-            here = triton.runtime.driver.active.get_current_target()
-            if (here.backend, here.arch) != (self._gpu.backend, self._gpu.arch):
-                raise RuntimeError(f"it is for {self.arch}, and the GPU here is {here.backend} {here.arch}")
-            _load_binary(function, spec, _options(spec, self._gpu), entry)
+            with _loading, modules_from(self.modules, spec.digest):
+                here = triton.runtime.driver.active.get_current_target()
+                if (here.backend, here.arch) != (self._gpu.backend, self._gpu.arch):
+                    raise RuntimeError(f"it is for {self.arch}, and the GPU here is {here.backend} {here.arch}")
+                _load_binary(function, spec, _options(spec, self._gpu), entry)
         return TritonKernel(spec, entry.source, function, _options(spec, self._gpu))
+
+    def _question(self, spec: KernelSpec, source: Path) -> dict[str, Any]:
+        return {
+            "source": str(source),
+            "name": spec.name,
+            "arguments": [[each.dtype, each.is_pointer] for each in spec.arguments],
+            "options": _options(spec, self._gpu),
+        }
 
     def _script(self, spec: KernelSpec, source: Path) -> str:
         stand_ins = (
@@ -163,7 +189,7 @@ def _load_binary(function: Any, spec: KernelSpec, options: Mapping[str, Any], en
     """Brings the built binary onto the GPU, through the just-in-time compiler's own way in."""
     _forbid_compiling()
     stand_ins = [stand_in(each.dtype, each.is_pointer) for each in spec.arguments]
-    with _loading, triton.knobs.cache.scope(), _loading_allowed():
+    with triton.knobs.cache.scope(), _loading_allowed():
         triton.knobs.cache.manager_class = FlatCache.at(entry.directory, entry.report["triton_key"])
         compiled = function.warmup(*stand_ins, grid=(1,), **options)
     compiled.run  # noqa: B018 (puts it on the GPU now; else the first launch would)

@@ -4,6 +4,7 @@
 <bundle>/
     bundle.json                             what it is for, what built it, every kernel and the hash of every file
     kernels/rms_norm_h4096_bf16-0a1b2c3d/   a kernel: its source and what came of it
+    modules/…cuda_utils.cpython-312-…so     what Triton would compile to launch them (for NVIDIA's)
 ```
 
 It is taken as it was written or not at all: a file that differs, an architecture, Triton or machine that is not the one
@@ -24,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fastgen.compile.autotune import Tuning
 from fastgen.compile.build import INTERPRET, Builder
 from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, can_run
 from fastgen.compile.cache import Entry, file_hash, publish, remove, sync
@@ -34,8 +36,9 @@ from fastgen.compile.spec import KernelSpec
 from fastgen.errors import BundleError
 
 _MANIFEST = "bundle.json"
-_KERNELS = "kernels"
-_FORMAT = 1
+_KERNELS, _MODULES = "kernels", "modules"
+_FORMAT = 2
+_REPEATED = ("allow_config_key",)
 _DECIDING = ("dtype", "quantize", "block_size")
 """What a bundle is about that makes its kernels other ones than another bundle's."""
 
@@ -60,7 +63,8 @@ class Bundle:
             raise BundleError(f"the bundle {directory} is of another version of fastgen; {_HOW}")
         if manifest.get("seal") != _seal(manifest):
             raise BundleError(f"the bundle {directory} is damaged: {_MANIFEST} was changed; {_HOW}")
-        there = {str(file.relative_to(directory)) for file in (directory / _KERNELS).rglob("*") if not file.is_dir()}
+        files = (file for folder in (_KERNELS, _MODULES) for file in (directory / folder).rglob("*"))
+        there = {str(file.relative_to(directory)) for file in files if not file.is_dir()}
         if odd := sorted(there ^ manifest["files"].keys()):
             what = "is missing" if odd[0] not in there else "does not belong to it"
             raise BundleError(f"the bundle {directory} is damaged: {odd[0]} {what}; {_HOW}")
@@ -102,8 +106,14 @@ class Bundle:
 
 
 def _command(about: Mapping[str, str], arch: str, directory: Path | str) -> str:
-    """That writes a bundle into ``directory``. ``about`` has the model and the flags that its kernels follow from."""
-    flags = [f"--{key.replace('_', '-')} {shlex.quote(about[key])}" for key in about if key != "model"]
+    """That writes a bundle into ``directory``. ``about`` has the model and the flags that its kernels follow from; of
+    one that may be given several times the values stand between spaces."""
+    flags = [
+        f"--{key.replace('_', '-')} {shlex.quote(value)}"
+        for key in about
+        if key != "model"
+        for value in (about[key].split() if key in _REPEATED else [about[key]])
+    ]
     model = shlex.quote(about["model"]) if "model" in about else "MODEL"
     return " ".join(["fastgen kernels build", model, "--target", arch, *flags, "--output", str(directory)])
 
@@ -139,6 +149,7 @@ def write_bundle(
         kernels = {
             spec.digest: _copy(spec, entry, draft / _KERNELS) for spec, entry in zip(wanted, entries, strict=True)
         }
+        loader.builder.accompany(list(zip(wanted, entries, strict=True)), draft / _MODULES)
         files = sorted(file for file in draft.rglob("*") if file.is_file())
         manifest: dict[str, Any] = {
             "format": _FORMAT,
@@ -146,6 +157,7 @@ def write_bundle(
             "target": loader.builder.target,
             "arch": loader.builder.arch,
             "versions": dict(loader.builder.versions()),
+            "tuning": loader.tuning.chosen,
             "kernels": kernels,
             "files": {str(file.relative_to(draft)): file_hash(file) for file in files},
         }
@@ -168,6 +180,7 @@ class SealedLoader(KernelLoader):
     def __init__(self, bundle: Bundle, builder: Builder, how: str):
         super().__init__(builder)
         self.bundle, self._how = bundle, how
+        self.tuning = Tuning(self, known=bundle.manifest["tuning"])
         self.fence.close(f"this engine runs from the sealed bundle {bundle.directory}")
 
     def build(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> list[Entry]:
@@ -235,6 +248,7 @@ def load_bundle(
     builder = CppBuilder(bundle.arch, compiler="c++") if bundle.arch in CPP_ARCHES else make_builder(bundle.arch)
     if reason := builder.mismatch(bundle.manifest["versions"]):
         raise BundleError(f"the bundle {bundle.directory} cannot be used: {reason}; {bundle.how()}")
+    builder.modules = bundle.directory / _MODULES
     how = bundle.how() if about is None else f"build the right one: {_command(about, bundle.arch, 'DIR')}"
     return SealedLoader(bundle, builder, how)
 

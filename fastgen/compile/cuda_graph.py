@@ -34,12 +34,13 @@ class Graph(Protocol):
 
 
 class GraphPool:
-    """The captured steps of one engine, which runs on ``device`` with the kernels of ``loader``."""
+    """The captured steps of one engine, which runs on ``device`` with the kernels of ``loader``. Off the GPU their
+    intermediate results are expected to take ``expected_bytes``."""
 
-    def __init__(self, device: torch.device, loader: KernelLoader):
+    def __init__(self, device: torch.device, loader: KernelLoader, *, expected_bytes: int = 0):
         self._device, self._fence = device, loader.fence
         self._graphs: list[Graph] = []
-        self._arena = Arena()
+        self._arena = Arena(0 if device.type == "cuda" else expected_bytes)
         self._runner: CppKernel | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

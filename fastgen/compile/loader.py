@@ -8,8 +8,9 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastgen.compile.build import INTERPRET, Builder, BuildFailure, Kernel
 from fastgen.compile.cache import Entry, KernelCache
@@ -19,6 +20,9 @@ from fastgen.compile.render import SUFFIXES, render_body, render_heading
 from fastgen.compile.reproduce import build_error
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import InvalidArgumentError, KernelError
+
+if TYPE_CHECKING:
+    from fastgen.compile.autotune import Tuning
 
 Progress = Callable[[int, int], None]
 """Told ``(done, total)`` after each kernel, from any thread, one at a time."""
@@ -73,6 +77,13 @@ class KernelLoader:
         self.fence = fence or Fence()
         self.num_jobs = num_jobs or current("cpu").num_cores
         self._kernels: dict[KernelSpec, Kernel] = {}
+
+    @cached_property
+    def tuning(self) -> Tuning:
+        """Which ways to compute are taken here, where there are several."""
+        from fastgen.compile.autotune import tuning_here
+
+        return tuning_here(self)
 
     def load(self, spec: KernelSpec) -> Kernel:
         """The kernel, the same object each time. Raises :class:`KernelError`; see :meth:`build`."""

@@ -261,8 +261,8 @@ class _NativeStretch:
             assert isinstance(launch.kernel, CppKernel)
             blocks.append(torch.tensor(launch.kernel.slots(launch.arguments), dtype=torch.int64))
             calls.append((launch.kernel.entry_point, blocks[-1].data_ptr()))
-        self._runner, self._blocks = runner, blocks  # blocks: alive for as long as their addresses are in calls
-        self._calls, self._num_calls = torch.tensor(calls, dtype=torch.int64), len(calls)
+        self._blocks = blocks  # alive for as long as their addresses are in calls
+        self._launch = runner.bind((), torch.tensor(calls, dtype=torch.int64), len(calls))
 
     def run(self) -> None:
-        self._runner.launch((), self._calls, self._num_calls)
+        self._launch()

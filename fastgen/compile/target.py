@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +11,21 @@ import torch
 from fastgen.compile.build import Kernel
 from fastgen.compile.loader import KernelLoader, Progress
 from fastgen.compile.spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What sizes depend on, of a target that may be elsewhere: its ``name``; the ``arch`` that kernels are built for;
+    of a CPU the threads that they run on, of a GPU its multiprocessors."""
+
+    name: str = "torch"
+    arch: str = ""
+    num_threads: int = 1
+    num_sms: int = 0
+
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What a model of ``dtype`` computes in between its weights: CPUs widen 16 bits before they multiply anyway."""
+        return torch.float32 if self.name == "cpp" else dtype
 
 
 class Target:
@@ -31,13 +47,17 @@ class Target:
         return "torch" if self.loader is None else self.loader.builder.target
 
     @property
+    def kernel_loader(self) -> KernelLoader:
+        assert self.loader is not None, "torch has no kernels"
+        return self.loader
+
+    @property
     def arch(self) -> str:
-        assert self.loader is not None, "torch has no architecture to build for"
-        return self.loader.builder.arch
+        return self.kernel_loader.builder.arch
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What a model of ``dtype`` computes in between its weights: CPUs widen 16 bits before they multiply anyway."""
-        return torch.float32 if self.name == "cpp" else dtype
+        """That of :meth:`TargetFacts.activation_dtype`."""
+        return TargetFacts(self.name).activation_dtype(dtype)
 
     def kernel(self, spec: KernelSpec) -> Kernel:
         """The kernel that :meth:`build` will build."""
@@ -68,6 +88,10 @@ class _AskedFor:
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         assert self.kernel is not None, f"{self.spec.name} is called before it is built"
         self.kernel(grid, *arguments)
+
+    def bind(self, grid: tuple[int, ...], *arguments: Any) -> Callable[[], None]:
+        assert self.kernel is not None, f"{self.spec.name} is bound before it is built"
+        return self.kernel.bind(grid, *arguments)
 
 
 TORCH = Target()

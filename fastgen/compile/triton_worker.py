@@ -24,6 +24,7 @@ from triton.runtime.cache import CacheManager
 from triton.runtime.jit import MockTensor
 
 from fastgen.compile.spec import DTYPES
+from fastgen.compile.triton_modules import compile_modules
 from fastgen.compile.triton_report import report
 
 _TORCH_NAMES = {short: name for name, short in DTYPES.items()}
@@ -119,6 +120,20 @@ def _build(question: dict[str, Any], target: GPUTarget) -> dict[str, Any]:
     return {"triton_key": triton_key, "build_s": build_s, **report(compiled.asm, compiled.metadata, target)}
 
 
+def _compile_modules(question: dict[str, Any]) -> dict[str, Any]:
+    """Of the kernels, which are built, what Triton compiles besides to launch them."""
+
+    def built(kernel: dict[str, Any]) -> tuple[str, Any]:
+        source = Path(kernel["source"])
+        triton.knobs.cache.manager_class = FlatCache.at(source.parent, kernel["triton_key"])
+        arguments = [stand_in(dtype, is_pointer) for dtype, is_pointer in kernel["arguments"]]
+        compiled = _execute(source)[kernel["name"]].warmup(*arguments, grid=(1,), **kernel["options"])
+        return kernel["digest"], compiled
+
+    compile_modules(Path(question["modules"]), map(built, question["kernels"]))
+    return {}
+
+
 def _execute(source: Path) -> dict[str, Any]:
     """The source's names. It runs under its bare file name, so that no path gets into what is built."""
     text = source.read_text(encoding="utf-8")
@@ -145,7 +160,9 @@ def main() -> None:
     triton.runtime.driver.set_active(StandInDriver(target))
     for line in sys.stdin:
         try:
-            answer: dict[str, Any] = {"report": _build(json.loads(line), target)}
+            question = json.loads(line)
+            found = _compile_modules(question) if "modules" in question else _build(question, target)
+            answer: dict[str, Any] = {"report": found}
         except Exception as error:
             answer = {"error": first_line(error), "log": traceback.format_exc()}
         print(json.dumps(answer), file=answers, flush=True)

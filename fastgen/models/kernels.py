@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from fastgen.compile.loader import KernelLoader
+from fastgen.compile.ops.next_decodes import next_decodes_spec
 from fastgen.compile.ops.packed_weight import WeightFormat
 from fastgen.compile.ops.sampling_cpp import sampling_spec
 from fastgen.compile.ops.sampling_triton import SamplingSpecs, sampling_specs
@@ -49,10 +50,10 @@ def kernel_specs(
         sampler = sampler_specs(model.vocab_size)
         return sorted([*target.specs(), sampler.scan, sampler.draw, sampler.choose], key=lambda spec: spec.name)
     pool = replace(thread_pool_spec(), needed_by=("every kernel that runs on several threads",))
-    sampling = sampling_spec(target.arch, needed_by=("the sampler",))
-    return sorted([*target.specs(), sampling, pool, tape_spec()], key=lambda spec: spec.name)
+    steps = sampling_spec(target.arch, needed_by=("the sampler",)), next_decodes_spec(needed_by=("every engine",))
+    return sorted([*target.specs(), *steps, pool, tape_spec()], key=lambda spec: spec.name)
 
 
 def sampler_specs(vocab_size: int) -> SamplingSpecs:
     """The kernels by which the ``triton`` target samples."""
-    return sampling_specs(vocab_size, mask=False, needed_by=("the sampler",))
+    return sampling_specs(vocab_size, needed_by=("the sampler",))

@@ -27,7 +27,7 @@ from fastgen.compile.ops.norm import NormKernel, norm_spec
 from fastgen.compile.ops.packed_weight import PackedWeight
 from fastgen.compile.ops.qkv import HeadNorm, QkvKernel, qkv_spec
 from fastgen.compile.ops.softcap import SoftcapKernel, softcap_spec
-from fastgen.compile.spec import dtype_name
+from fastgen.compile.spec import DTYPES, dtype_name
 from fastgen.compile.target import Target
 from fastgen.layers.embedding import EmbeddingTable, Stored
 from fastgen.layers.mlp import Activation
@@ -67,6 +67,34 @@ def head_norm(norm: NormSpec, *, over_all: bool) -> HeadNorm:
         per_head=norm.weight is not None and len(norm.weight.shape) > 1,
         weight=norm.weight is not None,
         bias=norm.bias is not None,
+    )
+
+
+def attention_shape(spec: AttentionSpec | LatentAttentionSpec, dtype: torch.dtype, block_size: int) -> AttentionShape:
+    """As kernels are told of it, of a model of ``dtype``."""
+    if isinstance(spec, LatentAttentionSpec):
+        return AttentionShape(
+            spec.num_heads,
+            1,
+            spec.kv_rank + spec.rope_dim,
+            block_size,
+            dtype_name(dtype),
+            spec.scale,
+            v_dim=spec.kv_rank,
+            values_in_keys=True,
+        )
+    alibi = spec.alibi
+    return AttentionShape(
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        block_size,
+        dtype_name(dtype),
+        spec.scale,
+        sliding_window=spec.sliding_window,
+        alibi=None if alibi is None else "scaled" if alibi.scaled else "plain",
+        alibi_dtype="fp32" if alibi is None else DTYPES[alibi.rounding],
+        softcap=spec.softcap,
     )
 
 
@@ -113,18 +141,7 @@ class LayerKernels:
             k_norm=qk_norm(spec.k_norm),
             needed_by=asking,
         )
-        shape = AttentionShape(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            self.block_size,
-            dtype_name(self.dtype),
-            spec.scale,
-            sliding_window=spec.sliding_window,
-            alibi=None if alibi is None else "scaled" if alibi.scaled else "plain",
-            alibi_dtype="fp32" if alibi is None else dtype_name(alibi.slopes.dtype),
-            softcap=spec.softcap,
-        )
+        shape = attention_shape(spec, self.dtype, self.block_size)
         attend = cpp_attention_spec(shape, self.target.arch, asking)
         slopes = None if alibi is None else alibi.slopes
         return QkvKernel(self.target.kernel(prepare)), CppAttention(self.target.kernel(attend), slopes)
@@ -145,16 +162,7 @@ class LayerKernels:
             norm=head_norm(spec.kv_norm, over_all=False),
             needed_by=asking,
         )
-        shape = AttentionShape(
-            spec.num_heads,
-            1,
-            spec.kv_rank + spec.rope_dim,
-            self.block_size,
-            dtype_name(self.dtype),
-            spec.scale,
-            v_dim=spec.kv_rank,
-            values_in_keys=True,
-        )
+        shape = attention_shape(spec, self.dtype, self.block_size)
         attend = cpp_attention_spec(shape, self.target.arch, asking)
         return LatentKernel(self.target.kernel(prepare)), CppAttention(self.target.kernel(attend))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 from fastgen.compile.ops.activation_triton import TritonActivation, triton_activation_spec
 from fastgen.compile.ops.alibi import Alibi
 from fastgen.compile.ops.attention import AttentionPlan, PagedAttention
-from fastgen.compile.ops.attention_specs import AttentionShape, attention_specs
+from fastgen.compile.ops.attention_specs import AttentionShape, Tiling, attention_specs
+from fastgen.compile.ops.attention_tuning import tuned_tilings
 from fastgen.compile.ops.embedding import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
-from fastgen.compile.ops.few_row_linear import FewRowShape
+from fastgen.compile.ops.few_row_linear import FewRowShape, SplitK
+from fastgen.compile.ops.few_row_tuning import tuned_split
 from fastgen.compile.ops.linear_triton import TritonLinear
 from fastgen.compile.ops.moe_triton import (
     Combine,
@@ -36,11 +38,12 @@ from fastgen.compile.target import Target
 from fastgen.layers.attention import Attend, Prepare
 from fastgen.layers.embedding import EmbeddingTable, Stored
 from fastgen.layers.head import Cap
-from fastgen.layers.mlp import Activate, Activation
-from fastgen.layers.moe import Choose, GroupedLinear
+from fastgen.layers.mlp import Activate
+from fastgen.layers.moe import Choose
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.layers.residual import Add, DeferredAdd
-from fastgen.models.layer_kernels import head_norm, qk_norm, unless_one
+from fastgen.models.layer_kernels import attention_shape, head_norm, qk_norm, unless_one
+from fastgen.models.moe_kernels_triton import GroupedKernels, TritonMoe
 from fastgen.models.spec import (
     AttentionSpec,
     EmbeddingSpec,
@@ -68,6 +71,8 @@ class TritonLayerKernels:
     recipe: str
     plans: dict[object, AttentionPlan] = field(default_factory=dict)
     _workspaces: dict[int, Tensor] = field(default_factory=dict)
+    _splits: dict[tuple[FewRowShape, int], SplitK | None] = field(default_factory=dict)
+    _tilings: dict[AttentionShape, tuple[Tiling, Tiling]] = field(default_factory=dict)
     _expert_tiles: dict[tuple[int, int, int], ExpertTiles] = field(default_factory=dict)
 
     def asking(self, node: NodeRef) -> tuple[str, ...]:
@@ -120,9 +125,16 @@ class TritonLayerKernels:
             shape,
             self.target.kernel,
             self._workspace,
-            arch=self.target.arch,
+            lambda rows: self._split(shape, rows),
             needed_by=self.asking(node),
         )
+
+    def _split(self, shape: FewRowShape, num_rows: int) -> SplitK | None:
+        """Layers are alike, so each is asked for many times."""
+        key = (shape, num_rows)
+        if key not in self._splits:
+            self._splits[key] = tuned_split(shape, num_rows, self.target.kernel_loader, self.device)
+        return self._splits[key]
 
     def _workspace(self, numel: int) -> Tensor:
         if numel not in self._workspaces:
@@ -174,19 +186,8 @@ class TritonLayerKernels:
             k_norm=qk_norm(spec.k_norm),
             needed_by=asking,
         )
-        shape = AttentionShape(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            self.block_size,
-            self.dtype_name,
-            spec.scale,
-            q_stride=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
-            sliding_window=spec.sliding_window,
-            alibi=None if alibi is None else "scaled" if alibi.scaled else "plain",
-            alibi_dtype="fp32" if alibi is None else dtype_name(alibi.slopes.dtype),
-            softcap=spec.softcap,
-        )
+        token_size = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim  # its keys and values lie between
+        shape = replace(attention_shape(spec, self.dtype, self.block_size), q_stride=token_size)
         attend = self._attend(shape, asking)
         slopes = None if alibi is None else alibi.slopes
 
@@ -208,20 +209,18 @@ class TritonLayerKernels:
             interleaved=spec.rotary.kind == "interleaved",
             needed_by=asking,
         )
-        shape = AttentionShape(
-            spec.num_heads,
-            1,
-            spec.kv_rank + spec.rope_dim,
-            self.block_size,
-            self.dtype_name,
-            spec.scale,
-            v_dim=spec.kv_rank,
-            values_in_keys=True,
-        )
+        shape = attention_shape(spec, self.dtype, self.block_size)
         return LatentKv(self.target.kernel(prepare)), self._attend(shape, asking)
 
     def _attend(self, shape: AttentionShape, asking: tuple[str, ...]) -> PagedAttention:
-        specs = attention_specs(shape, max_num_seqs=self.target.max_num_seqs, arch=self.target.arch, needed_by=asking)
+        loader, max_num_seqs = self.target.kernel_loader, self.target.max_num_seqs
+        if shape not in self._tilings:
+            tilings = tuned_tilings(shape, max_num_seqs, self.target.num_sms, loader, self.device)
+            self._tilings[shape] = tilings
+        chunk, decode = self._tilings[shape]
+        specs = attention_specs(
+            shape, max_num_seqs=max_num_seqs, arch=self.target.arch, chunk=chunk, decode=decode, needed_by=asking
+        )
         # All that a plan depends on; what else distinguishes attentions does not show in it.
         key = (specs.plan, shape.num_kv_heads, shape.v_dim, specs.decode)
         if key not in self.plans:
@@ -330,44 +329,3 @@ class TritonEmbedding:
         rows = torch.empty_like(x)
         self._gather(batch.positions, positions[self._offset :], rows)
         library_call(torch.add, x, rows, out=x)
-
-
-@dataclass(frozen=True)
-class GroupedKernels:
-    """A mixture cut into tiles of one height: what sorts its choices, and the products of its experts."""
-
-    tiles: ExpertTiles
-    inward: TritonGroupedLinear
-    down: TritonGroupedLinear
-
-
-class TritonMoe:
-    """A mixture's :class:`fastgen.layers.moe.MoeKernels`: the first product gathers rows by expert, the second puts
-    them back. ``cuts`` are by the rows that an expert gets on average, up to which each holds.
-    """
-
-    def __init__(self, cuts: dict[int, GroupedKernels], combine: Combine):
-        self._cuts, self._combine = cuts, combine
-
-    def expert_outputs(
-        self, x: Tensor, experts: Tensor, inward: GroupedLinear, activation: Activation, down: GroupedLinear
-    ) -> Tensor:
-        num_choices = experts.numel()
-        cut = self._cuts[min(rows for rows in self._cuts if rows * inward.num_experts >= num_choices)]
-        cut.tiles(experts)
-        inner = x.new_empty(num_choices, sum(inward.out_features))
-        cut.inward(x, inward.weight, inward.bias, cut.tiles, num_choices, inner)
-        outputs = x.new_empty(num_choices, sum(down.out_features))
-        cut.down(activation(inner), down.weight, down.bias, cut.tiles, num_choices, outputs)
-        return outputs
-
-    def combine(self, outputs: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-        out = outputs.new_empty(len(weights), outputs.shape[1])
-        self._combine(outputs, weights, out)
-        if shared is None:
-            return out
-        if gate is not None:
-            library_call(torch.sigmoid, gate, out=gate)
-            library_call(torch.mul, shared, gate, out=shared)
-        library_call(torch.add, out, shared, out=out)
-        return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastgen.compile.cuda_graph import GraphPool
+from fastgen.compile.ops.next_decodes import NextDecodesKernel, next_decodes_spec
 from fastgen.compile.ops.packed_weight import WeightFormat
 from fastgen.compile.target import Target
 from fastgen.layers.kv_cache import PagedKVCache
@@ -13,10 +14,12 @@ from fastgen.models.causal_lm import CausalLM
 from fastgen.models.checkpoint import Checkpoint, load_weights
 from fastgen.models.spec import ModelSpec
 from fastgen.runtime.config import EngineConfig
+from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.forward import CapturedForward, Forward, Results, TapedForward
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.ledger import Ledger
 from fastgen.runtime.model_runner import ModelRunner
 from fastgen.runtime.policies.policy import Policy
 from fastgen.runtime.policies.splitfuse import captured_sizes
@@ -24,6 +27,8 @@ from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.sampler import Sampler, sampling_kernel
 from fastgen.runtime.scheduler import Scheduler
 from fastgen.runtime.seat_sampler import SeatSampler, seat_sampler
+from fastgen.runtime.steady_decodes import SteadyDecodes
+from fastgen.runtime.structured_output import Grammars
 from fastgen.runtime.text import TextCodec
 
 
@@ -37,10 +42,12 @@ def build_engine(
     target: Target,
     weight_format: WeightFormat | None,
     *,
+    ledger: Ledger,
     policy: Policy,
     aging_s: float,
 ) -> Engine:
-    """The engine of the model in ``checkpoint``, which runs on ``target``; progress is shown on a terminal."""
+    """The engine of the model in ``checkpoint``, which runs on ``target`` and takes what its ``ledger`` says; progress
+    is shown on a terminal."""
     model, slots = build(
         spec,
         dtype=dtype,
@@ -53,6 +60,7 @@ def build_engine(
     input_batch = InputBatch(
         token_budget=config.token_budget,
         max_num_seqs=config.max_num_seqs,
+        max_rows=config.max_rows,
         num_groups=config.num_kv_groups,
         max_blocks=config.max_blocks,
         block_size=config.block_size,
@@ -61,9 +69,10 @@ def build_engine(
     )
     sampler = Sampler(
         codec.eos_token_ids,
-        sampling_kernel(target, spec.vocab_size, max_rows=config.max_num_seqs),
+        sampling_kernel(target, spec.vocab_size, max_rows=config.max_rows),
         seat_sampler(target, spec.vocab_size, input_batch),
     )
+    next_decodes = target.kernel(next_decodes_spec(needed_by=("every engine",))) if target.name == "cpp" else None
     with progress_bar("kernels", enabled=bool(target.specs())) as kernel_progress:
         target.build(kernel_progress)
     with progress_bar("weights", unit="B") as progress:
@@ -78,9 +87,15 @@ def build_engine(
         feature_major=target.name == "cpp",
     )
     results = Results(spec.hidden_size, spec.vocab_size, target.activation_dtype(dtype), device)
-    forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats)
+    drafter = _drafter(config, sampler.seats)
+    between = ledger.size_bytes("activations")
+    forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats, between)
+    steady = None
+    if next_decodes is not None and sampler.kernel is not None and isinstance(forward, TapedForward):
+        advance = NextDecodesKernel(next_decodes)
+        steady = SteadyDecodes(forward, input_batch, sampler.kernel, advance, sampler.rows)
     return Engine(
-        ModelRunner(forward, input_batch, sampler),
+        ModelRunner(forward, input_batch, sampler, steady),
         Scheduler(
             KVCacheManager(
                 config.num_blocks,
@@ -91,6 +106,7 @@ def build_engine(
             ),
             token_budget=config.token_budget,
             max_num_seqs=config.max_num_seqs,
+            propose_drafts=None if drafter is None else drafter.propose,
             policy=policy,
             aging_s=aging_s,
         ),
@@ -98,7 +114,21 @@ def build_engine(
         max_model_len=config.max_model_len,
         eos_token_ids=codec.eos_token_ids,
         new_detokenizer=codec.new_detokenizer if codec.has_tokenizer else None,
+        grammars=(
+            Grammars(codec.tokenizer, vocab_size=spec.vocab_size, eos_token_ids=codec.eos_token_ids)
+            if codec.has_tokenizer
+            else None
+        ),
+        drafter=drafter,
     )
+
+
+def _drafter(config: EngineConfig, seats: SeatSampler | None) -> NgramDrafter | None:
+    if config.num_draft_tokens == 0:
+        return None
+    if seats is None:
+        return NgramDrafter(config.num_draft_tokens)
+    return NgramDrafter(config.num_draft_tokens, seats.can_draft)
 
 
 def _forward(
@@ -109,15 +139,14 @@ def _forward(
     config: EngineConfig,
     target: Target,
     seats: SeatSampler | None,
+    activation_bytes: int,
 ) -> Forward:
     if target.loader is None:
         return Forward(model, kv_cache)
-    pool = GraphPool(results.device, target.loader)
-    sizes, row_sizes = captured_sizes(config.token_budget), captured_sizes(config.max_num_seqs)
+    pool = GraphPool(results.device, target.loader, expected_bytes=activation_bytes)
+    sizes, row_sizes = captured_sizes(config.token_budget), captured_sizes(config.max_rows)
     if target.name == "cpp":
-        return TapedForward(
-            model, kv_cache, pool, input_batch.views, results, sizes=sizes, max_rows=config.max_num_seqs
-        )
+        return TapedForward(model, kv_cache, pool, input_batch.views, results, sizes=sizes, max_rows=config.max_rows)
     assert seats is not None
     forward = CapturedForward(
         model, kv_cache, pool, input_batch.views, results, sizes=sizes, row_sizes=row_sizes, sample=seats.launch

@@ -56,6 +56,11 @@ class BlockPool:
         return len(self._cached)
 
     @property
+    def cached(self) -> list[int]:
+        """These blocks, the next to be evicted first."""
+        return list(self._cached)
+
+    @property
     def published(self) -> set[int]:
         """Every block that is kept for what it contains, or will be when its last reference is gone."""
         return {block_id for block_id, is_published in enumerate(self._is_published) if is_published}

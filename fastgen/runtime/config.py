@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from fastgen.compile.device import Device
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
-from fastgen.layers.kv_cache import storage_places
-from fastgen.models.builder import kv_groups, kv_shapes
 from fastgen.models.spec import ModelSpec
+from fastgen.runtime.ledger import MemoryModel, in_gib
+from fastgen.runtime.memory_fit import blocks_of_sequence, default_num_blocks, nearest_that_fits
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DEFAULT_TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}
 _DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_BLOCK_SIZE = 16
-_KV_SHARE_OF_MEMORY = {"cpu": 0.25, "cuda": 0.90}
+_DEFAULT_NUM_DRAFT_TOKENS = 4
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
     _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}iB": 1024**_power}
@@ -25,7 +24,9 @@ for _power, _prefix in enumerate("KMGT", start=1):
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of an engine. ``num_blocks`` counts the padding block; ``max_model_len`` is prompt and answer together."""
+    """Sizes of an engine. ``num_blocks`` counts the padding block; ``max_model_len`` is prompt and answer together;
+    ``num_draft_tokens`` is 0 where nothing is drafted.
+    """
 
     token_budget: int
     max_num_seqs: int
@@ -34,6 +35,12 @@ class EngineConfig:
     max_model_len: int
     num_kv_groups: int
     prefix_caching: bool = True
+    num_draft_tokens: int = 0
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a step that may need logits: a token of each sequence, and its drafts."""
+        return min(self.token_budget, self.max_num_seqs * (1 + self.num_draft_tokens))
 
     @property
     def max_blocks(self) -> int:
@@ -41,72 +48,113 @@ class EngineConfig:
         return -(-self.max_model_len // self.block_size)
 
 
+@dataclass(frozen=True)
+class AskedSizes:
+    """What the user asked for of an engine, its sizes ``None`` where they were left open."""
+
+    kv_cache_memory: int | None = None
+    token_budget: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    block_size: int | None = None
+    prefix_caching: bool = True
+    num_draft_tokens: int = 0
+
+
 def resolve_engine_config(
-    spec: ModelSpec,
-    device: Device,
+    memory: MemoryModel,
     *,
-    dtype: torch.dtype,
     token_budget: int | None = None,
     max_num_seqs: int | None = None,
     kv_cache_memory: int | str | None = None,
     block_size: int | None = None,
     max_model_len: int | None = None,
     prefix_caching: bool = True,
+    speculative: str | None = None,
+    num_draft_tokens: int | None = None,
 ) -> EngineConfig:
     """Fill in what was left open and refuse what cannot work.
 
-    By default the KV cache takes a quarter of the machine's memory on a CPU, on a GPU nine tenths less the weights, and
-    never more than ``max_num_seqs`` sequences of ``max_model_len`` tokens can use.
+    By default the KV cache takes half of what all else leaves of a machine's memory, of a GPU what all else leaves of
+    nine tenths, and never more than ``max_num_seqs`` sequences of ``max_model_len`` tokens can use.
+
+    :raises OutOfMemoryError: with the arithmetic and the nearest sizes that fit.
     """
     for name, value in (
         ("token_budget", token_budget),
         ("max_num_seqs", max_num_seqs),
         ("block_size", block_size),
         ("max_model_len", max_model_len),
+        ("num_draft_tokens", num_draft_tokens),
     ):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise InvalidArgumentError(f"{name}={value!r}: expected an integer of at least 1")
     if not isinstance(prefix_caching, bool):
         raise InvalidArgumentError(f"prefix_caching={prefix_caching!r}: expected True or False")
-    budget = token_budget or _DEFAULT_TOKEN_BUDGET[device.kind]
-    num_seqs = max_num_seqs or min(_DEFAULT_MAX_NUM_SEQS[device.kind], budget)
+    _check_model_len(memory.build.spec, max_model_len)
+    kv_bytes = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
+    drafts = _num_draft_tokens(speculative, num_draft_tokens, token_budget or _DEFAULT_TOKEN_BUDGET[memory.device.kind])
+    asked = AskedSizes(kv_bytes, token_budget, max_num_seqs, max_model_len, block_size, prefix_caching, drafts)
+    try:
+        return _resolve(memory, asked)
+    except OutOfMemoryError as error:
+        advice = nearest_that_fits(memory, asked, _in_full(memory, asked), _resolve)
+        raise OutOfMemoryError(f"{error}; {advice}") from None
+
+
+def _in_full(memory: MemoryModel, asked: AskedSizes) -> AskedSizes:
+    """With the defaults, but for the KV cache's memory, which follows from all else."""
+    kind = memory.device.kind
+    budget = asked.token_budget or _DEFAULT_TOKEN_BUDGET[kind]
+    return replace(
+        asked,
+        token_budget=budget,
+        max_num_seqs=asked.max_num_seqs or min(_DEFAULT_MAX_NUM_SEQS[kind], budget),
+        max_model_len=asked.max_model_len or memory.build.spec.max_positions,
+        block_size=asked.block_size or DEFAULT_BLOCK_SIZE,
+    )
+
+
+def _resolve(memory: MemoryModel, asked: AskedSizes) -> EngineConfig:
+    """As :func:`resolve_engine_config`; the error has the arithmetic alone."""
+    full = _in_full(memory, asked)
+    budget, num_seqs, size, model_len = full.token_budget, full.max_num_seqs, full.block_size, full.max_model_len
+    assert budget is not None
+    assert num_seqs is not None
+    assert size is not None
     if num_seqs > budget:
         raise InvalidArgumentError(
             f"max_num_seqs={num_seqs} is above token_budget={budget}: every running sequence takes a token of each "
             "step; raise token_budget or lower max_num_seqs"
         )
-    size = block_size or DEFAULT_BLOCK_SIZE
-    groups = kv_groups(spec)
-    num_groups = len(set(groups))
-    storages = set(storage_places(groups, kv_shapes(spec)))
-    bytes_per_block = size * dtype.itemsize * sum(shape.num_features for shape, _ in storages)
-    _check_model_len(spec, max_model_len)
-    model_len = max_model_len or spec.max_positions
 
-    if kv_cache_memory is None:
-        memory = _default_kv_memory(spec, device, dtype)
-        num_blocks = int(memory // bytes_per_block)
-        if model_len is not None:
-            num_blocks = min(num_blocks, 1 + num_groups * num_seqs * -(-model_len // size))
-    else:
-        memory = parse_bytes(kv_cache_memory, "kv_cache_memory")
-        num_blocks = memory // bytes_per_block
-    if num_blocks < 1 + num_groups:
-        raise OutOfMemoryError(
-            f"the KV cache gets {int(memory):,} bytes, but one block of {size} tokens takes "
-            f"{bytes_per_block:,} and {1 + num_groups} blocks are the least; "
-            "raise kv_cache_memory or lower block_size"
+    def sized(num_blocks: int) -> EngineConfig:
+        return EngineConfig(
+            token_budget=budget,
+            max_num_seqs=num_seqs,
+            block_size=size,
+            num_blocks=num_blocks,
+            max_model_len=model_len or max(0, num_blocks - 1) // memory.num_kv_groups * size + 1,
+            num_kv_groups=memory.num_kv_groups,
+            prefix_caching=asked.prefix_caching,
+            num_draft_tokens=asked.num_draft_tokens,
         )
-    config = EngineConfig(
-        token_budget=budget,
-        max_num_seqs=num_seqs,
-        block_size=size,
-        num_blocks=num_blocks,
-        max_model_len=model_len or (num_blocks - 1) // num_groups * size + 1,
-        num_kv_groups=num_groups,
-        prefix_caching=prefix_caching,
-    )
-    _check_memory(spec, device, config, dtype, num_blocks * bytes_per_block)
+
+    block_bytes, least = memory.block_bytes(size), 1 + memory.num_kv_groups
+    if asked.kv_cache_memory is not None:
+        num_blocks = asked.kv_cache_memory // block_bytes
+        if num_blocks < least:
+            raise OutOfMemoryError(
+                f"the KV cache gets {asked.kv_cache_memory:,} bytes, but one block of {size} tokens takes "
+                f"{block_bytes:,} and {least} blocks are the least"
+            )
+    else:
+        useful = None if model_len is None else 1 + num_seqs * blocks_of_sequence(memory, model_len, budget, size)
+        num_blocks = max(least, default_num_blocks(memory, sized, useful))
+    config = sized(num_blocks)
+    ledger = memory.ledger(config)
+    if ledger.total_bytes > ledger.device_bytes:
+        raise OutOfMemoryError(f"{ledger.arithmetic()}, but {memory.device} has {in_gib(ledger.device_bytes)}")
     return config
 
 
@@ -127,6 +175,23 @@ def parse_bytes(size: int | str, name: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def _num_draft_tokens(speculative: str | None, num_draft_tokens: int | None, token_budget: int) -> int:
+    """How many tokens are drafted for a sequence at most; 0 without ``speculative``."""
+    if speculative is None:
+        if num_draft_tokens is not None:
+            raise InvalidArgumentError(f"num_draft_tokens={num_draft_tokens} needs speculative='ngram'")
+        return 0
+    if speculative != "ngram":
+        raise InvalidArgumentError(f"speculative={speculative!r}: expected 'ngram', or None")
+    most = _DEFAULT_NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
+    if most >= token_budget:
+        raise InvalidArgumentError(
+            f"num_draft_tokens={most} drafts and the token before them take {most + 1} places of a step, and "
+            f"token_budget={token_budget} has fewer; raise token_budget or lower num_draft_tokens"
+        )
+    return most
+
+
 def _check_model_len(spec: ModelSpec, max_model_len: int | None) -> None:
     if max_model_len is None or spec.max_positions is None or max_model_len <= spec.max_positions:
         return
@@ -141,26 +206,3 @@ def _check_model_len(spec: ModelSpec, max_model_len: int | None) -> None:
             "beyond them, so that an answer would depend on what else was asked"
         )
     raise InvalidArgumentError(message)
-
-
-def _check_memory(spec: ModelSpec, device: Device, config: EngineConfig, dtype: torch.dtype, kv_bytes: int) -> None:
-    """Refuse what the device's memory cannot hold, before it is asked for."""
-    sizes = {
-        "weights": spec.num_parameters * dtype.itemsize,
-        "KV cache": kv_bytes,
-        f"activations of token_budget={config.token_budget}": config.token_budget * spec.hidden_size * dtype.itemsize,
-        f"block tables of max_num_seqs={config.max_num_seqs}": (
-            4 * config.num_kv_groups * config.max_num_seqs * config.max_blocks
-        ),
-    }
-    if sum(sizes.values()) > device.memory_bytes:
-        terms = " + ".join(f"{name} {size / 2**30:,.2f} GiB" for name, size in sizes.items())
-        raise OutOfMemoryError(
-            f"{terms} = {sum(sizes.values()) / 2**30:,.2f} GiB, but {device} has {device.memory_bytes / 2**30:,.2f} GiB"
-        )
-
-
-def _default_kv_memory(spec: ModelSpec, device: Device, dtype: torch.dtype) -> float:
-    share = _KV_SHARE_OF_MEMORY[device.kind] * device.memory_bytes
-    weights = spec.num_parameters * dtype.itemsize if device.kind == "cuda" else 0
-    return max(0.0, share - weights)

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from heapq import heapify, heappop, heappush
 from itertools import count
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
+from fastgen.runtime.beam_group import BeamGroup
 from fastgen.runtime.detokenizer import Detokenizer
+from fastgen.runtime.drafts import NgramDrafter
+from fastgen.runtime.faults import cause_of
 from fastgen.runtime.generation import Completion, Generation
-from fastgen.runtime.model_runner import ModelRunner, StepOutput
+from fastgen.runtime.metrics import EngineMetrics
+from fastgen.runtime.model_runner import ModelRunner, PromptLogprobs, StepOutput
 from fastgen.runtime.outputs import FinishReason
-from fastgen.runtime.request import Request, SequenceStatus
+from fastgen.runtime.recorder import Recorder, StepRecord, engine_facts
+from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
 from fastgen.runtime.schedule import Schedule
 from fastgen.runtime.scheduler import Scheduler
+from fastgen.runtime.structured_output import Grammars
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
     """Serves submitted requests step by step. Not thread-safe: whoever calls holds one lock around each call.
 
-    ``new_detokenizer(prompt_ids, sampling)`` is ``None`` where the model has no tokenizer; answers are token ids then.
+    ``new_detokenizer(prompt_ids, sampling)`` and ``grammars``, which compile what requests ask their answers to be, are
+    ``None`` where the model has no tokenizer; answers are token ids then.
+    The ``drafter``, if any, is the one that ``scheduler`` asks; it is told who has ended.
     """
 
     def __init__(
@@ -34,11 +46,15 @@ class Engine:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         new_detokenizer: Callable[[SequenceOf[int], SamplingParams], Detokenizer] | None,
+        grammars: Grammars | None = None,
+        drafter: NgramDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.runner, self.scheduler = runner, scheduler
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
-        self._new_detokenizer, self._clock = new_detokenizer, clock
+        self._new_detokenizer, self._grammars = new_detokenizer, grammars
+        self._drafter, self._clock = drafter, clock
+        self.recorder, self.metrics = Recorder(engine_facts(scheduler), clock), EngineMetrics(scheduler)
         self._request_ids = count()
         self._generations: dict[int, Generation] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -66,6 +82,10 @@ class Engine:
         sampling.check_against(self.vocab_size)
         if sampling.stop and self._new_detokenizer is None:
             raise InvalidArgumentError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if sampling.response_format is not None:
+            if self._grammars is None:
+                raise InvalidArgumentError("response_format needs a tokenizer, and this model has none")
+            self._grammars.compile(sampling.response_format)
         num_tokens = len(prompt_ids) + sampling.max_new_tokens
         if num_tokens > self.max_model_len:
             room = self.max_model_len - len(prompt_ids)
@@ -75,23 +95,36 @@ class Engine:
                 f"{num_tokens} tokens, max_model_len is {self.max_model_len}; {advice}",
                 room=room,
             )
-        self.scheduler.kv.check_fits(len(prompt_ids), sampling.max_new_tokens)
+        num_endings = len(self._stop_ids(sampling))
+        if 1 < sampling.beam_width > self.vocab_size - num_endings:
+            raise InvalidArgumentError(
+                f"beam_width={sampling.beam_width} beams cannot all go on with different tokens: of {self.vocab_size} "
+                f"in the vocabulary {num_endings} end a beam"
+            )
+        self.scheduler.check_fits(len(prompt_ids), sampling)
 
     def submit(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> Generation:
         """Queue a request. Its answer grows with the steps that follow. What is not needed before its turn is made
         then.
         """
         self.check(prompt_ids, sampling)
-        request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock())
-        generation = Generation(request, [Completion(sequence) for sequence in request.sequences])
+        constraint = self._grammars.constraint(sampling) if self._grammars is not None else None
+        request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock(), constraint)
+        completions = [Completion(sequence) for sequence in request.sequences[: sampling.n]]
+        beams = BeamGroup(request, self._stop_ids(sampling)) if request.has_beams else None
+        generation = Generation(request, completions, beams)
         self.scheduler.add(request)
         self._generations[request.request_id] = generation
+        self.recorder.arrived(request)
+        self.metrics.arrived(len(prompt_ids))
         if sampling.timeout_s is not None:
             heappush(self._deadlines, (request.arrival_s + sampling.timeout_s, request.request_id))
         return generation
 
     def cancel(self, generation: Generation, reason: FinishReason = "cancelled", error: str | None = None) -> None:
         """End what is still running of ``generation``; blocks and seats are free at once."""
+        if generation.beams is not None and not generation.finished:
+            self._finish_beams(generation, reason, error)
         for completion in generation.completions:
             if completion.finish_reason is None:
                 self._finish(completion, reason, error)
@@ -102,72 +135,174 @@ class Engine:
             self.cancel(generation)
 
     def step(self) -> None:
-        """Run one step, if there is anything to run."""
+        """Run one step, if there is anything to run.
+
+        What fails in it ends requests with ``finish_reason="error"`` and says why, and the engine goes on. Only those
+        end that the failure is of: a single one where its own token or text could not be handled, all of the step where
+        that could not be run, for nothing is known of what it left of theirs.
+        """
         self._expire()
         began_s = self._clock()
-        schedule = self.scheduler.schedule(began_s)
+        schedule = self._schedule(began_s)
         if schedule is None:
             return
-        self._note_scheduled(schedule)
-        output = self.runner.run(schedule)
-        self.scheduler.commit(schedule)
-        self._update(output)
-        self.scheduler.observe(schedule, self._clock() - began_s)
+        step = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock())
+        self.metrics.scheduled(len(schedule.preempted))
+        self._note_admitted(step)
+        try:
+            output = self.runner.run(schedule)
+            step.ran(output.build_s, output.num_padding, self._clock())
+            self.scheduler.commit(schedule)
+        except Exception as error:
+            self._fail([entry.seq for entry in schedule.entries], error)
+            return
+        self._update(output, step)
+        step.ended_s = self._clock()
+        self.metrics.stepped(schedule, step)
+        self.scheduler.observe(schedule, step.ended_s - began_s)
+
+    def _schedule(self, now_s: float) -> Schedule | None:
+        """The next step. One that cannot be made, not even at a second try, is nobody's in particular: those end that
+        run and who would be next, so that it cannot fail for ever."""
+        for is_last in (False, True):
+            try:
+                return self.scheduler.schedule(now_s)
+            except Exception as error:
+                if is_last:
+                    head = self.scheduler.waiting.head
+                    suspects = [*self.scheduler.running, *([] if head is None else [head])]
+                    self._fail(suspects or self.scheduler.unfinished, error)
+        return None
+
+    def _fail(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        """End the requests of ``sequences``."""
+        cause = cause_of(error)
+        _log.error("requests end with an error: %s", cause, exc_info=error)
+        for request_id in dict.fromkeys(sequence.request.request_id for sequence in sequences):
+            if request_id in self._generations:
+                self.cancel(self._generations[request_id], "error", cause)
 
     def check_integrity(self) -> None:
         """Assert that scheduler, blocks and open requests agree."""
         self.scheduler.check_integrity()
         open_sequences = {
-            completion.sequence
+            sequence
             for generation in self._generations.values()
-            for completion in generation.completions
-            if completion.finish_reason is None
+            for sequence in generation.request.sequences
+            if sequence.status is not SequenceStatus.FINISHED
         }
         assert open_sequences == set(self.scheduler.unfinished)
 
-    def _update(self, output: StepOutput) -> None:
-        now_s = self._clock()
+    def _update(self, output: StepOutput, step: StepRecord) -> None:
         for piece in output.prompt_logprobs:
-            generation = self._generations[piece.sequence.request.request_id]
-            if piece.error is not None:
-                self.cancel(generation, "error", piece.error)
-                continue
-            assert generation.prompt_logprobs is not None
-            generation.prompt_logprobs[piece.start : piece.start + len(piece.logprobs)] = piece.logprobs
+            try:
+                self._note_prompt_logprobs(piece)
+            except Exception as error:
+                self._fail([piece.sequence], error)
+        previous: Sequence | None = None
         for sequence, token in output.sampled:
-            if sequence.status is SequenceStatus.FINISHED:  # its request failed in this step
+            if sequence.status is SequenceStatus.FINISHED:  # its request failed in this step, or ended before a draft
                 continue
-            generation = self._generations[sequence.request.request_id]
-            if token.error is not None:
-                self.cancel(generation, "error", token.error)
-                continue
-            completion = generation.completions[sequence.index]
-            sequence.token_ids.append(token.token_id)
-            reason = completion.append(token, self._stop_ids(sequence.request.sampling), now_s)
-            if reason is not None:
-                self._finish(completion, reason)
+            try:
+                # A step gives a second token only behind a draft.
+                self._take(sequence, token, step, was_drafted=sequence is previous)
+            except Exception as error:
+                self._fail([sequence], error)
+            previous = sequence
+        for sequence, num_drafts in output.num_accepted.items():
+            if sequence.status is SequenceStatus.RUNNING and num_drafts:
+                self.scheduler.accept(sequence, num_drafts)
+
+    def _note_prompt_logprobs(self, piece: PromptLogprobs) -> None:
+        generation = self._generations[piece.sequence.request.request_id]
+        if piece.error is not None:
+            self.cancel(generation, "error", piece.error)
+            return
+        assert generation.prompt_logprobs is not None
+        generation.prompt_logprobs[piece.start : piece.start + len(piece.logprobs)] = piece.logprobs
+
+    def _take(self, sequence: Sequence, token: SampledToken, step: StepRecord, *, was_drafted: bool) -> None:
+        """``token`` is what was sampled for ``sequence``, perhaps behind an accepted draft."""
+        generation = self._generations[sequence.request.request_id]
+        if token.error is not None:
+            self.cancel(generation, "error", token.error)
+            return
+        if generation.beams is not None:
+            self._update_beams(generation, sequence, token, step)
+            return
+        assert step.ran_s is not None
+        completion = generation.completions[sequence.index]
+        sequence.token_ids.append(token.token_id)
+        completion.num_accepted_drafts += was_drafted
+        step.sampled.append(sequence.key)
+        reason = completion.append(token, self._stop_ids(sequence.request.sampling), step.ran_s)
+        self.metrics.gave_token(sequence.request.arrival_s, completion.token_times_s)
+        if reason is not None:
+            self._finish(completion, reason)
+
+    def _update_beams(self, generation: Generation, sequence: Sequence, token: SampledToken, step: StepRecord) -> None:
+        beams = generation.beams
+        assert beams is not None
+        assert token.candidates is not None
+        assert step.ran_s is not None
+        beams.report(sequence, token.candidates)
+        if beams.ready:
+            moves = self.recorder.beam_moves(self.scheduler.forks, generation.request, step)
+            beams.advance(moves, step.ran_s)
+            self.recorder.beams_moved(generation.request, moves)
+        if beams.done:
+            self._finish_beams(generation)
+
+    def _finish_beams(
+        self, generation: Generation, reason: FinishReason | None = None, error: str | None = None
+    ) -> None:
+        """Give out what the search found. A ``reason`` ends it before its time."""
+        for sequence in generation.request.sequences:
+            self.scheduler.finish(sequence)
+        ends = generation.adopt_beams(self._stop_ids(generation.request.sampling))
+        for completion, end in zip(generation.completions, ends, strict=True):
+            self.metrics.gave_answer(generation.request.arrival_s, completion.token_times_s)
+            if (why := reason or end) is not None:
+                self._finish(completion, why, error)
+            else:
+                self._finish(completion, "error", "the beam search found fewer answers: no other token can be chosen")
 
     def _finish(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         self.scheduler.finish(completion.sequence)
+        if self._drafter is not None:
+            self._drafter.forget(completion.sequence)
         completion.finish(reason, error)
+        is_broken = False
+        try:
+            completion.finish(reason, error)
+        except Exception as failure:  # of what was left to decode
+            is_broken, reason, error = True, "error", error or cause_of(failure)
+            _log.error("a request ends with an error: %s", error, exc_info=failure)
+            completion.fail(error)
+        now_s = self._clock()
         generation = self._generations[completion.sequence.request.request_id]
         if generation.left_queue_s is None:
-            generation.left_queue_s = self._clock()
+            generation.left_queue_s = now_s
+        num_tokens, is_last = len(completion.token_ids), generation.finished
+        self.recorder.finished(completion.sequence, reason, now_s, num_tokens=num_tokens, is_last=is_last)
+        self.metrics.finished(reason, now_s - generation.request.arrival_s if generation.finished else None)
         if generation.finished:
             del self._generations[generation.request.request_id]
             self._drop_deadlines()
+        elif is_broken and generation.beams is None:
+            self.cancel(generation, reason, error)
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
         own = frozenset(sampling.stop_token_ids)
         return own if sampling.ignore_eos else own | self.eos_token_ids
 
-    def _note_scheduled(self, schedule: Schedule) -> None:
-        now_s = self._clock()
-        for chunk in schedule.chunks:  # a decode was one before
-            generation = self._generations[chunk.seq.request.request_id]
+    def _note_admitted(self, step: StepRecord) -> None:
+        for (request_id, _), *_ in step.admitted:
+            generation = self._generations[request_id]
             if generation.left_queue_s is None:
                 self._prepare(generation)
-                generation.left_queue_s = now_s
+                generation.left_queue_s = step.scheduled_s
+                self.metrics.left_queue(step.scheduled_s - generation.request.arrival_s)
 
     def _prepare(self, generation: Generation) -> None:
         """It is the turn of ``generation``: make what its answers need."""

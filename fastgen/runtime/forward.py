@@ -102,16 +102,21 @@ class TapedForward(_ReplayedForward):
     ):
         super().__init__(model, kv_cache, pool, views, results, max_tokens=sizes[-1], max_rows=max_rows)
         self._recurring = {*range(1, min(self.SMALL, sizes[-1]) + 1), *sizes}
+        # The largest comes first, so that what all others leave in between finds room where its own lies.
+        with torch.inference_mode():
+            self._forwards[sizes[-1]] = self._record(sizes[-1])
 
     def hidden(self, batch: RaggedBatch) -> Tensor:
         num_tokens = len(batch.input_ids)
         if num_tokens not in self._recurring:
             return super().hidden(batch)
         if num_tokens not in self._forwards:
-            step = partial(self._forward_step, num_tokens)
-            self._forwards[num_tokens] = self._pool.record(f"a step of {num_tokens} tokens", step)
+            self._forwards[num_tokens] = self._record(num_tokens)
         self._forwards[num_tokens].replay()
         return self._hidden[:num_tokens]
+
+    def _record(self, num_tokens: int) -> Graph:
+        return self._pool.record(f"a step of {num_tokens} tokens", partial(self._forward_step, num_tokens))
 
     def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
         num_rows = len(batch.logits_indices)
@@ -121,6 +126,17 @@ class TapedForward(_ReplayedForward):
             self._heads[num_rows] = self._pool.record(f"logits of {num_rows} rows", partial(self._head_step, num_rows))
         self._heads[num_rows].replay()
         return self._logits[:num_rows]
+
+    def record_decodes(self, num_rows: int, prepare: Callable[[], None], sample: Sample) -> Graph:
+        """A whole step of so many decodes: ``prepare`` writes its inputs, each token's logits go to ``sample``."""
+
+        def step() -> None:
+            prepare()
+            self._forward_step(num_rows)
+            self.model.logits(self._hidden[:num_rows], out=self._logits[:num_rows])
+            sample(self._logits[:num_rows])
+
+        return self._pool.record(f"a step of {num_rows} decodes", step)
 
 
 class CapturedForward(_ReplayedForward):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from fastgen.runtime.beam_group import BeamGroup
+from fastgen.runtime.beam_search import Hypothesis
 from fastgen.runtime.detokenizer import Detokenizer
 from fastgen.runtime.outputs import FinishReason, GenerationChunk, GenerationOutput, RequestMetrics
 from fastgen.runtime.request import Request, Sequence
@@ -17,15 +19,25 @@ class Completion:
 
     sequence: Sequence
     detokenizer: Detokenizer | None = None
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
+    num_accepted_drafts: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    score: float | None = None
     num_chars_taken: int = 0
     num_tokens_taken: int = 0
     finish_taken: bool = False
+    _text: str = ""
+    _undecoded: list[int] = field(default_factory=list)
+    """Tokens whose text nobody has asked for yet: in the middle of a step there are better things to do."""
+
+    @property
+    def text(self) -> str:
+        """What is certain of it so far."""
+        self._decode()
+        return self._text
 
     def append(self, token: SampledToken, stop_ids: frozenset[int], now_s: float) -> FinishReason | None:
         """Add a token; returns why the sequence ends with it, if it does. A stop token contributes no text."""
@@ -37,15 +49,35 @@ class Completion:
         if token.token_id in stop_ids:
             return "stop"
         if self.detokenizer is not None:
-            self.text += self.detokenizer.append(token.token_id)
-            if self.detokenizer.stopped:
-                return "stop"
+            self._undecoded.append(token.token_id)
+            if sampling.stop:
+                self._decode()
+                if self.detokenizer.stopped:
+                    return "stop"
+        matcher = self.sequence.matcher
+        if matcher is not None and matcher.advance(token.token_id):
+            return "stop"
         return "length" if len(self.token_ids) >= sampling.max_new_tokens else None
+
+    def adopt(self, found: Hypothesis, stop_ids: frozenset[int], times_s: list[float]) -> FinishReason | None:
+        """Be the answer that a beam search ``found``; returns why it ended, if it did. ``times_s`` has a time for each
+        token at least.
+        """
+        self.score = found.score
+        reason: FinishReason | None = None
+        for token, time_s in zip(found.beam.tokens(), times_s, strict=False):
+            reason = self.append(SampledToken(token.token_id, token.logprobs), stop_ids, time_s)
+        return reason
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         if self.detokenizer is not None:
-            self.text += self.detokenizer.finish()
+            self._text = self.text + self.detokenizer.finish()
         self.finish_reason, self.error = reason, error
+
+    def fail(self, error: str) -> None:
+        """End it as it stands: what is left to decode cannot be."""
+        self._undecoded.clear()
+        self.finish_reason, self.error = "error", error
 
     def take_chunk(self) -> GenerationChunk | None:
         """What was added since the last chunk was taken, or ``None``."""
@@ -59,13 +91,20 @@ class Completion:
             index=self.sequence.index, text=text, token_ids=token_ids, finish_reason=self.finish_reason
         )
 
+    def _decode(self) -> None:
+        if self._undecoded:
+            assert self.detokenizer is not None
+            self._text += "".join(map(self.detokenizer.append, self._undecoded))
+            self._undecoded.clear()
+
 
 class Generation:
-    """A submitted request: its completions and what they have in common."""
+    """A submitted request: its completions and what they have in common. With ``beams`` these find the completions."""
 
-    def __init__(self, request: Request, completions: list[Completion]):
+    def __init__(self, request: Request, completions: list[Completion], beams: BeamGroup | None = None):
         self.request = request
         self.completions = completions
+        self.beams = beams
         self.prompt_logprobs: list[dict[int, float] | None] | None = (
             None if request.sampling.prompt_logprobs is None else [None] * len(request.prompt_ids)
         )
@@ -82,6 +121,18 @@ class Generation:
             self._num_finished += 1
         return True
 
+    def adopt_beams(self, stop_ids: frozenset[int]) -> list[FinishReason | None]:
+        """Take the best hypotheses as the completions. Returns why each ended; ``None`` for one that has not, and where
+        there are too few.
+        """
+        assert self.beams is not None
+        found = self.beams.hypotheses()
+        ends = [
+            completion.adopt(hypothesis, stop_ids, self.beams.token_times_s)
+            for completion, hypothesis in zip(self.completions, found, strict=False)
+        ]
+        return ends + [None] * (len(self.completions) - len(found))
+
     def take_chunks(self) -> list[GenerationChunk]:
         """What each completion has added since the last call."""
         return [chunk for completion in self.completions if (chunk := completion.take_chunk()) is not None]
@@ -95,10 +146,13 @@ class Generation:
     def _completion_output(self, completion: Completion, others: tuple[GenerationOutput, ...] = ()) -> GenerationOutput:
         assert completion.finish_reason is not None
         return GenerationOutput(
+            request_id=self.request.request_id,
+            index=completion.sequence.index,
             text=completion.text,
             token_ids=completion.token_ids,
             finish_reason=completion.finish_reason,
             error=completion.error,
+            score=completion.score,
             logprobs=None if self.request.sampling.logprobs is None else completion.logprobs,
             prompt_token_ids=self.request.prompt_ids,
             prompt_logprobs=self.prompt_logprobs,
@@ -114,5 +168,6 @@ class Generation:
             ttft_s=times_s[0] - arrival_s if times_s else None,
             gaps_s=[later - earlier for earlier, later in pairwise(times_s)],
             cached_tokens=completion.sequence.num_cached_tokens,
+            accepted_drafts=completion.num_accepted_drafts,
             preemptions=completion.sequence.num_preemptions,
         )

@@ -6,6 +6,7 @@ captured size ``T`` is a set of views of the first ``T`` entries.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastgen.compile.ops.next_decodes import NextDecodesKernel
 from fastgen.layers.ragged_batch import RaggedBatch
+from fastgen.runtime.drafts import DraftedSequence, SampledSequence
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
 
@@ -32,7 +35,7 @@ class _Field:
     count: int
 
 
-class _PackedLayout:
+class PackedLayout:
     """Where each array lies in one buffer of bytes."""
 
     def __init__(self, counts: dict[str, tuple[npt.DTypeLike, torch.dtype, int]]):
@@ -57,11 +60,41 @@ class _PackedLayout:
         }
 
 
+def input_layout(token_budget: int, max_num_seqs: int, max_rows: int, num_groups: int, block_size: int) -> PackedLayout:
+    """Of what a step copies to the device."""
+    max_updates = _max_updates(token_budget, max_num_seqs, num_groups, block_size)
+    i32 = (np.int32, torch.int32)
+    return PackedLayout(
+        {
+            "slot_mapping": (np.int64, torch.int64, num_groups * token_budget),
+            "update_index": (np.int64, torch.int64, max_updates),
+            "update_block": (*i32, max_updates),
+            "input_ids": (*i32, token_budget),
+            "token_source": (*i32, token_budget),
+            "positions": (*i32, token_budget),
+            "cu_seqlens_q": (*i32, max_num_seqs + 1),
+            "seq_lens": (*i32, max_num_seqs),
+            "logits_indices": (*i32, max_rows),
+            "logits_seats": (*i32, max_rows),
+            "sampled_positions": (*i32, max_rows),
+        }
+    )
+
+
+def _max_updates(token_budget: int, max_num_seqs: int, num_groups: int, block_size: int) -> int:
+    """A chunk of n tokens begins at most n/P + 1 blocks in each group. Twice that leaves a margin for the updates of
+    steps that failed, which are still due."""
+    return 2 * num_groups * (token_budget // block_size + max_num_seqs)
+
+
 class InputBatch:
     """Owns the device-side inputs of a step: the packed buffer, the block tables, the ids last sampled for each seat.
 
     ``block_tables [G, S, max_blocks]`` stay on the device; a step's copy carries only the entries that changed. With
-    ``pads`` its sizes are few: of tokens the captured ones, of block updates one.
+    ``pads`` its sizes are few: of tokens the captured ones, of block updates one. A step has at most ``max_rows`` rows
+    that need logits: one for each sequence, and one for each draft.
+
+    The host works on whole arrays, so that a decode costs it little: Python only asks each for its numbers.
     """
 
     def __init__(
@@ -69,6 +102,7 @@ class InputBatch:
         *,
         token_budget: int,
         max_num_seqs: int,
+        max_rows: int,
         num_groups: int,
         max_blocks: int,
         block_size: int,
@@ -76,26 +110,9 @@ class InputBatch:
         pads: bool = True,
     ):
         self.block_size, self.pads = block_size, pads
-        self.num_groups, self.max_num_seqs, self.max_blocks = num_groups, max_num_seqs, max_blocks
-        # A chunk of n tokens begins at most n/P + 1 blocks in each group. Twice that leaves a margin for the updates of
-        # steps that failed, which are still due.
-        self.max_updates = 2 * num_groups * (token_budget // block_size + max_num_seqs)
-        i32 = (np.int32, torch.int32)
-        self._layout = _PackedLayout(
-            {
-                "slot_mapping": (np.int64, torch.int64, num_groups * token_budget),
-                "update_index": (np.int64, torch.int64, self.max_updates),
-                "update_block": (*i32, self.max_updates),
-                "input_ids": (*i32, token_budget),
-                "token_source": (*i32, token_budget),
-                "positions": (*i32, token_budget),
-                "cu_seqlens_q": (*i32, max_num_seqs + 1),
-                "seq_lens": (*i32, max_num_seqs),
-                "logits_indices": (*i32, max_num_seqs),
-                "logits_seats": (*i32, max_num_seqs),
-                "sampled_positions": (*i32, max_num_seqs),
-            }
-        )
+        self.num_groups, self.max_num_seqs, self.max_rows = num_groups, max_num_seqs, max_rows
+        self.max_updates = _max_updates(token_budget, max_num_seqs, num_groups, block_size)
+        self._layout = input_layout(token_budget, max_num_seqs, max_rows, num_groups, block_size)
         pinned = device.type == "cuda"
         self._staging = [
             torch.zeros(self._layout.size_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -108,119 +125,175 @@ class InputBatch:
         # one entry more than the tables hold: unused updates are written there
         self._flat_tables = torch.zeros(num_groups * max_num_seqs * max_blocks + 1, dtype=torch.int32, device=device)
         self.block_tables = self._flat_tables[:-1].view(num_groups, max_num_seqs, max_blocks)
+        self._tables = np.zeros(self.block_tables.shape, np.int64)
+        """The block tables as the host knows them, to find slots by."""
         self.sampled_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self._sampled: list[tuple[Sequence, int, int] | None] = [None] * max_num_seqs
-        """For each seat, whose token ``sampled_ids`` holds: sequence, its preemptions so far, the token's position."""
+        self._noted: dict[int, tuple[Sequence, int, int]] = {}
+        """For seats, whose token ``sampled_ids`` holds: sequence, its preemptions so far, the token's position."""
+        self._token_views: dict[int, dict[str, Tensor]] = {}
 
-    def build(self, schedule: Schedule) -> tuple[RaggedBatch, list[Sequence]]:
-        """The batch of ``schedule``, at its captured size where it ``pads``, and the sequences that need a token,
-        in the order of its ``logits_indices``."""
+    def build(self, schedule: Schedule) -> tuple[RaggedBatch, list[SampledSequence]]:
+        """The batch of ``schedule``, at its captured size where it ``pads``, and what the rows of its
+        ``logits_indices`` are sampled for: the decodes, then of the chunks each sequence that has caught up, with what
+        is drafted for it behind it.
+        """
         size = schedule.size if self.pads else schedule.num_tokens
-        entries = sorted(schedule.entries, key=lambda entry: _seat(entry.seq))
         host = self._host[self._turn]
-        sampled = self._fill_tokens(host, entries, size)
-        updates = schedule.block_updates[: self.max_updates]
-        self._fill_updates(host, updates)
+        num_updates = self._fill_updates(host, schedule.block_updates)
+        rows = self._fill_tokens(host, schedule, size)
         self._packed.copy_(self._staging[self._turn], non_blocking=True)
         self._turn = (self._turn + 1) % _NUM_STAGING_BUFFERS
-        num_updates = self.max_updates if self.pads else len(updates)
         if num_updates:
             index, block = (self._device[name][:num_updates] for name in ("update_index", "update_block"))
             self._flat_tables[index] = block
-        if rest := schedule.block_updates[self.max_updates :]:  # a long prefix out of the cache brings its whole table
-            index, block = (torch.from_numpy(array).to(self._packed.device) for array in self._table_entries(rest))
-            self._flat_tables[index] = block
-        return self.views(size, len(sampled)), sampled
+        return self.views(size, len(rows)), rows
 
     def views(self, num_tokens: int, num_rows: int) -> RaggedBatch:
         """The batch of ``num_tokens`` tokens and ``num_rows`` that need logits, whatever they are by then."""
         device = self._device
+        if num_tokens not in self._token_views:
+            self._token_views[num_tokens] = {
+                "input_ids": device["input_ids"][:num_tokens],
+                "token_source": device["token_source"][:num_tokens],
+                "positions": device["positions"][:num_tokens],
+                "slot_mapping": device["slot_mapping"].view(self.num_groups, -1)[:, :num_tokens],
+            }
         return RaggedBatch(
-            input_ids=device["input_ids"][:num_tokens],
-            token_source=device["token_source"][:num_tokens],
-            positions=device["positions"][:num_tokens],
+            **self._token_views[num_tokens],
             cu_seqlens_q=device["cu_seqlens_q"],
             seq_lens=device["seq_lens"],
             block_tables=self.block_tables,
-            slot_mapping=device["slot_mapping"].view(self.num_groups, -1)[:, :num_tokens],
             logits_indices=device["logits_indices"][:num_rows],
             sampled_ids=self.sampled_ids,
         )
+
+    def advance(self, kernel: NextDecodesKernel, seats: Tensor, token_ids: Tensor, sampled_positions: Tensor) -> None:
+        """Make of a batch of decodes, those in ``seats``, that of their next step, as :func:`next_decodes` says."""
+        batch = self.views(len(seats), 0)
+        kernel(
+            token_ids,
+            seats,
+            self.block_tables,
+            batch.input_ids,
+            batch.token_source,
+            batch.positions,
+            batch.seq_lens,
+            batch.slot_mapping,
+            sampled_positions,
+            block_size=self.block_size,
+        )
+
+    def update_tables(self, updates: SequenceOf[BlockUpdate]) -> None:
+        """Enter ``updates`` at once, on a CPU, where no copy need carry them."""
+        if updates:
+            entry, block = self._enter(updates)
+            self._flat_tables.numpy()[entry] = block
 
     def sampled_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """For each row that needs logits its seat, −1 behind the last row in use, and where its token will stand; i32.
         Whatever they are by then."""
         return self._device["logits_seats"][:num_rows], self._device["sampled_positions"][:num_rows]
 
-    def store_sampled(self, token_ids: list[int], sequences: list[Sequence]) -> None:
-        """Keep the new ``token_ids`` of ``sequences`` on the device, where the next step's ``token_source`` finds them.
-
-        Call before the tokens are appended to the sequences.
+    def note_sampled(self, sequences: SequenceOf[Sequence]) -> None:
+        """The next token of each of ``sequences`` is in :attr:`sampled_ids`, where the step's kernels wrote it, and the
+        next step may find it there. Call before it is appended to the sequence. What follows a beam is for its search
+        to say, and comes from the host.
         """
-        seats = self._device["logits_seats"][: len(sequences)].long()
-        self.sampled_ids.index_copy_(0, seats, torch.tensor(token_ids, dtype=torch.int32, device=seats.device))
-        self.note_sampled(sequences)
-
-    def note_sampled(self, sequences: list[Sequence]) -> None:
-        """As :meth:`store_sampled`, where kernels wrote the ids to :attr:`sampled_ids` themselves."""
         for sequence in sequences:
-            self._sampled[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
+            self._noted.pop(_seat(sequence), None)
+            if not sequence.request.has_beams:
+                self._noted[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
 
-    def _fill_tokens(self, host: _HostArrays, entries: list[ScheduledTokens], size: int) -> list[Sequence]:
-        input_ids, positions, token_source = host["input_ids"], host["positions"], host["token_source"]
+    def _fill_tokens(self, host: _HostArrays, schedule: Schedule, size: int) -> list[SampledSequence]:
+        decodes, chunks, num_decodes = schedule.decodes, schedule.chunks, len(schedule.decodes)
+        seats = np.array([sequence.seat for sequence in decodes], np.int64)
+        positions = np.array(schedule.positions, np.int64)
+        cu_seqlens_q, seq_lens = host["cu_seqlens_q"], host["seq_lens"]
+        cu_seqlens_q[:] = 0
+        seq_lens[:] = 0
+        cu_seqlens_q[seats + 1] = 1
+        seq_lens[seats] = positions + 1
+        for chunk in chunks:
+            cu_seqlens_q[_seat(chunk.seq) + 1] = chunk.num_tokens
+            seq_lens[_seat(chunk.seq)] = chunk.end
+        np.cumsum(cu_seqlens_q, out=cu_seqlens_q)
+
+        end = cu_seqlens_q[-1]
+        host["input_ids"][end:size] = 0
+        host["positions"][end:size] = 0
+        host["token_source"][:size] = -1
         slots = host["slot_mapping"].reshape(self.num_groups, -1)
-        host["cu_seqlens_q"][:] = 0
-        host["seq_lens"][:] = 0
-        sampled: list[Sequence] = []
-        end = 0
-        for entry in entries:
-            sequence, seat, start, stop = entry.seq, _seat(entry.seq), entry.start, entry.end
-            rows = slice(end, end + entry.num_tokens)
-            end = rows.stop
-            input_ids[rows] = sequence.token_ids[start:stop]
-            positions[rows] = np.arange(start, stop) if entry.num_tokens > 1 else start
-            token_source[rows] = -1
-            if self._sampled[seat] == (sequence, sequence.num_preemptions, stop - 1):
-                token_source[end - 1] = seat
-            for group, table in enumerate(sequence.block_tables):
-                slots[group, rows] = self._slots(table, start, stop)
-            host["cu_seqlens_q"][seat + 1] = entry.num_tokens
-            host["seq_lens"][seat] = stop
-            if entry.samples:
-                host["logits_indices"][len(sampled)] = end - 1
-                host["logits_seats"][len(sampled)] = seat
-                host["sampled_positions"][len(sampled)] = stop
-                sampled.append(sequence)
-        np.cumsum(host["cu_seqlens_q"], out=host["cu_seqlens_q"])
-        host["logits_indices"][len(sampled) :] = 0
-        host["logits_seats"][len(sampled) :] = -1
-        input_ids[end:size] = 0
-        positions[end:size] = 0
-        token_source[end:size] = -1
         slots[:, end:size] = 0
-        return sampled
+        rows: list[SampledSequence] = list(decodes)
+        if num_decodes:
+            places = cu_seqlens_q[seats]
+            host["input_ids"][places] = [sequence.token_ids[-1] for sequence in decodes]
+            host["positions"][places] = positions
+            blocks, offsets = np.divmod(positions, self.block_size)
+            slots[:, places] = self._tables[:, seats, blocks] * self.block_size + offsets
+            host["logits_indices"][:num_decodes] = places
+            host["logits_seats"][:num_decodes] = seats
+            host["sampled_positions"][:num_decodes] = positions + 1
+        for chunk in chunks:
+            self._fill_chunk(host, slots, chunk, rows)
+        host["logits_indices"][len(rows) :] = 0
+        host["logits_seats"][len(rows) :] = -1
+        if self._noted:
+            self._take_from_device(host, schedule)
+        return rows
 
-    def _slots(self, table: list[int], start: int, stop: int) -> npt.NDArray[np.int64] | int:
-        """Where in the cache the tokens ``start`` to ``stop`` of the sequence with this block table lie."""
-        first_block, offset = divmod(start, self.block_size)
-        if stop == start + 1:  # a decode: there are many, and numpy takes longer than the arithmetic
-            return table[first_block] * self.block_size + offset
-        where = np.arange(start, stop)
-        blocks = np.asarray(table[first_block : (stop - 1) // self.block_size + 1], dtype=np.int64)
-        return blocks[where // self.block_size - first_block] * self.block_size + where % self.block_size
+    def _take_from_device(self, host: _HostArrays, schedule: Schedule) -> None:
+        """Where the next token of a sequence is the one that is noted for its seat, it is taken from there."""
+        for sequence in (*schedule.decodes, *(chunk.seq for chunk in schedule.chunks)):
+            seat, position = _seat(sequence), sequence.num_computed_tokens
+            if self._noted.get(seat) == (sequence, sequence.num_preemptions, position):
+                host["token_source"][host["cu_seqlens_q"][seat]] = seat
+        for chunk in schedule.chunks:
+            if chunk.drafts:  # all its rows write their token to one place
+                self._noted.pop(_seat(chunk.seq), None)
 
-    def _fill_updates(self, host: _HostArrays, updates: tuple[BlockUpdate, ...]) -> None:
-        """Where entries of the block tables go; padding writes the spare entry."""
+    def _fill_chunk(
+        self, host: _HostArrays, slots: npt.NDArray[np.int64], chunk: ScheduledTokens, rows: list[SampledSequence]
+    ) -> None:
+        sequence, seat, drafts = chunk.seq, _seat(chunk.seq), chunk.drafts
+        first = int(host["cu_seqlens_q"][seat])
+        places = slice(first, first + chunk.num_tokens)
+        positions = np.arange(chunk.start, chunk.end)
+        host["input_ids"][places] = [*sequence.token_ids[chunk.start : chunk.end], *drafts]
+        host["positions"][places] = positions
+        blocks, offsets = np.divmod(positions, self.block_size)
+        slots[:, places] = self._tables[:, seat, blocks] * self.block_size + offsets
+        if chunk.num_rows:
+            sampled = slice(len(rows), len(rows) + chunk.num_rows)
+            host["logits_indices"][sampled] = np.arange(places.stop - chunk.num_rows, places.stop)
+            host["logits_seats"][sampled] = seat
+            host["sampled_positions"][sampled] = positions[-chunk.num_rows :] + 1
+            rows.append(sequence)
+            rows.extend(DraftedSequence(sequence, drafts[: index + 1]) for index in range(len(drafts)))
+
+    def _fill_updates(self, host: _HostArrays, updates: SequenceOf[BlockUpdate]) -> int:
+        """Where entries of the block tables go, and how many the step's copy carries; padding writes the spare entry.
+        What it has no room for is written here: a long prefix out of the cache brings its whole table.
+        """
+        num_carried = min(len(updates), self.max_updates)
         if self.pads:
             host["update_index"][:] = self._flat_tables.numel() - 1
             host["update_block"][:] = 0
         if updates:
-            host["update_index"][: len(updates)], host["update_block"][: len(updates)] = self._table_entries(updates)
+            entry, block = self._enter(updates)
+            carried, rest = slice(num_carried), slice(num_carried, None)
+            host["update_index"][carried], host["update_block"][carried] = entry[carried], block[carried]
+            if len(updates) > num_carried:
+                device, blocks = self._packed.device, torch.from_numpy(block[rest].astype(np.int32))
+                self._flat_tables[torch.from_numpy(entry[rest]).to(device)] = blocks.to(device)
+        return self.max_updates if self.pads else num_carried
 
-    def _table_entries(self, updates: tuple[BlockUpdate, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """For each update the entry of the flat tables, and the block id that goes there."""
-        seat, group, index, block = np.array(updates, dtype=np.int64).T
-        return (group * self.max_num_seqs + seat) * self.max_blocks + index, block.astype(np.int32)
+    def _enter(self, updates: SequenceOf[BlockUpdate]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Take note of ``updates``; returns the places in the tables, counted through, and the blocks."""
+        seat, group, index, block = np.array(updates).T
+        entry = np.ravel_multi_index((group, seat, index), self._tables.shape)
+        self._tables.reshape(-1)[entry] = block
+        return entry, block
 
 
 def _seat(sequence: Sequence) -> int:

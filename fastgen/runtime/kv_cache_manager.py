@@ -231,8 +231,9 @@ class KVCacheManager:
             while index and table[index - 1] != PADDING_BLOCK:
                 index -= 1
                 left.append(TableEntry(group, index, table[index]))
-                table[index] = PADDING_BLOCK
         self.pool.free(entry.block_id for entry in sorted(left, key=lambda entry: -entry.table_index))
+        for entry in left:
+            seq.block_tables[entry.group][entry.table_index] = PADDING_BLOCK
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
         """Whether ``parent`` has computed its first ``num_tokens`` tokens, and still has what :meth:`fork` needs."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, overload
 
 from fastgen.compile import device as devices
 from fastgen.errors import FastgenError, InvalidArgumentError, RecipeError
@@ -19,21 +19,27 @@ from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
 from fastgen.models.recipe import Recipe
 from fastgen.models.resolve import resolve
 from fastgen.models.spec import ModelSpec
+from fastgen.models.weight_sizes import ModelBuild
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import EngineConfig, parse_dtype, resolve_engine_config
 from fastgen.runtime.engine import Engine
+from fastgen.runtime.flight import Recording
+from fastgen.runtime.flight_file import write_recording
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.interrupts import interrupt_deferred
+from fastgen.runtime.ledger import Ledger, MemoryModel
+from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.policies import Policy, choose_policy
 from fastgen.runtime.progress import progress_bar
-from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts
+from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts, encode_each, name_prompt
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.targets import bundle_flags, choose_target, parse_quantize, sealed_loader
+from fastgen.runtime.targets import bundle_flags, choose_target, parse_quantize, sealed_loader, target_facts
 from fastgen.runtime.text import TextCodec
 from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, check_aging_s
+from fastgen.runtime.why import why
+from fastgen.runtime.why_text import tell
 
-_T = TypeVar("_T")
 _NAP_S = 0.005  # the longest that a policy which waits for more keeps this thread from seeing what came
 _PROGRESS_FROM = 8  # prompts; fewer are done before a bar tells anything
 
@@ -56,6 +62,8 @@ def load(
     num_threads: int | None = None,
     target: str = "auto",
     quantize: str | None = None,
+    speculative: str | None = None,
+    num_draft_tokens: int | None = None,
     sealed: bool | str | Path = False,
     revision: str | None = None,
     allow_config_keys: Sequence[str] = (),
@@ -82,6 +90,8 @@ def load(
     ``TRITON_INTERPRET=1``), ``"auto"`` for the device's own, on a CPU where there is a compiler. ``quantize``: what
     matrices are kept in, where not in ``dtype``: ``"int8"`` (activations too), ``"int4"`` or ``"int8_weight_only"``;
     needs ``target="cpp"``.
+    ``speculative``: ``"ngram"`` drafts what may come next from what stands in prompt and answer already, so that a step
+    may give several tokens, the same ones; ``num_draft_tokens`` a sequence at most, 4 by default.
     ``sealed``: compile nothing and run from a bundle that ``fastgen kernels build`` wrote: from that in this directory,
     or for ``True`` from ``kernels-<arch>`` beside the weights.
 
@@ -109,16 +119,19 @@ def load(
             raise RecipeError(error.message + doubt, file=error.file, line=error.line, node=error.node) from error
         raise
     torch_dtype = checkpoint_dtype(checkpoint.config, checkpoint) if dtype == "auto" else parse_dtype(dtype)
+    facts = target_facts(target, found_device, num_threads=num_threads, sealed=sealed is not False)
+    weight_format = parse_quantize(quantize, facts.name)
+    memory = MemoryModel(ModelBuild(spec, torch_dtype, facts, weight_format), found_device)
     config = resolve_engine_config(
-        spec,
-        found_device,
-        dtype=torch_dtype,
+        memory,
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
         kv_cache_memory=kv_cache_memory,
         block_size=block_size,
         max_model_len=max_model_len,
         prefix_caching=prefix_caching,
+        speculative=speculative,
+        num_draft_tokens=num_draft_tokens,
     )
     chosen_policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(directory, checkpoint.config)
@@ -127,7 +140,7 @@ def load(
     )
     bundle = sealed_loader(sealed, directory, found_device, about)
     kernels = choose_target(target, found_device, config, num_threads=num_threads, sealed=bundle)
-    weight_format = parse_quantize(quantize, kernels)
+    ledger = memory.ledger(config)
     engine = build_engine(
         spec,
         config,
@@ -137,21 +150,24 @@ def load(
         found_device.torch_device,
         kernels,
         weight_format,
+        ledger=ledger,
         policy=chosen_policy,
         aging_s=aging_s,
     )
-    return LLM(engine, codec, spec=spec, config=config)
+    return LLM(engine, codec, spec=spec, config=config, ledger=ledger, name=str(model))
 
 
 class LLM:
     """A loaded model. Made by :func:`load`; a context manager; may be used from several threads.
 
     ``spec`` is the resolved model, ``config`` the engine's sizes, ``tokenizer`` the checkpoint's (``None`` if it has
-    none).
+    none), ``ledger`` the memory that all of it takes, row by row, ``name`` what was loaded.
     """
 
-    def __init__(self, engine: Engine, codec: TextCodec, *, spec: ModelSpec, config: EngineConfig):
-        self.spec, self.config = spec, config
+    def __init__(
+        self, engine: Engine, codec: TextCodec, *, spec: ModelSpec, config: EngineConfig, ledger: Ledger, name: str
+    ):
+        self.spec, self.config, self.ledger, self.name = spec, config, ledger, name
         self._engine: Engine | None = engine
         self._codec = codec
         self._lock = threading.Lock()
@@ -192,7 +208,7 @@ class LLM:
         these requests and leaves the engine usable.
         """
         items, single = as_prompts(prompts)
-        outputs = self._run(_each(self._codec.encode, items), self._sampling(sampling, fields, len(items)))
+        outputs = self._run(encode_each(self._codec.encode, items), self._sampling(sampling, fields, len(items)))
         return outputs[0] if single else outputs
 
     @overload
@@ -219,7 +235,7 @@ class LLM:
         A conversation is a list of ``{"role": …, "content": …}``. Otherwise as :meth:`generate`.
         """
         items, single = as_conversations(messages)
-        outputs = self._run(_each(self._codec.encode_chat, items), self._sampling(sampling, fields, len(items)))
+        outputs = self._run(encode_each(self._codec.encode_chat, items), self._sampling(sampling, fields, len(items)))
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> Stream:
@@ -241,6 +257,28 @@ class LLM:
         if not single:
             raise InvalidArgumentError("stream_chat takes one conversation: a list of {'role': …, 'content': …}")
         return self._stream(self._codec.encode_chat(items[0]), sampling, fields)
+
+    def metrics(self) -> Metrics:
+        """What the engine has counted since it was loaded."""
+        with self._engine_lock() as engine:
+            return engine.metrics.snapshot()
+
+    def recording(self) -> Recording:
+        """The engine's last steps, and what came and ended meanwhile; it holds no text. The engine waits for it."""
+        with self._engine_lock() as engine:
+            return engine.recorder.recording(self.name)
+
+    def save_recording(self, path: str | Path) -> None:
+        """Write :meth:`recording` to a file, for ``fastgen why``, ``fastgen replay`` and ``fastgen timeline``."""
+        write_recording(self.recording(), path)
+
+    def why(self, request: GenerationOutput | int | str) -> str:
+        """Where the time of a request went, in sentences: of an output, or of a request by its ``request_id``;
+        ``"3.1"`` is the second completion of request 3.
+        """
+        if isinstance(request, GenerationOutput):
+            request = f"{request.request_id}.{request.index}"
+        return tell(why(self.recording(), str(request)))
 
     def close(self) -> None:
         """Cancel what runs and free the weights and the KV cache. Closing twice does nothing."""
@@ -304,7 +342,7 @@ class LLM:
                 try:
                     engine.check(prompt, sampling)
                 except InvalidArgumentError as error:
-                    _name_prompt(error, index, len(prompts))
+                    name_prompt(error, index, len(prompts))
                     raise
 
     def _stream(self, prompt: list[int], sampling: SamplingParams | None, fields: Mapping[str, Any]) -> Stream:
@@ -365,23 +403,6 @@ class LLM:
                         self._engine.cancel(generation)
             finally:
                 self._lock.release()
-
-
-def _each(encode: Callable[[_T], list[int]], items: list[_T]) -> list[list[int]]:
-    encoded = []
-    for index, item in enumerate(items):
-        try:
-            encoded.append(encode(item))
-        except InvalidArgumentError as error:
-            _name_prompt(error, index, len(items))
-            raise
-    return encoded
-
-
-def _name_prompt(error: InvalidArgumentError, index: int, num_prompts: int) -> None:
-    """Of several prompts, let ``error`` say which one it is about."""
-    if num_prompts > 1:
-        error.args = (f"prompt {index}: {error}",)
 
 
 class Stream(Iterator[GenerationChunk]):

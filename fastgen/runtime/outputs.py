@@ -22,6 +22,8 @@ class RequestMetrics:
     """Between each generated token and the next: one fewer than there are tokens."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were found in the prefix cache."""
+    accepted_drafts: int = 0
+    """Generated tokens that had been drafted before, so that each came in the step of the token before it."""
     preemptions: int = 0
     """How often its blocks were taken away and it was computed anew."""
 
@@ -30,6 +32,10 @@ class RequestMetrics:
 class GenerationOutput:
     """One completion of a prompt, finished."""
 
+    request_id: int
+    """Requests of an engine are numbered in order of arrival."""
+    index: int = 0
+    """Which of the ``n`` completions of its request it is."""
     text: str
     token_ids: list[int]
     """All generated ids, those of a stop string and a final stop or end-of-text token included."""
@@ -42,8 +48,12 @@ class GenerationOutput:
     """One per prompt token, ``None`` for the first, which nothing precedes; ``None`` when not asked for."""
     error: str | None = None
     """What went wrong, when ``finish_reason`` is ``"error"``."""
+    score: float | None = None
+    """With beam search, what this completion was ranked by: the sum of its tokens' log-probabilities, as penalties and
+    bias made them, divided by its length to the power ``length_penalty``."""
     others: tuple[GenerationOutput, ...] = field(default=(), repr=False)
-    """The further completions of the same prompt when ``n > 1``; empty in each of these."""
+    """The further completions of the same prompt when ``n > 1``, with beam search best first; empty in each of
+    these."""
 
     @property
     def completions(self) -> tuple[GenerationOutput, ...]:
@@ -53,7 +63,8 @@ class GenerationOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationChunk:
-    """What a stream yields: the text and ids that are new since the last chunk of the same completion."""
+    """What a stream yields: the text and ids that are new since the last chunk of the same completion. A beam search
+    knows its answers when it is done, so each comes whole then."""
 
     index: int
     """Which of the ``n`` completions this belongs to."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from fastgen.errors import InvalidArgumentError
 
@@ -12,6 +12,7 @@ Prompt = str | Sequence[int]
 """Text, or token ids."""
 Conversation = Sequence[Mapping[str, Any]]
 """Messages, each with a ``role`` and a ``content``."""
+_T = TypeVar("_T")
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
@@ -45,3 +46,21 @@ def as_conversations(messages: Conversation | Sequence[Conversation]) -> tuple[l
     items = list(messages)
     single = bool(items) and isinstance(items[0], Mapping)
     return ([cast(Conversation, items)], True) if single else (cast(list[Conversation], items), False)
+
+
+def encode_each(encode: Callable[[_T], list[int]], items: list[_T]) -> list[list[int]]:
+    """Token ids of each of ``items``; an error says which one it is about."""
+    encoded = []
+    for index, item in enumerate(items):
+        try:
+            encoded.append(encode(item))
+        except InvalidArgumentError as error:
+            name_prompt(error, index, len(items))
+            raise
+    return encoded
+
+
+def name_prompt(error: InvalidArgumentError, index: int, num_prompts: int) -> None:
+    """Of several prompts, let ``error`` say which one it is about."""
+    if num_prompts > 1:
+        error.args = (f"prompt {index}: {error}",)

@@ -10,6 +10,7 @@ from fastgen.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from fastgen.runtime.sampling_params import SamplingParams
+    from fastgen.runtime.structured_output import Constraint
 
 
 class SequenceStatus(enum.Enum):
@@ -21,24 +22,39 @@ class SequenceStatus(enum.Enum):
 
 
 class Request:
-    """One prompt and its sampling parameters, with ``sampling.n`` sequences that start from the prompt.
+    """One prompt and its sampling parameters, with ``sampling.n`` sequences that start from the prompt, or as many as
+    its ``beam_width`` where that is above 1.
 
     ``request_id`` numbers requests in order of arrival; ``arrival_s`` is when this one came (seconds).
+    ``constraint`` is its compiled ``response_format``, if it has one.
     """
 
-    __slots__ = ("arrival_s", "prompt_ids", "request_id", "sampling", "sequences")
+    __slots__ = ("arrival_s", "constraint", "prompt_ids", "request_id", "sampling", "sequences")
 
-    def __init__(self, request_id: int, prompt_ids: SequenceOf[int], sampling: SamplingParams, arrival_s: float):
+    def __init__(
+        self,
+        request_id: int,
+        prompt_ids: SequenceOf[int],
+        sampling: SamplingParams,
+        arrival_s: float,
+        constraint: Constraint | None = None,
+    ):
         if not prompt_ids:
             raise InvalidArgumentError(f"request {request_id}: the prompt has no tokens; give it at least one")
         self.request_id = request_id
         self.prompt_ids = list(prompt_ids)
         self.sampling = sampling
         self.arrival_s = arrival_s
-        self.sequences = [Sequence(self, index) for index in range(sampling.n)]
+        self.constraint = constraint
+        self.sequences = [Sequence(self, index) for index in range(max(sampling.n, sampling.beam_width))]
+
+    @property
+    def has_beams(self) -> bool:
+        """Whether its sequences are the beams of one search, which only move together."""
+        return self.sampling.beam_width > 1
 
     def __repr__(self) -> str:
-        return f"Request({self.request_id}, {len(self.prompt_ids)} prompt tokens, n={len(self.sequences)})"
+        return f"Request({self.request_id}, {len(self.prompt_ids)} prompt tokens, {len(self.sequences)} sequences)"
 
 
 class Sequence:
@@ -51,13 +67,15 @@ class Sequence:
 
     ``token_ids`` is appended to by the engine; every other field is the scheduler's and its KV cache manager's to
     write. ``block_tables`` holds one list of block ids per KV group, and ``seat`` the row of the device-side arrays;
-    both are held from admission until the sequence finishes or is preempted.
+    both are held from admission until the sequence finishes or is preempted. ``matcher`` says what a constrained
+    sequence may have next; it stays, whatever becomes of seat and blocks, and moves on with each token.
     """
 
     __slots__ = (
         "block_tables",
         "index",
         "key",
+        "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -85,6 +103,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         """Of the tokens it came with, those that the prefix cache had when it was first admitted."""
+        self.matcher = None if request.constraint is None else request.constraint.matcher()
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from fastgen.runtime.kv_cache_manager import TableEntry, held_entries
-from fastgen.runtime.request import Sequence, SequenceStatus
+from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.schedule import BlockUpdate
 
 _urgency = attrgetter("urgency")
@@ -16,14 +16,18 @@ _urgency = attrgetter("urgency")
 class RunningSet:
     """At most ``max_num_seqs`` sequences, each on a seat of its own.
 
-    ``decodes`` have their newest token pending and nothing else. ``prompts`` have more, and are in order of urgency. A
-    decode costs nothing here from step to step.
+    ``decodes`` have their newest token pending and nothing else, or are beams that have nothing pending until their
+    search has moved. ``prompts`` have more, and are in order of urgency. A decode costs nothing here from step to step.
+
+    As long as a beam of a request runs, seats are kept for all of them.
     """
 
     def __init__(self, max_num_seqs: int):
         self.max_num_seqs = max_num_seqs
         self.decodes: list[Sequence] = []
         self.prompts: list[Sequence] = []
+        self._searches: dict[int, Request] = {}
+        """The requests of which beams run."""
         self._free_seats = list(reversed(range(max_num_seqs)))
         self._updates: dict[int, dict[tuple[int, int], BlockUpdate]] = {}
         """By seat, then by group and index: what the device has not been told."""
@@ -37,7 +41,14 @@ class RunningSet:
 
     @property
     def num_free_seats(self) -> int:
-        return len(self._free_seats)
+        """Those that are not kept for beams."""
+        beams = (seq for request in self._searches.values() for seq in request.sequences)
+        return len(self._free_seats) - sum(seq.status is SequenceStatus.WAITING for seq in beams)
+
+    @property
+    def due_decodes(self) -> list[Sequence]:
+        """The decodes whose newest token is pending."""
+        return [seq for seq in self.decodes if seq.num_pending_tokens] if self._searches else self.decodes
 
     @property
     def least_urgent(self) -> Sequence:
@@ -74,6 +85,8 @@ class RunningSet:
         self._updates.pop(seq.seat, None)
         self._free_seats.append(seq.seat)
         seq.seat = None
+        if seq.request.has_beams and all(beam.seat is None for beam in seq.request.sequences):
+            del self._searches[seq.key[0]]
 
     def tell(self, seq: Sequence, entries: Iterable[TableEntry]) -> None:
         """The device is to be told of these entries of the tables of ``seq``."""
@@ -97,9 +110,14 @@ class RunningSet:
         urgencies = [seq.urgency for seq in self.prompts]
         assert urgencies == sorted(urgencies), f"prompts out of order: {self.prompts}"
         assert all(seq.status is SequenceStatus.RUNNING for seq in running), f"running: {running}"
+        searches = {seq.key[0] for seq in running if seq.request.has_beams}
+        assert self._searches.keys() == searches, f"searches {searches}, known {list(self._searches)}"
+        assert self.num_free_seats >= 0, f"{self._free_seats} free, but more are kept for {self._searches}"
         assert self._updates.keys() <= set(taken), f"updates for the seats {list(self._updates)}"
 
     def _seat(self, seq: Sequence) -> None:
         seq.seat = self._free_seats.pop()
         seq.status = SequenceStatus.RUNNING
+        if seq.request.has_beams:
+            self._searches[seq.key[0]] = seq.request
         self.tell(seq, held_entries(seq))

@@ -5,6 +5,8 @@ All of it is derived from the sequence's parameters and tokens, so a sequence th
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from itertools import islice
 
 import numpy as np
@@ -33,29 +35,33 @@ class RowHistory:
         biases = {token_id: bias for token_id, bias in sampling.logit_bias.items() if token_id < vocab_size}
         forbidden = {token_id: -np.inf for token_id in ending_ids if token_id < vocab_size}
         self._biases, self._biases_at_first = _bias_list(biases), _bias_list(biases | forbidden)
-        self._uses = _UsedTokens(sequence, vocab_size) if _penalises(sampling) else None
+        self._uses = _UsedTokens(sequence, vocab_size) if penalises(sampling) else None
 
-    def row(self) -> SampledRow:
-        """That of the sequence's next token."""
-        position = self._sequence.num_tokens
-        uses = NO_USES if self._uses is None else self._uses.all()
+    def row(self, drafts: SequenceOf[int] = ()) -> SampledRow:
+        """That of the sequence's next token, were ``drafts`` generated before it."""
+        position = self._sequence.num_tokens + len(drafts)
+        uses = NO_USES if self._uses is None else self._uses.after(drafts)
         return SampledRow(
             self._sampling, position, uses, self._biases_at_first if position < self._first_free else self._biases
         )
 
 
 def is_plain(sampling: SamplingParams) -> bool:
-    """Whether each token is the likeliest and nothing more is to be known, so that a row needs no history."""
-    return (
+    """Whether each token is the likeliest and nothing more is to be known, so that a row needs no history. Of a beam
+    nothing is: its search chooses among candidates.
+    """
+    return sampling.beam_width > 1 or (
         sampling.greedy
         and sampling.logprobs is None
         and sampling.min_new_tokens == 0
         and not sampling.logit_bias
-        and not _penalises(sampling)
+        and sampling.response_format is None
+        and not penalises(sampling)
     )
 
 
-def _penalises(sampling: SamplingParams) -> bool:
+def penalises(sampling: SamplingParams) -> bool:
+    """Whether what a sequence has generated, or its prompt, changes its logits."""
     return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
@@ -95,11 +101,23 @@ class _UsedTokens:
         self._place = dict(zip(ids.tolist(), range(len(ids)), strict=True))
         self._ids, self._uses = _with_room(ids), _with_room(np.ones(len(ids), np.int32))
 
-    def all(self) -> Uses:
+    def after(self, drafts: SequenceOf[int]) -> Uses:
+        """Of all the sequence's tokens, and of ``drafts`` behind them, which are not remembered."""
         for token_id in islice(self._sequence.token_ids, self._num_counted, None):
             self._count(token_id)
         self._num_counted = self._sequence.num_tokens
-        return self._ids[: self._num_ids], self._uses[: self._num_ids]
+        ids, uses = self._ids[: self._num_ids], self._uses[: self._num_ids]
+        if not drafts:
+            return ids, uses
+        uses, new = uses.copy(), Counter[int]()
+        for token_id in drafts:
+            place = self._place.get(token_id)
+            if place is not None:
+                uses[place] += 2
+            elif token_id < self._vocab_size:
+                new[token_id] += 2
+        new_ids, new_uses = np.array(list(new), np.int32), np.array(list(new.values()), np.int32)
+        return np.concatenate([ids, new_ids]), np.concatenate([uses, new_uses])
 
     def _count(self, token_id: int) -> None:
         place = self._place.get(token_id)

@@ -13,14 +13,18 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastgen.compile.ops.sampling import Adjustments, Draws, RowStatus, adjust, log_probabilities, row_status, sample
-from fastgen.compile.ops.sampling_cpp import RowLogprobs, SamplingKernel, sampling_spec
+from fastgen.compile.ops.sampling_cpp import RowLogprobs, SampledRow, SamplingKernel, sampling_spec
 from fastgen.compile.target import Target
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import GenerationError
+from fastgen.runtime.beam_candidates import beam_candidates
+from fastgen.runtime.beam_search import Candidate, num_candidates
+from fastgen.runtime.drafts import SampledSequence
 from fastgen.runtime.outputs import Logprobs
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampled_rows import PLAIN_ROW, RowHistory, is_plain
@@ -32,6 +36,7 @@ _ERRORS = {
     RowStatus.NOT_FINITE: "the model's logits hold NaN or +inf; the weights are damaged, or too large for this dtype",
     RowStatus.NOTHING_LEFT: "no token can be chosen: every logit is -inf, or min_new_tokens forbids all that are not",
 }
+_NO_TOKEN_FITS = "no token can be chosen: response_format allows none of the model's tokens here, or only at logit -inf"
 
 
 class SampledToken(NamedTuple):
@@ -41,6 +46,8 @@ class SampledToken(NamedTuple):
     logprobs: Logprobs | None = None
     """As :attr:`SamplingParams.logprobs` asks; see :func:`token_logprobs`."""
     error: str | None = None
+    candidates: list[Candidate] | None = None
+    """Of a beam; which of them follow is for its search to say, not for ``token_id``."""
 
 
 def sampling_kernel(target: Target, vocab_size: int, *, max_rows: int) -> SamplingKernel | None:
@@ -60,7 +67,8 @@ class Sampler:
     With ``seats`` tokens are chosen on the device, where logits are computed; here they are read.
 
     While a sequence has fewer than ``min_new_tokens`` generated tokens, its stop token ids and the end-of-text ids are
-    forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled.
+    forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled. Where a sequence
+    has a matcher, that alone says what is allowed.
     """
 
     def __init__(
@@ -73,19 +81,31 @@ class Sampler:
         self.kernel, self.seats = kernel, seats
         self._histories: dict[Sequence, RowHistory | None] = {}
 
-    def prepare(self, sequences: SequenceOf[Sequence]) -> None:
+    def prepare(self, sequences: SequenceOf[SampledSequence]) -> None:
         """Before the step that computes the logits of ``sequences``."""
+        for sequence in sequences:
+            if sequence.matcher is not None:
+                sequence.matcher.prepare()
         if self.seats is not None:
-            self.seats.prepare(sequences, self._ending_ids)
+            self.seats.prepare(_undrafted(sequences), self._early_ids)
 
-    def sample(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
-        """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``.
+    def constrain(self, sequences: SequenceOf[SampledSequence]) -> None:
+        """Before the logits of ``sequences``, the latest moment at which a device may hear what they may have next."""
+        if self.seats is not None:
+            self.seats.constrain(_undrafted(sequences))
+
+    def sample(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
+        """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``. What was drafted
+        for a sequence stands behind it.
 
         A drawn (not greedy) sequence's request must have its seed; see ``resolve_seed``. A row that cannot be sampled
         gets an error and disturbs no other.
         """
         if not sequences:
             return []
+        return self._with_candidates(self._choose(logits, sequences), logits, sequences)
+
+    def _choose(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
         if self.kernel is not None:
             return self._sample_by_kernel(self.kernel, logits, sequences)
         if self.seats is not None:
@@ -100,36 +120,64 @@ class Sampler:
         found = torch.where(status == RowStatus.OK, token_ids, -status)
         return _answers(logits, found.tolist(), sequences)
 
+    def _with_candidates(
+        self, tokens: list[SampledToken], logits: Tensor, sequences: SequenceOf[SampledSequence]
+    ) -> list[SampledToken]:
+        """``tokens``, those of beams with their candidates."""
+        rows = [row for row, each in enumerate(sequences) if each.request.sampling.beam_width > 1]
+        rows = [row for row in rows if tokens[row].error is None]
+        if not rows:
+            return tokens
+        beams = [sequences[row] for row in rows]
+        logits, forbidden = _take(logits, rows), [self._forbidden(beam) for beam in beams]
+        adjusts = any(forbidden) or any(map(_adjusts, beams))
+        found = beam_candidates(
+            logits,
+            [num_candidates(beam.request.sampling.beam_width, self._early_ids(beam)) for beam in beams],
+            _adjustments(beams, forbidden, logits.shape[1], logits.device) if adjusts else None,
+            [beam.request.sampling.logprobs for beam in beams],
+        )
+        for row, candidates in zip(rows, found, strict=True):
+            tokens[row] = SampledToken(tokens[row].token_id, candidates=candidates)
+        return tokens
+
     def _sample_by_kernel(
-        self, kernel: SamplingKernel, logits: Tensor, sequences: SequenceOf[Sequence]
+        self, kernel: SamplingKernel, logits: Tensor, sequences: SequenceOf[SampledSequence]
     ) -> list[SampledToken]:
         logits = logits.float().contiguous()
-        known = self._histories
-        if list(known) != list(sequences):
+        known, current = self._histories, _undrafted(sequences)
+        if list(known) != current:
             # Only of this step's sequences: the others have ended, or wait so long that making it anew does not matter.
-            self._histories = {each: known[each] if each in known else self._history(each) for each in sequences}
-        histories = self._histories
-        if not any(histories.values()):
+            self._histories = {each: known[each] if each in known else self._history(each) for each in current}
+        if not any(self._histories.values()):
             ids = kernel.greedy(logits)
             if min(ids) >= 0:
                 return list(map(SampledToken, ids))
             logprobs: SequenceOf[RowLogprobs | None] = [None] * len(ids)
         else:
-            rows = [PLAIN_ROW if (each := histories[sequence]) is None else each.row() for sequence in sequences]
-            ids, logprobs = kernel(logits, rows)
+            ids, logprobs = kernel(logits, [self._row(sequence) for sequence in sequences])
         return [
-            _failed(token_id) if token_id < 0
-            else SampledToken(token_id, _logprobs_by_kernel(found, sequence))
+            sampled_token(token_id, sequence, None if token_id < 0 else _logprobs_by_kernel(found, sequence))
             for token_id, found, sequence in zip(ids, logprobs, sequences, strict=True)
         ]  # fmt: skip
+
+    def rows(self, sequences: SequenceOf[Sequence]) -> list[SampledRow]:
+        """What the kernel is told of the next token of ``sequences``, to which it gave the last."""
+        return list(map(self._row, sequences))
+
+    def _row(self, sequence: SampledSequence) -> SampledRow:
+        owner, drafts = (sequence, ()) if isinstance(sequence, Sequence) else (sequence.sequence, sequence.drafts)
+        history = self._histories[owner]
+        row = PLAIN_ROW if history is None else history.row(drafts)
+        return row if sequence.matcher is None else row._replace(mask=sequence.matcher.mask())
 
     def _history(self, sequence: Sequence) -> RowHistory | None:
         if is_plain(sequence.request.sampling):
             return None
         assert self.kernel is not None
-        return RowHistory(sequence, self._ending_ids(sequence), self.kernel.vocab_size)
+        return RowHistory(sequence, self._early_ids(sequence), self.kernel.vocab_size)
 
-    def _adjusted(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+    def _adjusted(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> Tensor:
         """``logits`` itself when no sequence adjusts them, else a copy in fp32 with the adjustments applied."""
         forbidden = [self._forbidden(sequence) for sequence in sequences]
         rows = [row for row, sequence in enumerate(sequences) if forbidden[row] or _adjusts(sequence)]
@@ -142,17 +190,24 @@ class Sampler:
         scores[torch.tensor(rows, device=logits.device)] = adjust(_take(logits, rows), adjustments)
         return scores
 
-    def _forbidden(self, sequence: Sequence) -> frozenset[int]:
+    def _forbidden(self, sequence: SampledSequence) -> frozenset[int]:
         if sequence.num_tokens - sequence.num_prompt_tokens >= sequence.request.sampling.min_new_tokens:
             return frozenset()
-        return self._ending_ids(sequence)
+        return self._early_ids(sequence)
 
-    def _ending_ids(self, sequence: Sequence) -> frozenset[int]:
+    def _early_ids(self, sequence: SampledSequence) -> frozenset[int]:
+        """Those that ``min_new_tokens`` forbids."""
+        if sequence.matcher is not None:
+            return frozenset()
         sampling = sequence.request.sampling
         return (frozenset() if sampling.ignore_eos else self.eos_token_ids).union(sampling.stop_token_ids)
 
 
-def _answers(logits: Tensor, found: list[int], sequences: SequenceOf[Sequence]) -> list[SampledToken]:
+def _undrafted(sequences: SequenceOf[SampledSequence]) -> list[Sequence]:
+    return [each for each in sequences if isinstance(each, Sequence)]
+
+
+def _answers(logits: Tensor, found: list[int], sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
     """What was ``found`` in each row, its token or ``-status``, with the log-probabilities that are asked for."""
     logprobs: dict[int, Logprobs] = {}
     wanted = [
@@ -163,14 +218,18 @@ def _answers(logits: Tensor, found: list[int], sequences: SequenceOf[Sequence]) 
         counts = [sequences[row].request.sampling.logprobs or 0 for row in wanted]
         each = token_logprobs(_take(logits, wanted), [found[row] for row in wanted], counts)
         logprobs = dict(zip(wanted, each, strict=True))
-    return [
-        _failed(token_id) if token_id < 0 else SampledToken(token_id, logprobs.get(row))
-        for row, token_id in enumerate(found)
-    ]
+    return [sampled_token(token_id, sequences[row], logprobs.get(row)) for row, token_id in enumerate(found)]
 
 
-def _failed(found: int) -> SampledToken:
-    return SampledToken(0, error=_ERRORS[RowStatus(-found)])
+def sampled_token(found: int, sequence: SampledSequence, logprobs: Logprobs | None = None) -> SampledToken:
+    """What the token or ``-status`` means that was ``found`` for ``sequence``."""
+    if found >= 0:
+        return SampledToken(found, logprobs)
+    status = RowStatus(-found)
+    if status is RowStatus.NOTHING_LEFT and sequence.matcher is not None:
+        reason = sequence.matcher.error
+        return SampledToken(0, error=f"response_format cannot be followed: {reason}" if reason else _NO_TOKEN_FITS)
+    return SampledToken(0, error=_ERRORS[status])
 
 
 def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceOf[int]) -> list[Logprobs]:
@@ -203,7 +262,7 @@ def prompt_logprobs(logits: Tensor, token_ids: SequenceOf[int], count: int) -> l
     return token_logprobs(logits, token_ids, [count] * len(token_ids))
 
 
-def _logprobs_by_kernel(found: RowLogprobs | None, sequence: Sequence) -> Logprobs | None:
+def _logprobs_by_kernel(found: RowLogprobs | None, sequence: SampledSequence) -> Logprobs | None:
     if found is None:
         return None
     (token_id, value), *likeliest = zip(found.token_ids, found.values, strict=True)
@@ -219,10 +278,11 @@ def _take(logits: Tensor, rows: list[int]) -> Tensor:
     return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
 
 
-def _adjusts(sequence: Sequence) -> bool:
+def _adjusts(sequence: SampledSequence) -> bool:
     sampling = sequence.request.sampling
     return bool(
         sampling.logit_bias
+        or sampling.response_format is not None
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty
         or sampling.frequency_penalty
@@ -230,21 +290,27 @@ def _adjusts(sequence: Sequence) -> bool:
 
 
 def _adjustments(
-    sequences: SequenceOf[Sequence], forbidden: SequenceOf[frozenset[int]], vocab_size: int, device: torch.device
+    sequences: SequenceOf[SampledSequence],
+    forbidden: SequenceOf[frozenset[int]],
+    vocab_size: int,
+    device: torch.device,
 ) -> Adjustments:
     shape = (len(sequences), vocab_size)
     seen, counts, bias = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape), torch.zeros(shape)
     for row, sequence in enumerate(sequences):
         sampling = sequence.request.sampling
+        # Ids that the head does not reach are left out: prompts and parameters may hold such.
         if sampling.repetition_penalty != 1.0:
-            seen[row, torch.tensor(sequence.token_ids)] = True
+            seen[row, _within(sequence.token_ids, vocab_size)] = True
         generated = sequence.token_ids[sequence.num_prompt_tokens :]
         if generated and (sampling.presence_penalty or sampling.frequency_penalty):
-            counts[row] = torch.tensor(generated).bincount(minlength=vocab_size)
-        if sampling.logit_bias:
-            bias[row, torch.tensor(list(sampling.logit_bias))] = torch.tensor(list(sampling.logit_bias.values()))
-        # A checkpoint may name an end-of-text id that its head does not reach.
-        bias[row, [token_id for token_id in forbidden[row] if token_id < vocab_size]] = -torch.inf
+            counts[row] = torch.tensor(generated).bincount(minlength=vocab_size)[:vocab_size]
+        for token_id in _within(sampling.logit_bias, vocab_size):
+            bias[row, token_id] = sampling.logit_bias[token_id]
+        bias[row, _within(forbidden[row], vocab_size)] = -torch.inf
+        if sequence.matcher is not None:
+            allowed = np.unpackbits(sequence.matcher.mask().view(np.uint8), count=vocab_size, bitorder="little")
+            bias[row, torch.from_numpy(allowed == 0)] = -torch.inf
     parameters = [sequence.request.sampling for sequence in sequences]
 
     def column(values: list[float]) -> Tensor:
@@ -261,7 +327,11 @@ def _adjustments(
     )
 
 
-def _draws(sequences: SequenceOf[Sequence], device: torch.device) -> Draws:
+def _within(token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    return [token_id for token_id in token_ids if token_id < vocab_size]
+
+
+def _draws(sequences: SequenceOf[SampledSequence], device: torch.device) -> Draws:
     parameters = [sequence.request.sampling for sequence in sequences]
     reals = torch.tensor([(item.temperature, item.top_p, item.min_p) for item in parameters], dtype=torch.float64)
     integers = torch.tensor(

@@ -13,9 +13,10 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.response_format import ResponseFormat, parse_response_format
 
 MAX_N = 16384
 """Completions that one request may ask for: all of them are made when it is submitted."""
@@ -26,7 +27,8 @@ class SamplingParams:
     """How the tokens of one request are chosen and when it ends. Raises ``InvalidArgumentError`` for a bad field.
 
     A tie between equal logits goes to the lowest id when greedy. Filters apply in the order of the fields:
-    penalties, bias, temperature, top-k, top-p, min-p (:mod:`fastgen.compile.ops.sampling` has the arithmetic).
+    penalties, bias, what is forbidden, temperature, top-k, top-p, min-p (:mod:`fastgen.compile.ops.sampling` has the
+    arithmetic).
     """
 
     max_new_tokens: int = 128
@@ -65,9 +67,21 @@ class SamplingParams:
     """The same for each prompt token."""
     timeout_s: float | None = None
     """Seconds from submission after which the request finishes with ``"timeout"``; ``None`` is no limit."""
+    beam_width: int = 1
+    """How many beams a beam search keeps, of which the best ``n`` are given back, best first; 1 is no beam search.
+    Nothing is drawn, so ``temperature`` must be 0; penalties and biases apply to log-probabilities in place of logits,
+    and stop strings are not supported. :mod:`fastgen.runtime.beam_search` has the algorithm."""
+    length_penalty: float = 1.0
+    """With beams: the sum of a hypothesis' log-probabilities is divided by its length to this power; [−10, 10]. Above 0
+    it favours long answers."""
+    early_stopping: bool | Literal["never"] = False
+    """With beams: whether the search ends as soon as ``beam_width`` hypotheses have ended (``True``), when no live beam
+    is likely to beat them (``False``), or when none could at any length (``"never"``)."""
     priority: int = 0
     """The request's class: any integer, and the lower the more urgent. It decides who gets the next free seat, whose
     prompt is computed first and who loses its blocks last; who has waited long moves up."""
+    response_format: ResponseFormat | None = None
+    """What shape the answer must have, as :func:`~fastgen.runtime.response_format.parse_response_format` takes it."""
 
     def __new__(cls, **given: object) -> SamplingParams:
         """Refuse an unknown field with the library's own error, however the parameters are made."""
@@ -84,11 +98,34 @@ class SamplingParams:
             raise InvalidArgumentError(
                 f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), not {self.min_new_tokens}"
             )
+        if self.ignore_eos and self.response_format is not None:
+            raise InvalidArgumentError("ignore_eos cannot go with response_format, whose end is the answer's end")
+        if self.beam_width > 1:
+            self._check_beams()
 
     @classmethod
     def from_fields(cls, defaults: SamplingParams, **given: Any) -> SamplingParams:
         """``defaults`` with the given fields in their place. An unknown or invalid one: ``InvalidArgumentError``."""
         return replace(defaults, **given)
+
+    def _check_beams(self) -> None:
+        if not self.greedy:
+            raise InvalidArgumentError(
+                f"beam_width={self.beam_width} needs temperature=0, not {self.temperature}: a beam search draws nothing"
+            )
+        if self.stop:
+            raise InvalidArgumentError(
+                f"beam_width={self.beam_width} does not go with stop strings; end beams with stop_token_ids"
+            )
+        if self.response_format is not None:
+            raise InvalidArgumentError(
+                f"beam_width={self.beam_width} does not go with response_format; ask for one of them"
+            )
+        if self.n > self.beam_width:
+            raise InvalidArgumentError(
+                f"n={self.n} completions of beam_width={self.beam_width} beams: ask for at most as many as there are "
+                "beams"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -189,6 +226,12 @@ def _flag(name: str, value: object) -> bool:
     return value
 
 
+def _early_stopping(name: str, value: object) -> bool | str:
+    if isinstance(value, bool) or (isinstance(value, str) and value == "never"):
+        return value
+    raise _refuse(name, "true, false or 'never'", value)
+
+
 def _strings(name: str, value: object) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else _items(name, "a string or a list of strings", value)
     for string in strings:
@@ -241,6 +284,10 @@ _CHECKS: dict[str, _Check] = {
     "logprobs": _optional(_integer(0)),
     "prompt_logprobs": _optional(_integer(0)),
     "timeout_s": _optional(_number("a finite number of seconds > 0", lambda number: number > 0)),
+    "beam_width": _integer(1, MAX_N),
+    "length_penalty": _number("a number in [-10, 10]", lambda number: -10 <= number <= 10),
+    "early_stopping": _early_stopping,
     "priority": _integer(),
+    "response_format": lambda _, value: parse_response_format(value),
 }
 assert list(_CHECKS) == [item.name for item in fields(SamplingParams)], "every field has its check"

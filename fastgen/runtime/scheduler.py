@@ -12,6 +12,9 @@ Every unfinished sequence has an urgency: its class, its turn in the class, its 
 
 A request's sequences share its prompt. Those but the first wait until it is computed, and then take over its blocks.
 
+**Beams** of a search move together, so all have seats or none, and where one is preempted, all are. Then the first
+computes the prompt again, and the others go on from there.
+
 **Progress.** The most urgent running sequence gets on whenever its kind runs. As a decode it preempts until it has its
 block. As a prompt it has all its blocks already where everybody else was admitted after it; where one more urgent came
 later, it preempts the less urgent until it has a place. Where it runs alone the cache is its own and suffices, or it
@@ -29,11 +32,13 @@ from itertools import islice
 from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.forks import Forks
 from fastgen.runtime.kv_cache_manager import KVCacheManager, TableEntry, held_entries
 from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.running_set import RunningSet
+from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
@@ -80,12 +85,16 @@ class Scheduler:
         """Where the last step was put off by the policy: until when."""
         self._propose_drafts = propose_drafts
         self.running = RunningSet(max_num_seqs)
-        self._forked: set[Sequence] = set()
-        """Decodes whose next token may go into a block that they share."""
+        self.forks = Forks(kv, self.running, self.waiting)
         self._num_opened = 0
         self._scheduled: Schedule | None = None
         self._last_request_id: int | None = None
         self._now_s = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that have no seat."""
+        return len(self.waiting) + self.waiting.num_held
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -96,11 +105,16 @@ class Scheduler:
 
         :raises RequestTooLargeError: where a sequence could never finish; nothing is queued then.
         """
-        self.kv.check_fits(len(request.prompt_ids), request.sampling.max_new_tokens)
+        self.check_fits(len(request.prompt_ids), request.sampling)
         if self._last_request_id is not None and request.request_id <= self._last_request_id:
             raise InvalidArgumentError(f"{request} comes after request {self._last_request_id}: ids must ascend")
         self._last_request_id = request.request_id
         self.waiting.add(request)
+
+    def check_fits(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        """Refuse a request that could not finish even with all seats and the whole cache to itself, saying why."""
+        self.kv.check_fits(num_prompt_tokens, sampling.max_new_tokens)
+        self.forks.check_fits(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
 
     def finish(self, seq: Sequence) -> None:
         """Drop ``seq``, done or cancelled, whatever it is doing; its blocks and its seat are free at once."""
@@ -111,34 +125,8 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
-        if seq.index == 0:
+        if seq.index == 0 and not seq.request.has_beams:
             self.waiting.release(seq, self._now_s)
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let ``child`` go on from where ``parent`` is: with the same tokens, in the same blocks as far as these are
-        computed. What it did before is dropped.
-
-        It runs at once where a seat is free. Otherwise it waits with the parent's urgency, and computes its tokens
-        anew when it is admitted.
-        """
-        if child.status is SequenceStatus.RUNNING:
-            self._stop(child)
-        elif child.status is SequenceStatus.WAITING:
-            self.waiting.remove(child)
-        level, turn, _ = parent.urgency
-        child.token_ids, child.urgency = list(parent.token_ids), (level, turn, child.index)
-        child.status, child.num_computed_tokens = SequenceStatus.WAITING, 0
-        num_shared = parent.num_computed_tokens
-        if (
-            self.running.num_free_seats
-            and parent.status is SequenceStatus.RUNNING
-            and self.kv.can_fork(parent, num_shared)
-        ):
-            self.kv.fork(parent, child, num_shared)
-            self.running.add_decode(child)
-            self._forked.add(child)
-        else:
-            self.waiting.put_back(child, self._now_s)
 
     def schedule(self, now_s: float = 0.0) -> Schedule | None:
         """The next step, by the clock's ``now_s``. ``None`` where no sequence is left, or the policy waits for more."""
@@ -157,7 +145,7 @@ class Scheduler:
         if not chunks:
             num_preempted = len(preempted)
             self._give_decodes(preempted)
-            decodes = self.running.decodes
+            decodes = self.running.due_decodes
             if len(preempted) > num_preempted:
                 plan = self._plan(preempted)
             if plan.runs_decodes or not decodes:
@@ -215,14 +203,14 @@ class Scheduler:
             assert seq.seat is None, f"{seq} waits on seat {seq.seat}"
             assert not seq.block_tables, f"{seq} waits with the blocks {seq.block_tables}"
             assert seq.num_computed_tokens == 0, f"{seq} waits"
-        assert self._forked <= set(self.running.decodes), f"forked: {self._forked}"
+        assert self.forks.forked <= set(self.running.decodes), f"forked: {self.forks.forked}"
         if self._scheduled is not None and all(entry.seq.seat is not None for entry in self._scheduled.entries):
             self._scheduled.check(self.kv, self.token_budget)
 
     def _plan(self, preempted: list[Sequence]) -> StepPlan:
         num_free_seats = 0 if preempted else self.running.num_free_seats
         view = StepView(
-            decodes=self.running.decodes,
+            decodes=self.running.due_decodes,
             prompts=self.running.prompts,
             waiting=islice(self.waiting, num_free_seats),
             num_waiting=len(self.waiting),
@@ -241,24 +229,24 @@ class Scheduler:
         if not self.running.prompts:
             return
         first = self.running.prompts[0]
-        if any(seq.urgency < first.urgency for seq in self.running.decodes):
+        if any(seq.urgency < first.urgency for seq in self.running.due_decodes):
             return
         num_tokens = 1 if self.policy.splits_prompts else min(first.num_pending_tokens, self.token_budget)
         while not self._allocate(first, num_tokens):
-            preempted.append(self._preempt_least_urgent())
+            preempted += self._preempt_least_urgent()
 
     def _give_decodes(self, preempted: list[Sequence]) -> None:
         """Blocks for the next token of every decode, or for that of as many as there are blocks for."""
         block_size = self.kv.block_size
-        wanting = [seq for seq in self.running.decodes if not seq.num_computed_tokens % block_size]
-        if self._forked:
-            wanting += [seq for seq in self._forked if seq.num_computed_tokens % block_size]
+        wanting = [seq for seq in self.running.due_decodes if not seq.num_computed_tokens % block_size]
+        if self.forks.forked:
+            wanting += [seq for seq in self.forks.forked if seq.num_computed_tokens % block_size]
         wanting.sort(key=_urgency)
         for seq in wanting:
             # The least urgent go first, so whoever is preempted is less urgent than all that have their block.
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
-                preempted.append(self._preempt_least_urgent())
-        self._forked.clear()
+                preempted += self._preempt_least_urgent()
+        self.forks.forked.clear()
 
     def _give_prompts(self, plan: StepPlan, *, may_admit: bool) -> list[ScheduledTokens]:
         """Chunks of the most urgent prompts, until places or blocks run out."""
@@ -287,21 +275,23 @@ class Scheduler:
         return chunks
 
     def _admissible(self) -> Sequence | None:
-        """The head of the queue, if there is a seat and the policy lets it in."""
+        """The head of the queue, if there is a seat, for beams one for each, and the policy lets it in."""
         seq = self.waiting.head if self.running.num_free_seats else None
-        return None if seq is None or (seq.begins_request and not self._num_opened) else seq
+        if seq is None or (seq.begins_request and not self._num_opened):
+            return None
+        return seq if self.running.num_free_seats >= seq.request.sampling.beam_width else None
 
     def _give_chunk(self, seq: Sequence, num_places: int, num_prompt_tokens: int) -> ScheduledTokens | None:
         """The next pending tokens of ``seq`` with blocks for them, and a seat where it was waiting; or ``None`` with
         nothing changed. ``num_places`` are left of the ``num_prompt_tokens`` of the step.
         """
         waits = seq.status is SequenceStatus.WAITING
-        if waits:
-            if self.kv.pool.num_free < self.kv.num_groups:  # whatever others have computed: it is not looked up
-                return None
-            self._attach(seq)
+        if waits and self.kv.pool.num_free < self.kv.num_groups:  # whatever others have computed: it is not looked up
+            return None
         chunk = None
         try:
+            if waits:
+                self.forks.attach(seq)
             num_pending, num_free = seq.num_pending_tokens, self.kv.max_tokens(seq)
             num_tokens = min(num_pending, num_places, num_free)
             if not self.policy.splits_prompts and num_tokens < min(num_pending, num_prompt_tokens):
@@ -312,8 +302,7 @@ class Scheduler:
                 chunk = ScheduledTokens(seq, seq.num_computed_tokens, num_tokens, samples=num_tokens == num_pending)
         finally:
             if waits and chunk is None:
-                self.kv.free(seq)
-                seq.num_computed_tokens = 0
+                self.forks.detach(seq)
         return chunk
 
     def _has_room(self, seq: Sequence) -> bool:
@@ -326,15 +315,16 @@ class Scheduler:
         """
         if not seq.num_preemptions or not len(self.running):
             return True
-        needed = self.kv.blocks_needed(seq.num_tokens) - len(held_entries(seq))
-        return needed + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
+        needed = self.forks.blocks_needed(seq.num_prompt_tokens, seq.num_tokens, seq.request.sampling.beam_width)
+        return needed - len(held_entries(seq)) + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
 
     def _draft(self, decodes: list[Sequence], num_places: int) -> tuple[list[Sequence], list[ScheduledTokens]]:
-        """The decodes that have no drafts, and those that have as chunks, at most ``num_places`` drafts in all."""
+        """The decodes without drafts (beams have none), and those with, as chunks; at most ``num_places`` drafts."""
         assert self._propose_drafts is not None
         plain, drafted = [], []
         for seq in decodes:
-            drafts = tuple(self._propose_drafts(seq, num_places)) if num_places else ()
+            may_draft = num_places and not seq.request.has_beams
+            drafts = tuple(self._propose_drafts(seq, num_places)) if may_draft else ()
             if drafts and self._allocate(seq, 1 + len(drafts)):
                 drafted.append(ScheduledTokens(seq, seq.num_computed_tokens, 1 + len(drafts), True, drafts))
                 num_places -= len(drafts)
@@ -371,16 +361,6 @@ class Scheduler:
             self.running.tell(seq, (*allocation.appended, *copied))
         return True
 
-    def _attach(self, seq: Sequence) -> None:
-        """Let ``seq``, which holds nothing, have the blocks that others computed for it: of the first of its request
-        where that runs, or in the prefix cache.
-        """
-        first, num_shared = seq.request.sequences[0], seq.num_prompt_tokens - 1
-        if seq.index and first.status is SequenceStatus.RUNNING and self.kv.can_fork(first, num_shared):
-            self.kv.fork(first, seq, num_shared)
-        else:
-            self.kv.attach_cached(seq)
-
     def _admit(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
         self.running.add_prompt(seq)
@@ -391,26 +371,33 @@ class Scheduler:
         if seq.num_computed_tokens >= seq.num_prompt_tokens:
             if seq.num_pending_tokens <= 1:
                 self.running.make_decode(seq)
-            if seq.index == 0:
+            if seq.index == 0 and seq.request.has_beams:
+                self.forks.release(seq)
+            elif seq.index == 0:
                 self.waiting.release(seq, self._now_s)
 
-    def _preempt_least_urgent(self) -> Sequence:
-        assert len(self.running) > 1, (
-            f"{list(self.running)} has the cache to itself, which was found to suffice when it came"
-        )
-        seq = self.running.least_urgent
-        self._stop(seq)
-        seq.status = SequenceStatus.WAITING
-        seq.num_computed_tokens = 0
-        seq.num_preemptions += 1
-        self.waiting.put_back(seq, self._now_s)
-        return seq
+    def _preempt_least_urgent(self) -> list[Sequence]:
+        """Who was preempted: one sequence, or all beams of a search that run."""
+        chosen = self.running.least_urgent
+        beams = [seq for seq in chosen.request.sequences if seq.status is SequenceStatus.RUNNING]
+        lost = beams if chosen.request.has_beams else [chosen]
+        assert len(self.running) > len(lost), f"{lost} has the cache to itself, which was found to suffice when it came"
+        for seq in lost:
+            self._stop(seq)
+            seq.status = SequenceStatus.WAITING
+            seq.num_computed_tokens = 0
+            seq.num_preemptions += 1
+            self.waiting.hold(seq)
+        first = chosen.request.sequences[0] if chosen.request.has_beams else chosen
+        self.waiting.remove(first)
+        self.waiting.put_back(first, self._now_s)
+        return lost
 
     def _stop(self, seq: Sequence) -> None:
         """Free the blocks and the seat of a running sequence."""
         self.kv.free(seq)
         self.running.remove(seq)
-        self._forked.discard(seq)
+        self.forks.forked.discard(seq)
 
 
 def _num_tokens(decodes: SequenceOf[Sequence], chunks: Iterable[ScheduledTokens]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,9 +18,10 @@ from fastgen.compile.ops.sampling_cpp import Biases, Uses
 from fastgen.compile.ops.sampling_triton import SamplingKernels, SeatSampling
 from fastgen.compile.target import Target
 from fastgen.models.kernels import sampler_specs
+from fastgen.runtime.drafts import SampledSequence
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.sampled_rows import RowHistory, is_plain
+from fastgen.runtime.sampled_rows import RowHistory, is_plain, penalises
 
 EndingIds = Callable[[Sequence], frozenset[int]]
 """The ids that a sequence may not have before its ``min_new_tokens``."""
@@ -38,6 +40,13 @@ class SeatSampler:
         """A token for each of the ``logits [R, V]``: of the batch's first rows, or of nobody's. May be captured."""
         self._kernels(logits, *self._inputs.sampled_rows(len(logits)))
 
+    @staticmethod
+    def can_draft(sequence: Sequence) -> bool:
+        """Whether ``sequence`` may have several rows in a step: all that its seat knows must hold for each of them."""
+        sampling = sequence.request.sampling
+        num_generated = sequence.num_tokens - sequence.num_prompt_tokens
+        return not penalises(sampling) and num_generated >= sampling.min_new_tokens
+
     def prepare(self, sequences: SequenceOf[Sequence], ending_ids: EndingIds) -> None:
         """Before a step that gives each of ``sequences`` a token."""
         for sequence in sequences:
@@ -48,10 +57,19 @@ class SeatSampler:
                 self._tell(seat, sequence, ending_ids(sequence))
             self._told[seat] = None  # until the step has ended, nobody knows what was counted
 
-    def token_ids(self, sequences: SequenceOf[Sequence]) -> list[int]:
+    def constrain(self, sequences: SequenceOf[Sequence]) -> None:
+        """Before the logits of ``sequences``: the masks of those that have a response format, in one copy."""
+        masks = {_seat(each): each.matcher.mask() for each in sequences if each.matcher is not None}
+        if masks:
+            rows = self._kernels.buffer("mask")
+            seats = torch.tensor(list(masks), device=rows.device)
+            rows.index_copy_(0, seats, torch.from_numpy(np.stack(list(masks.values()))).to(rows.device))
+
+    def token_ids(self, sequences: SequenceOf[SampledSequence]) -> list[int]:
         """What that step chose: an id for each, or ``-status`` of its row."""
         for sequence in sequences:
-            self._told[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens + 1)
+            if isinstance(sequence, Sequence):
+                self._told[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens + 1)
         found: list[int] = self._kernels.buffer("token_ids")[: len(sequences)].tolist()
         return found
 
@@ -69,6 +87,7 @@ class SeatSampler:
                 repetition=row.sampling.repetition,
                 presence=row.sampling.presence,
                 frequency=row.sampling.frequency,
+                masked=sequence.matcher is not None,
                 biased=len(row.biases[0]) > 0,
             )
             if settings.penalised:
@@ -89,15 +108,24 @@ def seat_sampler(target: Target, vocab_size: int, inputs: InputBatch) -> SeatSam
     """What samples for the seats of ``inputs``, its kernels asked for; ``None`` on a target that samples otherwise."""
     if target.name != "triton":
         return None
-    kernels = SamplingKernels(
+    return SeatSampler(_kernels(target, vocab_size, inputs.max_rows, inputs.sampled_ids), inputs)
+
+
+def seat_sampler_bytes(vocab_size: int, *, max_rows: int, max_num_seqs: int) -> int:
+    """What the buffers of a :func:`seat_sampler` take; described, not made."""
+    sampled_ids = torch.empty(max_num_seqs, dtype=torch.int32, device="meta")
+    return _kernels(Target(), vocab_size, max_rows, sampled_ids).size_bytes
+
+
+def _kernels(target: Target, vocab_size: int, max_rows: int, sampled_ids: Tensor) -> SamplingKernels:
+    return SamplingKernels(
         sampler_specs(vocab_size),
         target.kernel,
-        max_rows=inputs.max_num_seqs,
-        max_seats=inputs.max_num_seqs,
-        device=inputs.sampled_ids.device,
-        sampled_ids=inputs.sampled_ids,
+        max_rows=max_rows,
+        max_seats=len(sampled_ids),
+        device=sampled_ids.device,
+        sampled_ids=sampled_ids,
     )
-    return SeatSampler(kernels, inputs)
 
 
 def _seat(sequence: Sequence) -> int:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import cast, get_args
 
 import torch
 
@@ -15,14 +14,14 @@ from fastgen.compile.bundle import SealedLoader, bundle_beside, load_bundle
 from fastgen.compile.device import Device
 from fastgen.compile.loader import KernelLoader
 from fastgen.compile.ops.packed_weight import WeightFormat
-from fastgen.compile.target import Target
+from fastgen.compile.target import Target, TargetFacts
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError
 from fastgen.runtime.config import EngineConfig
+from fastgen.runtime.memory_fit import QUANTIZED
 from fastgen.runtime.model_runner import PROMPT_LOGITS_ROWS
 
 _NAMES = ("auto", "torch", "cpp", "triton")
-_QUANTIZED = ("int8", "int4", "int8_weight_only")
 _INTERPRETED_SMS = 2  # as many as make attention share its work out
 _log = logging.getLogger(__name__)
 
@@ -38,16 +37,13 @@ def choose_target(
     Raises :class:`InvalidArgumentError` for another name or one that the device cannot run, and
     :class:`CompilerNotFoundError` where ``"cpp"`` was asked for and cannot be built.
     """
-    if name not in _NAMES:
-        raise InvalidArgumentError(f"target={name!r}: expected one of {', '.join(map(repr, _NAMES))}")
-    if name == "cpp" and device.kind != "cpu":
-        raise InvalidArgumentError(f"target='cpp' runs on a CPU, and device={str(device)!r} is asked for")
+    facts = target_facts(name, device, num_threads=num_threads, sealed=sealed is not None)
     if sealed is not None and name not in ("auto", sealed.builder.target):
         raise InvalidArgumentError(
             f"target={name!r} is asked for, and the sealed bundle {sealed.bundle.directory} has kernels for "
             f"{sealed.builder.target!r}; leave target= out, or sealed="
         )
-    loader = sealed or _building_loader(name, device)
+    loader = sealed or _building_loader(facts)
     if loader is None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -57,28 +53,44 @@ def choose_target(
             loader,
             max_rows=config.token_budget,
             max_num_seqs=config.max_num_seqs,
-            num_sms=device.num_sms or _INTERPRETED_SMS,
+            num_sms=facts.num_sms,
         )
     load_thread_pool(loader).resize(num_threads or device.num_cores)
     torch.set_num_threads(1)
     return Target(loader, max_rows=max(config.token_budget, PROMPT_LOGITS_ROWS))
 
 
-def _building_loader(name: str, device: Device) -> KernelLoader | None:
-    """Of the target of that name; none for torch's."""
+def target_facts(name: str, device: Device, *, num_threads: int | None, sealed: bool = False) -> TargetFacts:
+    """Of what :func:`choose_target` chooses, with the same errors; nothing is built or loaded. Where kernels are
+    ``sealed`` no compiler is needed."""
+    if name not in _NAMES:
+        raise InvalidArgumentError(f"target={name!r}: expected one of {', '.join(map(repr, _NAMES))}")
+    if name == "cpp" and device.kind != "cpu":
+        raise InvalidArgumentError(f"target='cpp' runs on a CPU, and device={str(device)!r} is asked for")
     if name == "triton" or (name == "auto" and device.kind == "cuda"):
-        from fastgen.compile.build_triton import TritonBuilder, triton_arch
+        from fastgen.compile.build_triton import triton_arch
 
-        return KernelLoader(TritonBuilder(triton_arch(device)))
+        return TargetFacts("triton", triton_arch(device), num_sms=device.num_sms or _INTERPRETED_SMS)
     if name == "torch":
-        return None
-    try:
-        return KernelLoader(CppBuilder(cpp_arch(device)))
-    except CompilerNotFoundError as error:
-        if name == "cpp":
-            raise
-        _say_once(f"{error}; until then torch computes, several times more slowly")
-        return None
+        return TargetFacts()
+    if not sealed:
+        try:
+            find_compiler()
+        except CompilerNotFoundError as error:
+            if name == "cpp":
+                raise
+            _say_once(f"{error}; until then torch computes, several times more slowly")
+            return TargetFacts()
+    return TargetFacts("cpp", cpp_arch(device), num_threads=num_threads or device.num_cores)
+
+
+def _building_loader(facts: TargetFacts) -> KernelLoader | None:
+    """Of that target; none for torch's."""
+    if facts.name == "triton":
+        from fastgen.compile.build_triton import TritonBuilder
+
+        return KernelLoader(TritonBuilder(facts.arch))
+    return KernelLoader(CppBuilder(facts.arch)) if facts.name == "cpp" else None
 
 
 def sealed_loader(
@@ -127,19 +139,18 @@ def kernel_targets() -> tuple[str, ...]:
     return ("cpp",)
 
 
-def parse_quantize(quantize: str | None, target: Target) -> WeightFormat | None:
+def parse_quantize(quantize: str | None, target: str) -> WeightFormat | None:
     """The format that ``quantize=`` asks for, ``None`` for the model's dtype.
 
-    Raises :class:`InvalidArgumentError` for another one, and where the target cannot multiply it.
+    Raises :class:`InvalidArgumentError` for another one, and where the ``target`` cannot multiply it.
     """
     if quantize is None:
         return None
-    if quantize not in _QUANTIZED:
-        raise InvalidArgumentError(f"quantize={quantize!r}: expected one of {', '.join(map(repr, _QUANTIZED))}")
-    if target.name != "cpp":
-        raise InvalidArgumentError(f"quantize={quantize!r} needs kernels for a CPU (target='cpp'), not {target.name}")
-    assert quantize in get_args(WeightFormat)
-    return cast(WeightFormat, quantize)
+    if quantize not in QUANTIZED:
+        raise InvalidArgumentError(f"quantize={quantize!r}: expected one of {', '.join(map(repr, QUANTIZED))}")
+    if target != "cpp":
+        raise InvalidArgumentError(f"quantize={quantize!r} needs kernels for a CPU (target='cpp'), not {target}")
+    return next(each for each in QUANTIZED if each == quantize)
 
 
 @cache

@@ -93,6 +93,10 @@ class WaitingQueue:
         return next(iter(self), None)
 
     @property
+    def num_held(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    @property
     def held(self) -> list[Sequence]:
         """Those that are not in the queue yet."""
         return [seq for held in self._held.values() for seq in held]
@@ -111,6 +115,10 @@ class WaitingQueue:
             seq.urgency = (level, turn, seq.index)
             self.put_back(seq, now_s)
 
+    def hold(self, seq: Sequence) -> None:
+        """``seq`` is not to be in the queue until it is released, or removed."""
+        self._held.setdefault(seq.key[0], {})[seq] = None
+
     def put_back(self, seq: Sequence, now_s: float) -> None:
         """``seq``, or another sequence of its request, has waited here before: it waits where its urgency says."""
         insort(self._class(seq.urgency[0]).returned, seq, key=_urgency)
@@ -121,6 +129,8 @@ class WaitingQueue:
         held = self._held.get(seq.key[0], {})
         if seq in held:
             del held[seq]
+            if not held:
+                del self._held[seq.key[0]]
             return
         del self._since_s[seq]
         level = seq.urgency[0]

@@ -97,6 +97,7 @@ class StubLLM:
     @staticmethod
     def make_output(text: str, prompt: str = "", **given: Any) -> GenerationOutput:
         return GenerationOutput(
+            request_id=0,
             **{
                 "text": text,
                 "token_ids": list(range(len(text.split()))),
@@ -104,7 +105,7 @@ class StubLLM:
                 "prompt_token_ids": list(range(len(prompt.split()))),
                 "metrics": RequestMetrics(queue_s=0.25, ttft_s=0.5, gaps_s=[0.125]),
                 **given,
-            }
+            },
         )
 
     def answer(self, prompt: str) -> Any:

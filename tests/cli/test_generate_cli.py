@@ -31,6 +31,8 @@ LOAD_FLAGS = {
     "num_threads": (["--num-threads", "2"], 2),
     "target": (["--target", "torch"], "torch"),
     "quantize": (["--quantize", "int8"], "int8"),
+    "speculative": (["--speculative", "ngram"], "ngram"),
+    "num_draft_tokens": (["--num-draft-tokens", "6"], 6),
     "sealed": (["--sealed"], True),
     "revision": (["--revision", "main"], "main"),
     "allow_config_keys": (["--allow-config-key", "a", "--allow-config-key", "b"], ["a", "b"]),
@@ -54,6 +56,10 @@ SAMPLING_FLAGS = {
     "logprobs": (["--json", "--logprobs", "0"], 0),
     "prompt_logprobs": (["--json", "--prompt-logprobs", "2"], 2),
     "timeout_s": (["--timeout-s", "1.5"], 1.5),
+    "response_format": (["--response-format", '{"type": "json_object"}'], {"type": "json_object"}),
+    "beam_width": (["--beam-width", "4"], 4),
+    "length_penalty": (["--length-penalty", "-0.5"], -0.5),
+    "early_stopping": (["--early-stopping", "true"], True),
     "priority": (["--priority", "-2"], -2),
 }
 
@@ -144,6 +150,7 @@ def test_json_is_an_object_a_prompt(run, stub) -> None:
     done = run("generate", "m", "plain\n\u2028é", "odd", "--json", "--logprobs", "1")
     plain, odd = map(json.loads, done.out.splitlines())
     metrics = {"queue_s": 0.25, "ttft_s": 0.5, "gaps_s": [0.125], "cached_tokens": 0, "preemptions": 0}
+    metrics["accepted_drafts"] = 0
     assert plain == {
         "prompt": "plain\n\u2028é",
         "text": "é\u2028\nnialp",
@@ -154,6 +161,13 @@ def test_json_is_an_object_a_prompt(run, stub) -> None:
     assert odd["finish_reason"] == "length"
     assert odd["logprobs"] == [{"1": -0.5, "2": None}, {"3": -1.0}]
     assert odd["prompt_logprobs"] == [None, {"4": -2.0}]
+
+
+def test_json_holds_the_scores_of_beams(run, stub) -> None:
+    stub.answers["ab"] = stub.make_output("ba", score=-0.5, others=(stub.make_output("bb", score=-1.25),))
+    record = json.loads(run("generate", "m", "ab", "--beam-width", "2", "-n", "2", "--json").out)
+    assert record["score"] == -0.5
+    assert [completion["score"] for completion in record["completions"]] == [-0.5, -1.25]
 
 
 def test_json_holds_all_completions(run, stub) -> None:
@@ -207,6 +221,15 @@ def test_wrong_usage_is_status_2_before_anything_is_loaded(run, stub, arguments,
     assert message in done.err
     assert "Traceback" not in done.err
     assert stub.loaded is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("never", "never")])
+def test_early_stopping_is_a_word(run, stub, text, value) -> None:
+    assert run("generate", "m", "p", "--beam-width", "2", "--early-stopping", text).status == 0
+    assert stub.fields == {"beam_width": 2, "early_stopping": value}
+    done = run("generate", "m", "p", "--early-stopping", text.upper())
+    assert done.status == 1
+    assert "early_stopping must be true, false or 'never'" in done.err
 
 
 def test_a_parameter_out_of_range_is_told_before_anything_is_loaded(run, stub) -> None:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 import pytest
 from safetensors import safe_open
 
+import fastgen
 from fastgen.cli.options import in_flags
 from fastgen.compile.device import current
 from fastgen.errors import FastgenError, InvalidArgumentError, OutOfMemoryError, RecipeError
@@ -57,6 +58,24 @@ def test_a_model_is_told_as_its_checkpoint_has_it(run, name) -> None:
     assert json.loads(run("info", name, "--json", "--dtype", "float32").out)["model"]["weights_bytes"] == (
         num_parameters * 4
     )
+
+
+def test_the_memory_of_an_engine_is_that_of_the_engine(run) -> None:
+    sizes = {"token_budget": 40, "max_num_seqs": 3, "block_size": 8, "max_model_len": 100, "num_threads": 1}
+    flags = [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    told = json.loads(run("info", "tiny-llama", "--json", "--kv-cache-memory", "1MiB", *flags).out)["ledger"]
+    with fastgen.load("tiny-llama", kv_cache_memory="1MiB", **sizes) as llm:
+        assert told == llm.ledger.as_json()
+        table = str(llm.ledger).splitlines()
+    out = run("info", "tiny-llama", "--kv-cache-memory", "1MiB", *flags).out
+    assert out.endswith("memory\n" + "".join(f"  {line}\n" for line in table))
+    assert sum(row["size_bytes"] for row in told["rows"]) == told["total_bytes"]
+
+
+def test_an_engine_that_does_not_fit_is_told_of(run) -> None:
+    done = run("info", "tiny-llama", "--kv-cache-memory", "999TiB")
+    assert done.status != 0
+    assert "it fits with --kv-cache-memory " in done.err
 
 
 def test_a_model_that_does_not_exist(run) -> None:

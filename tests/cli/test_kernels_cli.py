@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec, dtype_name
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.models import kernels
+from fastgen.models.builtins import BUILTINS
 from fastgen.models.spec import ModelSpec
 
 
@@ -94,6 +96,26 @@ def test_a_sealed_bundle_is_written_and_loads(run, tmp_path: Path) -> None:
         assert loader.load(spec).spec == spec
     out = run(*arguments, "--output", str(output)).out
     assert f"sealed 2 kernels for portable, 0.0 MiB, in {output}" in out
+
+
+def test_a_bundle_is_for_a_revision_and_passes_over_keys(run, tmp_path: Path) -> None:
+    """Of a hub repository, as `fastgen generate` does; a built-in model has no revisions."""
+    model = tmp_path / "model"
+    shutil.copytree(BUILTINS["tiny-llama"], model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"new_one": 1, "new_two": 2}))
+    given, output = ("kernels", "build", str(model), "--target", "portable"), str(tmp_path / "bundle")
+    refused = run(*given, "--output", output)
+    assert refused.status == 1
+    assert "new_one" in refused.err
+    keys = ("--allow-config-key", "new_one", "--allow-config-key", "new_two")
+    run(*given, *keys, "--output", output)
+    assert " ".join(keys) in Bundle.open(Path(output)).how()
+    for command in ("list", "show", "report"):
+        assert run("kernels", command, str(model), "--target", "portable", *keys).status == 0
+        revision = run("kernels", command, "tiny-llama", "--target", "portable", "--revision", "main")
+        assert revision.status == 1
+        assert "tiny-llama is built in" in " ".join(revision.err.split())
 
 
 def test_a_bundle_for_a_gpu_that_is_not_here(run, tmp_path: Path) -> None:

@@ -110,22 +110,22 @@ def write() -> None:
 
 
 def _specs(config: dict[str, Any], target: str) -> list[KernelSpec]:
-    small = _small(config)
+    reduced = small(config)
     builder = CppBuilder(target, compiler="none") if target in CPP_ARCHES else TritonBuilder(target)
-    return kernel_specs(resolve(find_recipe(small), small), KernelLoader(builder, num_jobs=1), torch.bfloat16)
+    return kernel_specs(resolve(find_recipe(reduced), reduced), KernelLoader(builder, num_jobs=1), torch.bfloat16)
 
 
-def _small(config: dict[str, Any]) -> dict[str, Any]:
+def small(config: dict[str, Any]) -> dict[str, Any]:
     """The same features in small sizes. Where queries do not share their keys' heads, they still do not."""
     num_heads = next(config[key] for key in ("num_attention_heads", "n_head") if key in config)
     num_layers = next(config[key] for key in ("num_hidden_layers", "n_layer") if key in config)
-    small = {key: _SMALL.get(key, value) if value is not None else None for key, value in config.items()}
-    small |= {key: min(config[key], most) for key, most in _SMALLER.items() if config.get(key) is not None}
+    reduced = {key: _SMALL.get(key, value) if value is not None else None for key, value in config.items()}
+    reduced |= {key: min(config[key], most) for key, most in _SMALLER.items() if config.get(key) is not None}
     for key in ("num_key_value_heads", "num_kv_heads"):
         if config.get(key) is not None:
-            small[key] = {num_heads: _NUM_HEADS, 1: 1}.get(config[key], 2)
+            reduced[key] = {num_heads: _NUM_HEADS, 1: 1}.get(config[key], 2)
     by_layer = [key for key, value in config.items() if isinstance(value, list) and len(value) == num_layers]
-    return small | {key: config[key][:_NUM_LAYERS] for key in by_layer}
+    return reduced | {key: config[key][:_NUM_LAYERS] for key in by_layer}
 
 
 if __name__ == "__main__":

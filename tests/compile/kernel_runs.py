@@ -26,6 +26,7 @@ from fastgen.compile.ops.moe_cpp import (
     route_spec,
     sort_spec,
 )
+from fastgen.compile.ops.next_decodes import NextDecodesKernel, next_decodes_spec
 from fastgen.compile.ops.norm import NormKernel, norm_spec
 from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat
 from fastgen.compile.ops.qkv import QkvKernel
@@ -175,11 +176,25 @@ def run_sampling(loader: KernelLoader) -> None:
         SamplingKernel(kernel, vocab_size, max_rows=1, max_threads=3).greedy(logits[:1])
 
 
+def run_next_decodes(loader: KernelLoader) -> None:
+    kernel, seats = NextDecodesKernel(loader.load(next_decodes_spec())), torch.tensor([0, 2, 5], dtype=torch.int32)
+    tables = torch.arange(2 * 6 * 3, dtype=torch.int32).view(2, 6, 3)
+    for num_rows in range(4):
+        ids, source, positions = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(3))
+        lengths, slots = torch.ones(6, dtype=torch.int32), torch.zeros(2, num_rows, dtype=torch.int64)
+        sampled = torch.ones(num_rows, dtype=torch.int64)
+        for token_id in range(11):  # to the end of the tables
+            chosen = torch.full((num_rows,), token_id)
+            inputs = (ids, source, positions, lengths, slots, sampled)
+            kernel(chosen, seats[:num_rows], tables, *inputs, block_size=4)
+
+
 RUNS: dict[str, Run] = {
     "norms": run_norms,
     "pointwise": run_pointwise,
     "experts": run_experts,
     "sampling": run_sampling,
+    "next decodes": run_next_decodes,
     **{f"linear {each}": partial(run_linear, each) for each in FORMATS},
     **{f"routed {each}": partial(run_routed, each) for each in FORMATS},
     **{f"tables {each}": partial(run_tables, each) for each in FORMATS},

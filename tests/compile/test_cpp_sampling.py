@@ -28,7 +28,7 @@ from fastgen.compile.ops.sampling import (
     sample,
     uniforms,
 )
-from fastgen.compile.ops.sampling_cpp import RowSampling, SampledRow, SamplingKernel, sampling_spec
+from fastgen.compile.ops.sampling_cpp import Mask, RowSampling, SampledRow, SamplingKernel, sampling_spec
 from fastgen.compile.thread_pool import ThreadPool, load_thread_pool
 
 HERE = cpp_arch(device.current("cpu"))
@@ -75,6 +75,9 @@ def adjusted(logits: Tensor, row: SampledRow) -> Tensor:
     uses, bias = torch.zeros(1, len(logits), dtype=torch.int32), torch.zeros(1, len(logits))
     uses[0, torch.from_numpy(row.uses[0]).long()] = torch.from_numpy(row.uses[1])
     bias[0, torch.from_numpy(row.biases[0]).long()] = torch.from_numpy(row.biases[1])
+    if row.mask is not None:
+        is_allowed = torch.from_numpy(row.mask)[:, None] >> torch.arange(32) & 1
+        bias[0, is_allowed.flatten()[: len(logits)] == 0] = -INF
     columns = {name: torch.tensor([getattr(sampling, name)]).float() for name in ("presence", "frequency")}
     repetition = torch.tensor([max(sampling.repetition, torch.finfo().tiny)])
     return adjust(logits[None], Adjustments(uses > 0, (uses >> 1).float(), repetition, **columns, bias=bias))[0]
@@ -173,6 +176,14 @@ def random_lists(rng: Random, vocab_size: int) -> dict[str, Any]:
     }
 
 
+def random_mask(rng: Random, vocab_size: int) -> Mask:
+    """Some words whole, some empty, some of both; behind the last token nothing is set."""
+    words = [rng.choice([0, -1, rng.getrandbits(32) - 2**31]) for _ in range(-(-vocab_size // 32))]
+    if vocab_size % 32:
+        words[-1] &= (1 << vocab_size % 32) - 1
+    return np.array(words, np.int32)
+
+
 def random_row(rng: Random, vocab_size: int) -> SampledRow:
     sampling = RowSampling(
         temperature=rng.choice([0.0, 0.3, 0.7, 1.0, 1.0, 2.5, 1e-30]),
@@ -186,7 +197,8 @@ def random_row(rng: Random, vocab_size: int) -> SampledRow:
         frequency=rng.choice([0.0, 0.0, -0.5]),
     )
     lists = random_lists(rng, vocab_size) if rng.random() < 0.5 else {}
-    return SampledRow(sampling, rng.choice([1, 77, 2**32 - 1]), **lists)
+    mask = random_mask(rng, vocab_size) if rng.random() < 0.25 else None
+    return SampledRow(sampling, rng.choice([1, 77, 2**32 - 1]), **lists, mask=mask)
 
 
 # Tokens
@@ -213,7 +225,8 @@ def test_every_feature_and_pair(arch: str) -> None:
         settings = {key: value for name in names for key, value in FEATURES[name].items()}
         sampling = RowSampling(**{"temperature": 1.0, "seed": 77} | settings)
         rows += [SampledRow(sampling, 9), SampledRow(sampling, 10, **random_lists(rng, 100))]
-    check(kernel_for(100, arch), random_logits(rng, len(rows), 100), rows)
+        rows += [SampledRow(sampling, 11, mask=np.array([0b1011, -1, 0, 0b1000], np.int32))]
+    check(kernel_for(100, arch, max_rows=len(rows)), random_logits(rng, len(rows), 100), rows)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 7, 64, 83, 1024, 1025, 5003])
@@ -299,22 +312,24 @@ def test_rows_that_cannot_be_sampled_say_so_and_disturb_no_other(arch: str) -> N
     vocab_size = 2500
     nothing = {"biases": (np.arange(vocab_size, dtype=np.int32), np.full(vocab_size, -INF, np.float32))}
     one_left = {"biases": (np.arange(1, vocab_size, dtype=np.int32), np.full(vocab_size - 1, -INF, np.float32))}
-    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(3))
+    empty, single = np.zeros(79, np.int32), np.zeros(79, np.int32)
+    single[2000 // 32] = 1 << 2000 % 32
+    logits = torch.randn(10, vocab_size, generator=torch.Generator().manual_seed(3))
     logits[0, 2300] = math.nan
     logits[1, 3] = INF
     logits[2] = -INF
     logits[3, : vocab_size - 1] = -INF
     logits[4] = math.nan
-    lists: list[dict[str, Any]] = [{}] * 6 + [nothing, one_left]
-    bad, empty = -RowStatus.NOT_FINITE, -RowStatus.NOTHING_LEFT
+    lists: list[dict[str, Any]] = [{}] * 6 + [nothing, one_left, {"mask": empty}, {"mask": single}]
+    bad, none_left = -RowStatus.NOT_FINITE, -RowStatus.NOTHING_LEFT
     for sampling in (RowSampling(), RowSampling(0.9, top_k=5, top_p=0.9, min_p=0.01), RowSampling(1.1, num_top=3)):
         rows = [SampledRow(sampling, 4, **each) for each in lists]
         found, logprobs = kernel_for(vocab_size, arch)(logits, rows)
         alone = kernel_for(vocab_size, arch)(logits[5:6], rows[5:6])
-        assert found == [bad, bad, empty, vocab_size - 1, bad, alone[0][0], empty, 0]
+        assert found == [bad, bad, none_left, vocab_size - 1, bad, alone[0][0], none_left, 0, none_left, 2000]
         assert [each is None for each in logprobs] == [token < 0 or sampling.num_top is None for token in found]
         assert logprobs[5] == alone[1][0]
-    assert kernel_for(vocab_size, arch).greedy(logits)[:5] == [bad, bad, empty, vocab_size - 1, bad]
+    assert kernel_for(vocab_size, arch).greedy(logits)[:5] == [bad, bad, none_left, vocab_size - 1, bad]
 
 
 def test_a_tiny_repetition_penalty_makes_the_largest_number_and_forbids_as_ever(arch: str) -> None:

@@ -368,6 +368,8 @@ SHIPPED = {
     "fp16": AttentionShape(32, 8, 128, 64, "fp16", 0.1),
     "fp32": AttentionShape(32, 8, 128, 64, "fp32", 0.1),
     "small blocks": AttentionShape(32, 8, 128, 16, "bf16", 0.1),
+    "small blocks, D 64": AttentionShape(12, 12, 64, 16, "bf16", 0.125, q_stride=2304),
+    "Gemma 2, small blocks": AttentionShape(8, 4, 256, 16, "bf16", 0.1, sliding_window=4096, softcap=50.0),
     "window": AttentionShape(32, 8, 128, 64, "bf16", 0.1, sliding_window=4096),
     "Gemma 2": AttentionShape(16, 8, 256, 64, "bf16", 0.1, sliding_window=4096, softcap=50.0),
     "BLOOM": AttentionShape(32, 32, 128, 64, "bf16", 0.1, alibi="plain", alibi_dtype="bf16"),
@@ -376,6 +378,18 @@ SHIPPED = {
     "latent": AttentionShape(128, 1, 576, 64, "bf16", 0.1, v_dim=512, values_in_keys=True),
     "expanded latent": AttentionShape(32, 32, 192, 64, "bf16", 0.1, v_dim=128),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "kernel"),
+    [
+        ("small blocks, D 64", "sm_80", "decodes"),
+        ("Gemma 2, small blocks", "sm_80", "decodes"),
+        ("Gemma 2, small blocks", "sm_90", "chunks"),
+    ],
+)
+def test_keys_gathered_from_small_blocks_spill_nothing(name: str, arch: str, kernel: str, tmp_path: Path) -> None:
+    check_build(getattr(attention_specs(SHIPPED[name], max_num_seqs=256, arch=arch), kernel), arch, tmp_path)
 
 
 @pytest.mark.slow

@@ -44,6 +44,13 @@ def test_the_python_of_the_scheduling_page_runs() -> None:
     assert longest_ms[0] > 90 > 33 > longest_ms[1]
 
 
+def test_the_python_of_the_sampling_page_runs() -> None:
+    (code,) = blocks(ROOT / "docs" / "sampling.md", "python")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1] == "stop"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
@@ -69,6 +76,27 @@ def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monk
         assert program == "fastgen"
         done = CliRunner().invoke(app, arguments, input=" ".join(shlex.split(typed)[1:]))
         assert done.exit_code == 0, f"{command}: {done.output}"
+
+
+def test_the_account_of_slow_requests_is_given_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "why.md"
+    code, (shown,) = "\n".join(blocks(page, "python")), blocks(page, "text")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    # Times differ, and with them the order of shares; what each line is about does not.
+    told = [re.split(r"[:,]", line)[0] for line in (shown.splitlines(), done.stdout.splitlines()[:-1]) for line in line]
+    subjects = [re.sub(r"[\d.,]+( µs| ms| s)?", "N", subject) for subject in told]
+    half = len(subjects) // 2
+    assert subjects[:half] == subjects[half:]
+    monkeypatch.chdir(tmp_path)
+    for command in [line.removeprefix("$ ") for block in blocks(page, "console") for line in block.splitlines()]:
+        program, *arguments = shlex.split(command)
+        assert program == "fastgen"
+        ran = CliRunner().invoke(app, arguments)
+        assert ran.exit_code == 0, f"{command}: {ran.output}"
+    assert (tmp_path / "flight.png").exists()
 
 
 def test_the_recipe_of_the_readme_loads(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ MAX_POSITIONS = 160
 WINDOW = 11
 
 
-def save_checkpoint(family: str, directory: Path) -> Path:
+def save_checkpoint(family: str, directory: Path, *, vocab_size: int = VOCAB_SIZE) -> Path:
     """A checkpoint of ``family`` (``"llama"``, ``"mistral"``, ``"opt"``) in fp32, without a tokenizer."""
     common = {
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": vocab_size,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "max_position_embeddings": MAX_POSITIONS,

@@ -327,13 +327,36 @@ def test_a_preempted_request_goes_on_and_says_so() -> None:
     assert second.metrics.queue_s <= 2.0, "queueing ends with the first schedule, whatever comes after"
 
 
-def test_a_step_that_fails_is_run_again(bench: Bench) -> None:
-    generation = bench.submit([1] * 12, max_new_tokens=3, prompt_logprobs=0)
+def test_a_step_that_fails_ends_its_requests_and_no_other() -> None:
+    bench = Bench(max_num_seqs=2)
+    running = [bench.submit(max_new_tokens=3, n=2), bench.submit(max_new_tokens=3)]
+    waiting = bench.submit([1] * 12, max_new_tokens=3, prompt_logprobs=0)
     run = bench.runner.run
     bench.engine.step()
+    bench.runner.run = lambda schedule: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    bench.engine.step()
+    bench.engine.check_integrity()
+    bench.runner.run = run  # type: ignore[method-assign]
+    bench.run()
+    failed = running[0].output()
+    assert [each.finish_reason for each in failed.completions] == ["error"] * 2
+    assert {each.error for each in failed.completions} == {"ZeroDivisionError: division by zero"}
+    output = waiting.output()
+    assert output.token_ids == [9, 9, 9]
+    assert output.prompt_logprobs == [None, *({1: -float(position)} for position in range(1, 12))]
+
+
+def test_a_step_that_is_interrupted_is_run_again(bench: Bench) -> None:
+    generation = bench.submit([1] * 12, max_new_tokens=3, prompt_logprobs=0)
+    run = bench.runner.run
+
+    def interrupted(schedule: Schedule) -> StepOutput:
+        raise KeyboardInterrupt
+
+    bench.engine.step()
     for _ in range(3):
-        bench.runner.run = lambda schedule: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-        with pytest.raises(ZeroDivisionError):
+        bench.runner.run = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
             bench.engine.step()
         bench.engine.check_integrity()
         bench.runner.run = run  # type: ignore[method-assign]

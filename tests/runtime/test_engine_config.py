@@ -10,11 +10,14 @@ import torch
 from transformers import MistralConfig
 
 from fastgen.compile.device import Device
+from fastgen.compile.target import TargetFacts
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
 from fastgen.models.registry import find_recipe
 from fastgen.models.resolve import resolve
 from fastgen.models.spec import AttentionSpec, ModelSpec
+from fastgen.models.weight_sizes import ModelBuild
 from fastgen.runtime.config import EngineConfig, parse_bytes, parse_dtype, resolve_engine_config
+from fastgen.runtime.ledger import MemoryModel
 
 GiB = 2**30
 MAX_POSITIONS = 1000
@@ -56,12 +59,19 @@ def with_windows(spec: ModelSpec, windows: list[int | None]) -> ModelSpec:
     return replace(spec, layers=tuple(layers))
 
 
+def memory_of(
+    spec: ModelSpec | None = None, *, kind: Any = "cpu", memory: int = 64 * GiB, dtype: torch.dtype = torch.float32
+) -> MemoryModel:
+    device = Device(kind=kind, name="test", memory_bytes=memory)
+    target = TargetFacts("cpp", "avx2", 2) if kind == "cpu" else TargetFacts("triton", "sm_90", num_sms=132)
+    return MemoryModel(ModelBuild(spec or make_spec(), dtype, target), device)
+
+
 def config_of(
     spec: ModelSpec | None = None, *, kind: Any = "cpu", memory: int = 64 * GiB, dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> EngineConfig:  # fmt: skip
-    device = Device(kind=kind, name="test", memory_bytes=memory)
-    return resolve_engine_config(spec or make_spec(), device, dtype=dtype, **options)
+    return resolve_engine_config(memory_of(spec, kind=kind, memory=memory, dtype=dtype), **options)
 
 
 def test_defaults() -> None:
@@ -84,22 +94,53 @@ def test_what_is_asked_for_is_what_is_got() -> None:
     assert config_of(max_model_len=MAX_POSITIONS).max_model_len == MAX_POSITIONS
 
 
+def test_rows_for_drafts() -> None:
+    config = config_of(max_num_seqs=10)
+    assert (config.num_draft_tokens, config.max_rows) == (0, 10)
+    config = config_of(max_num_seqs=10, speculative="ngram")
+    assert (config.num_draft_tokens, config.max_rows) == (4, 50)
+    config = config_of(max_num_seqs=10, speculative="ngram", num_draft_tokens=7)
+    assert (config.num_draft_tokens, config.max_rows) == (7, 80)
+    config = config_of(max_num_seqs=10, speculative="ngram", num_draft_tokens=7, token_budget=12)
+    assert config.max_rows == 12, "no more than a step has tokens"
+
+
 @pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)])
 def test_memory_holds_so_many_blocks(dtype: torch.dtype, num_bytes: int) -> None:
     block_bytes = 16 * TOKEN_BYTES * num_bytes
     for memory, num_blocks in ((2 * block_bytes, 2), (10 * block_bytes - 1, 9), (10 * block_bytes, 10)):
         assert config_of(dtype=dtype, kv_cache_memory=memory).num_blocks == num_blocks
-    with pytest.raises(OutOfMemoryError, match="2 blocks are the least; raise kv_cache_memory or lower block_size"):
+    with pytest.raises(
+        OutOfMemoryError, match=f"2 blocks are the least; it fits with kv_cache_memory={2 * block_bytes}"
+    ):
         config_of(dtype=dtype, kv_cache_memory=2 * block_bytes - 1)
-    # by default a quarter of the machine, or nine tenths of the GPU less the weights
-    spec = make_spec()
-    memory = 400 * block_bytes
-    assert config_of(spec, dtype=dtype, memory=memory).num_blocks == 100
-    weights = spec.num_parameters * num_bytes
-    on_gpu = config_of(spec, dtype=dtype, memory=memory, kind="cuda", token_budget=8)
-    assert on_gpu.num_blocks == int((0.9 * memory - weights) // block_bytes)
-    with pytest.raises(OutOfMemoryError, match="gets 0 bytes"):
-        config_of(spec, dtype=dtype, memory=weights, kind="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_positions", [MAX_POSITIONS, None])
+def test_by_default_the_cache_gets_its_share_of_what_all_else_leaves(
+    dtype: torch.dtype, max_positions: int | None
+) -> None:
+    spec, few = make_spec(max_positions), {"max_num_seqs": 60}
+    for device_bytes in (48 << 20, 60 << 20):
+        memory = memory_of(spec, memory=device_bytes, dtype=dtype)
+        config = resolve_engine_config(memory, **few)
+        kv_bytes = config.num_blocks * memory.block_bytes(16)
+        rest = memory.ledger(config).total_bytes - kv_bytes
+        assert kv_bytes <= (device_bytes - rest) / 2
+        assert kv_bytes > (device_bytes - rest) / 2 - 2 * memory.block_bytes(16)
+    for device_bytes in (60 << 20, 80 << 20):
+        memory = memory_of(spec, memory=device_bytes, dtype=dtype, kind="cuda")
+        config = resolve_engine_config(memory, max_num_seqs=400, token_budget=512)
+        assert 0 <= 0.9 * device_bytes - memory.ledger(config).total_bytes < 2 * memory.block_bytes(16)
+
+
+def test_a_window_bounds_what_a_sequence_can_use() -> None:
+    spec = make_spec(windows=[None, 100, None])
+    whole, of_window = -(-MAX_POSITIONS // 16), -(-99 // 16) + 1 + -(-31 // 16)
+    assert config_of(spec, max_num_seqs=5, token_budget=32).num_blocks == 1 + 5 * (whole + of_window)
+    # a chunk and a window longer than any sequence bound nothing
+    assert config_of(spec, max_num_seqs=5, token_budget=950).num_blocks == 1 + 5 * (whole + whole)
 
 
 def test_layers_of_different_windows_share_blocks_of_the_deepest_group() -> None:
@@ -109,7 +150,6 @@ def test_layers_of_different_windows_share_blocks_of_the_deepest_group() -> None
     assert (config.num_kv_groups, config.num_blocks) == (2, 3)
     with pytest.raises(OutOfMemoryError, match="3 blocks are the least"):
         config_of(spec, kv_cache_memory=3 * block_bytes - 1)
-    assert config_of(spec, max_num_seqs=5).num_blocks == 1 + 2 * 5 * 63
 
 
 def test_a_model_without_a_limit_takes_what_the_cache_holds() -> None:
@@ -159,6 +199,15 @@ def test_dtypes() -> None:
         ({"max_model_len": True}, "max_model_len=True"),
         ({"max_num_seqs": 513}, "max_num_seqs=513 is above token_budget=512"),
         ({"max_model_len": MAX_POSITIONS + 1}, "max_model_len=1001 is above the 1000 positions"),
+        ({"speculative": "eagle"}, "speculative='eagle': expected 'ngram', or None"),
+        ({"speculative": True}, "speculative=True: expected 'ngram', or None"),
+        ({"num_draft_tokens": 4}, "num_draft_tokens=4 needs speculative='ngram'"),
+        ({"speculative": "ngram", "num_draft_tokens": 0}, "num_draft_tokens=0: expected an integer of at least 1"),
+        (
+            {"speculative": "ngram", "num_draft_tokens": 8, "token_budget": 8},
+            "num_draft_tokens=8 drafts and the token before them take 9 places of a step, and token_budget=8 has fewer",
+        ),
+        ({"speculative": "ngram", "token_budget": 4}, "num_draft_tokens=4 drafts .* token_budget=4 has fewer"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:

@@ -262,8 +262,9 @@ def test_logits_that_are_not_numbers_end_only_their_request(llm: LLM, monkeypatc
     assert "NaN" in bad.error
 
 
-def test_a_step_that_fails_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = llm.generate(PROMPT, max_new_tokens=9, ignore_eos=True).token_ids
+def test_a_step_that_fails_loses_no_other_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [PROMPT, [8] * 70, [9, 5], *([index + 3] * 5 for index in range(8))]
+    expected = llm.generate(prompts, max_new_tokens=9, ignore_eos=True)
     forward = llm._engine.runner.forward
     hidden, num_calls = forward.hidden, 0
 
@@ -275,10 +276,33 @@ def test_a_step_that_fails_leaves_the_engine_usable(llm: LLM, monkeypatch: pytes
         return hidden(*arguments)
 
     monkeypatch.setattr(forward, "hidden", fails_once)
-    with pytest.raises(RuntimeError, match="a kernel failed"):
-        llm.generate([PROMPT, [8] * 70], max_new_tokens=9)
+    outputs = llm.generate(prompts, max_new_tokens=9, ignore_eos=True)
+    failed = [output.finish_reason == "error" for output in outputs]
+    assert any(failed)
+    assert not all(failed)
+    for output, has_failed, alone in zip(outputs, failed, expected, strict=True):
+        if has_failed:
+            assert output.error == "RuntimeError: a kernel failed"
+            assert output.token_ids == alone.token_ids[: len(output.token_ids)]
+        else:
+            assert output.token_ids == alone.token_ids
     assert_idle(llm)
-    assert llm.generate(PROMPT, max_new_tokens=9, ignore_eos=True).token_ids == expected
+    assert llm.generate(PROMPT, max_new_tokens=9, ignore_eos=True).token_ids == expected[0].token_ids
+
+
+def test_steps_that_all_fail_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments):  # type: ignore[no-untyped-def]
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(llm._engine.runner.forward, "hidden", fails)
+    outputs = llm.generate([PROMPT] * 20, max_new_tokens=9)
+    assert {output.finish_reason for output in outputs} == {"error"}
+    assert {output.error for output in outputs} == {
+        "out of memory, lower token_budget, max_num_seqs, max_model_len or kv_cache_memory when loading "
+        "(OutOfMemoryError: tried to allocate 3 GiB)"
+    }
+    stream = llm.stream(PROMPT, max_new_tokens=9)
+    assert [chunk.finish_reason for chunk in stream] == ["error"]
 
 
 # Streams
@@ -595,7 +619,7 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPat
         nonlocal num_calls
         num_calls += 1
         computed = hidden(*arguments)
-        if num_calls == 3:
+        if num_calls == 2:
             signal.raise_signal(signal.SIGINT)
             time.sleep(0)  # were it not held back, it would be raised here, with the step half done
             assert during

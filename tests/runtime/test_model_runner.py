@@ -53,7 +53,7 @@ class Bench:
     def __init__(self, *, token_budget: int, num_blocks: int = 200):
         self.model = CountingModel()
         inputs = InputBatch(
-            token_budget=token_budget, max_num_seqs=4, num_groups=1, max_blocks=80, block_size=4, device=CPU
+            token_budget=token_budget, max_num_seqs=4, max_rows=4, num_groups=1, max_blocks=80, block_size=4, device=CPU
         )
         forward = Forward(cast(CausalLM, self.model), Mock(spec=PagedKVCache))
         self.runner = ModelRunner(forward, inputs, Sampler(frozenset({VOCAB_SIZE - 1})))

@@ -177,7 +177,10 @@ def poison(llm: LLM) -> None:
     engine = llm._engine
     assert engine is not None
     inputs, scheduler = engine.runner.input_batch, engine.scheduler
-    for buffer in (inputs._packed, *inputs._staging):
+    steady = engine.runner.steady
+    if steady is None or scheduler._scheduled.decodes != steady._decodes:  # else the last batch becomes the next one
+        inputs._packed.fill_(0x7F)
+    for buffer in inputs._staging:
         buffer.fill_(0x7F)
     assert scheduler._scheduled is not None
     kept = {*scheduler.kv.pool.published, *(copy.source for copy in scheduler._scheduled.block_copies)}

@@ -2,6 +2,7 @@
 torch, and by the kernel."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,8 +16,10 @@ from fastgen.compile.target import Target
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import GenerationError
 from fastgen.runtime.request import Request
+from fastgen.runtime.response_format import ResponseFormat
 from fastgen.runtime.sampler import Sampler, prompt_logprobs, sampling_kernel
 from fastgen.runtime.sampling_params import SamplingParams
+from tests.runtime.scripted_matcher import ScriptedMatcher
 
 VOCAB = 60
 EOS = 7
@@ -86,7 +89,17 @@ def random_sequence(draw):
         "logprobs": draw.choice([None, 0, 1, 4]),
     }
     prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
-    return sequence(prompt, generated, index=draw.choice([0, 0, 2]), **fields)
+    made = sequence(prompt, generated, index=draw.choice([0, 0, 2]), **fields)
+    return allowing(made, draw.sample(range(VOCAB), draw.randint(1, VOCAB))) if draw.random() < 0.3 else made
+
+
+def allowing(made, token_ids):
+    """``made`` with a response format that allows so much."""
+    sampling = replace(made.request.sampling, ignore_eos=False, response_format=ResponseFormat("json_object"))
+    copy = Request(0, made.request.prompt_ids, sampling, arrival_s=0.0).sequences[made.index]
+    copy.token_ids[:] = made.token_ids
+    copy.matcher = ScriptedMatcher(token_ids, VOCAB)
+    return copy
 
 
 def token_by_definition(row, made):
@@ -101,7 +114,11 @@ def token_by_definition(row, made):
             scores[token_id] -= sampling.presence_penalty + sampling.frequency_penalty * generated.count(token_id)
         scores[token_id] += sampling.logit_bias.get(token_id, 0.0)
         ends = token_id in sampling.stop_token_ids or (token_id == EOS and not sampling.ignore_eos)
-        if ends and len(generated) < sampling.min_new_tokens:
+        if made.matcher is not None:
+            is_forbidden = not made.matcher.mask()[token_id // 32] >> token_id % 32 & 1
+        else:
+            is_forbidden = ends and len(generated) < sampling.min_new_tokens
+        if is_forbidden:
             scores[token_id] = -torch.inf
     if sampling.temperature == 0:
         return scores.argmax().item()
@@ -240,6 +257,20 @@ def test_min_new_tokens_may_leave_nothing_to_choose(token, new_sampler):
     assert "min_new_tokens" in new_sampler().sample(logits, [sequence([1], min_new_tokens=1)])[0].error
 
 
+def test_a_format_that_allows_nothing_fails_its_row_and_says_so(new_sampler):
+    logits = logits_of(5, 3)
+    nothing, one = allowing(sequence([1]), []), allowing(sequence([1], temperature=1.0), [41])
+    found = new_sampler().sample(logits, [nothing, one, sequence([2])])
+    assert "response_format allows none" in found[0].error
+    assert found[1].token_id == 41
+    assert found[2] == new_sampler().sample(logits[2:], [sequence([2])])[0]
+    logits[0, 3] = torch.nan
+    assert "NaN" in new_sampler().sample(logits, [nothing, one, one])[0].error
+    nothing.matcher.error = "it is too large"
+    logits[0, 3] = 0.0
+    assert new_sampler().sample(logits[:1], [nothing])[0].error == "response_format cannot be followed: it is too large"
+
+
 def test_logprobs_are_the_models_own_with_so_many_alternatives(new_sampler):
     logits = logits_of(6, 4)
     reference = logits.double().log_softmax(-1)
@@ -321,10 +352,10 @@ def test_what_is_kept_between_steps_changes_nothing():
     assert len(set(sequences[0].token_ids)) > 65
 
 
-def test_tokens_that_the_head_does_not_reach_are_left_out():
+def test_tokens_that_the_head_does_not_reach_are_left_out(new_sampler):
     fields = {"repetition_penalty": 1.5, "logit_bias": {VOCAB: 3.0, VOCAB + 9: 3.0}, "min_new_tokens": 2}
     made = sequence([1, VOCAB + 1], [2, VOCAB + 2], **fields)
-    found = Sampler([VOCAB + 3], cpp_kernel(VOCAB)).sample(logits_of(11), [made])
+    found = new_sampler([VOCAB + 3]).sample(logits_of(11), [made])
     reachable = sequence([1], [2], **{**fields, "logit_bias": {}})
     assert found == Sampler([EOS]).sample(logits_of(11), [reachable])
 

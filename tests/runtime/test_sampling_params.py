@@ -9,6 +9,7 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.outputs import GenerationOutput, RequestMetrics
+from fastgen.runtime.response_format import ResponseFormat
 from fastgen.runtime.sampling_params import SamplingParams, default_sampling, resolve_seed
 
 
@@ -17,7 +18,8 @@ def test_the_defaults_are_the_documented_ones():
         "max_new_tokens": 128, "min_new_tokens": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "logit_bias": {}, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
         "seed": None, "n": 1, "stop": (), "stop_token_ids": (), "ignore_eos": False, "logprobs": None,
-        "prompt_logprobs": None, "timeout_s": None, "priority": 0,
+        "prompt_logprobs": None, "timeout_s": None, "beam_width": 1, "length_penalty": 1.0, "early_stopping": False,
+        "priority": 0, "response_format": None,
     }  # fmt: skip
     assert SamplingParams().greedy
     assert not SamplingParams(temperature=1e-9).greedy
@@ -53,7 +55,14 @@ ACCEPTED = [
     ("logprobs", 0, 0),
     ("prompt_logprobs", 20, 20),
     ("timeout_s", 1e-3, 1e-3),
+    ("beam_width", np.int64(4), 4),
+    ("length_penalty", -10, -10.0),
+    ("early_stopping", True, True),
+    ("early_stopping", "never", "never"),
     ("priority", np.int64(-3), -3),
+    ("response_format", {"type": "text"}, None),
+    ("response_format", {"type": "regex", "pattern": "a+"}, ResponseFormat("regex", "a+")),
+    ("response_format", ResponseFormat("json_object"), ResponseFormat("json_object")),
 ]
 
 
@@ -97,7 +106,11 @@ REFUSED = {
     "logprobs": [-1, True, 1.0, "1"],
     "prompt_logprobs": [-1, True, 1.0, "1"],
     "timeout_s": [0, -1, True, "1", math.nan, math.inf],
+    "beam_width": [0, -1, 16385, *NOT_INTEGERS],
+    "length_penalty": [-10.01, 10.01, *NOT_NUMBERS],
+    "early_stopping": [0, 1, None, "true", "always", np.array(["never"])],
     "priority": NOT_INTEGERS,
+    "response_format": ["json_object", {}, {"type": 1}, {"type": "regex"}, 5],
 }
 
 
@@ -132,12 +145,6 @@ def test_an_unknown_field_is_refused_with_a_near_spelling(make, name, hint):
         make(**{name: 1})
 
 
-@pytest.mark.parametrize("name", ["beam_width", "length_penalty", "early_stopping", "response_format"])
-def test_fields_that_are_not_served_are_not_known(name):
-    with pytest.raises(InvalidArgumentError, match=f"'{name}' is not known"):
-        SamplingParams.from_fields(SamplingParams(), **{name: 1})
-
-
 def test_fields_replace_defaults_and_the_whole_is_checked():
     defaults = SamplingParams(temperature=0.7, max_new_tokens=10)
     made = SamplingParams.from_fields(defaults, top_p=0.9, max_new_tokens=5)
@@ -146,6 +153,20 @@ def test_fields_replace_defaults_and_the_whole_is_checked():
     assert SamplingParams.from_fields(defaults) == defaults
     with pytest.raises(InvalidArgumentError, match=r"min_new_tokens must be at most max_new_tokens \(10\), not 11"):
         SamplingParams.from_fields(defaults, min_new_tokens=11)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 0.7}, "beam_width=4 needs temperature=0, not 0.7: a beam search draws nothing"),
+        ({"stop": "x"}, "beam_width=4 does not go with stop strings; end beams with stop_token_ids"),
+        ({"n": 5}, "n=5 completions of beam_width=4 beams: ask for at most as many as there are beams"),
+    ],
+)
+def test_what_does_not_go_with_beams_is_refused(fields, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        SamplingParams(beam_width=4, **fields)
+    SamplingParams(beam_width=1, **fields)
 
 
 def test_parameters_are_values():
@@ -215,7 +236,13 @@ def test_an_output_leads_its_completions():
     def output(text, others=()):
         metrics = RequestMetrics(queue_s=0.1, ttft_s=None)
         return GenerationOutput(
-            text=text, token_ids=[1], finish_reason="length", prompt_token_ids=[2], metrics=metrics, others=others
+            request_id=0,
+            text=text,
+            token_ids=[1],
+            finish_reason="length",
+            prompt_token_ids=[2],
+            metrics=metrics,
+            others=others,
         )
 
     first = output("a", (output("b"), output("c")))

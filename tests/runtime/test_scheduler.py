@@ -172,8 +172,17 @@ def test_a_prompt_is_computed_for_the_first_sequence_and_shared_by_the_others():
     assert schedule.chunks[0].seq is third
     assert scheduler.kv.pool.capacity - scheduler.kv.pool.num_free == 2 + 1 + 1
     scheduler.finish(first)
-    schedule = step(scheduler)  # nobody is left to share with
-    assert [(chunk.seq, chunk.start, chunk.num_tokens) for chunk in schedule.chunks] == [(fourth, 0, 6)]
+    schedule = step(scheduler)  # any other will do
+    assert [(chunk.seq, chunk.start, chunk.num_tokens) for chunk in schedule.chunks] == [(fourth, 5, 1)]
+    assert fourth.block_tables[0][0] == third.block_tables[0][0]
+
+
+def test_with_nobody_left_to_share_with_the_prompt_is_computed_again():
+    scheduler = make(max_num_seqs=1, token_budget=16)
+    first, second = add(scheduler, 0, 6, n=2).request.sequences
+    step(scheduler)
+    scheduler.finish(first)
+    assert [(chunk.seq, chunk.start, chunk.num_tokens) for chunk in step(scheduler).chunks] == [(second, 0, 6)]
 
 
 def test_the_others_need_not_wait_for_a_sequence_that_is_gone():
@@ -361,49 +370,7 @@ def test_who_waits_long_is_admitted_before_urgent_ones_that_came_later() -> None
     assert order.index(low) == 5
 
 
-# Forks and drafts
-
-
-def test_a_fork_runs_at_once_on_shared_blocks() -> None:
-    scheduler = make(max_num_seqs=3)
-    parent = add(scheduler, 0, 6, n=3)
-    child, other = parent.request.sequences[1:]
-    for seq in (child, other):  # as if they had ended before
-        scheduler.finish(seq)
-    step(scheduler)
-    step(scheduler)
-    parent.token_ids.pop()
-    scheduler.fork(parent, child)
-    scheduler.check_integrity()
-    assert (child.token_ids, child.num_computed_tokens) == (parent.token_ids, 7)
-    parent.token_ids.append(8)
-    child.token_ids.append(9)
-    schedule = planned(scheduler)
-    assert taken(schedule) == [(0, 7, 1), (0, 7, 1)]
-    assert schedule.decodes == (parent, child)
-    assert [(each.table_index, each.source) for each in schedule.block_copies] == [(1, parent.block_tables[0][1])]
-    assert child.block_tables[0][0] == parent.block_tables[0][0]
-    assert child.block_tables[0][1] == schedule.block_copies[0].destination != parent.block_tables[0][1]
-    scheduler.commit(schedule)
-    scheduler.fork(child, parent)  # the parent's own answer is given up
-    assert parent.token_ids == child.token_ids
-    assert parent.block_tables == child.block_tables
-    parent.token_ids.append(1)
-    child.token_ids.append(2)
-    assert len(step(scheduler).entries) == 2
-
-
-def test_a_fork_without_a_seat_waits_and_is_computed_anew() -> None:
-    scheduler = make(max_num_seqs=1)
-    parent = add(scheduler, 0, 6, n=2)
-    child = parent.request.sequences[1]
-    scheduler.finish(child)
-    step(scheduler)
-    scheduler.fork(parent, child)
-    scheduler.check_integrity()
-    assert scheduler.waiting.head is child
-    scheduler.finish(parent)
-    assert taken(step(scheduler)) == [(0, 0, 7)]
+# Drafts
 
 
 def draft_scheduler(propose: Callable[[Sequence, int], SequenceOf[int]], **options: Any) -> Scheduler:

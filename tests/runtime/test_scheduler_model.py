@@ -41,10 +41,14 @@ class ModelSequence:
     seated: bool = False
     waits_for_first: bool = False
     was_preempted: bool = False
+    came_from_other: bool = False
+    """Until it has a token of its own, it ends in a block of that one's."""
+    has_run: bool = False
+    """Whether a step was committed since it was admitted."""
 
     @property
     def is_decode(self) -> bool:
-        return self.seated and self.computed >= self.num_prompt and self.num_tokens == self.computed + 1
+        return self.has_run and self.computed >= self.num_prompt and self.num_tokens == self.computed + 1
 
 
 @dataclass
@@ -90,6 +94,7 @@ class Model:
     def committed(self, key: Key, num_tokens: int) -> None:
         (seq,) = (s for s in self.sequences if s.key == key)
         seq.computed += num_tokens
+        seq.has_run = True
         if seq.key[1] == 0 and seq.computed >= seq.num_prompt:
             self.call_siblings(seq)
 
@@ -117,15 +122,13 @@ class Model:
         return self.num_groups * (num_more + self.writes_into_shared(seq))
 
     def writes_into_shared(self, seq: ModelSequence) -> bool:
-        """A sequence that came from another ends in a block of that one's, until it has a token of its own."""
-        return bool(seq.computed % self.block_size) and any(
-            other is not seq and seq.key[1] and seq.blocks[-1] in other.blocks for other in self.sequences
-        )
+        return bool(seq.computed % self.block_size) and seq.came_from_other
 
     def give(self, seq: ModelSequence, num_tokens: int) -> None:
         if self.writes_into_shared(seq):
             self.sources[seq.key] = seq.blocks[-1]
             seq.blocks[-1] = next(self.numbers)
+        seq.came_from_other = False
         while len(seq.blocks) < self.num_blocks(seq.computed + num_tokens):
             seq.blocks.append(next(self.numbers))
 
@@ -140,16 +143,20 @@ class Model:
     def preempt(self) -> Key:
         victim = self.seated()[-1]
         victim.seated, victim.computed, victim.blocks, victim.was_preempted = False, 0, [], True
+        victim.has_run = False
         self.sources.pop(victim.key, None)
         self.queued.append((victim, self.now_s))
         return victim.key
 
     def share(self, seq: ModelSequence) -> None:
-        """A further sequence of a request has what the first computed of the prompt, but its last token."""
-        first = next((s for s in self.sequences if s.key == (seq.key[0], 0)), None)
-        num_tokens = seq.num_prompt - 1
-        if seq.key[1] and first is not None and first.seated and 0 < num_tokens <= first.computed:
-            seq.computed, seq.blocks = num_tokens, first.blocks[: self.num_blocks(num_tokens)]
+        """It has what another sequence of its request has computed of the prompt, but for one token of its own."""
+        num_tokens = min(seq.num_prompt, seq.num_tokens - 1)
+        for other in self.sequences:
+            computed = other.computed if other.seated and other.key not in self.sources else 0
+            if other is not seq and other.key[0] == seq.key[0] and 0 < num_tokens <= computed:
+                seq.computed, seq.blocks = num_tokens, other.blocks[: self.num_blocks(num_tokens)]
+                seq.came_from_other = True
+                return
 
     def room(self, num_decodes: int, prompts: list[ModelSequence]) -> int:
         """The fewest passes, and the smallest size that can do it in so many; many passes fill the budget."""
@@ -209,7 +216,7 @@ class Model:
                     seq.seated = True
                 room -= given
             elif not seq.seated:
-                seq.computed, seq.blocks = 0, []
+                seq.computed, seq.blocks, seq.came_from_other = 0, [], False
                 if room:  # nobody passes it by, but who runs goes on
                     prompts_left = [s for s in prompts_left if s.seated]
                     continue
@@ -365,7 +372,9 @@ class History:
     def check_updates(self, schedule: Schedule) -> None:
         """What a step uploads is bounded, that of lost steps included, as long as nobody overtakes."""
         in_flight = self.num_groups * (self.budget // self.block_size + 2 * self.max_num_seqs)
-        shared = sum(len(table) for seq in self.scheduler.running if seq.index for table in seq.block_tables)
+        shared = sum(
+            len(table) for seq in self.scheduler.running if len(seq.request.sequences) > 1 for table in seq.block_tables
+        )
         assert len(schedule.block_updates) <= in_flight + shared
 
     def check_size(self, schedule: Schedule) -> None:

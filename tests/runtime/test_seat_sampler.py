@@ -16,9 +16,11 @@ from fastgen.compile.ops.sampling_triton import SamplingKernels
 from fastgen.compile.target import Target
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.response_format import ResponseFormat
 from fastgen.runtime.sampler import SampledToken, Sampler
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.seat_sampler import seat_sampler
+from fastgen.runtime.seat_sampler import SeatSampler, seat_sampler
+from tests.runtime.scripted_matcher import ScriptedMatcher
 
 VOCAB, EOS, NUM_SEATS = 60, 7, 4
 CPU = torch.device("cpu")
@@ -30,6 +32,8 @@ WAYS: list[dict[str, object]] = [
     {"logit_bias": {5: 2.0, 3: 1.0}, "min_new_tokens": 6, "presence_penalty": 1.0},
     {"temperature": 1.4, "min_p": 0.05, "logprobs": 3},
     {"temperature": 0.7, "min_new_tokens": 3},
+    {"response_format": ResponseFormat("json_object")},
+    {"response_format": ResponseFormat("json_object"), "temperature": 0.9, "top_k": 20, "logit_bias": {5: 2.0}},
 ]
 
 
@@ -42,8 +46,8 @@ class Bench:
     """A sampler of interpreted kernels, and the part of the model runner that serves it."""
 
     def __init__(self, loader: KernelLoader) -> None:
-        sizes = {"token_budget": NUM_SEATS, "max_num_seqs": NUM_SEATS, "max_blocks": 1, "block_size": 4}
-        self.inputs = InputBatch(num_groups=1, device=CPU, **sizes)
+        sizes = dict.fromkeys(("token_budget", "max_num_seqs", "max_rows"), NUM_SEATS)
+        self.inputs = InputBatch(num_groups=1, max_blocks=1, block_size=4, device=CPU, **sizes)
         target = Target(loader, max_rows=NUM_SEATS, max_num_seqs=NUM_SEATS)
         seats = seat_sampler(target, VOCAB, self.inputs)
         assert seats is not None
@@ -57,6 +61,7 @@ class Bench:
     def launch(self, logits: Tensor, sequences: list[Sequence]) -> None:
         """A row more than there are sequences is nobody's."""
         self.sampler.prepare(sequences)
+        self.sampler.constrain(sequences)
         seats, positions = self.inputs.sampled_rows(NUM_SEATS)
         seats.fill_(-1)
         seats[: len(sequences)] = torch.tensor([each.seat for each in sequences])
@@ -76,6 +81,8 @@ def sequence(seat: int, draw: random.Random, **fields: object) -> Sequence:
     prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
     made = Request(0, prompt, sampling, arrival_s=0.0).sequences[0]
     made.seat = seat
+    if sampling.response_format is not None:
+        made.matcher = ScriptedMatcher(draw.sample(range(VOCAB), 25), VOCAB)  # type: ignore[assignment]
     return made
 
 
@@ -144,6 +151,19 @@ def test_a_seat_is_told_of_its_sequence_once(loader: KernelLoader, monkeypatch: 
         assert told[3:] == [1, 3][:index], "greedy after greedy has nothing to be told"
 
 
+def test_sequences_may_draft_once_what_their_seat_knows_no_longer_changes() -> None:
+    draw = random.Random(2)
+    may_draft = [True, False, False, False, True, False, True, True]  # formats are the drafter's to refuse
+    assert [SeatSampler.can_draft(sequence(0, draw, **way)) for way in WAYS] == may_draft
+    late = sequence(0, draw, temperature=0.7, min_new_tokens=3)
+    may = []
+    for token_id in range(5):
+        may.append(SeatSampler.can_draft(late))
+        late.token_ids.append(token_id)
+    assert may == [False, False, False, True, True]
+
+
 def test_only_the_triton_target_samples_by_seats() -> None:
-    inputs = InputBatch(token_budget=1, max_num_seqs=1, num_groups=1, max_blocks=1, block_size=1, device=CPU)
+    ones = ("token_budget", "max_num_seqs", "max_rows", "num_groups", "max_blocks", "block_size")
+    inputs = InputBatch(device=CPU, **dict.fromkeys(ones, 1))
     assert seat_sampler(Target(), VOCAB, inputs) is None

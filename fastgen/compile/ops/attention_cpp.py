@@ -8,6 +8,7 @@ from torch import Tensor
 from fastgen.compile.build import Kernel
 from fastgen.compile.huge_pages import in_huge_pages
 from fastgen.compile.ops.attention_specs import AttentionShape
+from fastgen.compile.ops.packed_weight import LANES
 from fastgen.compile.spec import Argument, KernelSpec, Value
 
 
@@ -57,6 +58,22 @@ def empty_cpp_cache(
         return k, k[..., :latent_dim]
     v = in_huge_pages(size_bytes).view(dtype).view(num_blocks, num_kv_heads, block_size, head_dim)
     return k, v.transpose(1, 2)
+
+
+def scratch_bytes(shape: AttentionShape, arch: str, *, num_threads: int, num_tokens: int, length: int) -> int:
+    """At most what a kernel of :func:`cpp_attention_spec` holds by itself, after steps of ``num_tokens`` tokens over
+    sequences of up to ``length``: what each thread works on, and the parts of sequences that threads share.
+
+    As the templates have it: a task of ``8 · MAX_ROWS`` rows is shared out by segments of ``8 · TILE`` keys where they
+    are more than a quarter of a thread's share of all work, so fewer than ``4 · num_threads`` of them are.
+    """
+    lanes, most_rows = LANES[arch], 8 * {16: 6, 8: 2, 4: 4}[LANES[arch]]
+    tile, features = 4 * lanes, -(-shape.v_dim // lanes) * lanes
+    state = 4 * (2 * lanes + features)
+    rows = most_rows * (4 * (shape.head_dim + tile + 1) + 2 * state)
+    thread = rows + 4 * tile * (shape.head_dim + features)
+    num_rows = min(4 * num_threads * most_rows, num_tokens * shape.num_heads)
+    return num_threads * thread + -(-length // (8 * tile)) * num_rows * state
 
 
 class CppAttention:

@@ -113,6 +113,11 @@ _DECODES: dict[str, dict[int, Tiling]] = {
     "interpret": {1024: Tiling(16, 16, 4, 1, programs_per_sm=2)},
 }
 _DECODES |= {"sm_89": _DECODES["sm_86"], "sm_90": _DECODES["sm_80"], "sm_100": _DECODES["sm_80"]}
+# Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise.
+_CHUNKS_GATHERED = {"sm_90": {256: Tiling(64, 32, 8, 3)}}
+_DECODES_GATHERED = {
+    "sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4), 256: Tiling(16, 32, 4, 2, programs_per_sm=2)},
+}
 # fp32 dots are exact, without tensor cores, and their operands lie in registers.
 _CHUNKS_FP32, _DECODES_FP32 = Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1, programs_per_sm=1)
 
@@ -121,14 +126,14 @@ def chunk_tiling(shape: AttentionShape, arch: str) -> Tiling:
     """The default; an architecture that is not listed gets the smallest of NVIDIA's."""
     if shape.dtype == "fp32" and arch != "interpret":
         return _CHUNKS_FP32
-    return _smallest_that_holds(_CHUNKS.get(arch, _CHUNKS["sm_86"]), shape)
+    return _smallest_that_holds(_CHUNKS.get(arch, _CHUNKS["sm_86"]), _CHUNKS_GATHERED.get(arch, {}), shape)
 
 
 def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
     """The default; an architecture that is not listed gets the smallest of NVIDIA's."""
     if shape.dtype == "fp32" and arch != "interpret":
         return _DECODES_FP32
-    tiling = _smallest_that_holds(_DECODES.get(arch, _DECODES["sm_86"]), shape)
+    tiling = _smallest_that_holds(_DECODES.get(arch, _DECODES["sm_86"]), _DECODES_GATHERED.get(arch, {}), shape)
     largest = 64 if shape.head_dim <= 128 else 32
     block_m = min(max(16, _power_of_2(shape.group_size)), largest)
     if block_m == tiling.block_m:
@@ -136,11 +141,25 @@ def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
     return replace(tiling, block_m=block_m, num_warps=2 * tiling.num_warps, programs_per_sm=1)
 
 
-def _smallest_that_holds(tilings: dict[int, Tiling], shape: AttentionShape) -> Tiling:
+def candidate_tilings(default: Tiling) -> list[Tiling]:
+    """What is worth measuring beside a default, which comes first: KV tiles halved and doubled, a stage less and more,
+    and query tiles of half as many rows by half as many warps."""
+    found = [default]
+    if default.block_n > 16:
+        found.append(replace(default, block_n=default.block_n // 2))
+    found.append(replace(default, block_n=default.block_n * 2))
+    found += [replace(default, num_stages=stages) for stages in (default.num_stages - 1, default.num_stages + 1)]
+    if default.block_m > 32:
+        found.append(replace(default, block_m=default.block_m // 2, num_warps=max(4, default.num_warps // 2)))
+    return [tiling for tiling in found if tiling.num_stages > 0]
+
+
+def _smallest_that_holds(tilings: dict[int, Tiling], gathered: dict[int, Tiling], shape: AttentionShape) -> Tiling:
     size = max(shape.head_dim, shape.v_dim)
     if size > max(tilings):
         raise ValueError(f"{shape}: heads of more than {max(tilings)} features do not fit")
-    return tilings[min(limit for limit in tilings if limit >= size)]
+    limit = min(limit for limit in tilings if limit >= size)
+    return gathered.get(limit, tilings[limit]) if shape.block_size < tilings[limit].block_n else tilings[limit]
 
 
 @dataclass(frozen=True)

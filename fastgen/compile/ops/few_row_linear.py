@@ -19,6 +19,7 @@ from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 FewRowFormat = Literal["plain", "int8", "int4", "fp8"]
 MAX_ROWS = 64
 _LARGEST_FP8 = 448.0
+_NUM_SMS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_100": 148, "gfx942": 304, "interpret": 2}
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,11 @@ def row_tile(num_rows: int) -> int:
     if not 0 <= num_rows <= MAX_ROWS:
         raise ValueError(f"{num_rows} rows: few-row kernels take up to {MAX_ROWS}")
     return max(16, power_of_2(max(1, num_rows)))
+
+
+def usual_num_sms(arch: str) -> int:
+    """Multiprocessors of a usual GPU of ``arch``, by which the default splits features: the same for all of them."""
+    return _NUM_SMS.get(arch, _NUM_SMS["sm_80"])
 
 
 def default_split(shape: FewRowShape, num_rows: int, arch: str, num_sms: int) -> SplitK:

@@ -96,6 +96,13 @@ def linear_spec(
     )
 
 
+def linear_workspace_bytes(weight: WeightFormat, max_rows: int, max_in_features: int) -> int:
+    """Where a :class:`LinearKernel` of integer formats quantises rows; others need none."""
+    if weight not in ("int8", "int4"):
+        return 0
+    return max_rows * ((max_in_features // GROUP + 1) * (GROUP + 8) + 128)
+
+
 class LinearKernel:
     """Launches a kernel of :func:`linear_spec`: ``x Wᵀ + b``, in fp32 beside the weights.
 
@@ -110,8 +117,8 @@ class LinearKernel:
         self._arch = str(kernel.spec.parameters["arch"])
         self._names = [argument.name for argument in kernel.spec.arguments]
         self._max_rows, self._max_in_features = max_rows, max_in_features
-        row_bytes = (max_in_features // GROUP + 1) * (GROUP + 8) + 128 if self._format in ("int8", "int4") else 0
-        self._workspace = torch.empty(max_rows * row_bytes, dtype=torch.uint8)
+        size_bytes = linear_workspace_bytes(self._format, max_rows, max_in_features)
+        self._workspace = torch.empty(size_bytes, dtype=torch.uint8)
 
     def pack(self, out_features: int, in_features: int, *, num_groups: int = 1) -> PackedWeight:
         """An empty weight in the kernel's format."""

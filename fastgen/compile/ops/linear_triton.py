@@ -13,22 +13,28 @@ from fastgen.compile.ops.few_row_linear import (
     FewRowLinear,
     FewRowShape,
     FewRowWeight,
+    SplitK,
     default_split,
     few_row_specs,
     row_tile,
+    usual_num_sms,
 )
 from fastgen.compile.recording import library_call
 from fastgen.compile.spec import KernelSpec
 
 _TILES = (16, 32, 64)
-# Multiprocessors of a usual GPU of each architecture, by which features are split: the same kernels for all of them.
-_NUM_SMS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_100": 148, "gfx942": 304, "interpret": 2}
+
+
+def row_tiles(shape: FewRowShape, arch: str) -> list[tuple[int, SplitK]]:
+    """The numbers of rows that kernels are made for, and how each is cut where nothing was measured."""
+    return [(rows, default_split(shape, rows, arch, usual_num_sms(arch))) for rows in _TILES]
 
 
 class TritonLinear:
     """``x Wᵀ + b`` for any number of rows, the weights as they are stored.
 
-    Which kernel computes a call depends on its number of rows alone. ``get_workspace(numel)`` gives room in fp32 for
+    Which kernel computes a call depends on its number of rows alone. ``split_for(rows)`` says how those for up to so
+    many rows are cut, ``None`` where the library is to compute them. ``get_workspace(numel)`` gives room in fp32 for
     the parts of features that are split; calls run one after the other, so they may share it.
     """
 
@@ -37,15 +43,17 @@ class TritonLinear:
         shape: FewRowShape,
         load: Callable[[KernelSpec], Kernel],
         get_workspace: Callable[[int], Tensor],
+        split_for: Callable[[int], SplitK | None],
         *,
-        arch: str,
         needed_by: tuple[str, ...] = (),
     ):
         assert shape.weight == "plain", f"{shape}: weights in few bits are packed for few rows only"
         self._widens = shape.out_dtype not in ("", shape.dtype)
         self._few: dict[int, FewRowLinear] = {}
         for rows in _TILES:
-            split = default_split(shape, rows, arch, _NUM_SMS.get(arch, _NUM_SMS["sm_80"]))
+            if (split := split_for(rows)) is None:
+                assert not self._widens, f"{shape}: the library rounds to the weights' dtype"
+                continue
             specs = few_row_specs(shape, rows, split, needed_by=needed_by)
             reduce, workspace = None, None
             if specs.reduce is not None:
@@ -54,8 +62,9 @@ class TritonLinear:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """``x [T, in]``, ``weight [out, in]``, ``bias [out]``, ``out [T, out]``, contiguous."""
-        if len(x) <= MAX_ROWS:
-            self._few[row_tile(len(x))](x, FewRowWeight("plain", weight, None), bias, out)
+        few = self._few.get(row_tile(len(x))) if len(x) <= MAX_ROWS else None
+        if few is not None:
+            few(x, FewRowWeight("plain", weight, None), bias, out)
         elif self._widens:  # the library would round to the weights' dtype
             for start in range(0, len(x), MAX_ROWS):
                 rows = slice(start, start + MAX_ROWS)

@@ -53,7 +53,8 @@ class PackedWeight:
         self.out_features, self.in_features, self.num_groups = out_features, in_features, num_groups
         self._panel, self._lanes = PANELS[arch], LANES[arch]
         num_panels = num_groups * -(-out_features // self._panel)
-        self.panels = in_huge_pages(num_panels * self._panel_bytes()).view(num_panels, -1)
+        panel_bytes = _panel_bytes(weight_format, in_features, self._panel)
+        self.panels = in_huge_pages(num_panels * panel_bytes).view(num_panels, -1)
         self.scale = torch.zeros(num_panels * self._panel if weight_format in _SCALED else 0)
         self.bias = torch.zeros(num_panels * self._panel)
 
@@ -162,11 +163,23 @@ class PackedWeight:
             return panels.view(torch.int8).view(count, -1, panel, 4).transpose(1, 2)
         return panels.view(_FLOATS.get(self.format, torch.int8)).view(count, -1, panel).transpose(1, 2)
 
-    def _panel_bytes(self) -> int:
-        if self.format == "int4":
-            return -(-self.in_features // GROUP) * 18 * self._panel
-        step = 4 if self.format == "int8" else 1
-        return -(-self.in_features // step) * step * self._panel * _FLOATS.get(self.format, torch.int8).itemsize
+
+def packed_bytes(
+    weight_format: WeightFormat, out_features: int, in_features: int, arch: str, *, num_groups: int = 1
+) -> tuple[int, int]:
+    """What a :class:`PackedWeight` holds, told without making one: bytes of ``panels``, and of ``scale`` and ``bias``
+    together."""
+    panel = PANELS[arch]
+    num_panels = num_groups * -(-out_features // panel)
+    num_vectors = 2 if weight_format in _SCALED else 1
+    return num_panels * _panel_bytes(weight_format, in_features, panel), 4 * num_vectors * num_panels * panel
+
+
+def _panel_bytes(weight_format: WeightFormat, in_features: int, panel: int) -> int:
+    if weight_format == "int4":
+        return -(-in_features // GROUP) * 18 * panel
+    step = 4 if weight_format == "int8" else 1
+    return -(-in_features // step) * step * panel * _FLOATS.get(weight_format, torch.int8).itemsize
 
 
 def pack_nibbles(codes: Tensor, scale: Tensor, lanes: int, panel: int) -> Tensor:

@@ -25,6 +25,10 @@ _PHILOX_ROUNDS = 10
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _FP32 = torch.finfo(torch.float32)
+LOGPROBS_BYTES_PER_LOGIT = 32
+"""What :func:`log_probabilities` holds at its worst, its logits included."""
+REFERENCE_BYTES_PER_LOGIT = 48
+"""What adjusting and sampling hold at their worst, their logits included."""
 
 
 class RowStatus(IntEnum):
@@ -208,12 +212,19 @@ def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[
     """
     log_probs = logits.float().log_softmax(dim=-1)
     actual = log_probs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    return actual, *likeliest(log_probs, num_top)
+
+
+def likeliest(scores: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """The ``num_top`` largest of each row of ``scores [R, V]`` fp32, in falling order, and their ids, ``[R, num_top]``
+    fp32 and int64; among equals the lowest ids come first.
+    """
     if num_top == 0:
-        return actual, log_probs[:, :0], token_ids.new_empty(len(token_ids), 0)
+        return scores[:, :0], torch.empty(len(scores), 0, dtype=torch.int64, device=scores.device)
     # fp32 bits, those of negative numbers flipped, order as the numbers do; the id below them settles ties.
-    bits = log_probs.view(torch.int32)
+    bits = scores.view(torch.int32)
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    vocab_size = log_probs.shape[1]
-    ranks = order << 32 | torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    vocab_size = scores.shape[1]
+    ranks = order << 32 | torch.arange(vocab_size - 1, -1, -1, device=scores.device)
     top_ids = vocab_size - 1 - (ranks.topk(num_top, dim=-1).values & _MASK32)
-    return actual, log_probs.gather(1, top_ids), top_ids
+    return scores.gather(1, top_ids), top_ids

@@ -188,6 +188,11 @@ class SamplingKernels:
         if sampled_ids is not None:
             self._buffers["sampled_ids"] = sampled_ids
 
+    @property
+    def size_bytes(self) -> int:
+        """Of all its buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
     def buffer(self, name: str) -> Tensor:
         """One of those that the class describes. Raises ``KeyError`` for one that the specs leave out."""
         return self._buffers[name]

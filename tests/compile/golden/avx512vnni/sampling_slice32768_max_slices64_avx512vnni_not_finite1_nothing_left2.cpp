@@ -178,7 +178,7 @@ INLINE void store_some(float* to, f32v v, int64_t count) {
 // A token for each row of logits.
 //
 //   scan    is the row sound; its largest score                 all that a greedy row takes, in one read
-//   adjust  a copy, where lists say so; scanned again
+//   adjust  a copy, where lists or a mask say so; scanned again
 //   cut     the lowest score that top-k and top-p keep          by parting a list around pivots; nothing is sorted
 //   draw    the largest of score and noise, of what is kept     noise only where it can still win
 //
@@ -575,7 +575,7 @@ constexpr float MOST_NOISE = 16.64f, LEAST_NOISE = -2.82f;  // of 23 bits
 enum { TEMPERATURE, TAIL, LEAST, REPETITION, PRESENCE, FREQUENCY, NUM_REALS };
 enum {
     TOP_K, SEED, POSITION, SEQUENCE_INDEX,
-    FIRST_USE, NUM_USES, FIRST_BIAS, NUM_BIASES,
+    FIRST_USE, NUM_USES, FIRST_BIAS, NUM_BIASES, FIRST_MASK,
     NUM_TOP, FIRST_LOGPROB,
     NUM_INTEGERS
 };
@@ -653,11 +653,23 @@ void log_probabilities(Row& row, int64_t token, int64_t num_top, float* values, 
     }
 }
 
+// Takes the scores of tokens whose bit is 0.
+void forbid(float* scores, int64_t size, const int32_t* mask) {
+    for (int64_t begin = 0; begin < size; begin += 32) {
+        const uint32_t word = uint32_t(mask[begin / 32]);
+        if (word == ~0u) continue;
+        for (int64_t i = begin; i < std::min(begin + 32, size); ++i) {
+            if ((word >> (i - begin) & 1) == 0) scores[i] = -INFINITE;
+        }
+    }
+}
+
 // A token, or minus what is wrong with the row.
 int64_t choose(Row& row, const float* reals, const int64_t* integers, const int32_t* use_ids, const int32_t* uses,
-               const int32_t* bias_ids, const float* biases) {
+               const int32_t* bias_ids, const float* biases, const int32_t* masks) {
     if (!scan(row)) return -1;
-    if (integers[NUM_USES] + integers[NUM_BIASES] > 0 && row.best().peak > -INFINITE) {
+    const bool is_masked = integers[FIRST_MASK] >= 0;
+    if ((integers[NUM_USES] + integers[NUM_BIASES] > 0 || is_masked) && row.best().peak > -INFINITE) {
         std::memcpy(row.adjusted, row.scores, row.size * sizeof(float));
         for (int64_t i = integers[FIRST_USE]; i < integers[FIRST_USE] + integers[NUM_USES]; ++i) {
             float& score = row.adjusted[use_ids[i]];
@@ -670,6 +682,7 @@ int64_t choose(Row& row, const float* reals, const int64_t* integers, const int3
         for (int64_t i = integers[FIRST_BIAS]; i < integers[FIRST_BIAS] + integers[NUM_BIASES]; ++i) {
             row.adjusted[bias_ids[i]] += biases[i];
         }
+        if (is_masked) forbid(row.adjusted, row.size, masks + integers[FIRST_MASK]);
         row.scores = row.adjusted;
         scan(row);
     }
@@ -685,7 +698,7 @@ int64_t choose(Row& row, const float* reals, const int64_t* integers, const int3
 
 }  // namespace
 
-// logits [num_rows][vocab_size], reals [num_rows][NUM_REALS], integers [num_rows][NUM_INTEGERS]: a row's uses, biases and
+// logits [num_rows][vocab_size], reals [num_rows][NUM_REALS], integers [num_rows][NUM_INTEGERS]: a row's uses, biases, mask and
 // log-probabilities begin where its integers say; token_ids [num_rows]; workspaces [num_workspaces][workspace_size]
 extern "C" void sampling_slice32768_max_slices64_avx512vnni_not_finite1_nothing_left2(
     const float* __restrict logits,
@@ -695,6 +708,7 @@ extern "C" void sampling_slice32768_max_slices64_avx512vnni_not_finite1_nothing_
     const int32_t* __restrict uses,
     const int32_t* __restrict bias_ids,
     const float* __restrict biases,
+    const int32_t* __restrict masks,
     int64_t* __restrict token_ids,
     float* __restrict logprobs,
     int64_t* __restrict top_ids,
@@ -718,7 +732,7 @@ extern "C" void sampling_slice32768_max_slices64_avx512vnni_not_finite1_nothing_
         for (int64_t i; (i = next.fetch_add(1)) < num_rows;) {
             const int64_t* const of_row = integers + i * NUM_INTEGERS;
             row.scores = logits + i * vocab_size;
-            token_ids[i] = choose(row, reals + i * NUM_REALS, of_row, use_ids, uses, bias_ids, biases);
+            token_ids[i] = choose(row, reals + i * NUM_REALS, of_row, use_ids, uses, bias_ids, biases, masks);
             if (token_ids[i] < 0 || of_row[NUM_TOP] < 0) continue;
             row.scores = logits + i * vocab_size;
             const int64_t first = of_row[FIRST_LOGPROB];
@@ -737,13 +751,14 @@ extern "C" void sampling_slice32768_max_slices64_avx512vnni_not_finite1_nothing_
         reinterpret_cast<const int32_t*>(slots[4]), 
         reinterpret_cast<const int32_t*>(slots[5]), 
         reinterpret_cast<const float*>(slots[6]), 
-        reinterpret_cast<int64_t*>(slots[7]), 
-        reinterpret_cast<float*>(slots[8]), 
-        reinterpret_cast<int64_t*>(slots[9]), 
-        reinterpret_cast<float*>(slots[10]), 
-        int64_t(slots[11]), 
+        reinterpret_cast<const int32_t*>(slots[7]), 
+        reinterpret_cast<int64_t*>(slots[8]), 
+        reinterpret_cast<float*>(slots[9]), 
+        reinterpret_cast<int64_t*>(slots[10]), 
+        reinterpret_cast<float*>(slots[11]), 
         int64_t(slots[12]), 
         int64_t(slots[13]), 
-        int64_t(slots[14])
+        int64_t(slots[14]), 
+        int64_t(slots[15])
     );
 }

@@ -1,4 +1,4 @@
-# sampling_scan(V=1024, block=1024, slices=1, penalties=True, mask=False, bias=True, logprobs=False, enable_fp_fusion=False, num_warps=2) for triton
+# sampling_scan(V=1024, block=1024, slices=1, penalties=True, mask=True, bias=True, logprobs=False, enable_fp_fusion=False, num_warps=2) for triton
 
 import triton
 import triton.language as tl
@@ -44,7 +44,7 @@ def gumbel(word):
 
 
 @triton.jit
-def sampling_scan_v1024_block1024_slices1_penalties_bias(logits_ptr, seats_ptr, reals_ptr, integers_ptr, uses_ptr, bias_ptr, peaks_ptr, states_ptr, peak_ids_ptr, sums_ptr, list_counts_ptr):
+def sampling_scan_v1024_block1024_slices1_penalties_mask_bias(logits_ptr, seats_ptr, reals_ptr, integers_ptr, uses_ptr, mask_ptr, bias_ptr, peaks_ptr, states_ptr, peak_ids_ptr, sums_ptr, list_counts_ptr):
     """One slice of a row: its largest score, lowest id first, sums of exponentials, and whether all is finite."""
     row = tl.program_id(0) // SLICES
     part = tl.program_id(0).to(tl.int64)
@@ -67,6 +67,9 @@ def sampling_scan_v1024_block1024_slices1_penalties_bias(logits_ptr, seats_ptr, 
         score = score - tl.load(reals + PRESENCE) * (count > 0).to(tl.float32)
         score = score - tl.load(reals + FREQUENCY) * count
         score = tl.where(score > LARGEST, LARGEST, score)  # of a tiny repetition penalty; NaN stays NaN
+    if (adjusts & 2) != 0:
+        word = tl.load(mask_ptr + seat.to(tl.int64) * 32 + token // 32, inside, 0)
+        score = tl.where(((word >> (token % 32)) & 1) != 0, score, float("-inf"))
     if (adjusts & 4) != 0:
         score = score + tl.load(bias_ptr + seat.to(tl.int64) * V + token, inside, 0.0)
         score = tl.where(score > LARGEST, LARGEST, score)

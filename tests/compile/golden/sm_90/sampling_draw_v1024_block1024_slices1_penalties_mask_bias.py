@@ -1,4 +1,4 @@
-# sampling_draw(V=1024, block=1024, slices=1, penalties=True, mask=False, bias=True, enable_fp_fusion=False, num_warps=2) for triton
+# sampling_draw(V=1024, block=1024, slices=1, penalties=True, mask=True, bias=True, enable_fp_fusion=False, num_warps=2) for triton
 
 import triton
 import triton.language as tl
@@ -44,7 +44,7 @@ def gumbel(word):
 
 
 @triton.jit
-def sampling_draw_v1024_block1024_slices1_penalties_bias(logits_ptr, seats_ptr, reals_ptr, integers_ptr, positions_ptr, seeds_ptr, uses_ptr, bias_ptr, peaks_ptr, states_ptr, sums_ptr, drawn_ptr, drawn_ids_ptr, masses_ptr, list_keys_ptr, list_ids_ptr, list_counts_ptr):
+def sampling_draw_v1024_block1024_slices1_penalties_mask_bias(logits_ptr, seats_ptr, reals_ptr, integers_ptr, positions_ptr, seeds_ptr, uses_ptr, mask_ptr, bias_ptr, peaks_ptr, states_ptr, sums_ptr, drawn_ptr, drawn_ids_ptr, masses_ptr, list_keys_ptr, list_ids_ptr, list_counts_ptr):
     """One slice of a drawn row. Without top-k and top-p it draws among its own tokens. Else it appends those that may
     be kept to the row's list, in no particular order: what follows does not depend on it.
     """
@@ -74,6 +74,9 @@ def sampling_draw_v1024_block1024_slices1_penalties_bias(logits_ptr, seats_ptr, 
         score = score - tl.load(reals + PRESENCE) * (count > 0).to(tl.float32)
         score = score - tl.load(reals + FREQUENCY) * count
         score = tl.where(score > LARGEST, LARGEST, score)  # of a tiny repetition penalty; NaN stays NaN
+    if (adjusts & 2) != 0:
+        word = tl.load(mask_ptr + seat.to(tl.int64) * 32 + token // 32, inside, 0)
+        score = tl.where(((word >> (token % 32)) & 1) != 0, score, float("-inf"))
     if (adjusts & 4) != 0:
         score = score + tl.load(bias_ptr + seat.to(tl.int64) * V + token, inside, 0.0)
         score = tl.where(score > LARGEST, LARGEST, score)

@@ -1,0 +1,106 @@
+"""The memory that an engine really holds, part by part, beside what its ledger says: exact sizes of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastgen.compile.ops.linear import LinearKernel
+from fastgen.compile.ops.packed_weight import PackedWeight
+from fastgen.layers.embedding import EmbeddingTable
+from fastgen.layers.latent_attention import HeadLinear
+from fastgen.layers.linear import Linear
+from fastgen.layers.moe import GroupedLinear
+from fastgen.layers.rotary import Rotary
+from fastgen.runtime.engine import Engine
+
+
+def held_bytes(engine: Engine) -> dict[str, int]:
+    """By the names of the ledger's rows."""
+    runner = engine.runner
+    forward, inputs, sampler = runner.forward, runner.input_batch, runner.sampler
+    held = {**_weights(runner.model), "KV cache": runner.kv_cache.size_bytes}
+    static = vars(forward)
+    if "_pool" in static:
+        held["activations"] = static["_pool"].size_bytes
+        held["results"] = static["_hidden"].nbytes + static["_logits"].nbytes
+    held["block tables"] = inputs._flat_tables.nbytes
+    held["inputs"] = _bytes([inputs._packed, *inputs._staging, inputs.sampled_ids])
+    held["kernels' workspaces"] = _workspaces(runner.model)
+    held["sampling"] = 0
+    for kernel in (sampler.kernel, sampler.seats and sampler.seats._kernels):
+        if kernel is not None:
+            own = vars(kernel).values()
+            tensors = [each for value in own for each in (value.values() if isinstance(value, dict) else [value])]
+            flat = [each for value in tensors for each in (value if isinstance(value, tuple) else [value])]
+            held["sampling"] += _bytes(each for each in flat if isinstance(each, Tensor))
+    return held
+
+
+def _weights(model: nn.Module) -> dict[str, int]:
+    held = dict.fromkeys(("embedding and head", "matrices", "norms", "rotary tables"), 0)
+    for module in model.modules():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        size = _bytes(each for each in own if each is not None)
+        packed = getattr(module, "packed", None)
+        size += packed.size_bytes if isinstance(packed, PackedWeight) else 0
+        if isinstance(module, EmbeddingTable):
+            held["embedding and head"] += size
+        elif isinstance(module, Linear | GroupedLinear | HeadLinear):
+            held["matrices"] += size
+        elif isinstance(module, Rotary):
+            held["rotary tables"] += size
+        else:
+            held["norms"] += size
+    return held
+
+
+def _workspaces(model: Any) -> int:
+    """Of tensors; what the C++ kernels hold by themselves nobody sees from here."""
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        kernel = getattr(module, "kernel", None)
+        if isinstance(kernel, LinearKernel):
+            found[id(kernel)] = kernel._workspace
+    plans = [each for plan in model.plans for each in vars(plan).values() if isinstance(each, Tensor)]
+    return _bytes(found.values()) + _bytes(plans)
+
+
+def _bytes(tensors: Any) -> int:
+    """Of their memory, what they share once."""
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+class AllocationPeak(TorchDispatchMode):
+    """The most bytes that tensors made within took at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for each in _tensors(result):
+            storage = each.untyped_storage()
+            if storage._cdata not in before and storage._cdata not in self._alive:
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self._alive.values()))
+        return result
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)

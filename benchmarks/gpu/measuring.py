@@ -1,0 +1,177 @@
+"""What the parts of the GPU benchmark share: the device, its clock, and what it can do at most.
+
+A *part* is a module of this folder with a function ``measure(bench)`` that yields rows, plain dictionaries: a ``case``
+by name, ``seconds``, and what fraction of the machine's own limits that is.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import triton
+
+from fastgen.compile import device as devices
+from fastgen.compile.build_triton import TritonBuilder, triton_arch
+from fastgen.compile.loader import KernelLoader
+
+Row = dict[str, Any]
+Rows = Iterator[Row]
+
+_CACHE_BYTES = 512 << 20  # more than any GPU caches
+_REPEATED_MS = 20  # that a case is replayed for, ten times over
+_CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
+
+
+class GateError(Exception):
+    """An answer is wrong, so nothing is measured."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this machine reaches: bytes read and written a second by a copy, FLOP/s of a large bf16 GEMM."""
+
+    copy_bytes_per_s: float
+    gemm_flops_per_s: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a part measures. ``toy``: on a CPU with interpreted kernels, to run the code; times mean nothing there."""
+
+    device: devices.Device
+    loader: KernelLoader
+    limits: Limits
+    toy: bool
+
+    @property
+    def where(self) -> torch.device:
+        return self.device.torch_device
+
+    @property
+    def num_sms(self) -> int:
+        return self.device.num_sms or 2
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """The median time of a call, replayed from a CUDA graph, so that launching from Python is no part of it."""
+        if self.toy:
+            return once(run)
+        return float(triton.testing.do_bench_cudagraph(run, rep=_REPEATED_MS, return_mode="median")) / 1e3
+
+    def rotated_seconds(self, runs: list[Callable[[], Any]]) -> float:
+        """The median time of one of ``runs``, which do the same in buffers of their own, one after the other."""
+
+        def run_all() -> None:
+            for run in runs:
+                run()
+
+        run_all()
+        return self.seconds(run_all) / len(runs)
+
+    def num_copies(self, num_bytes: int) -> int:
+        """Of buffers of so many bytes, so that caches do not hold them from one round to the next."""
+        return 2 if self.toy else 1 + min(64, _CACHE_BYTES // num_bytes)
+
+    def attempt(self, case: str, measure: Callable[[], Row]) -> Row:
+        """The row of a case, or one that says why there is none."""
+        try:
+            return {"case": case, **measure()}
+        except GateError:
+            raise
+        except Exception as error:
+            return {"case": case, "error": f"{type(error).__name__}: {error}"}
+        finally:
+            if not self.toy:
+                torch.cuda.empty_cache()
+
+
+def make_bench(*, toy: bool) -> Bench:
+    if toy:
+        return Bench(devices.current("cpu"), KernelLoader(TritonBuilder("interpret")), Limits(1e9, 1e9), toy=True)
+    device = devices.current("cuda")
+    limits = _machine_limits()
+    torch.cuda.empty_cache()
+    return Bench(device, KernelLoader(TritonBuilder(triton_arch(device))), limits, toy=False)
+
+
+def _machine_limits() -> Limits:
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    product = torch.empty_like(a)
+
+    def median(run: Callable[[], Any]) -> float:
+        return float(triton.testing.do_bench_cudagraph(run, rep=_REPEATED_MS, return_mode="median")) / 1e3
+
+    return Limits(
+        copy_bytes_per_s=2 * source.numel() / median(lambda: target.copy_(source)),
+        gemm_flops_per_s=2 * 8192**3 / median(lambda: torch.mm(a, b, out=product)),
+    )
+
+
+def once(run: Callable[[], Any]) -> float:
+    """Seconds of one call on the host's clock."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def clocked(owner: Any, name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Within the block, what calls of ``owner.name`` take is added up under ``name``, the device's work included."""
+    call = getattr(owner, name)
+
+    def clocked_call(*given: Any, **named: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return call(*given, **named)
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+    setattr(owner, name, clocked_call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, call)
+
+
+def about_machine(*, toy: bool) -> Row:
+    """What is measured on, and with."""
+    device = devices.current("cpu" if toy else "cuda")
+    packages = {name: _version(name) for name in ("fastgen", "torch", "triton", "transformers")}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device.name,
+        "capability": device.capability,
+        "num_sms": device.num_sms,
+        "memory_bytes": device.memory_bytes,
+        "toy": toy,
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **packages},
+    }
+
+
+def clocks() -> dict[str, str] | None:
+    """Of the first GPU, in MHz, W and °C, as its driver tells them; ``None`` where it does not."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(zip(_CLOCKS, (value.strip() for value in found.split(",")), strict=False))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,56 @@
+"""One part, in this process: `python -m benchmarks.gpu.part NAME [--toy]` prints its rows as JSON, one a line.
+
+The first line is about the machine's limits at that moment. An error ends the part with a line that tells it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+
+from benchmarks.gpu.measuring import Bench, Row, Rows, clocks, make_bench
+
+PARTS: dict[str, tuple[str, float]] = {
+    "tests": ("gpu_tests", 90),
+    "decode": ("steps", 180),
+    "splitfuse": ("splitfuse", 110),
+    "transformers": ("transformers_batching", 130),
+    "attention": ("attention", 100),
+    "start": ("start", 180),
+    "elementwise": ("elementwise", 60),
+    "linear": ("few_row_linear", 120),
+    "moe": ("moe", 90),
+    "sampling": ("sampling", 60),
+}
+"""By name: the module, and the seconds that it may take at most. In the order in which they are run."""
+
+
+def run(name: str, *, toy: bool, say: Callable[[Row], None]) -> bool:
+    """Runs a part and hands each row to ``say``; whether it came to its end."""
+    module, _ = PARTS[name]
+    try:
+        bench = make_bench(toy=toy)
+        say({"limits": asdict(bench.limits), "clocks": None if toy else clocks()})
+        for row in _rows(module, bench):
+            say(row)
+    except Exception as error:
+        say({"error": f"{type(error).__name__}: {error}"})
+        return False
+    return True
+
+
+def _rows(module: str, bench: Bench) -> Rows:
+    rows: Rows = importlib.import_module(f"benchmarks.gpu.{module}").measure(bench)
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    ended = run(arguments[0], toy="--toy" in arguments, say=lambda row: print(json.dumps(row), flush=True))
+    return 0 if ended else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

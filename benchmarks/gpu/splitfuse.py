@@ -1,0 +1,96 @@
+"""The steady state of Dynamic SplitFuse: prompts of about 2600 tokens, answers of about 60, a Llama-2-7B shape.
+
+A closed loop: so many requests are in flight, and each that is answered makes room for the next. The clock starts when
+as many as are in flight have been answered. A row every ten seconds tells of all the time since then, so that a run
+that is cut short keeps what it has. ``fraction_of_gemm`` counts the operations of the tokens of answered requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+
+from benchmarks.gpu.llama import LLAMA_2_7B, TOY, LlamaShape, kv_tokens_that_fit, llama_engine, llama_spec, submit
+from benchmarks.gpu.measuring import Bench, Row, Rows
+from benchmarks.gpu.workload import lengths
+from fastgen.runtime.engine import Engine
+from fastgen.runtime.generation import Generation
+
+IN_FLIGHT, TOKEN_BUDGET = 32, 2048
+_SECONDS, _ROW_SECONDS = 60.0, 10.0
+
+
+def measure(bench: Bench) -> Rows:
+    shape, in_flight, budget = (TOY, 2, 4) if bench.toy else (LLAMA_2_7B, IN_FLIGHT, TOKEN_BUDGET)
+    kv_tokens = 200 if bench.toy else min(kv_tokens_that_fit(shape, bench.device), in_flight * shape.max_positions)
+    engine = llama_engine(shape, bench.device, kv_tokens=kv_tokens, max_num_seqs=in_flight, token_budget=budget)
+    loop = ClosedLoop(engine, shape, in_flight, toy=bench.toy)
+    while loop.num_finished < in_flight:
+        loop.step()
+    loop.forget()
+    for _ in range(1 if bench.toy else round(_SECONDS / _ROW_SECONDS)):
+        loop.run(0.0 if bench.toy else _ROW_SECONDS)
+        yield {"case": f"{in_flight} in flight, {loop.seconds:.0f} s", **loop.found(bench), "kv_tokens": kv_tokens}
+
+
+class ClosedLoop:
+    """Keeps ``in_flight`` requests in the engine. Times are of requests answered since :meth:`forget`."""
+
+    def __init__(self, engine: Engine, shape: LlamaShape, in_flight: int, *, toy: bool):
+        self._engine, self._shape, self._in_flight = engine, shape, in_flight
+        self._lengths, self._seeds = lengths(shape, toy=toy), itertools.count()
+        self._open: list[Generation] = []
+        self.forget()
+
+    def forget(self) -> None:
+        self._finished: list[Generation] = []
+        self._step_seconds: list[float] = []
+        self.seconds = 0.0
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._finished)
+
+    def run(self, seconds: float) -> None:
+        """Until that much time has gone by, and a request at least is answered."""
+        end = self.seconds + seconds
+        while self.seconds < end or not self._finished:
+            self.step()
+
+    def step(self) -> None:
+        start = time.perf_counter()
+        while len(self._open) < self._in_flight:
+            self._open += submit(self._engine, [next(self._lengths)], next(self._seeds))
+        stepped = time.perf_counter()
+        self._engine.step()
+        end = time.perf_counter()
+        self._step_seconds.append(end - stepped)
+        self.seconds += end - start
+        self._finished += [each for each in self._open if each.finished]
+        self._open = [each for each in self._open if not each.finished]
+
+    def found(self, bench: Bench) -> Row:
+        outputs = [each.output() for each in self._finished]
+        spec = llama_spec(self._shape)
+        sizes = [(len(each.prompt_token_ids), len(each.token_ids)) for each in outputs]
+        flops = sum(tokens * spec.flops_per_token(tokens // 2) for tokens in map(sum, sizes))
+        gaps = [gap for each in outputs for gap in each.metrics.gaps_s]
+        return {
+            "seconds": self.seconds,
+            "requests_per_s": len(outputs) / self.seconds,
+            "fraction_of_gemm": flops / self.seconds / bench.limits.gemm_flops_per_s,
+            "requests": len(outputs),
+            "tokens_per_s": sum(map(sum, sizes)) / self.seconds,
+            "step_seconds": _percentiles(self._step_seconds),
+            "ttft_seconds": _percentiles([each.metrics.ttft_s or 0.0 for each in outputs]),
+            "gap_seconds": _percentiles(gaps),
+            "preemptions": sum(each.metrics.preemptions for each in outputs),
+        }
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    if len(values) < 2:
+        return {}
+    found = statistics.quantiles(values, n=100, method="inclusive")
+    return {f"p{each}": found[each - 1] for each in (50, 90, 95, 99)}

@@ -1,0 +1,39 @@
+"""One start of an engine, up to its first token: prints the seconds of each stage as JSON. See :mod:`…start`."""
+
+import time
+
+BEGIN = time.perf_counter()  # before anything is imported
+
+import json  # noqa: E402
+import sys  # noqa: E402
+
+from benchmarks.gpu.llama import LLAMA_2_7B, TOY, llama_engine, submit  # noqa: E402
+from benchmarks.gpu.measuring import clocked  # noqa: E402
+from fastgen.compile import device as devices  # noqa: E402
+from fastgen.compile.target import Target  # noqa: E402
+from fastgen.runtime import assembly  # noqa: E402
+from fastgen.runtime.forward import CapturedForward  # noqa: E402
+
+
+def main(*, toy: bool) -> dict[str, float]:
+    seconds = {"import": time.perf_counter() - BEGIN}
+    shape, device = (TOY, devices.current("cpu")) if toy else (LLAMA_2_7B, devices.current("cuda"))
+    sizes = {"max_num_seqs": 2, "token_budget": 4} if toy else {"max_num_seqs": 256, "token_budget": 2048}
+    start = time.perf_counter()
+    with (
+        clocked(Target, "build", seconds),
+        clocked(assembly, "load_weights", seconds),
+        clocked(CapturedForward, "capture", seconds),
+    ):
+        engine = llama_engine(shape, device, kv_tokens=200 if toy else 40_000, **sizes)
+    seconds["engine"] = time.perf_counter() - start
+    start = time.perf_counter()
+    (generation,) = submit(engine, [(5, 1)], seed=0)
+    while not generation.finished:
+        engine.step()
+    seconds["first_token"] = time.perf_counter() - start
+    return seconds
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(toy="--toy" in sys.argv[1:])))

@@ -1,0 +1,73 @@
+"""``fastgen why``, ``replay`` and ``timeline``: what became of requests, told from a recording alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fastgen.runtime.replay import Difference
+
+RecordingFile = Annotated[Path, typer.Argument(metavar="FILE", help="A recording, from LLM.save_recording.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
+
+
+def why(
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Its request_id; 3.1 is request 3's completion 1.")],
+    recording: Annotated[
+        Path, typer.Option(metavar="FILE", help="A recording, from LLM.save_recording.", show_default=False)
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Tell where the time of REQUEST went: queue, own computing, company, preemptions, gaps."""
+    from fastgen.runtime.flight_file import read_recording
+    from fastgen.runtime.why import why as find_facts
+    from fastgen.runtime.why_text import tell
+
+    facts = find_facts(read_recording(recording), request)
+    print(json.dumps(asdict(facts)) if as_json else tell(facts))
+
+
+def replay(recording: RecordingFile, as_json: AsJson = False) -> None:
+    """Run the scheduler again over FILE and compare every decision. Exit status 1 where one differs."""
+    from fastgen.runtime.flight_file import read_recording
+    from fastgen.runtime.replay import first_difference
+
+    found = read_recording(recording)
+    difference = first_difference(found)
+    if as_json:
+        facts = {"steps": len(found.steps), "equal": difference is None}
+        print(json.dumps(facts | ({} if difference is None else {"difference": asdict(difference)})))
+    elif difference is None:
+        print(f"{len(found.steps):,} steps of {len(found.arrivals):,} requests: every decision is the same")
+    else:
+        print("\n".join(_difference_lines(difference)))
+    if difference is not None:
+        sys.exit(1)
+
+
+def timeline(
+    recording: RecordingFile,
+    out: Annotated[Path, typer.Option(metavar="PICTURE", help="A .png or .svg file to write.", show_default=False)],
+) -> None:
+    """Draw FILE: tokens and time of the steps, who ran and waited, preemptions, and who held which block."""
+    from fastgen.runtime.flight_file import read_recording
+    from fastgen.runtime.timeline_picture import draw
+
+    draw(read_recording(recording), out)
+
+
+def _difference_lines(difference: Difference) -> list[str]:
+    number = difference.recorded.step
+    if difference.replayed is None:
+        return [f"step {number:,} was recorded, but now nothing is left to schedule"]
+    lines = [f"step {number:,} is the first that differs"]
+    for name in difference.fields:
+        recorded, replayed = getattr(difference.recorded, name), getattr(difference.replayed, name)
+        lines += [f"  {name}", f"    recorded {json.dumps(recorded)}", f"    now      {json.dumps(replayed)}"]
+    return lines

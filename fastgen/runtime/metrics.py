@@ -1,0 +1,192 @@
+"""What an engine counts while it runs. Plain numbers; whoever exports them prefixes the names with ``fastgen_``.
+
+Names follow Prometheus: a counter ends in ``_total``, a histogram of times in ``_seconds``, the rest are gauges.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.prefix_cache import PrefixCacheStatistics
+
+if TYPE_CHECKING:
+    from fastgen.runtime.recorder import StepRecord
+    from fastgen.runtime.schedule import Schedule
+    from fastgen.runtime.scheduler import Scheduler
+
+# Two bounds an octave apart hold all times within a factor of two, from a step on a GPU to a long wait.
+STEP_BOUNDS_S = tuple(2.0**power for power in range(-13, 4))
+"""From 0.12 ms to 8 s."""
+REQUEST_BOUNDS_S = tuple(2.0**power for power in range(-10, 11))
+"""From 1 ms to 17 min."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """How many values fell below each bound. ``counts[i]`` are those above ``bounds[i - 1]`` and up to ``bounds[i]``;
+    the last one counts those above all bounds.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float | None:
+        return self.sum / self.count if self.count else None
+
+    def quantile(self, share: float) -> float | None:
+        """The least bound that ``share`` of the values do not exceed; infinity above all bounds, ``None`` of none."""
+        wanted = share * self.count
+        bounds = zip((*self.bounds, float("inf")), accumulate(self.counts), strict=True)
+        return next(bound for bound, count in bounds if count >= wanted) if self.count else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """A snapshot. Totals count since the model was loaded; times are seconds of the engine's clock."""
+
+    sequences_running: int
+    sequences_waiting: int
+    requests_total: int
+    """Submitted."""
+    sequences_finished_total: Mapping[FinishReason, int]
+    prompt_tokens_total: int
+    """Of the requests submitted."""
+    generation_tokens_total: int
+    computed_tokens_total: int
+    """Forwarded by steps: of prompts, of answers, and once more after preemptions."""
+    padding_tokens_total: int
+    """Forwarded for nobody, to fill a step up to its captured size."""
+    prefix_cache_lookup_tokens_total: int
+    """Of the sequences that were looked up in the prefix cache when they were admitted, or again after a preemption."""
+    prefix_cache_hit_tokens_total: int
+    """Those found there, and so not computed."""
+    prefix_cache_evictions_total: int
+    """Blocks whose contents were given up for others."""
+    preemptions_total: int
+    kv_blocks: int
+    """Blocks of the KV cache."""
+    kv_blocks_held: int
+    kv_blocks_cached: int
+    """Of those that no sequence holds: blocks whose contents the prefix cache may use again."""
+    step_seconds: Mapping[int, Histogram]
+    """Whole steps, by the captured size that their tokens fit in."""
+    queue_seconds: Histogram
+    """From submission until the first of a request's tokens was scheduled."""
+    ttft_seconds: Histogram
+    """From submission to the first token of a sequence."""
+    gap_seconds: Histogram
+    """Between one token of a sequence and the next."""
+    request_seconds: Histogram
+    """From submission until the last sequence of a request had ended."""
+
+
+class EngineMetrics:
+    """The counters behind :class:`Metrics`, which the engine moves on."""
+
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
+        self._requests = self._prompt_tokens = self._generation_tokens = 0
+        self._computed_tokens = self._padding_tokens = self._preemptions = 0
+        self._finished: Counter[FinishReason] = Counter()
+        self._steps: dict[int, _Tally] = {}
+        self._queue, self._ttft = _Tally(REQUEST_BOUNDS_S), _Tally(REQUEST_BOUNDS_S)
+        self._gap, self._request = _Tally(STEP_BOUNDS_S), _Tally(REQUEST_BOUNDS_S)
+
+    def arrived(self, num_prompt_tokens: int) -> None:
+        """A request was queued."""
+        self._requests += 1
+        self._prompt_tokens += num_prompt_tokens
+
+    def scheduled(self, num_preempted: int) -> None:
+        """A step was scheduled, whether or not it runs to its end."""
+        self._preemptions += num_preempted
+
+    def left_queue(self, seconds: float) -> None:
+        """A request's first token was scheduled, so long after it came."""
+        self._queue.add(seconds)
+
+    def gave_token(self, arrival_s: float, token_times_s: list[float]) -> None:
+        """A sequence was given a token; these are the times of all it has."""
+        self._generation_tokens += 1
+        if len(token_times_s) == 1:
+            self._ttft.add(token_times_s[0] - arrival_s)
+        else:
+            self._gap.add(token_times_s[-1] - token_times_s[-2])
+
+    def gave_answer(self, arrival_s: float, token_times_s: list[float]) -> None:
+        """A beam search gave a sequence all of its tokens at once, found at these times."""
+        self._generation_tokens += len(token_times_s)
+        for first_s in token_times_s[:1]:
+            self._ttft.add(first_s - arrival_s)
+        for earlier_s, later_s in pairwise(token_times_s):
+            self._gap.add(later_s - earlier_s)
+
+    def stepped(self, schedule: Schedule, step: StepRecord) -> None:
+        """A step was run to its end."""
+        assert step.ended_s is not None
+        self._computed_tokens += schedule.num_tokens
+        self._padding_tokens += step.num_padding
+        if schedule.size not in self._steps:
+            self._steps[schedule.size] = _Tally(STEP_BOUNDS_S)
+        self._steps[schedule.size].add(step.ended_s - step.began_s)
+
+    def finished(self, reason: FinishReason, request_s: float | None) -> None:
+        """A sequence ended; with it its whole request, after ``request_s``, or not."""
+        self._finished[reason] += 1
+        if request_s is not None:
+            self._request.add(request_s)
+
+    def snapshot(self) -> Metrics:
+        scheduler, pool = self._scheduler, self._scheduler.kv.pool
+        cache = scheduler.kv.prefix_cache
+        prefix_cache = PrefixCacheStatistics() if cache is None else cache.statistics
+        return Metrics(
+            sequences_running=len(scheduler.running),
+            sequences_waiting=scheduler.num_waiting,
+            requests_total=self._requests,
+            sequences_finished_total=dict(self._finished),
+            prompt_tokens_total=self._prompt_tokens,
+            generation_tokens_total=self._generation_tokens,
+            computed_tokens_total=self._computed_tokens,
+            padding_tokens_total=self._padding_tokens,
+            prefix_cache_lookup_tokens_total=prefix_cache.lookup_tokens,
+            prefix_cache_hit_tokens_total=prefix_cache.hit_tokens,
+            prefix_cache_evictions_total=prefix_cache.evictions,
+            preemptions_total=self._preemptions,
+            kv_blocks=pool.capacity,
+            kv_blocks_held=pool.capacity - pool.num_free,
+            kv_blocks_cached=pool.num_cached,
+            step_seconds={size: tally.histogram() for size, tally in sorted(self._steps.items())},
+            queue_seconds=self._queue.histogram(),
+            ttft_seconds=self._ttft.histogram(),
+            gap_seconds=self._gap.histogram(),
+            request_seconds=self._request.histogram(),
+        )
+
+
+class _Tally:
+    """A histogram that grows."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]):
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def histogram(self) -> Histogram:
+        return Histogram(bounds=self.bounds, counts=tuple(self.counts), sum=self.sum)

@@ -1,0 +1,361 @@
+"""The flight recorder: the last steps of an engine and what came and ended meanwhile, always on.
+
+A step's record is made of what is there already, some numbers and references, and costs microseconds; what a
+:class:`~fastgen.runtime.flight.Recording` says in names and block numbers is worked out when one is asked for. The ring
+is bounded in steps and in bytes. A request whose arrival it has let go is still known while a later event is of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastgen.runtime.beam_group import BeamForks
+from fastgen.runtime.flight import (
+    Admission,
+    Arrival,
+    BeamMove,
+    Beams,
+    BlockEntry,
+    Blocks,
+    Copy,
+    EngineFacts,
+    Entry,
+    Event,
+    Finish,
+    Header,
+    Recording,
+    Step,
+)
+from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.request import Request, Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from fastgen.runtime.sampling_params import SamplingParams
+    from fastgen.runtime.schedule import Schedule
+    from fastgen.runtime.scheduler import Scheduler
+
+_Key = tuple[int, int]
+_BYTES_PER_TOKEN = 40
+"""Of a list of token ids: a pointer and an integer."""
+
+
+class StepRecord:
+    """A step in the making: the engine writes down the times, and who was given a token."""
+
+    __slots__ = (
+        "admitted",
+        "began_s",
+        "blocks_cached",
+        "blocks_free",
+        "build_s",
+        "chunks",
+        "copies",
+        "decodes",
+        "ended_s",
+        "num_padding",
+        "num_running",
+        "num_waiting",
+        "number",
+        "positions",
+        "preempted",
+        "ran_s",
+        "sampled",
+        "scheduled_s",
+        "size",
+        "updates",
+    )
+
+    def __init__(self, number: int, schedule: Schedule, scheduler: Scheduler, began_s: float, scheduled_s: float):
+        self.number, self.began_s, self.scheduled_s = number, began_s, scheduled_s
+        self.build_s, self.num_padding = 0.0, 0
+        self.ran_s: float | None = None
+        self.ended_s: float | None = None
+        self.size, self.updates = schedule.size, schedule.block_updates
+        self.copies, self.positions = schedule.block_copies, schedule.positions
+        self.decodes = [seq.key for seq in schedule.decodes]
+        self.chunks = [(each.seq.key, each.start, each.num_tokens, len(each.drafts)) for each in schedule.chunks]
+        self.preempted = [seq.key for seq in schedule.preempted]
+        self.admitted: list[tuple[_Key, int, int, int]] = []
+        self.sampled: list[_Key] = []
+        self.num_running, self.num_waiting = len(scheduler.running), scheduler.num_waiting
+        self.blocks_free, self.blocks_cached = scheduler.kv.pool.num_free, scheduler.kv.pool.num_cached
+
+    def ran(self, build_s: float, num_padding: int, now_s: float) -> None:
+        self.build_s, self.num_padding, self.ran_s = build_s, num_padding, now_s
+
+    def step(self) -> Step:
+        """The record as it stands, in names."""
+        num_sampled = Counter(self.sampled)
+        decodes = [(key, start, 1, 0) for key, start in zip(self.decodes, self.positions, strict=True)]
+        return Step(
+            step=self.number,
+            began_s=self.began_s,
+            scheduled_s=self.scheduled_s,
+            build_s=self.build_s,
+            ran_s=self.ran_s,
+            ended_s=self.ended_s,
+            size=self.size,
+            num_padding=self.num_padding,
+            num_decodes=len(decodes),
+            entries=tuple(
+                Entry(_name(key), start, num_tokens, num_drafts, num_sampled[key])
+                for key, start, num_tokens, num_drafts in (*decodes, *self.chunks)
+            ),
+            admitted=tuple(Admission(_name(key), *rest) for key, *rest in self.admitted),
+            preempted=tuple(map(_name, self.preempted)),
+            block_entries=tuple(BlockEntry(*update) for update in self.updates),
+            block_copies=tuple(Copy(*copy) for copy in self.copies),
+            running=self.num_running,
+            waiting=self.num_waiting,
+            blocks_free=self.blocks_free,
+            blocks_cached=self.blocks_cached,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        return 600 + 20 * len(self.decodes) + 150 * (len(self.chunks) + len(self.updates) + len(self.copies))
+
+
+class _Arrived(NamedTuple):
+    request_id: int
+    clock_s: float
+    prompt_ids: SequenceOf[int]
+    sampling: SamplingParams
+
+    @property
+    def num_bytes(self) -> int:
+        return 300 + _BYTES_PER_TOKEN * len(self.prompt_ids)
+
+
+class _Finished(NamedTuple):
+    key: _Key
+    clock_s: float
+    reason: FinishReason
+    num_tokens: int
+    request: Request | None
+    """Where this was the last of its completions."""
+    step: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        num_tokens = 0 if self.request is None else sum(seq.num_tokens for seq in self.request.sequences)
+        return 300 + _BYTES_PER_TOKEN * num_tokens
+
+
+class BeamMoves:
+    """Passes on to ``forks`` what a beam search asks of them, and remembers it."""
+
+    def __init__(self, forks: BeamForks, request_id: int, step: int, *, keeps_tokens: bool):
+        self._forks, self._keeps_tokens = forks, keeps_tokens
+        self.request_id, self.step = request_id, step
+        self.moves: list[tuple[_Key, _Key | None, SequenceOf[int], int]] = []
+        """Of each: which sequence, its new parent, what tokens it had, and how many of them are the prompt's."""
+        self.given: list[_Key] = []
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        self._note(child, parent.key)
+        self._forks.fork(parent, child)
+
+    def park(self, beam: Sequence) -> None:
+        self._note(beam, None)
+        self._forks.park(beam)
+
+    def _note(self, seq: Sequence, parent: _Key | None) -> None:
+        token_ids = list(seq.token_ids) if self._keeps_tokens else ()
+        self.moves.append((seq.key, parent, token_ids, seq.num_prompt_tokens))
+
+    @property
+    def num_bytes(self) -> int:
+        return 300 + sum(200 + _BYTES_PER_TOKEN * len(token_ids) for _, _, token_ids, _ in self.moves)
+
+
+_RingEvent = StepRecord | _Arrived | _Finished | BeamMoves
+
+
+class Recorder:
+    """Keeps the last ``max_steps`` steps of an engine, or fewer where they and the tokens of their requests would take
+    more than about ``max_bytes``.
+    """
+
+    def __init__(
+        self,
+        engine: EngineFacts,
+        clock: Callable[[], float],
+        *,
+        max_steps: int = 10_000,
+        max_bytes: int = 64 * 2**20,
+    ):
+        self.engine, self.max_steps, self.max_bytes = engine, max_steps, max_bytes
+        self._started, self._clock_s = datetime.now(UTC), clock()
+        self._ring: deque[_RingEvent] = deque()
+        self._num_bytes = 0
+        self._next_step = self._first_step = 0
+        self._open: dict[int, Request] = {}
+        self._early: dict[int, _Arrived] = {}
+        """Arrivals that left the ring before the ends of their requests."""
+        self._seated: set[_Key] = set()
+        self._last_step: StepRecord | None = None
+
+    def arrived(self, request: Request) -> None:
+        """``request`` was queued."""
+        self._open[request.request_id] = request
+        self._append(_Arrived(request.request_id, request.arrival_s, request.prompt_ids, request.sampling))
+
+    def scheduled(self, schedule: Schedule, scheduler: Scheduler, began_s: float, scheduled_s: float) -> StepRecord:
+        """``scheduler`` made ``schedule`` between these two clock values. What is returned is to be filled in."""
+        record = StepRecord(self._next_step, schedule, scheduler, began_s, scheduled_s)
+        self._seated.difference_update(record.preempted)
+        for entry in schedule.chunks:
+            if entry.seq.key not in self._seated:
+                assert entry.seq.seat is not None
+                record.admitted.append((entry.seq.key, entry.seq.seat, entry.start, entry.seq.num_cached_tokens))
+                self._seated.add(entry.seq.key)
+        self._next_step += 1
+        self._last_step = record
+        self._append(record)
+        return record
+
+    def beam_moves(self, forks: BeamForks, request: Request, step: StepRecord) -> BeamMoves:
+        """Stands in for ``forks`` where the search of ``request`` moves after ``step``."""
+        return BeamMoves(forks, request.request_id, step.number, keeps_tokens=self.engine.prefix_caching)
+
+    def beams_moved(self, request: Request, moves: BeamMoves) -> None:
+        """The beams of ``request`` made these moves, and each was given a token."""
+        beams = [seq for seq in request.sequences if seq.status is SequenceStatus.RUNNING and seq.num_pending_tokens]
+        moves.given = [seq.key for seq in beams]
+        self._append(moves)
+
+    def finished(self, seq: Sequence, reason: FinishReason, now_s: float, *, num_tokens: int, is_last: bool) -> None:
+        """``seq``, a completion, ended with so many tokens, as the last one of its request or not."""
+        self._seated.discard(seq.key)
+        request = self._open.pop(seq.request.request_id) if is_last else None
+        last = self._last_step
+        step = last.number if last is not None and last.ran_s is not None and last.ended_s is None else None
+        self._append(_Finished(seq.key, now_s, reason, num_tokens, request, step))
+
+    def recording(self, model: str) -> Recording:
+        """What the ring holds now. ``model`` names the model in it."""
+        header = Header(
+            fastgen=version("fastgen"),
+            model=model,
+            started=self._started.isoformat(timespec="microseconds"),
+            clock_s=self._clock_s,
+            first_step=self._first_step,
+            engine=self.engine,
+        )
+        return Recording(header, tuple(self._events()))
+
+    def _append(self, event: _RingEvent) -> None:
+        self._ring.append(event)
+        self._num_bytes += event.num_bytes
+        while self._next_step - self._first_step > self.max_steps or (
+            self._num_bytes > self.max_bytes and len(self._ring) > 1
+        ):
+            self._let_go(self._ring.popleft())
+
+    def _let_go(self, event: _RingEvent) -> None:
+        self._num_bytes -= event.num_bytes
+        if isinstance(event, StepRecord):
+            self._first_step = event.number + 1
+        elif isinstance(event, _Arrived):
+            self._early[event.request_id] = event
+        elif isinstance(event, _Finished) and event.request is not None:
+            del self._early[event.key[0]]
+
+    def _events(self) -> Iterator[Event]:
+        numbers = _BlockNumbers(self.engine.block_size)
+        requests = dict(self._open)
+        for event in (*self._early.values(), *self._ring):
+            if isinstance(event, StepRecord):
+                yield event.step()
+            elif isinstance(event, _Arrived):
+                yield _arrival(event, numbers.of(event.prompt_ids) if self.engine.prefix_caching else ())
+            elif isinstance(event, BeamMoves):
+                yield _beams(event, numbers)
+            else:
+                if event.request is not None:
+                    requests[event.key[0]] = event.request
+                yield _finish(event)
+        if self.engine.prefix_caching:
+            for seq in (seq for _, request in sorted(requests.items()) for seq in request.sequences):
+                if blocks := numbers.behind_prompt(seq.token_ids, seq.num_prompt_tokens):
+                    yield Blocks(sequence=_name(seq.key), blocks=blocks)
+
+
+def engine_facts(scheduler: Scheduler) -> EngineFacts:
+    """What ``scheduler`` decides by."""
+    kv = scheduler.kv
+    return EngineFacts(
+        token_budget=scheduler.token_budget,
+        max_num_seqs=scheduler.max_num_seqs,
+        block_size=kv.block_size,
+        num_blocks=kv.pool.num_blocks,
+        windows=kv.windows,
+        max_chunk=kv.max_chunk,
+        aging_s=scheduler.waiting.aging_s,
+        prefix_caching=kv.prefix_cache is not None,
+    )
+
+
+class _BlockNumbers:
+    """Numbers full blocks of tokens in order of appearance; equal are those with the same tokens in and before them."""
+
+    def __init__(self, block_size: int):
+        self._block_size = block_size
+        self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def of(self, token_ids: SequenceOf[int]) -> tuple[int, ...]:
+        numbers, previous = [], -1
+        for end in range(self._block_size, len(token_ids) + 1, self._block_size):
+            block = (previous, tuple(token_ids[end - self._block_size : end]))
+            previous = self._numbers.setdefault(block, len(self._numbers))
+            numbers.append(previous)
+        return tuple(numbers)
+
+    def behind_prompt(self, token_ids: SequenceOf[int], num_prompt_tokens: int) -> tuple[int, ...]:
+        """Those of the blocks that the prompt does not fill by itself."""
+        return self.of(token_ids)[num_prompt_tokens // self._block_size :]
+
+
+def _name(key: _Key) -> str:
+    return f"{key[0]}.{key[1]}"
+
+
+def _arrival(event: _Arrived, blocks: tuple[int, ...]) -> Arrival:
+    sampling = event.sampling
+    return Arrival(
+        clock_s=event.clock_s,
+        request=event.request_id,
+        prompt_tokens=len(event.prompt_ids),
+        max_new_tokens=sampling.max_new_tokens,
+        n=sampling.n,
+        beam_width=sampling.beam_width,
+        priority=sampling.priority,
+        prompt_logprobs=sampling.prompt_logprobs is not None,
+        timeout_s=sampling.timeout_s,
+        blocks=blocks,
+    )
+
+
+def _beams(event: BeamMoves, numbers: _BlockNumbers) -> Beams:
+    moves = [
+        BeamMove(_name(key), None if parent is None else _name(parent), numbers.behind_prompt(token_ids, num_prompt))
+        for key, parent, token_ids, num_prompt in event.moves
+    ]
+    return Beams(request=event.request_id, step=event.step, moves=tuple(moves), given=tuple(map(_name, event.given)))
+
+
+def _finish(event: _Finished) -> Finish:
+    return Finish(
+        clock_s=event.clock_s,
+        sequence=_name(event.key),
+        reason=event.reason,
+        num_tokens=event.num_tokens,
+        step=event.step,
+    )

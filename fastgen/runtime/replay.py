@@ -1,0 +1,206 @@
+"""The scheduler run again over a recording, to see that it decides the same.
+
+Only the scheduler runs, with its block tables; times come from the recording, and tokens are stand-ins: every token of
+a full block is the block's number in the recording, so blocks are equal where they were, and the tokens after the last
+full block equal no others. A step's decision is all that the recorder keeps of it but times and what was sampled.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.flight import Arrival, Beams, Blocks, EngineFacts, Event, Finish, Recording, Step
+from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.recorder import Recorder
+from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.scheduler import Scheduler
+
+DECISIONS = (
+    *("size", "num_decodes", "entries", "admitted", "preempted", "block_entries", "block_copies"),
+    *("running", "waiting", "blocks_free", "blocks_cached"),
+)
+"""The fields of a :class:`Step` that the scheduler decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A step that was decided otherwise: the names of the fields, and what was ``recorded`` and ``replayed``."""
+
+    recorded: Step
+    replayed: Step | None
+    """``None`` where nothing was left to schedule."""
+    fields: tuple[str, ...]
+
+
+def first_difference(recording: Recording) -> Difference | None:
+    """The first step that the scheduler now decides otherwise, or ``None`` where there is none.
+
+    :raises InvalidArgumentError: where the recording does not begin with the engine's first step.
+    """
+    for recorded, replayed, _ in replay(recording):
+        if replayed is None:
+            return Difference(recorded=recorded, replayed=None, fields=())
+        if replayed != recorded:
+            fields = tuple(name for name in DECISIONS if getattr(recorded, name) != getattr(replayed, name))
+            return Difference(recorded=recorded, replayed=replayed, fields=fields)
+    return None
+
+
+def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]]:
+    """Each recorded step, what is decided now (with the recorded times), and the scheduler, with the step's tokens.
+
+    There is no way on after the first step that differs.
+
+    :raises InvalidArgumentError: where the recording does not begin with the engine's first step.
+    """
+    if recording.header.first_step:
+        raise InvalidArgumentError(
+            f"the recording begins at step {recording.header.first_step}, since the recorder had let go of earlier "
+            "ones; only from the first step on is it known what the scheduler decided by"
+        )
+    player, step = _Player(recording), None
+    for event in recording.events:
+        if step is not None and not _is_outcome(event, step):
+            player.end_step(step)
+            step = None
+        if isinstance(event, Arrival):
+            player.arrive(event)
+        elif isinstance(event, Finish):
+            player.finish(event)
+        elif isinstance(event, Beams):
+            player.move_beams(event)
+        elif isinstance(event, Step):
+            step, replayed = event, player.step(event)
+            yield event, replayed, player.scheduler
+            if replayed != event:
+                return
+
+
+def _is_outcome(event: Event, step: Step) -> bool:
+    """Whether it happened while the tokens of ``step`` were handed out."""
+    return isinstance(event, Beams) or (isinstance(event, Finish) and event.step == step.step)
+
+
+class _Player:
+    """``_blocks`` has for each sequence the numbers of all its full blocks, and for a beam that moves those of each of
+    the lives it had, the present one first.
+    """
+
+    def __init__(self, recording: Recording):
+        self.scheduler = build_scheduler(recording.header.engine, self._drafts)
+        self.sequences: dict[str, Sequence] = {}
+        self._recorder = Recorder(recording.header.engine, lambda: recording.header.clock_s)
+        self._block_size = recording.header.engine.block_size
+        self._blocks: dict[str, deque[tuple[int, ...]]] = {}
+        self._dropped: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+        self._last: dict[str, tuple[int, ...]] = {}
+        for event in recording.events:
+            if isinstance(event, Beams):
+                for move in event.moves:
+                    self._dropped[move.sequence].append(move.dropped)
+            elif isinstance(event, Blocks):
+                self._last[event.sequence] = event.blocks
+        self._unlike_others = count(2**31)
+        self._num_drafts: dict[str, int] = {}
+
+    def arrive(self, event: Arrival) -> None:
+        sampling = SamplingParams(
+            max_new_tokens=event.max_new_tokens,
+            n=event.n,
+            beam_width=event.beam_width,
+            priority=event.priority,
+            prompt_logprobs=0 if event.prompt_logprobs else None,
+        )
+        request = Request(event.request, [0] * event.prompt_tokens, sampling, event.clock_s)
+        for name, seq in zip(event.sequences, request.sequences, strict=True):
+            self.sequences[name] = seq
+            lives = (*self._dropped[name], self._last.get(name, ()))
+            self._blocks[name] = deque(event.blocks + later for later in lives)
+            seq.token_ids = self._stand_ins(name, event.prompt_tokens)
+        self.scheduler.add(request)
+
+    def finish(self, event: Finish) -> None:
+        seq = self.sequences[event.sequence]
+        for each in seq.request.sequences if seq.request.has_beams else [seq]:
+            self.scheduler.finish(each)
+
+    def move_beams(self, event: Beams) -> None:
+        forks = [(move.sequence, move.parent) for move in event.moves if move.parent is not None]
+        parked = [move.sequence for move in event.moves if move.parent is None]
+        for name, parent in forks:
+            self.scheduler.forks.fork(self.sequences[parent], self.sequences[name])
+            self._begin_life(name)
+        for name in event.given:
+            self._give_token(name)
+        for name in parked:
+            self.scheduler.forks.park(self.sequences[name])
+            self._begin_life(name)
+
+    def step(self, event: Step) -> Step | None:
+        """Schedules a step; where it is the recorded one, commits it and gives what tokens ``event`` says."""
+        self._num_drafts = {entry.sequence: entry.num_drafts for entry in event.entries}
+        schedule = self.scheduler.schedule(event.began_s)
+        if schedule is None:
+            return None
+        decided = self._recorder.scheduled(schedule, self.scheduler, event.began_s, event.scheduled_s).step()
+        given = {entry.sequence: entry.num_sampled for entry in event.entries}
+        entries = tuple(entry._replace(num_sampled=given.get(entry.sequence, 0)) for entry in decided.entries)
+        rest = {name: getattr(decided, name) for name in DECISIONS if name != "entries"}
+        replayed = replace(event, entries=entries, **rest)
+        if replayed == event and event.ran_s is not None:
+            self.scheduler.commit(schedule)
+            for entry in event.entries:
+                for _ in range(entry.num_sampled):
+                    self._give_token(entry.sequence)
+        return replayed
+
+    def end_step(self, event: Step) -> None:
+        """Accept the drafts of the sequences that go on, as the engine does when all tokens have been handed out."""
+        for entry in event.entries:
+            seq = self.sequences[entry.sequence]
+            if entry.num_drafts and entry.num_sampled > 1 and seq.status is SequenceStatus.RUNNING:
+                self.scheduler.accept(seq, entry.num_sampled - 1)
+
+    def _drafts(self, seq: Sequence, max_tokens: int) -> list[int]:
+        """What was drafted is not recorded, only how much of it was scheduled; nor does the scheduler look at it."""
+        return [0] * self._num_drafts.get(f"{seq.key[0]}.{seq.index}", 0)
+
+    def _give_token(self, sequence: str) -> None:
+        token_ids = self.sequences[sequence].token_ids
+        token_ids.append(self._stand_in(sequence, len(token_ids)))
+
+    def _begin_life(self, sequence: str) -> None:
+        """From here on ``sequence`` has the tokens that it has next."""
+        self._blocks[sequence].popleft()
+        token_ids = self.sequences[sequence].token_ids
+        token_ids[:] = self._stand_ins(sequence, len(token_ids))
+
+    def _stand_ins(self, sequence: str, num_tokens: int) -> list[int]:
+        return [self._stand_in(sequence, position) for position in range(num_tokens)]
+
+    def _stand_in(self, sequence: str, position: int) -> int:
+        blocks, index = self._blocks[sequence][0], position // self._block_size
+        return blocks[index] if index < len(blocks) else next(self._unlike_others)
+
+
+def build_scheduler(engine: EngineFacts, propose_drafts: Callable[[Sequence, int], list[int]]) -> Scheduler:
+    """A scheduler that decides as the one that ``engine`` tells of, at its beginning."""
+    kv = KVCacheManager(
+        engine.num_blocks,
+        engine.block_size,
+        engine.windows,
+        max_chunk=engine.max_chunk,
+        prefix_caching=engine.prefix_caching,
+    )
+    return Scheduler(
+        kv,
+        token_budget=engine.token_budget,
+        max_num_seqs=engine.max_num_seqs,
+        aging_s=engine.aging_s,
+        propose_drafts=propose_drafts,
+    )

@@ -1,0 +1,133 @@
+"""Kernels of shipped recipes, built for GPUs that are not here: what must hold of each, and of the results kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastgen.compile.build_triton import TRITON_ARCHES, TritonBuilder
+from fastgen.compile.cache import KernelCache
+from fastgen.compile.loader import KernelLoader
+from fastgen.compile.ops.attention_specs import AttentionShape, attention_specs
+from fastgen.compile.ops.few_row_linear import FewRowShape, default_split, few_row_specs
+from fastgen.compile.ops.norm import norm_spec
+from fastgen.compile.spec import KernelSpec
+from fastgen.models.registry import list_recipes
+from tests.authoring.published import CONFIGS
+from tests.compile import ahead_of_time
+from tests.compile.ahead_of_time import PAGE, RESULTS, Results, matrix_instruction, models, page, problems, wanted
+from tests.compile.golden import small
+
+GOOD = {"spill_bytes": 0, "shared_bytes": 100, "shared_limit_bytes": 100, "registers": 9, "occupancy": 0.5}
+
+
+def chunks(arch: str, head_dim: int, dtype: str = "bf16") -> KernelSpec:
+    return attention_specs(AttentionShape(8, 2, head_dim, 16, dtype, 0.1), max_num_seqs=256, arch=arch).chunks
+
+
+def linear(arch: str, num_rows: int) -> KernelSpec:
+    shape = FewRowShape(4096, 4096, "bf16")
+    return few_row_specs(shape, num_rows, default_split(shape, num_rows, arch, 132)).main
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prompts_and_products_of_16_rows_must_have_tensor_core_instructions(head_dim: int) -> None:
+    assert matrix_instruction("sm_80", chunks("sm_80", head_dim)) == "mma"
+    assert matrix_instruction("sm_90", chunks("sm_90", head_dim)) == "wgmma"
+    for num_rows in (16, 32, 64):
+        assert matrix_instruction("sm_80", linear("sm_80", num_rows)) == "mma"
+        assert matrix_instruction("sm_90", linear("sm_90", num_rows)) == "wgmma"
+    assert matrix_instruction("sm_90", chunks("sm_90", head_dim, "fp32")) is None
+    assert matrix_instruction("gfx942", chunks("gfx942", head_dim)) is None
+    assert matrix_instruction("sm_90", norm_spec("triton", "rms", 64, "bf16", 1e-5)) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, []),
+        ({"spill_bytes": 8}, ["spills 8 bytes"]),
+        ({"shared_bytes": 101}, ["takes 101 of 100 bytes of shared memory"]),
+        ({"shared_bytes": 101, "shared_limit_bytes": None}, []),
+        ({"matrix_instructions": {"mma": 4}}, ["has no wgmma"]),
+    ],
+)
+def test_what_is_wrong_with_a_build(changed: Mapping[str, Any], said: list[str]) -> None:
+    found = {**GOOD, "matrix_instructions": {"wgmma": 4}, **changed}
+    assert problems("sm_90", chunks("sm_90", 64), found) == said
+
+
+def test_every_recipe_s_kernels_are_wanted_each_once() -> None:
+    found = wanted("sm_90", models(config for _, config in CONFIGS.values()))
+    assert {name for recipes in found.values() for name in recipes} == {each.recipe.name for each in list_recipes()}
+    assert len({spec.digest for spec in found}) == len(found) > 300
+
+
+def test_results_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = chunks("sm_90", 64), chunks("sm_90", 128)
+    needed = {first: ["llama"], second: ["llama", "opt"]}
+    results = Results(tmp_path / "found.json")
+    assert set(results.begin("sm_90", needed)) == {first, second}
+    results.add("sm_90", second, needed[second], {**GOOD, "matrix_instructions": {}})
+    results.write()
+    assert json.loads(results.file.read_text())["kernels"]["sm_90"][second.digest]["problems"] == ["has no wgmma"]
+    again = Results(results.file)
+    assert again.begin("sm_90", needed) == [first]
+    # another source, another Triton
+    monkeypatch.setattr(ahead_of_time, "body_hash", lambda spec: "another source, and as long")
+    assert set(Results(results.file).begin("sm_90", needed)) == {first, second}
+    monkeypatch.undo()
+    monkeypatch.setattr(TritonBuilder, "versions", lambda self: {"triton": "99"})
+    assert set(Results(results.file).begin("sm_90", needed)) == {first, second}
+
+
+def test_a_table_is_put_in_its_place(tmp_path: Path) -> None:
+    results, spec = Results(tmp_path / "found.json"), chunks("sm_90", 64)
+    results.begin("sm_90", {spec: ["llama"]})
+    results.add("sm_90", spec, ["llama"], {**GOOD, "spill_bytes": 4, "matrix_instructions": {"wgmma": 1}})
+    results.write()
+    text = page(PAGE.read_text(encoding="utf-8"), results)
+    assert "| `sm_90` | 1 of 1 | 1 | 0 | 0 | 9 | 0 KiB |" in text
+    assert page(text, results) == text
+
+
+# ---- the results that are kept
+
+
+def test_nothing_is_wrong_with_what_was_built_and_the_page_says_the_same() -> None:
+    results = Results(RESULTS)
+    wrong = {
+        f"{arch} {each['name']}": each["problems"]
+        for arch, kernels in results.data["kernels"].items()
+        for each in kernels.values()
+        if "problems" in each
+    }
+    assert not wrong
+    assert set(results.data["kernels"]) == set(TRITON_ARCHES)
+    text = PAGE.read_text(encoding="utf-8")
+    assert page(text, results) == text
+
+
+# ---- built now
+
+
+def check(arch: str, specs: list[KernelSpec], directory: Path) -> None:
+    loader = KernelLoader(TritonBuilder(arch), cache=KernelCache(directory), num_jobs=1)
+    for spec, entry in zip(specs, loader.build(specs), strict=True):
+        assert not problems(arch, spec, dict(entry.report)), f"{spec}: {entry.report}"
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_some_kernels_are_built_as_they_must_be(arch: str, tmp_path: Path) -> None:
+    check(arch, [chunks(arch, 64), linear(arch, 16)], tmp_path)
+
+
+@pytest.mark.slow  # some 150 kernels for each target
+@pytest.mark.parametrize("arch", TRITON_ARCHES)
+def test_every_recipe_s_kernels_are_built_as_they_must_be(arch: str, tmp_path: Path) -> None:
+    """At the golden files' small sizes, where recipes share kernels; the results that are kept are of all sizes."""
+    check(arch, list(wanted(arch, models(small(config) for _, config in CONFIGS.values()))), tmp_path)

@@ -1,0 +1,158 @@
+"""Random histories of an engine without a model: requests come, end, are cancelled and time out; steps fail."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from fastgen.errors import RequestTooLargeError
+from fastgen.runtime.beam_search import Candidate, num_candidates
+from fastgen.runtime.engine import Engine
+from fastgen.runtime.generation import Generation
+from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.model_runner import ModelRunner, StepOutput
+from fastgen.runtime.request import Sequence
+from fastgen.runtime.sampler import SampledToken
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.scheduler import Schedule, Scheduler
+
+EOS = 0
+
+
+class StepFailedError(Exception):
+    """What a step of the device that fails raises."""
+
+
+@dataclass
+class Device:
+    """Samples at random, takes random times on a clock of its own, and fails now and then."""
+
+    rng: random.Random
+    now_s: float = 1000.0
+    failures: float = 0.0
+    seen: list[Schedule] = field(default_factory=list)
+
+    def clock(self) -> float:
+        self.now_s += self.rng.random() * 1e-5
+        return self.now_s
+
+    def run(self, schedule: Schedule) -> StepOutput:
+        self.seen.append(schedule)
+        build_s, forward_s = self.rng.random() * 1e-3, (0.1 + self.rng.random()) * schedule.num_tokens * 1e-3
+        self.now_s += build_s + forward_s
+        if self.rng.random() < self.failures:
+            raise StepFailedError
+        sampled = [(entry.seq, self._sample(entry.seq)) for entry in schedule.entries if entry.samples]
+        return StepOutput(sampled, [], build_s=build_s, num_padding=schedule.size - schedule.num_tokens)
+
+    def _sample(self, seq: Sequence) -> SampledToken:
+        if not seq.request.has_beams:
+            return SampledToken(self.rng.randrange(12))
+        number = num_candidates(seq.request.sampling.beam_width, frozenset({EOS}))
+        token_ids = self.rng.sample(range(12), number)
+        scores = sorted((-self.rng.random() for _ in range(number)), reverse=True)
+        return SampledToken(0, candidates=[Candidate(*pair) for pair in zip(token_ids, scores, strict=True)])
+
+
+@dataclass
+class History:
+    """An engine and what was asked of it. ``after_step``, where set, is called after each step, failed ones too."""
+
+    rng: random.Random
+    num_blocks: int
+    token_budget: int
+    max_num_seqs: int
+    block_size: int = 4
+    windows: tuple[int | None, ...] = (None,)
+    prefix_caching: bool = False
+    beams: bool = False
+    failures: float = 0.0
+    after_step: Callable[[History], None] | None = None
+    generations: list[Generation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.device = Device(self.rng, failures=self.failures)
+        self.engine = Engine(
+            cast(ModelRunner, self.device),
+            Scheduler(
+                KVCacheManager(
+                    self.num_blocks,
+                    self.block_size,
+                    self.windows,
+                    max_chunk=self.token_budget,
+                    prefix_caching=self.prefix_caching,
+                ),
+                token_budget=self.token_budget,
+                max_num_seqs=self.max_num_seqs,
+            ),
+            vocab_size=100,
+            max_model_len=1000,
+            eos_token_ids=frozenset({EOS}),
+            new_detokenizer=None,
+            clock=self.device.clock,
+        )
+
+    @staticmethod
+    def sampling(**fields: Any) -> SamplingParams:
+        return SamplingParams(**fields)
+
+    def submit(self, num_prompt_tokens: int | None = None, **fields: Any) -> Generation:
+        """A request that fits the cache; prompts begin alike, for a while."""
+        room = (self.num_blocks - 1) // len(self.windows) * self.block_size
+        length = num_prompt_tokens or min(room - 1, self.rng.choice([1, 3, 8, 20, room // 2]))
+        beginning = self.rng.choice([[1] * length, [2, 3] * length, [self.rng.randrange(90) for _ in range(length)]])
+        prompt = (beginning[: self.rng.randrange(length + 1)] + [self.rng.randrange(90) for _ in range(length)])[
+            :length
+        ]
+        fields.setdefault("max_new_tokens", self.rng.randint(1, min(20, room - length)))
+        generation = self.engine.submit(prompt, SamplingParams(**fields))
+        self.generations.append(generation)
+        return generation
+
+    def step(self) -> None:
+        with contextlib.suppress(StepFailedError):
+            self.engine.step()
+        if self.after_step is not None:
+            self.after_step(self)
+
+    def live(self, num_acts: int) -> None:
+        """So many random acts, and steps until nothing is left."""
+        for _ in range(num_acts):
+            act = self.rng.random()
+            if self.beams and act < 0.05:
+                with contextlib.suppress(RequestTooLargeError):  # on a small cache two beams may be too many
+                    self.submit(beam_width=2, n=self.rng.choice([1, 2]), max_new_tokens=self.rng.randint(1, 9))
+            elif act < 0.25:
+                self.submit(
+                    n=self.rng.choice([1, 1, 1, 2, 3]),
+                    timeout_s=self.rng.choice([None, None, 0.05, 1.0]),
+                    priority=self.rng.choice([0, 0, 0, 1, -1]),
+                    prompt_logprobs=self.rng.choice([None, None, None, 0]),
+                )
+            elif act < 0.3 and self.generations:
+                self.engine.cancel(self.rng.choice(self.generations))
+            elif act < 0.35:
+                self.device.now_s += self.rng.random() * 0.1  # nobody asks for a step
+            else:
+                self.step()
+        self.finish()
+
+    def finish(self) -> None:
+        while self.engine.has_work:
+            self.step()
+
+
+def random_history(rng: random.Random, **options: Any) -> History:
+    """A history over sizes at random, small ones, so that seats and blocks run short. It has not begun."""
+    max_num_seqs = rng.choice([2, 3, 6])
+    return History(
+        rng,
+        num_blocks=rng.choice([9, 14, 30]),
+        windows=rng.choice([(None,), (None,), (6,), (None, 6)]),
+        token_budget=max_num_seqs + rng.choice([1, 6, 40]),
+        max_num_seqs=max_num_seqs,
+        **options,
+    )

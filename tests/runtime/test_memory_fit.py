@@ -1,0 +1,122 @@
+"""What cannot fit is refused with the arithmetic, and whoever follows the advice has an engine that fits."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastgen.compile.device import Device
+from fastgen.compile.target import TargetFacts
+from fastgen.errors import OutOfMemoryError
+from fastgen.models.weight_sizes import ModelBuild
+from fastgen.runtime.config import resolve_engine_config
+from fastgen.runtime.ledger import MemoryModel
+from tests.runtime.test_engine_config import make_spec
+
+MIB = 1 << 20
+SPEC, LONG_SPEC, ENDLESS_SPEC = make_spec(), make_spec(40_000), make_spec(None)
+TARGETS = {
+    "cpu": [TargetFacts("cpp", "avx512", 4), TargetFacts()],
+    "cuda": [TargetFacts("triton", "sm_80", num_sms=108)],
+}
+
+
+def memory_of(size_bytes: int, spec: Any = SPEC, kind: Any = "cpu", target: TargetFacts | None = None) -> MemoryModel:
+    device = Device(kind=kind, name="test", memory_bytes=size_bytes)
+    return MemoryModel(ModelBuild(spec, torch.float32, target or TARGETS[kind][0]), device)
+
+
+def refusal(memory: MemoryModel, **asked: Any) -> str:
+    with pytest.raises(OutOfMemoryError) as caught:
+        resolve_engine_config(memory, **asked)
+    return str(caught.value)
+
+
+def advised(message: str) -> list[dict[str, int]]:
+    """The changes that a refusal offers, each enough by itself."""
+    advice = message.rpartition("; ")[2]
+    offers = advice.removeprefix("it fits with ").split(", or with ")
+    return [{name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", offer)} for offer in offers]
+
+
+def test_the_arithmetic_adds_up_and_names_what_it_is_of() -> None:
+    message = refusal(memory_of(100 * MIB), kv_cache_memory="3GiB", token_budget=700)
+    terms, total, has = re.fullmatch(r"(.*) = ([\d.]+) GiB, but cpu has ([\d.]+) GiB; .*", message).groups()
+    assert "activations of token_budget=700 " in terms
+    assert "KV cache 3.00 GiB" in terms
+    sizes = [float(size) for size in re.findall(r"([\d.]+) GiB", terms)]
+    assert sum(sizes) == pytest.approx(float(total), abs=0.005 * len(sizes))
+    assert has == "0.10"
+
+
+def test_the_nearest_is_the_nearest() -> None:
+    memory = memory_of(100 * MIB)
+    (offer,) = advised(refusal(memory, kv_cache_memory="200MiB"))
+    resolve_engine_config(memory, **offer)
+    block_bytes = memory.block_bytes(16)
+    with pytest.raises(OutOfMemoryError):
+        resolve_engine_config(memory, kv_cache_memory=offer["kv_cache_memory"] + block_bytes)
+    offers = advised(refusal(memory, token_budget=10**6, max_num_seqs=10))
+    (budget,) = [offer["token_budget"] for offer in offers if "token_budget" in offer]
+    resolve_engine_config(memory, token_budget=budget, max_num_seqs=10)
+    with pytest.raises(OutOfMemoryError):
+        resolve_engine_config(memory, token_budget=budget + 1, max_num_seqs=10)
+
+
+def test_a_budget_is_not_lowered_below_the_sequences() -> None:
+    offers = advised(refusal(memory_of(100 * MIB), token_budget=10**9, max_num_seqs=10**9))
+    assert offers
+    for offer in offers:
+        assert offer["max_num_seqs"] <= offer["token_budget"]
+
+
+def test_where_no_size_alone_is_enough_all_are_lowered() -> None:
+    memory = memory_of(64 * MIB, LONG_SPEC)
+    message = refusal(memory, kv_cache_memory="1GiB", token_budget=10**6, max_num_seqs=10**5)
+    (offer,) = advised(message)
+    assert set(offer) >= {"kv_cache_memory", "token_budget", "max_num_seqs", "max_model_len"}
+    resolve_engine_config(memory, **offer)
+
+
+def test_where_the_weights_are_too_large_something_smaller_is_named() -> None:
+    spec = make_spec()
+    weights = MemoryModel(ModelBuild(spec, torch.float32, TARGETS["cpu"][0]), memory_of(1 << 40).device)
+    least = weights.ledger(resolve_engine_config(weights, token_budget=1, max_num_seqs=1, max_model_len=1))
+    message = refusal(memory_of(MIB, kind="cuda"))
+    assert re.search(r"no sizes of the engine help: it takes [\d.]+ GiB at least", message)
+    assert least.total_bytes > MIB
+
+
+@given(
+    size=st.integers(5 * MIB, 400 * MIB),
+    kind=st.sampled_from(["cpu", "cuda"]),
+    which=st.integers(0, 1),
+    spec=st.sampled_from([SPEC, LONG_SPEC, ENDLESS_SPEC]),
+    kv_cache_memory=st.none() | st.integers(1, 10**9),
+    token_budget=st.none() | st.integers(1, 10**6),
+    max_num_seqs=st.none() | st.integers(1, 10**5),
+    block_size=st.none() | st.sampled_from([8, 64, 4096]),
+)
+def test_every_advice_can_be_followed(size: int, kind: Any, which: int, spec: Any, **asked: Any) -> None:
+    asked = {name: value for name, value in asked.items() if value is not None}
+    budget, num_seqs = asked.get("token_budget"), asked.get("max_num_seqs")
+    if num_seqs is not None and num_seqs > (budget or (512 if kind == "cpu" else 2048)):
+        return
+    memory = memory_of(size, spec, kind, TARGETS[kind][which % len(TARGETS[kind])])
+    try:
+        config = resolve_engine_config(memory, **asked)
+    except OutOfMemoryError as error:
+        message = str(error)
+    else:
+        assert memory.ledger(config).total_bytes <= size
+        return
+    if "no sizes of the engine help" in message:
+        return
+    for offer in advised(message):
+        config = resolve_engine_config(memory, **asked | offer)
+        assert memory.ledger(config).total_bytes <= size

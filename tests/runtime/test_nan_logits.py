@@ -1,0 +1,95 @@
+"""NaN in the model ends the requests that meet it, with an error that says so, and disturbs no other, then or later.
+
+The embedding of one token is NaN, so whoever reads it gets NaN keys, values and logits: at once where it stands in the
+prompt, in the middle of the answer where it is generated.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+import fastgen
+from fastgen import GenerationOutput, SamplingParams
+from tests.reference import randomise, save
+
+VOCAB_SIZE = 40
+BROKEN = 33
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_num_seqs": 4, "token_budget": 8}
+PROMPTS = [[5, 6, 7, 8, 9], [5, BROKEN, 7], [11], [12, 13, 14], [15] * 9]
+FAILING = (1, 3)
+
+
+def samplings(target: str) -> list[SamplingParams]:
+    """None generates the broken token of itself, but the fourth, which must. Interpreted kernels are slow."""
+    never, forced = {BROKEN: -100.0}, {BROKEN: 100.0}
+    common: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 3 if target == "triton" else 8}
+    return [
+        SamplingParams(**common, logit_bias=never),
+        SamplingParams(**common, logit_bias=never, temperature=1.0, seed=3),
+        SamplingParams(**common, logit_bias=never, temperature=0.9, top_p=0.9, seed=4, logprobs=2),
+        SamplingParams(**common, logit_bias=forced, logprobs=1),
+        SamplingParams(**common, logit_bias=never, prompt_logprobs=1, frequency_penalty=0.4),
+    ]
+
+
+@pytest.fixture(scope="module", params=["plain", "windowed"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model: Any
+    if request.param == "plain":
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    else:
+        model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
+    return save(randomise(model, seed=5), tmp_path_factory.mktemp(request.param))
+
+
+def answers(directory: Path, target: str, *, broken: bool) -> tuple[list[GenerationOutput], list[GenerationOutput]]:
+    """All requests at once, and then those that do not meet the broken token again, in blocks and seats that the others
+    have left.
+    """
+    each = samplings(target)
+    sound = [index for index in range(len(PROMPTS)) if index not in FAILING]
+    with fastgen.load(directory, target=target, **OPTIONS) as llm:
+        if broken:
+            (table,) = (each for name, each in llm.model.named_parameters() if "embed" in name)
+            with torch.no_grad():
+                table[BROKEN] = torch.nan
+        together = llm.generate(PROMPTS, each)
+        later = llm.generate([PROMPTS[index] for index in sound], [each[index] for index in sound])
+    return together, later
+
+
+def told(output: GenerationOutput, target: str) -> tuple[object, ...]:
+    """Log-probabilities are the same bits in other company on ``cpp`` alone."""
+    logprobs = (output.logprobs, output.prompt_logprobs) if target == "cpp" else ()
+    return output.token_ids, output.finish_reason, output.error, *logprobs
+
+
+@pytest.mark.parametrize("target", ["torch", "cpp", pytest.param("triton", marks=pytest.mark.slow)])
+def test_requests_that_meet_nan_fail_and_no_other_changes(directory: Path, target: str) -> None:
+    expected, expected_later = answers(directory, target, broken=False)
+    found, later = answers(directory, target, broken=True)
+    for index in FAILING:
+        assert found[index].finish_reason == "error"
+        assert "the model's logits hold NaN" in (found[index].error or "")
+    assert found[1].token_ids == []
+    assert found[3].token_ids == [BROKEN]
+    for index, output in enumerate(found):
+        if index not in FAILING:
+            assert output.error is None
+            assert told(output, target) == told(expected[index], target)
+    assert [told(output, target) for output in later] == [told(output, target) for output in expected_later]

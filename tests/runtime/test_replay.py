@@ -1,0 +1,148 @@
+"""The scheduler run again over recordings: it decides the same bit for bit, and a decision that differs is found."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.flight import Arrival, Beams, Recording, Step
+from fastgen.runtime.flight_file import read_recording, write_recording
+from fastgen.runtime.recorder import Recorder
+from fastgen.runtime.replay import first_difference, replay
+from fastgen.runtime.scheduler import Scheduler
+from tests.runtime.histories import History, random_history
+
+
+def recorded(seed: int, **options: Any) -> tuple[History, Recording]:
+    history = random_history(random.Random(seed), **options)
+    history.live(150)
+    return history, history.engine.recorder.recording("m")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_decision_of_a_random_history_is_made_again(seed: int, tmp_path: Path) -> None:
+    _, recording = recorded(seed, failures=0.05, prefix_caching=seed % 2 == 0, beams=seed % 4 < 2)
+    write_recording(recording, tmp_path / "flight.jsonl")
+    found = read_recording(tmp_path / "flight.jsonl")
+    assert len(found.steps) > 20
+    assert first_difference(found) is None
+    assert sum(1 for _ in replay(found)) == len(found.steps)
+
+
+def test_these_histories_hold_what_makes_it_hard() -> None:
+    counts = {"preempted": 0, "failed": 0, "hits": 0, "copies": 0, "windows": 0, "forks": 0}
+    counts |= {"cancelled": 0, "timeout": 0}
+    for seed in range(40):
+        history, recording = recorded(seed, failures=0.05, prefix_caching=seed % 2 == 0, beams=seed % 4 < 2)
+        counts["windows"] += any(history.windows)
+        for step in recording.steps:
+            counts["preempted"] += len(step.preempted)
+            counts["failed"] += step.ran_s is None
+            counts["hits"] += sum(admission.cached_tokens > 0 for admission in step.admitted)
+            counts["copies"] += len(step.block_copies)
+        moves = [move for event in recording.events if isinstance(event, Beams) for move in event.moves]
+        counts["forks"] += sum(move.parent is not None for move in moves)
+        reasons = [finish.reason for finish in recording.finishes.values()]
+        counts["cancelled"] += reasons.count("cancelled")
+        counts["timeout"] += reasons.count("timeout")
+    assert min(counts.values()) >= 10, counts
+
+
+def held(scheduler: Scheduler) -> dict[str, list[list[int]]]:
+    """The block tables; beams, which move after the step, are left out."""
+    running = [seq for seq in scheduler.running if not seq.request.has_beams]
+    return {str(seq.key): [*map(list, seq.block_tables)] for seq in running}
+
+
+def test_block_tables_are_those_that_were() -> None:
+    tables: list[dict[str, list[list[int]]]] = []
+
+    def note(history: History) -> None:
+        if len(history.device.seen) > len(tables):
+            tables.append(held(history.engine.scheduler))
+
+    history = random_history(random.Random(3), prefix_caching=True, after_step=note)
+    history.live(100)
+    recording = history.engine.recorder.recording("m")
+    replayed = [held(scheduler) for _, _, scheduler in replay(recording)]
+    for now, then in zip(replayed, tables, strict=True):  # then: when those that the step ended were gone
+        assert {key: now[key] for key in then} == then
+
+
+CHANGES: dict[str, Any] = {
+    "size": lambda step: {"size": step.size + 1},
+    "entries": lambda step: {
+        "entries": (step.entries[0]._replace(num_tokens=step.entries[0].num_tokens + 1), *step.entries[1:])
+    },
+    "waiting": lambda step: {"waiting": step.waiting + 1},
+    "blocks_free": lambda step: {"blocks_free": step.blocks_free - 1},
+    "block_entries": lambda step: {
+        "block_entries": tuple(entry._replace(block=entry.block + 1) for entry in step.block_entries)
+    },
+    "admitted": lambda step: {"admitted": tuple(each._replace(seat=each.seat + 1) for each in step.admitted)},
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_the_first_step_that_differs_is_told_with_both(field: str) -> None:
+    _, recording = recorded(7)
+    events = list(recording.events)
+    steps = [place for place, event in enumerate(events) if isinstance(event, Step) and event.admitted]
+    place = steps[2]
+    step = events[place]
+    assert isinstance(step, Step)
+    assert step.block_entries
+    events[place] = replace(step, **CHANGES[field](step))
+    difference = first_difference(Recording(recording.header, tuple(events)))
+    assert difference is not None
+    assert (difference.recorded, difference.replayed) == (events[place], step)
+    assert difference.fields == (field,)
+
+
+def test_another_prompt_length_or_another_cache_decides_otherwise() -> None:
+    _, recording = recorded(7)
+    longer = [replace(e, prompt_tokens=e.prompt_tokens + 3) if isinstance(e, Arrival) else e for e in recording.events]
+    assert first_difference(Recording(recording.header, tuple(longer))) is not None
+    engine = replace(recording.header.engine, num_blocks=recording.header.engine.num_blocks + 1)
+    assert first_difference(Recording(replace(recording.header, engine=engine), recording.events)) is not None
+
+
+def test_the_prefix_caches_hits_need_the_block_numbers() -> None:
+    history = History(random.Random(0), num_blocks=40, token_budget=64, max_num_seqs=4, prefix_caching=True)
+    for _ in range(2):
+        history.engine.submit([7] * 20, history.sampling(max_new_tokens=2))
+        history.finish()
+    recording = history.engine.recorder.recording("m")
+    assert [admission.cached_tokens for step in recording.steps for admission in step.admitted] == [0, 16]
+    assert first_difference(recording) is None
+    without = tuple(replace(e, blocks=()) if isinstance(e, Arrival) else e for e in recording.events)
+    difference = first_difference(Recording(recording.header, without))
+    assert difference is not None
+    assert "admitted" in difference.fields
+
+
+def test_a_chat_that_goes_on_finds_its_own_answer() -> None:
+    """The second prompt holds the first, its answer, and more: blocks that straddle prompt and answer are found too."""
+    history = History(random.Random(0), num_blocks=40, token_budget=64, max_num_seqs=4, prefix_caching=True)
+    first = history.engine.submit([7] * 10, history.sampling(max_new_tokens=9, ignore_eos=True))
+    history.finish()
+    history.engine.submit([7] * 10 + first.output().token_ids + [3], history.sampling(max_new_tokens=2))
+    history.finish()
+    recording = history.engine.recorder.recording("m")
+    assert recording.steps[-1].entries[0].sequence == "1.0"
+    assert [admission.cached_tokens for step in recording.steps for admission in step.admitted] == [0, 16]
+    assert first_difference(recording) is None
+
+
+def test_a_recording_without_its_beginning_cannot_be_replayed() -> None:
+    history = random_history(random.Random(0))
+    history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_steps=5)
+    history.live(60)
+    recording = history.engine.recorder.recording("m")
+    with pytest.raises(InvalidArgumentError, match=rf"begins at step {recording.steps[0].step}, since the recorder"):
+        first_difference(recording)
