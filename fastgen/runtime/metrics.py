@@ -65,7 +65,7 @@ class Metrics:
     """Of the requests submitted."""
     generation_tokens_total: int
     computed_tokens_total: int
-    """Forwarded by steps: of prompts, of answers, and once more after preemptions."""
+    """Forwarded by steps: of prompts, of answers, drafts that proved wrong, and once more after preemptions."""
     padding_tokens_total: int
     """Forwarded for nobody, to fill a step up to its captured size."""
     prefix_cache_lookup_tokens_total: int

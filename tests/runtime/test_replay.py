@@ -12,10 +12,24 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.flight import Arrival, Beams, Recording, Step
 from fastgen.runtime.flight_file import read_recording, write_recording
+from fastgen.runtime.policies.time_budget import TimeBudgetSplitFuse
 from fastgen.runtime.recorder import Recorder
 from fastgen.runtime.replay import first_difference, replay
 from fastgen.runtime.scheduler import Scheduler
-from tests.runtime.histories import History, random_history
+from tests.runtime.histories import History, random_history, random_policy
+
+
+def options(seed: int) -> dict[str, Any]:
+    """All that a scheduler can do, here and there."""
+    rng = random.Random(f"options {seed}")
+    return {
+        "failures": 0.03,
+        "prefix_caching": seed % 2 == 0,
+        "beams": seed % 4 < 2,
+        "drafts": seed % 3 == 0,
+        "policy": random_policy(rng),
+        "aging_s": rng.choice([0.01, 0.05, 30.0]),
+    }
 
 
 def recorded(seed: int, **options: Any) -> tuple[History, Recording]:
@@ -26,7 +40,7 @@ def recorded(seed: int, **options: Any) -> tuple[History, Recording]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_decision_of_a_random_history_is_made_again(seed: int, tmp_path: Path) -> None:
-    _, recording = recorded(seed, failures=0.05, prefix_caching=seed % 2 == 0, beams=seed % 4 < 2)
+    _, recording = recorded(seed, **options(seed))
     write_recording(recording, tmp_path / "flight.jsonl")
     found = read_recording(tmp_path / "flight.jsonl")
     assert len(found.steps) > 20
@@ -36,20 +50,26 @@ def test_every_decision_of_a_random_history_is_made_again(seed: int, tmp_path: P
 
 def test_these_histories_hold_what_makes_it_hard() -> None:
     counts = {"preempted": 0, "failed": 0, "hits": 0, "copies": 0, "windows": 0, "forks": 0}
-    counts |= {"cancelled": 0, "timeout": 0}
+    counts |= {"cancelled": 0, "timeout": 0, "drafts": 0, "right drafts": 0, "waits": 0, "bounded": 0}
     for seed in range(40):
-        history, recording = recorded(seed, failures=0.05, prefix_caching=seed % 2 == 0, beams=seed % 4 < 2)
+        history, recording = recorded(seed, **options(seed))
+        policy = history.engine.scheduler.policy
+        counts["waits"] += history.num_waits
+        counts["bounded"] += isinstance(policy, TimeBudgetSplitFuse)
         counts["windows"] += any(history.windows)
         for step in recording.steps:
             counts["preempted"] += len(step.preempted)
             counts["failed"] += step.ran_s is None
             counts["hits"] += sum(admission.cached_tokens > 0 for admission in step.admitted)
             counts["copies"] += len(step.block_copies)
+            counts["drafts"] += sum(entry.num_drafts > 0 for entry in step.entries)
+            counts["right drafts"] += sum(entry.num_drafts > 0 and entry.num_sampled > 1 for entry in step.entries)
         moves = [move for event in recording.events if isinstance(event, Beams) for move in event.moves]
         counts["forks"] += sum(move.parent is not None for move in moves)
         reasons = [finish.reason for finish in recording.finishes.values()]
         counts["cancelled"] += reasons.count("cancelled")
         counts["timeout"] += reasons.count("timeout")
+    assert counts.pop("bounded") >= 4
     assert min(counts.values()) >= 10, counts
 
 

@@ -19,6 +19,8 @@ ENGINE = EngineFacts(
     num_blocks=65,
     windows=(None,),
     max_chunk=100,
+    policy="splitfuse",
+    policy_parameters={},
     aging_s=30.0,
     prefix_caching=False,
 )
