@@ -271,7 +271,6 @@ class Engine:
         self.scheduler.finish(completion.sequence)
         if self._drafter is not None:
             self._drafter.forget(completion.sequence)
-        completion.finish(reason, error)
         is_broken = False
         try:
             completion.finish(reason, error)

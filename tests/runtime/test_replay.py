@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.flight import Arrival, Beams, Recording, Step
 from fastgen.runtime.flight_file import read_recording, write_recording
+from fastgen.runtime.policies import POLICIES, choose_policy, make_policy, policy_name
+from fastgen.runtime.policies.splitfuse import SplitFuse
 from fastgen.runtime.policies.time_budget import TimeBudgetSplitFuse
 from fastgen.runtime.recorder import Recorder
 from fastgen.runtime.replay import first_difference, replay
@@ -130,6 +133,47 @@ def test_another_prompt_length_or_another_cache_decides_otherwise() -> None:
     assert first_difference(Recording(recording.header, tuple(longer))) is not None
     engine = replace(recording.header.engine, num_blocks=recording.header.engine.num_blocks + 1)
     assert first_difference(Recording(replace(recording.header, engine=engine), recording.events)) is not None
+
+
+def test_another_policy_or_other_step_times_decide_otherwise() -> None:
+    def differs(recording: Recording, **engine: Any) -> bool:
+        header = replace(recording.header, engine=replace(recording.header.engine, **engine))
+        return first_difference(Recording(header, recording.events)) is not None
+
+    history = random_history(random.Random(1), policy=choose_policy("splitfuse", itl_target_ms=6.5))
+    history.live(150)
+    bounded = history.engine.recorder.recording("m")
+    assert (bounded.header.engine.policy, bounded.header.engine.policy_parameters) == (
+        "time_budget",
+        {"itl_target_s": 0.0065},
+    )
+    assert not differs(bounded)
+    assert differs(bounded, policy_parameters={"itl_target_s": 1000.0})
+    assert differs(bounded, policy="prefill_first", policy_parameters={})
+    slower = [replace(e, began_s=e.began_s - 0.1) if isinstance(e, Step) else e for e in bounded.events]
+    assert first_difference(Recording(bounded.header, tuple(slower))) is not None
+
+
+def test_a_policy_of_another_cannot_be_replayed() -> None:
+    class Mine(SplitFuse):
+        pass
+
+    history = random_history(random.Random(1), policy=Mine())
+    history.live(20)
+    with pytest.raises(InvalidArgumentError, match=r"Mine' is none of fastgen's own, which are splitfuse, prefill"):
+        first_difference(history.engine.recorder.recording("m"))
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "bounded"])
+def test_policies_are_made_again_from_their_names_and_parameters(name: str) -> None:
+    policy = choose_policy("splitfuse", 7.0) if name == "bounded" else choose_policy(name)
+    parameters = {parameter: getattr(policy, parameter) for parameter in policy.parameters}
+    made = make_policy(policy_name(policy), parameters)
+    assert type(made) is type(policy)
+    assert {parameter: getattr(made, parameter) for parameter in parameters} == parameters
+    assert tuple(inspect.signature(type(policy)).parameters) == policy.parameters
+    with pytest.raises(InvalidArgumentError, match=r"has the parameters \("):
+        make_policy(policy_name(policy), parameters | {"other": 1})
 
 
 def test_the_prefix_caches_hits_need_the_block_numbers() -> None:
