@@ -75,6 +75,7 @@ class Metrics:
     prefix_cache_evictions_total: int
     """Blocks whose contents were given up for others."""
     preemptions_total: int
+    """Of sequences; each beam of a search is one."""
     kv_blocks: int
     """Blocks of the KV cache."""
     kv_blocks_held: int
