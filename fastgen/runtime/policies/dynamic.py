@@ -19,6 +19,7 @@ class DynamicBatching(Policy):
     """
 
     splits_prompts = False
+    parameters = ("batch_size", "max_delay_s")
 
     def __init__(self, batch_size: int | None = None, max_delay_s: float = 0.05):
         if batch_size is not None and (
