@@ -32,13 +32,17 @@ from fastgen.models.spec import (
     TensorSpec,
 )
 from fastgen.models.tensor_files import TensorHeader
+from fastgen.models.weight_sizes import ModelBuild
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Generation
+from fastgen.runtime.ledger import MemoryModel
+from fastgen.runtime.policies.splitfuse import SplitFuse
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.targets import choose_target
+from fastgen.runtime.targets import choose_target, target_facts
 from fastgen.runtime.text import TextCodec
+from fastgen.runtime.waiting_queue import DEFAULT_AGING_S
 
 
 @dataclass(frozen=True)
@@ -175,14 +179,14 @@ def llama_engine(
     """An engine of that model, whose KV cache has room for ``kv_tokens``. Raises what building one raises."""
     spec = llama_spec(shape)
     per_token = spec.kv_bytes_per_token(shape.dtype.itemsize)
+    memory = MemoryModel(ModelBuild(spec, shape.dtype, target_facts(target, device, num_threads=None), None), device)
     config = resolve_engine_config(
-        spec,
-        device,
-        dtype=shape.dtype,
+        memory,
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
         kv_cache_memory=per_token * (kv_tokens + 64),  # and the block of the padding
         max_model_len=shape.max_positions,
+        prefix_caching=False,
     )
     return build_engine(
         spec,
@@ -193,6 +197,9 @@ def llama_engine(
         device.torch_device,
         choose_target(target, device, config, num_threads=None),
         None,
+        ledger=memory.ledger(config),
+        policy=SplitFuse(),
+        aging_s=DEFAULT_AGING_S,
     )
 
 

@@ -53,9 +53,9 @@ class ClosedLoop:
         return len(self._finished)
 
     def run(self, seconds: float) -> None:
-        """Until that much time has gone by, and a request at least is answered."""
+        """Until that much time has gone by, and some steps and requests are there to be told of."""
         end = self.seconds + seconds
-        while self.seconds < end or not self._finished:
+        while self.seconds < end or len(self._finished) < 2 or len(self._step_seconds) < 2:
             self.step()
 
     def step(self) -> None:

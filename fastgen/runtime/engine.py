@@ -304,8 +304,10 @@ class Engine:
             self.cancel(generation, reason, error)
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        own = frozenset(sampling.stop_token_ids)
-        return own if sampling.ignore_eos else own | self.eos_token_ids
+        own = sampling.stop_token_ids
+        if sampling.ignore_eos:
+            return frozenset(own)
+        return self.eos_token_ids.union(own) if own else self.eos_token_ids
 
     def _note_admitted(self, step: StepRecord) -> bool:
         """Make what the requests that are new in this step need. Where that fails for one, it ends, and the step, which

@@ -19,7 +19,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.outputs import FinishReason
 
 FORMAT = "fastgen flight recording"
-VERSION = 1
+VERSION = 2
 _STRICT = {"extra": "forbid", "strict": True}
 """For :mod:`fastgen.runtime.flight_file`: a number is no string, and a field that is not known is an error."""
 
@@ -34,6 +34,12 @@ class Entry(NamedTuple):
     num_tokens: int
     num_drafts: int
     num_sampled: int
+
+    @property
+    def end(self) -> int:
+        """How many tokens of the sequence were computed behind it: all of these but the guesses that were wrong."""
+        num_accepted = self.num_sampled - 1 if self.num_drafts and self.num_sampled else 0
+        return self.start + self.num_tokens - self.num_drafts + num_accepted
 
 
 class Admission(NamedTuple):
@@ -88,6 +94,9 @@ class EngineFacts:
     """Of each KV group, how many positions a token sees; ``None`` for all."""
     max_chunk: int | None
     """Most tokens of a sequence in a step, where that bounds what a window holds."""
+    policy: str
+    """A name of :mod:`fastgen.runtime.policies`, or for a policy of another's the name of its class."""
+    policy_parameters: dict[str, int | float | None]
     aging_s: float
     prefix_caching: bool
 
@@ -150,7 +159,7 @@ class Step:
     build_s: float
     """Of the time between ``scheduled_s`` and ``ran_s``, what building the batch took."""
     ran_s: float | None
-    """``None`` where the step failed; it is scheduled again then."""
+    """``None`` where the step failed; its requests end then."""
     ended_s: float | None
     size: int
     """The captured size that holds its tokens."""

@@ -65,7 +65,7 @@ class Metrics:
     """Of the requests submitted."""
     generation_tokens_total: int
     computed_tokens_total: int
-    """Forwarded by steps: of prompts, of answers, and once more after preemptions."""
+    """Forwarded by steps: of prompts, of answers, drafts that proved wrong, and once more after preemptions."""
     padding_tokens_total: int
     """Forwarded for nobody, to fill a step up to its captured size."""
     prefix_cache_lookup_tokens_total: int
@@ -75,6 +75,7 @@ class Metrics:
     prefix_cache_evictions_total: int
     """Blocks whose contents were given up for others."""
     preemptions_total: int
+    """Of sequences; each beam of a search is one."""
     kv_blocks: int
     """Blocks of the KV cache."""
     kv_blocks_held: int

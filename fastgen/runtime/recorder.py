@@ -32,6 +32,7 @@ from fastgen.runtime.flight import (
     Step,
 )
 from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.policies import policy_name
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
@@ -290,7 +291,7 @@ class Recorder:
 
 def engine_facts(scheduler: Scheduler) -> EngineFacts:
     """What ``scheduler`` decides by."""
-    kv = scheduler.kv
+    kv, policy = scheduler.kv, scheduler.policy
     return EngineFacts(
         token_budget=scheduler.token_budget,
         max_num_seqs=scheduler.max_num_seqs,
@@ -298,6 +299,8 @@ def engine_facts(scheduler: Scheduler) -> EngineFacts:
         num_blocks=kv.pool.num_blocks,
         windows=kv.windows,
         max_chunk=kv.max_chunk,
+        policy=policy_name(policy),
+        policy_parameters={name: getattr(policy, name) for name in policy.parameters},
         aging_s=scheduler.waiting.aging_s,
         prefix_caching=kv.prefix_cache is not None,
     )

@@ -15,9 +15,11 @@ from itertools import count
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.flight import Arrival, Beams, Blocks, EngineFacts, Event, Finish, Recording, Step
 from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.policies import make_policy
 from fastgen.runtime.recorder import Recorder
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.schedule import Schedule
 from fastgen.runtime.scheduler import Scheduler
 
 DECISIONS = (
@@ -40,7 +42,7 @@ class Difference:
 def first_difference(recording: Recording) -> Difference | None:
     """The first step that the scheduler now decides otherwise, or ``None`` where there is none.
 
-    :raises InvalidArgumentError: where the recording does not begin with the engine's first step.
+    :raises InvalidArgumentError: where :func:`replay` refuses the recording.
     """
     for recorded, replayed, _ in replay(recording):
         if replayed is None:
@@ -56,7 +58,8 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
 
     There is no way on after the first step that differs.
 
-    :raises InvalidArgumentError: where the recording does not begin with the engine's first step.
+    :raises InvalidArgumentError: where the recording does not begin with the engine's first step, or the engine had a
+        policy that is not one of fastgen's own.
     """
     if recording.header.first_step:
         raise InvalidArgumentError(
@@ -107,6 +110,7 @@ class _Player:
                 self._last[event.sequence] = event.blocks
         self._unlike_others = count(2**31)
         self._num_drafts: dict[str, int] = {}
+        self._committed: Schedule | None = None
 
     def arrive(self, event: Arrival) -> None:
         sampling = SamplingParams(
@@ -144,6 +148,7 @@ class _Player:
     def step(self, event: Step) -> Step | None:
         """Schedules a step; where it is the recorded one, commits it and gives what tokens ``event`` says."""
         self._num_drafts = {entry.sequence: entry.num_drafts for entry in event.entries}
+        self._committed = None
         schedule = self.scheduler.schedule(event.began_s)
         if schedule is None:
             return None
@@ -154,21 +159,26 @@ class _Player:
         replayed = replace(event, entries=entries, **rest)
         if replayed == event and event.ran_s is not None:
             self.scheduler.commit(schedule)
+            self._committed = schedule
             for entry in event.entries:
                 for _ in range(entry.num_sampled):
                     self._give_token(entry.sequence)
         return replayed
 
     def end_step(self, event: Step) -> None:
-        """Accept the drafts of the sequences that go on, as the engine does when all tokens have been handed out."""
+        """What the engine does when all tokens of a step have been handed out: accept the drafts of the sequences that
+        go on, and tell the policy how long it took.
+        """
         for entry in event.entries:
             seq = self.sequences[entry.sequence]
             if entry.num_drafts and entry.num_sampled > 1 and seq.status is SequenceStatus.RUNNING:
                 self.scheduler.accept(seq, entry.num_sampled - 1)
+        if self._committed is not None and event.ended_s is not None:
+            self.scheduler.observe(self._committed, event.ended_s - event.began_s)
 
     def _drafts(self, seq: Sequence, max_tokens: int) -> list[int]:
         """What was drafted is not recorded, only how much of it was scheduled; nor does the scheduler look at it."""
-        return [0] * self._num_drafts.get(f"{seq.key[0]}.{seq.index}", 0)
+        return [0] * min(max_tokens, self._num_drafts.get(f"{seq.key[0]}.{seq.index}", 0))
 
     def _give_token(self, sequence: str) -> None:
         token_ids = self.sequences[sequence].token_ids
@@ -189,7 +199,10 @@ class _Player:
 
 
 def build_scheduler(engine: EngineFacts, propose_drafts: Callable[[Sequence, int], list[int]]) -> Scheduler:
-    """A scheduler that decides as the one that ``engine`` tells of, at its beginning."""
+    """A scheduler that decides as the one that ``engine`` tells of, at its beginning.
+
+    :raises InvalidArgumentError: where it had a policy that is not one of fastgen's own.
+    """
     kv = KVCacheManager(
         engine.num_blocks,
         engine.block_size,
@@ -201,6 +214,7 @@ def build_scheduler(engine: EngineFacts, propose_drafts: Callable[[Sequence, int
         kv,
         token_budget=engine.token_budget,
         max_num_seqs=engine.max_num_seqs,
+        policy=make_policy(engine.policy, engine.policy_parameters),
         aging_s=engine.aging_s,
         propose_drafts=propose_drafts,
     )

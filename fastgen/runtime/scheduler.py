@@ -129,17 +129,20 @@ class Scheduler:
             self.waiting.release(seq, self._now_s)
 
     def schedule(self, now_s: float = 0.0) -> Schedule | None:
-        """The next step, by the clock's ``now_s``. ``None`` where no sequence is left, or the policy waits for more."""
+        """The next step, by the clock's ``now_s``. ``None`` where no sequence is left, or the policy waits for more;
+        however often that is, later steps are the same.
+        """
         self._now_s, self.resumes_at_s = now_s, None
-        self.waiting.age(now_s)
         if not self.running and not self.waiting:
             return None
+        if not self.running and (until_s := self._plan([]).until_s) is not None:
+            self.resumes_at_s = until_s
+            return None
+        self.waiting.age(now_s)  # that leaves the head of the queue, so the policy does not wait now either
         preempted: list[Sequence] = []
         self._make_way(preempted)
         plan = self._plan(preempted)
-        if plan.until_s is not None:
-            self.resumes_at_s = plan.until_s
-            return None
+        assert plan.until_s is None, f"{self.policy} puts a step off while sequences run"
         chunks = [] if plan.runs_decodes else self._give_prompts(plan, may_admit=not preempted)
         decodes: list[Sequence] = []
         if not chunks:
@@ -221,7 +224,8 @@ class Scheduler:
             now_s=self._now_s,
         )
         plan = self.policy.plan(view)
-        self._num_opened = plan.num_admissions
+        if plan.until_s is None:
+            self._num_opened = plan.num_admissions
         return plan
 
     def _make_way(self, preempted: list[Sequence]) -> None:

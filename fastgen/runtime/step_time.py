@@ -9,6 +9,9 @@ The coefficients are fitted by recursive least squares with exponential forgetti
 1999). An error far beyond the usual one counts less, by Huber's weights, so that a pause of the machine
 does not spoil the fit while a lasting change is learned. Steps of one kind tell little about others, so forgetting
 stops where it has made the coefficients uncertain: what is not seen for long is still known.
+
+What nearly all steps stay below is found beside it, by a quantile of the errors that is moved up by much where a step
+took longer and down by little where it did not (Robbins and Monro, "A stochastic approximation method", 1951).
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ _HUBER = 3.0
 _LEAST_ERROR = 0.01
 """Of a step's time, what is no error to speak of."""
 _ERROR_GAIN = 0.05
+_EXCEEDED = 0.01
+"""The share of steps that may take longer than the upper bound."""
 
 
 class StepTimeModel:
@@ -58,6 +63,8 @@ class StepTimeModel:
         self._variance = np.eye(4) * _FIRST_VARIANCE
         self._error_s = 0.0
         """The usual error: an exponential mean of its absolute value, at first a tenth of a step."""
+        self._margin_s = 0.0
+        """What all but a share of :data:`_EXCEEDED` of the errors stay below."""
         self._num_seen = self._most_seen = 0
 
     def observe(self, work: StepWork, step_s: float) -> None:
@@ -68,10 +75,12 @@ class StepTimeModel:
         weight = 1.0
         if self._num_seen < _LEAST_SEEN:
             self._error_s = 0.1 * step_s
+            self._margin_s = 2 * self._error_s
         elif error_s:
             limit_s = _HUBER * max(self._error_s, _LEAST_ERROR * expected_s)
             weight = min(1.0, limit_s / abs(error_s))
             self._error_s += _ERROR_GAIN * (min(abs(error_s), 2 * limit_s) - self._error_s)
+            self._margin_s += self._error_s * ((error_s > self._margin_s) - _EXCEEDED)
         forgetting = _FORGETTING if np.trace(self._variance) < _MOST_VARIANCE else 1.0
         spread = self._variance @ features
         gain = spread / (forgetting / weight + features @ spread)
@@ -85,8 +94,11 @@ class StepTimeModel:
         return float(np.array((1, *work)) * _SCALES @ np.maximum(self._coefficients, 0.0))
 
     def upper_bound_s(self, work: StepWork) -> float:
-        """What nearly all such steps stay below."""
-        return self.predict_s(work) + 2 * self._error_s
+        """What 99 of 100 such steps stay below; at most twice what they are expected to take, so that a machine that
+        often pauses still works.
+        """
+        expected_s = self.predict_s(work)
+        return expected_s + min(max(self._margin_s, 0.0), expected_s)
 
     def most_tokens(self, token_budget: int) -> int:
         """The largest step that the model can tell anything about, at most ``token_budget``; 0 before it can at all."""

@@ -158,9 +158,10 @@ class TimeAccount:
                     yield _Slice(first_s, cursor_s, "between_steps")
                     continue
                 num_again = 0
-                for name, start, num_tokens, _, _ in own:
-                    num_again += max(0, min(start + num_tokens, furthest.get(name, 0)) - start)
-                    furthest[name] = max(furthest.get(name, 0), start + num_tokens)
+                for entry in own:
+                    before = furthest.get(entry.sequence, 0)
+                    num_again += max(0, min(entry.start + entry.num_tokens, before) - entry.start)
+                    furthest[entry.sequence] = max(before, entry.end)
                 yield _Slice(first_s, cursor_s, None, step, sum(entry.num_tokens for entry in own), num_again)
             elif waits is None:
                 yield _Slice(step.began_s, cursor_s, "passed_over", step)

@@ -76,6 +76,7 @@ class WaitingQueue:
         self._turns = count()
         self._held: dict[int, dict[Sequence, None]] = {}
         """By request, the sequences that are held."""
+        self.num_held = 0
 
     def __len__(self) -> int:
         return len(self._since_s)
@@ -93,10 +94,6 @@ class WaitingQueue:
         return next(iter(self), None)
 
     @property
-    def num_held(self) -> int:
-        return sum(map(len, self._held.values()))
-
-    @property
     def held(self) -> list[Sequence]:
         """Those that are not in the queue yet."""
         return [seq for held in self._held.values() for seq in held]
@@ -107,17 +104,23 @@ class WaitingQueue:
         self._join(first, request.sampling.priority, request.arrival_s)
         if others:
             self._held[request.request_id] = dict.fromkeys(others)
+            self.num_held += len(others)
 
     def release(self, first: Sequence, now_s: float) -> None:
         """Queue what is held for ``first``, if anything is."""
-        for seq in self._held.pop(first.key[0], ()):
+        held = self._held.pop(first.key[0], {})
+        self.num_held -= len(held)
+        for seq in held:
             level, turn, _ = first.urgency
             seq.urgency = (level, turn, seq.index)
             self.put_back(seq, now_s)
 
     def hold(self, seq: Sequence) -> None:
         """``seq`` is not to be in the queue until it is released, or removed."""
-        self._held.setdefault(seq.key[0], {})[seq] = None
+        held = self._held.setdefault(seq.key[0], {})
+        assert seq not in held, f"{seq} is held already"
+        held[seq] = None
+        self.num_held += 1
 
     def put_back(self, seq: Sequence, now_s: float) -> None:
         """``seq``, or another sequence of its request, has waited here before: it waits where its urgency says."""
@@ -129,6 +132,7 @@ class WaitingQueue:
         held = self._held.get(seq.key[0], {})
         if seq in held:
             del held[seq]
+            self.num_held -= 1
             if not held:
                 del self._held[seq.key[0]]
             return
@@ -162,6 +166,7 @@ class WaitingQueue:
         assert self._levels == sorted(self._classes), f"classes {self._levels}, members of {list(self._classes)}"
         everybody = list(self)
         assert set(everybody) == set(self._since_s), "some have no time, or wait no more"
+        assert self.num_held == len(self.held), f"{self.num_held} are held: {self.held}"
         urgencies = [seq.urgency for seq in everybody]
         assert urgencies == sorted(set(urgencies)), f"not in order of urgency: {everybody}"
         for level, members in self._classes.items():

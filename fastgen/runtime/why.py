@@ -144,7 +144,7 @@ def _preemptions(recording: Recording, ours: tuple[str, ...], end_s: float) -> I
             lost = Preemption(step=step.step, waited_s=end_s - lost_s, lost_tokens=sum(num_computed.values()))
             num_computed.clear()
         if own and step.ran_s is not None:
-            num_computed |= {entry.sequence: entry.start + entry.num_tokens - entry.num_drafts for entry in own}
+            num_computed |= {entry.sequence: entry.end for entry in own}
             if lost is not None:
                 yield replace(lost, waited_s=step.scheduled_s - lost_s)
                 lost = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,10 +15,12 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.model_runner import ModelRunner, StepOutput
+from fastgen.runtime.policies import POLICIES, DynamicBatching, Policy, StaticBatching, choose_policy
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.scheduler import Schedule, Scheduler
+from fastgen.runtime.schedule import Schedule, ScheduledTokens
+from fastgen.runtime.scheduler import Scheduler
 
 EOS = 0
 
@@ -45,8 +48,25 @@ class Device:
         self.now_s += build_s + forward_s
         if self.rng.random() < self.failures:
             raise StepFailedError
-        sampled = [(entry.seq, self._sample(entry.seq)) for entry in schedule.entries if entry.samples]
-        return StepOutput(sampled, [], build_s=build_s, num_padding=schedule.size - schedule.num_tokens)
+        sampled = [(entry.seq, token) for entry in schedule.entries if entry.samples for token in self._tokens(entry)]
+        num_given = Counter(seq for seq, _ in sampled)
+        return StepOutput(
+            sampled,
+            [],
+            build_s=build_s,
+            num_padding=schedule.size - schedule.num_tokens,
+            num_accepted={chunk.seq: num_given[chunk.seq] - 1 for chunk in schedule.chunks if chunk.drafts},
+        )
+
+    def propose(self, seq: Sequence, max_tokens: int) -> list[int]:
+        """So many drafts at random, often none."""
+        num_left = seq.request.sampling.max_new_tokens - (seq.num_tokens - seq.num_prompt_tokens)
+        return [self.rng.randrange(12) for _ in range(self.rng.randint(-2, min(max_tokens, num_left - 1, 4)))]
+
+    def _tokens(self, entry: ScheduledTokens) -> list[SampledToken]:
+        """Drafts are right until one is not, and then comes another token."""
+        num_right = next((place for place in range(len(entry.drafts)) if self.rng.random() < 0.4), len(entry.drafts))
+        return [*map(SampledToken, entry.drafts[:num_right]), self._sample(entry.seq)]
 
     def _sample(self, seq: Sequence) -> SampledToken:
         if not seq.request.has_beams:
@@ -69,9 +89,14 @@ class History:
     windows: tuple[int | None, ...] = (None,)
     prefix_caching: bool = False
     beams: bool = False
+    drafts: bool = False
+    policy: Policy | None = None
+    aging_s: float = 30.0
     failures: float = 0.0
     after_step: Callable[[History], None] | None = None
     generations: list[Generation] = field(default_factory=list)
+    num_waits: int = 0
+    """How often the policy put a step off."""
 
     def __post_init__(self) -> None:
         self.device = Device(self.rng, failures=self.failures)
@@ -87,6 +112,9 @@ class History:
                 ),
                 token_budget=self.token_budget,
                 max_num_seqs=self.max_num_seqs,
+                policy=self.policy,
+                aging_s=self.aging_s,
+                propose_drafts=self.device.propose if self.drafts else None,
             ),
             vocab_size=100,
             max_model_len=1000,
@@ -115,6 +143,9 @@ class History:
     def step(self) -> None:
         with contextlib.suppress(StepFailedError):
             self.engine.step()
+        if idle_s := self.engine.idle_s:
+            self.num_waits += 1
+            self.device.now_s += self.rng.choice([0.3, 1.0]) * idle_s
         if self.after_step is not None:
             self.after_step(self)
 
@@ -156,3 +187,13 @@ def random_history(rng: random.Random, **options: Any) -> History:
         max_num_seqs=max_num_seqs,
         **options,
     )
+
+
+def random_policy(rng: random.Random) -> Policy:
+    """Any of fastgen's own, for two seats or more."""
+    name = rng.choice([*POLICIES, "bounded"])
+    if name == "bounded":
+        return choose_policy("splitfuse", itl_target_ms=rng.choice([2.0, 6.5, 20.0]))
+    if name == "dynamic":
+        return DynamicBatching(rng.choice([None, 1, 2]), max_delay_s=rng.choice([0.0, 0.01, 0.05]))
+    return StaticBatching(rng.choice([None, 2])) if name == "static" else choose_policy(name)

@@ -24,7 +24,9 @@ def same(found: Histogram, values: list[float], bounds: tuple[float, ...]) -> bo
 
 @pytest.mark.parametrize("seed", range(8))
 def test_counts_are_those_of_the_answers_and_the_schedules(seed: int) -> None:
-    history = random_history(random.Random(seed), failures=0.05, prefix_caching=seed % 2 == 0, beams=True)
+    history = random_history(
+        random.Random(seed), failures=0.05, prefix_caching=seed % 2 == 0, beams=True, drafts=seed % 3 == 0
+    )
     history.live(150)
     found = history.engine.metrics.snapshot()
     answers = [output for generation in history.generations for output in generation.output().completions]
@@ -37,7 +39,8 @@ def test_counts_are_those_of_the_answers_and_the_schedules(seed: int) -> None:
     assert found.generation_tokens_total == sum(len(output.token_ids) for output in answers)
     assert found.computed_tokens_total == sum(step.num_tokens for step in ran)
     assert found.padding_tokens_total == sum(step.size - step.num_tokens for step in ran)
-    assert found.preemptions_total == sum(output.metrics.preemptions for output in answers)
+    sequences = [seq for each in history.generations for seq in each.request.sequences]  # beams that gave none too
+    assert found.preemptions_total == sum(seq.num_preemptions for seq in sequences)
     assert found.prefix_cache_lookup_tokens_total >= found.prefix_cache_hit_tokens_total
     assert found.prefix_cache_hit_tokens_total >= sum(output.metrics.cached_tokens for output in answers)
 

@@ -64,12 +64,16 @@ def test_a_failed_step_is_there_without_an_end() -> None:
     history.device.failures = 1.0
     history.step()
     history.device.failures = 0.0
+    history.submit(8, max_new_tokens=2)
     history.finish()
-    first, second, *_ = history.engine.recorder.recording("m").steps
+    recording = history.engine.recorder.recording("m")
+    first, second, *_ = recording.steps
     assert (first.ran_s, first.ended_s, first.end_s) == (None, None, first.scheduled_s)
+    assert [entry[:4] for entry in first.entries] == [("0.0", 0, first.num_tokens, 0)]
+    assert (recording.finishes["0.0"].reason, recording.finishes["0.0"].step) == ("error", None)
     assert second.ran_s is not None
-    assert [entry[:3] for entry in second.entries] == [entry[:3] for entry in first.entries]
-    assert (len(first.admitted), len(second.admitted)) == (1, 0)
+    assert {entry.sequence for entry in second.entries} == {"1.0"}
+    assert [admission[:2] for step in (first, second) for admission in step.admitted] == [("0.0", 0), ("1.0", 0)]
 
 
 def bounded(history: History, **bounds: int) -> Recorder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,26 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.flight import Arrival, Beams, Recording, Step
 from fastgen.runtime.flight_file import read_recording, write_recording
+from fastgen.runtime.policies import POLICIES, choose_policy, make_policy, policy_name
+from fastgen.runtime.policies.splitfuse import SplitFuse
+from fastgen.runtime.policies.time_budget import TimeBudgetSplitFuse
 from fastgen.runtime.recorder import Recorder
 from fastgen.runtime.replay import first_difference, replay
 from fastgen.runtime.scheduler import Scheduler
-from tests.runtime.histories import History, random_history
+from tests.runtime.histories import History, random_history, random_policy
+
+
+def options(seed: int) -> dict[str, Any]:
+    """All that a scheduler can do, here and there."""
+    rng = random.Random(f"options {seed}")
+    return {
+        "failures": 0.03,
+        "prefix_caching": seed % 2 == 0,
+        "beams": seed % 4 < 2,
+        "drafts": seed % 3 == 0,
+        "policy": random_policy(rng),
+        "aging_s": rng.choice([0.01, 0.05, 30.0]),
+    }
 
 
 def recorded(seed: int, **options: Any) -> tuple[History, Recording]:
@@ -26,7 +43,7 @@ def recorded(seed: int, **options: Any) -> tuple[History, Recording]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_decision_of_a_random_history_is_made_again(seed: int, tmp_path: Path) -> None:
-    _, recording = recorded(seed, failures=0.05, prefix_caching=seed % 2 == 0, beams=seed % 4 < 2)
+    _, recording = recorded(seed, **options(seed))
     write_recording(recording, tmp_path / "flight.jsonl")
     found = read_recording(tmp_path / "flight.jsonl")
     assert len(found.steps) > 20
@@ -36,20 +53,26 @@ def test_every_decision_of_a_random_history_is_made_again(seed: int, tmp_path: P
 
 def test_these_histories_hold_what_makes_it_hard() -> None:
     counts = {"preempted": 0, "failed": 0, "hits": 0, "copies": 0, "windows": 0, "forks": 0}
-    counts |= {"cancelled": 0, "timeout": 0}
+    counts |= {"cancelled": 0, "timeout": 0, "drafts": 0, "right drafts": 0, "waits": 0, "bounded": 0}
     for seed in range(40):
-        history, recording = recorded(seed, failures=0.05, prefix_caching=seed % 2 == 0, beams=seed % 4 < 2)
+        history, recording = recorded(seed, **options(seed))
+        policy = history.engine.scheduler.policy
+        counts["waits"] += history.num_waits
+        counts["bounded"] += isinstance(policy, TimeBudgetSplitFuse)
         counts["windows"] += any(history.windows)
         for step in recording.steps:
             counts["preempted"] += len(step.preempted)
             counts["failed"] += step.ran_s is None
             counts["hits"] += sum(admission.cached_tokens > 0 for admission in step.admitted)
             counts["copies"] += len(step.block_copies)
+            counts["drafts"] += sum(entry.num_drafts > 0 for entry in step.entries)
+            counts["right drafts"] += sum(entry.num_drafts > 0 and entry.num_sampled > 1 for entry in step.entries)
         moves = [move for event in recording.events if isinstance(event, Beams) for move in event.moves]
         counts["forks"] += sum(move.parent is not None for move in moves)
         reasons = [finish.reason for finish in recording.finishes.values()]
         counts["cancelled"] += reasons.count("cancelled")
         counts["timeout"] += reasons.count("timeout")
+    assert counts.pop("bounded") >= 4
     assert min(counts.values()) >= 10, counts
 
 
@@ -110,6 +133,47 @@ def test_another_prompt_length_or_another_cache_decides_otherwise() -> None:
     assert first_difference(Recording(recording.header, tuple(longer))) is not None
     engine = replace(recording.header.engine, num_blocks=recording.header.engine.num_blocks + 1)
     assert first_difference(Recording(replace(recording.header, engine=engine), recording.events)) is not None
+
+
+def test_another_policy_or_other_step_times_decide_otherwise() -> None:
+    def differs(recording: Recording, **engine: Any) -> bool:
+        header = replace(recording.header, engine=replace(recording.header.engine, **engine))
+        return first_difference(Recording(header, recording.events)) is not None
+
+    history = random_history(random.Random(1), policy=choose_policy("splitfuse", itl_target_ms=6.5))
+    history.live(150)
+    bounded = history.engine.recorder.recording("m")
+    assert (bounded.header.engine.policy, bounded.header.engine.policy_parameters) == (
+        "time_budget",
+        {"itl_target_s": 0.0065},
+    )
+    assert not differs(bounded)
+    assert differs(bounded, policy_parameters={"itl_target_s": 1000.0})
+    assert differs(bounded, policy="prefill_first", policy_parameters={})
+    slower = [replace(e, began_s=e.began_s - 0.1) if isinstance(e, Step) else e for e in bounded.events]
+    assert first_difference(Recording(bounded.header, tuple(slower))) is not None
+
+
+def test_a_policy_of_another_cannot_be_replayed() -> None:
+    class Mine(SplitFuse):
+        pass
+
+    history = random_history(random.Random(1), policy=Mine())
+    history.live(20)
+    with pytest.raises(InvalidArgumentError, match=r"Mine' is none of fastgen's own, which are splitfuse, prefill"):
+        first_difference(history.engine.recorder.recording("m"))
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "bounded"])
+def test_policies_are_made_again_from_their_names_and_parameters(name: str) -> None:
+    policy = choose_policy("splitfuse", 7.0) if name == "bounded" else choose_policy(name)
+    parameters = {parameter: getattr(policy, parameter) for parameter in policy.parameters}
+    made = make_policy(policy_name(policy), parameters)
+    assert type(made) is type(policy)
+    assert {parameter: getattr(made, parameter) for parameter in parameters} == parameters
+    assert tuple(inspect.signature(type(policy)).parameters) == policy.parameters
+    with pytest.raises(InvalidArgumentError, match=r"has the parameters \("):
+        make_policy(policy_name(policy), parameters | {"other": 1})
 
 
 def test_the_prefix_caches_hits_need_the_block_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ ENGINE = EngineFacts(
     num_blocks=65,
     windows=(None,),
     max_chunk=100,
+    policy="splitfuse",
+    policy_parameters={},
     aging_s=30.0,
     prefix_caching=False,
 )
@@ -180,6 +183,23 @@ def test_a_preemption_is_time_waited_and_time_to_compute_again() -> None:
     text = tell(told)
     assert "1 preemption (step 2): 31 tokens to compute again, 4.00 s until blocks were free." in text
     assert "meanwhile it was preempted" in text
+
+
+def test_wrong_drafts_are_its_own_computing_and_nothing_is_computed_again() -> None:
+    drafted = [Entry("0.0", 10, 5, 4, 2), Entry("0.0", 12, 3, 2, 3), Entry("0.0", 0, 16, 0, 1)]
+    steps = [replace(step(number, number, number + 1.0), entries=(drafted[number - 1],)) for number in (1, 2, 3)]
+    told = why(
+        recording(
+            arrival(0.0, 0, 10),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(seat("0.0", 0),)),
+            *steps[:2],
+            replace(steps[2], preempted=("0.0",), admitted=(seat("0.0", 0),)),
+        ),
+        "0",
+    )
+    assert told.new_tokens == 1 + 2 + 3 + 1
+    assert told.preemptions == (Preemption(step=3, waited_s=0.0, lost_tokens=15),)
+    assert shares(told.other_tokens) == {"own": 2.0 + 1 / 16, "recomputing": 15 / 16}
 
 
 def test_who_waits_behind_one_that_was_preempted_waits_for_blocks() -> None:

@@ -19,7 +19,9 @@ SEEDS = range(10)
 
 
 def lived(seed: int, *, beams: bool = False) -> tuple[list[Generation], Recording]:
-    history = random_history(random.Random(seed), failures=0.05, prefix_caching=seed % 2 == 0, beams=beams)
+    history = random_history(
+        random.Random(seed), failures=0.05, prefix_caching=seed % 2 == 0, beams=beams, drafts=seed % 3 == 0
+    )
     history.live(150)
     return history.generations, history.engine.recorder.recording("m")
 

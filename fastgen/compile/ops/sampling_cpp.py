@@ -134,9 +134,9 @@ class RowLogprobs(NamedTuple):
 
 
 def sampling_bytes(vocab_size: int, *, max_rows: int, max_threads: int) -> int:
-    """What a :class:`SamplingKernel` holds: its threads' workspaces, and rows of parameters."""
+    """What a :class:`SamplingKernel` holds: its threads' workspaces, and rows of parameters, greedy ones and others."""
     numel = _workspace_numel(vocab_size, -(-vocab_size // _SLICE))
-    return 4 * max_threads * numel + max_rows * (8 + 4 * _NUM_REALS + 8 * _NUM_INTEGERS)
+    return 4 * max_threads * numel + max_rows * (8 + 2 * (4 * _NUM_REALS + 8 * _NUM_INTEGERS))
 
 
 def _workspace_numel(vocab_size: int, num_slices: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.policies.dynamic import DynamicBatching
@@ -14,15 +14,16 @@ from fastgen.runtime.policies.splitfuse import SplitFuse
 from fastgen.runtime.policies.static import StaticBatching
 from fastgen.runtime.policies.time_budget import TimeBudgetSplitFuse
 
-__all__ = ["POLICIES", "DynamicBatching", "Policy", "StaticBatching", "choose_policy"]
+__all__ = ["POLICIES", "DynamicBatching", "Policy", "StaticBatching", "choose_policy", "make_policy", "policy_name"]
 
-POLICIES: dict[str, Callable[[], Policy]] = {
+POLICIES: dict[str, type[Policy]] = {
     "splitfuse": SplitFuse,
     "prefill_first": PrefillFirst,
     "orca": Orca,
     "dynamic": DynamicBatching,
     "static": StaticBatching,
 }
+_KINDS = POLICIES | {"time_budget": TimeBudgetSplitFuse}
 
 
 def choose_policy(policy: str | Policy, itl_target_ms: float | None = None) -> Policy:
@@ -44,3 +45,22 @@ def choose_policy(policy: str | Policy, itl_target_ms: float | None = None) -> P
             "leave one of the two out"
         )
     return TimeBudgetSplitFuse(itl_target_ms / 1000)
+
+
+def policy_name(policy: Policy) -> str:
+    """The name by which :func:`make_policy` knows its kind; that of its class where it does not."""
+    kinds = {kind: name for name, kind in _KINDS.items()}
+    return kinds.get(type(policy), f"{type(policy).__module__}.{type(policy).__qualname__}")
+
+
+def make_policy(name: str, parameters: Mapping[str, float | None]) -> Policy:
+    """A new policy of this kind, with its :attr:`Policy.parameters`.
+
+    :raises InvalidArgumentError: for a kind that is not one of fastgen's own, or other parameters than it has.
+    """
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise InvalidArgumentError(f"policy {name!r} is none of fastgen's own, which are {', '.join(_KINDS)}")
+    if set(parameters) != set(kind.parameters):
+        raise InvalidArgumentError(f"policy {name!r} has the parameters {kind.parameters}, not {tuple(parameters)}")
+    return kind(**parameters)

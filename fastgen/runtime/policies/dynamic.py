@@ -8,6 +8,7 @@ whose answer is done early stays empty until the last one is.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
@@ -19,6 +20,7 @@ class DynamicBatching(Policy):
     """
 
     splits_prompts = False
+    parameters: ClassVar[tuple[str, ...]] = ("batch_size", "max_delay_s")
 
     def __init__(self, batch_size: int | None = None, max_delay_s: float = 0.05):
         if batch_size is not None and (

@@ -41,7 +41,8 @@ class StepPlan:
     At most ``num_prompt_tokens`` of prompts go in, and at most ``num_admissions`` requests are admitted; a sequence
     that was preempted may always come back, and further ones of a request follow the first. Where ``runs_decodes`` is
     false they run all the same if prompts can have nothing. ``token_budget`` is the most tokens of this step, drafts
-    included. With ``until_s`` nothing runs; the next plan is asked for then, or when a request comes.
+    included. With ``until_s``, possible while nobody has a seat, there is no step; the next plan is asked for then, or
+    when a request comes.
     """
 
     runs_decodes: bool
@@ -57,6 +58,8 @@ class Policy(ABC):
     splits_prompts: ClassVar[bool]
     """Whether a prompt may be cut to what is left of a step. Otherwise it is computed in one step, or, where it is
     longer than what a step has for prompts, in steps that it fills."""
+    parameters: ClassVar[tuple[str, ...]] = ()
+    """The arguments it is made with, each an attribute too. They say all that it decides by, but what it observes."""
     observes: ClassVar[bool] = False
     """Whether it is told how long steps took."""
 

@@ -10,5 +10,7 @@ class StaticBatching(DynamicBatching):
     the last have finished.
     """
 
+    parameters = ("batch_size",)
+
     def __init__(self, batch_size: int | None = None):
         super().__init__(batch_size, max_delay_s=0.0)

@@ -20,6 +20,7 @@ class TimeBudgetSplitFuse(Policy):
     """SplitFuse whose steps take at most ``itl_target_s`` seconds as long as anybody is being answered."""
 
     splits_prompts = True
+    parameters = ("itl_target_s",)
     observes = True
 
     def __init__(self, itl_target_s: float):
