@@ -11,14 +11,13 @@ By itself, ``python -m tests.runtime.soak --requests 20000 --output FILE`` runs 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import random
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,6 @@ KINDS: list[dict[str, Any]] = [
     {"response_format": {"type": "regex", "pattern": "[a-m]{3,9}"}, "temperature": 1.0, "n": 2},
     {"response_format": {"type": "grammar", "grammar": 'start: "(" start ")" | "x"'}, "temperature": 0.8},
 ]
-KNOWN = {field.name for field in fields(SamplingParams)}
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Course:
 
 COURSES: dict[str, Course] = {
     "plain": Course("llama", {"target": "cpp", "max_num_seqs": 8, "token_budget": 40, "block_size": 4}),
-    "window": Course("mistral", {"target": "cpp", "max_num_seqs": 6, "token_budget": 24, "block_size": 4}),
+    "window": Course("mistral", {"target": "cpp", "max_num_seqs": 16, "token_budget": 24, "block_size": 4}),
     "two groups": Course(
         "Gemma2", {"target": "cpp", "dtype": "bfloat16", "max_num_seqs": 16, "token_budget": 40, "block_size": 8}
     ),
@@ -82,13 +80,16 @@ COURSES: dict[str, Course] = {
         "llama",
         {"target": "cpp", "max_num_seqs": 8, "token_budget": 40, "block_size": 4, "speculative": "ngram"},
     ),
+    "drafts within a window": Course(
+        "mistral",
+        {"target": "cpp", "max_num_seqs": 14, "token_budget": 50, "block_size": 4, "speculative": "ngram"},
+    ),
     "static": Course("llama", {"target": "cpp", "max_num_seqs": 8, "token_budget": 40, "policy": "static"}),
-    "orca": Course("mistral", {"target": "cpp", "max_num_seqs": 6, "token_budget": 60, "policy": "orca"}),
+    "dynamic": Course("mistral", {"target": "cpp", "max_num_seqs": 8, "token_budget": 60, "policy": "dynamic"}),
+    "orca": Course("mistral", {"target": "cpp", "max_num_seqs": 16, "token_budget": 60, "policy": "orca"}),
     "prompts first": Course("llama", {"target": "cpp", "max_num_seqs": 8, "policy": "prefill_first"}),
     "reference": Course("llama", {"target": "torch", "max_num_seqs": 8, "token_budget": 24, "block_size": 4}, False),
 }
-_ARGUMENTS = inspect.signature(fastgen.load).parameters
-COURSES = {name: course for name, course in COURSES.items() if course.load.keys() <= _ARGUMENTS.keys()}
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,7 @@ def make_checkpoint(family: str, directory: Path) -> Path:
 def draw_requests(rng: random.Random, count: int, *, exact: bool) -> Iterator[tuple[list[int], SamplingParams]]:
     """Prompts of which many begin alike; of what the parameters know, every kind."""
     heads = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (4, 11, 16, 30)]
-    kinds = [kind for kind in KINDS if kind.keys() <= KNOWN]
-    if not exact:  # of which margins can be told
-        kinds = [{"ignore_eos": True}, {"ignore_eos": True, "temperature": 0.8}]
+    kinds = KINDS if exact else [{"ignore_eos": True}, {"ignore_eos": True, "temperature": 0.8}]  # margins are known
     for index in range(count):
         own = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 30))]
         if rng.random() < 0.2:
@@ -218,7 +217,10 @@ class Soak:
         self.happened["tokens"] += sum(len(each.token_ids) for each in output.completions)
         self.happened["preemptions"] += sum(each.metrics.preemptions for each in output.completions)
         self.happened["cached tokens"] += output.metrics.cached_tokens
-        self.happened["accepted drafts"] += getattr(output.metrics, "accepted_drafts", 0)
+        self.happened["accepted drafts"] += sum(each.metrics.accepted_drafts for each in output.completions)
+        self.happened["beam searches"] += drawn.sampling.beam_width > 1
+        self.happened["constrained"] += drawn.sampling.response_format is not None
+        self.happened["several completions"] += drawn.sampling.n > 1
         pairs = list(zip(output.completions, drawn.alone.completions, strict=True))
         if cut:
             if drawn.sampling.beam_width == 1:  # the best beams so far need not be the beginnings of the best
@@ -285,7 +287,7 @@ def main() -> None:
         "fastgen": fastgen.__version__,
         "requests": share * len(COURSES),
         "seed": given.seed,
-        "kinds_of_requests": [kind for kind in KINDS if kind.keys() <= KNOWN],
+        "kinds_of_requests": KINDS,
     }
     if given.output is not None:
         given.output.write_text(json.dumps(about | {"courses": found}, indent=1) + "\n")
