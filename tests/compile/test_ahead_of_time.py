@@ -121,7 +121,7 @@ def check(arch: str, specs: list[KernelSpec], directory: Path) -> None:
         assert not problems(arch, spec, dict(entry.report)), f"{spec}: {entry.report}"
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_some_kernels_are_built_as_they_must_be(arch: str, tmp_path: Path) -> None:
     check(arch, [chunks(arch, 64), linear(arch, 16)], tmp_path)
 
