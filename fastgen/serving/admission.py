@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.serving.messages import EngineFacts
 from fastgen.serving.prediction import EngineSize, Load, Pending, Prediction
-from fastgen.serving.refusals import Overloaded, TooLarge
+from fastgen.serving.refusals import OverloadedError, TooLargeError
 
 _PREDICTION_S = 0.1
 """How long a prediction is told to those who are refused, before another is made: refusing must cost little."""
@@ -59,13 +58,15 @@ class Admitted:
 
 
 class Admission:
-    """Knows what the engine has to do, and asks each request in, or refuses it."""
+    """Knows what the engine has to do, and asks each request in, or refuses it. Of each refusal ``on_refused`` is told
+    why: ``queued_requests``, ``queued_tokens``, ``prompt_tokens``, ``ttft_slo`` or ``itl_target``.
+    """
 
-    def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, limits: Limits, on_refused: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ):
         self.limits = limits
-        self.num_refused: Counter[str] = Counter()
-        """By reason: ``queued_requests``, ``queued_tokens``, ``prompt_tokens``, ``ttft_slo``, ``itl_target``."""
-        self._clock = clock
+        self._on_refused, self._clock = on_refused, clock
         self._load: Load | None = None
         self._open: set[Pending] = set()
         self._told: tuple[float, Prediction | None] = (-math.inf, None)
@@ -87,12 +88,12 @@ class Admission:
         return self._load.predict(num_prompt_tokens, num_seqs, priority, self._clock())
 
     def admit(self, num_prompt_tokens: int, sampling: SamplingParams) -> Admitted:
-        """Let a request in. Raises :class:`TooLarge` or :class:`Overloaded`."""
+        """Let a request in. Raises :class:`TooLargeError` or :class:`OverloadedError`."""
         load, limits = self._load, self.limits
         assert load is not None
         if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
-            self.num_refused["prompt_tokens"] += 1
-            raise TooLarge(f"the prompt has {num_prompt_tokens} tokens; this server takes {limits.max_prompt_tokens}")
+            self._on_refused("prompt_tokens")
+            raise TooLargeError(f"the prompt has {num_prompt_tokens} tokens; this server takes {limits.max_prompt_tokens}")
         num_seqs = max(sampling.n, sampling.beam_width)
         if load.num_waiting >= limits.max_queued_requests:
             raise self._full("queued_requests", f"{load.num_waiting} requests wait for their first token")
@@ -123,24 +124,24 @@ class Admission:
             return
         slo_s, target_ms = self.limits.ttft_slo_s, self.limits.itl_target_ms
         if slo_s is not None and found.ttft_s > slo_s:
-            self.num_refused["ttft_slo"] += 1
-            raise Overloaded(
+            self._on_refused("ttft_slo")
+            raise OverloadedError(
                 f"the first token would come after about {found.ttft_s:.2f} s, and this server refuses what it cannot "
                 f"begin to answer within {slo_s:g} s; try again later, or with a shorter prompt",
                 retry_after_s=max(1.0, found.ttft_s - slo_s),
                 predicted_ttft_s=found.ttft_s,
             )
         if target_ms is not None and 1000 * found.gap_s > target_ms and self._open:
-            self.num_refused["itl_target"] += 1
-            raise Overloaded(
+            self._on_refused("itl_target")
+            raise OverloadedError(
                 f"with this request all answers would get a token every {1000 * found.gap_s:.1f} ms, and this server "
                 f"keeps to {target_ms:g} ms; try again later",
                 retry_after_s=max(1.0, found.ttft_s),
                 predicted_ttft_s=found.ttft_s,
             )
 
-    def _full(self, reason: str, what: str) -> Overloaded:
-        self.num_refused[reason] += 1
+    def _full(self, reason: str, what: str) -> OverloadedError:
+        self._on_refused(reason)
         limit = getattr(self.limits, f"max_{reason}")
         now_s = self._clock()
         if now_s - self._told[0] > _PREDICTION_S:
@@ -150,7 +151,7 @@ class Admission:
         assert self._load is not None
         # A place is free when the first of those who wait has its token.
         retry_s = 1.0 if predicted_s is None else max(1.0, predicted_s / max(1, self._load.num_waiting))
-        return Overloaded(
+        return OverloadedError(
             f"{what}, and this server lets at most {limit} wait; try again later",
             retry_after_s=retry_s,
             predicted_ttft_s=predicted_s,
