@@ -93,7 +93,9 @@ class Admission:
         assert load is not None
         if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
             self._on_refused("prompt_tokens")
-            raise TooLargeError(f"the prompt has {num_prompt_tokens} tokens; this server takes {limits.max_prompt_tokens}")
+            raise TooLargeError(
+                f"the prompt has {num_prompt_tokens} tokens; this server takes {limits.max_prompt_tokens}"
+            )
         num_seqs = max(sampling.n, sampling.beam_width)
         if load.num_waiting >= limits.max_queued_requests:
             raise self._full("queued_requests", f"{load.num_waiting} requests wait for their first token")
@@ -101,9 +103,7 @@ class Admission:
             raise self._full("queued_tokens", f"{load.num_waiting_tokens} prompt tokens wait")
         if limits.ttft_slo_s is not None or limits.itl_target_ms is not None:
             self._check_times(self.predict(num_prompt_tokens, num_seqs=num_seqs, priority=sampling.priority))
-        pending = load.submitted(
-            num_prompt_tokens, sampling.max_new_tokens, num_seqs, sampling.priority, self._clock()
-        )
+        pending = load.submitted(num_prompt_tokens, sampling.max_new_tokens, num_seqs, sampling.priority, self._clock())
         self._open.add(pending)
         return Admitted(self, pending)
 

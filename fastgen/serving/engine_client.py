@@ -1,7 +1,8 @@
 """The server's side of the engine: its process, the requests in it, and what is told of them.
 
-The process is started again where it ends by itself, or is silent for too long; what was in it fails, at once. It tells
-a status several times a second between its steps, so silence is a step that does not end, or a process that was stopped.
+The process is started again where it ends by itself, or is silent for too long; what was in it fails, at once. It
+tells a status several times a second between its steps, so silence is a step that does not end, or a process that was
+stopped.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import zmq
 from fastgen.errors import FastgenError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.serving.api_keys import API_KEY_VARIABLE
 from fastgen.serving.messages import (
     Ask,
     Cancel,
@@ -227,7 +229,8 @@ class EngineClient:
         self._ready = asyncio.get_running_loop().create_future()
         process = self._start_process()
         self._ended = asyncio.create_task(asyncio.to_thread(process.wait))
-        await asyncio.wait({self._ready, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+        awaited: set[asyncio.Future[Any]] = {self._ready, self._ended}
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         self._receive()  # what it said before it ended
         if not self._ready.done():
             raise FastgenError(f"the engine's process {_how(self._ended.result())} while it loaded")
@@ -288,7 +291,8 @@ class EngineClient:
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "fastgen.serving.engine_process", self._address(), str(os.getpid())]
-        self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        environment = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
+        self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(json.dumps(self._arguments).encode())

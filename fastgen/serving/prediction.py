@@ -3,9 +3,9 @@
 A server knows of each request in its engine how long its prompt is, how many tokens it asked for and whether its first
 has come; and how long steps of each size take (:class:`~fastgen.serving.step_speed.StepSpeed`). From these
 :meth:`Load.predict` goes through what the engine will do as SplitFuse does it: those with a seat decode, one token each
-a step; what the budget leaves goes to prompts, those of the same or a more urgent class first, in even shares; who waits
-comes in where an answer that ends leaves a seat and room in the KV cache. Many steps are taken at once, as long as they
-are alike, so a prediction costs time with the number of requests, not of tokens.
+a step; what the budget leaves goes to prompts, those of the same or a more urgent class first, in even shares; who
+waits comes in where an answer that ends leaves a seat and room in the KV cache. Many steps are taken at once, as long
+as they are alike, so a prediction costs time with the number of requests, not of tokens.
 
 Four things are estimated. Prompts count for the share of them that the prefix cache did not have lately. Answers are
 taken to be as long, of what they may be, as those of late. How far the first prompt and the answers have come follows

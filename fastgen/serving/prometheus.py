@@ -150,7 +150,7 @@ def _family(name: str, value: Any) -> Metric:
 
 def _sum(ended: Metrics, latest: Metrics | None) -> Metrics:
     """The counters of both, and the gauges of ``latest``."""
-    found = {}
+    found: dict[str, Any] = {}
     for field in fields(Metrics):
         old = getattr(ended, field.name)
         new = None if latest is None else getattr(latest, field.name)

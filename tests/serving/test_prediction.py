@@ -76,7 +76,9 @@ class Watched:
                 self.load.observe(engine.metrics.snapshot(), clock.now_s)
 
 
-def poisson(draw: random.Random, num: int, rate: float, prompt: tuple[int, int], answer: tuple[int, int]) -> list[Arrival]:
+def poisson(
+    draw: random.Random, num: int, rate: float, prompt: tuple[int, int], answer: tuple[int, int]
+) -> list[Arrival]:
     at_s, arrivals = 0.0, []
     for index in range(num):
         at_s += draw.expovariate(rate)

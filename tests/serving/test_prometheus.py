@@ -53,9 +53,7 @@ def check_histogram(found: Samples, name: str, expected: Histogram, **labels: st
         bucket = [
             value
             for (each, of), value in found.items()
-            if each == f"{name}_bucket"
-            and dict(of) | labels == dict(of)
-            and float(dict(of)["le"]) == bound
+            if each == f"{name}_bucket" and dict(of) | labels == dict(of) and float(dict(of)["le"]) == bound
         ]
         assert bucket == [total], f"{name}: buckets hold all values up to {bound}"
     assert found[key(f"{name}_count", **labels)] == expected.count
