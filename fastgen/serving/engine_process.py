@@ -24,6 +24,7 @@ from fastgen.models import hub
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.llm import LLM, load
+from fastgen.serving.live import live_view
 from fastgen.serving.messages import (
     Ask,
     Cancel,
@@ -48,6 +49,7 @@ STATUS_S = 0.25
 """How often a status is told at least, and how long an idle engine sleeps at most."""
 
 ANSWERS: dict[str, Callable[[Engine], Any]] = {
+    "live": live_view,
     "metrics": lambda engine: engine.metrics.snapshot(),
 }
 """What can be asked of an engine, and who computes it, between two steps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Response
 
+from fastgen.serving.http.page import live_routes, page_routes
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 
@@ -22,4 +23,6 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
         """200 where requests are taken, else 503, with the state as text."""
         return Response(service.state, 200 if service.state == "ready" else 503, media_type="text/plain")
 
+    app.include_router(page_routes())
+    app.include_router(live_routes(service))
     return app

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastgen.serving.live import LiveView
-from fastgen.serving.refusals import Refusal
+from fastgen.serving.refusals import RefusedError, UnavailableError
 from fastgen.serving.service import Service, State
 
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -96,22 +96,27 @@ class _Look:
         self._asked: asyncio.Task[LiveView | None] | None = None
 
     async def take(self) -> Live:
-        service = self._service
         if self._asked is None or self._asked.done():
             self._asked = asyncio.create_task(self._ask())
         view = await asyncio.shield(self._asked)
-        state = service.state
+        service = self._service
         return Live(
             model=service.model_name,
-            state=state,
+            state=service.state,
             restarts=service.engine.num_restarts,
-            has_chat_template=None if service.engine.facts is None else service.codec.has_chat_template,
+            has_chat_template=self._has_chat_template(),
             engine=view,
         )
+
+    def _has_chat_template(self) -> bool | None:
+        try:
+            return self._service.codec.has_chat_template
+        except UnavailableError:
+            return None
 
     async def _ask(self) -> LiveView | None:
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._service.engine.ask("live", LiveView)
-        except (Refusal, TimeoutError):
+        except (RefusedError, TimeoutError):
             return None

@@ -4,16 +4,18 @@ const byId = (id) => document.getElementById(id);
 const font = "11px system-ui, sans-serif";
 const AXIS = 34;
 
-/** Bars, a step each: tokens of prompts, of answers and of padding, up to the budget or as much of it as they need. */
+/**
+ * Bars, a step each, against the budget: up to so many tokens of answers, from there of prompts, from there padding.
+ * The scale is logarithmic, as the sizes that steps are run at are: one answer and a whole budget can both be seen.
+ */
 export function drawSteps(steps, budget) {
   const canvas = byId("steps-chart");
   const { context, width, height } = prepared(canvas);
   const totals = steps.map(([, numPrompt, numAnswer, numPadding]) => numPrompt + numAnswer + numPadding);
-  const most = Math.max(0, ...totals);
-  const top = Math.min(budget, 2 ** Math.ceil(Math.log2(Math.max(8, most))));
-  const plot = { left: AXIS, top: 12, bottom: height - 4 };
-  const y = (value) => plot.bottom - ((plot.bottom - plot.top) * value) / top;
-  grid(context, width, [0, top / 2, top].map((value) => [y(value), value ? String(value) : ""]));
+  const plot = { left: AXIS, top: 8, bottom: height - 4 };
+  const y = (count) => plot.bottom - (count && ((plot.bottom - plot.top) * Math.log2(2 * count)) / Math.log2(2 * budget));
+  const ticks = [1, 8, 64, 512, 4096].filter((count) => 2 * count <= budget);
+  grid(context, width, [[y(0), ""], ...[...ticks, budget].map((count) => [y(count), String(count)])]);
   const pitch = (width - plot.left) / Math.max(120, steps.length);
   const inks = ["ink-answer", "ink-prompt", "ink-padding"].map(ink);
   steps.forEach(([, numPrompt, numAnswer, numPadding], place) => {
@@ -22,16 +24,14 @@ export function drawSteps(steps, budget) {
     [numAnswer, numPrompt, numPadding].forEach((count, which) => {
       if (!count) return;
       context.fillStyle = inks[which];
-      context.fillRect(left, y(level + count), Math.max(1, pitch - 0.8), Math.max(1, y(level) - y(level + count)));
+      context.fillRect(left, y(level + count), Math.max(1, pitch - 0.8), y(level) - y(level + count));
       level += count;
     });
   });
-  if (top === budget) {
-    context.fillStyle = ink("ink-budget");
-    context.fillRect(plot.left, y(budget) - 1, width - plot.left, 2);
-  }
+  context.fillStyle = ink("ink-budget");
+  context.fillRect(plot.left, Math.round(y(budget)) - 1, width - plot.left, 2);
   const mean = totals.reduce((sum, value) => sum + value, 0) / Math.max(1, totals.length);
-  describe(canvas, `Tokens of the last ${steps.length} steps: ${mean.toFixed(1)} a step, at most ${most}, of a budget of ${budget}`);
+  describe(canvas, `Tokens of the last ${steps.length} steps: ${mean.toFixed(1)} a step, at most ${Math.max(0, ...totals)}, of a budget of ${budget}`);
 }
 
 /** The quantiles of gaps as they were at each look, the newest on the right. */
@@ -40,9 +40,9 @@ export function drawGaps(history) {
   const { context, width, height } = prepared(canvas);
   const known = history.filter(Boolean);
   const top = niceAbove(Math.max(1e-4, ...known.map((gaps) => gaps.p99_s)) * 1000);
-  const plot = { left: AXIS, top: 12, bottom: height - 4 };
+  const plot = { left: AXIS, top: 8, bottom: height - 4 };
   const y = (seconds) => plot.bottom - ((plot.bottom - plot.top) * 1000 * seconds) / top;
-  grid(context, width, [[y(0), ""], [y(top / 2000), `${top / 2}`], [y(top / 1000), `${top} ms`]]);
+  grid(context, width, [[y(0), ""], [y(top / 2000), String(top / 2)], [y(top / 1000), String(top)]]);
   for (const [name, inkId] of [["p50_s", "ink-p50"], ["p99_s", "ink-p99"]]) {
     context.strokeStyle = ink(inkId);
     context.lineWidth = 1.75;
@@ -67,24 +67,27 @@ export function drawBlocks({ num_blocks: numBlocks, blocks_per_cell: perCell, he
   const canvas = byId("blocks-chart");
   const numCells = held.length;
   const available = canvas.parentElement.clientWidth;
-  const pitch = Math.max(6, Math.min(14, Math.floor(Math.sqrt((available * 110) / numCells))));
-  const columns = Math.max(1, Math.floor(available / pitch));
-  canvas.style.height = `${Math.ceil(numCells / columns) * pitch}px`;
+  const wanted = Math.max(6, Math.min(14, Math.sqrt((available * 110) / numCells)));
+  const columns = Math.max(1, Math.floor(available / wanted));
+  const pitch = available / columns;
+  canvas.style.height = `${Math.round(Math.ceil(numCells / columns) * pitch)}px`;
   const { context } = prepared(canvas);
   const [heldInk, cachedInk, freeInk] = ["ink-held", "ink-cached", "ink-free"].map(ink);
-  const side = pitch - 1;
   for (let cell = 0; cell < numCells; cell += 1) {
-    const x = (cell % columns) * pitch;
-    const bottom = Math.floor(cell / columns) * pitch + side;
+    const x = Math.round((cell % columns) * pitch);
+    const y = Math.round(Math.floor(cell / columns) * pitch);
+    const across = Math.round(((cell % columns) + 1) * pitch) - x - 1;
+    const side = Math.round((Math.floor(cell / columns) + 1) * pitch) - y - 1;
+    const bottom = y + side;
     const inCell = Math.min(perCell, numBlocks - cell * perCell);
     const heldHeight = (side * held[cell]) / inCell;
     const cachedHeight = (side * cached[cell]) / inCell;
     context.fillStyle = freeInk;
-    context.fillRect(x, bottom - side, side, side);
+    context.fillRect(x, y, across, side);
     context.fillStyle = cachedInk;
-    context.fillRect(x, bottom - heldHeight - cachedHeight, side, cachedHeight);
+    context.fillRect(x, bottom - heldHeight - cachedHeight, across, cachedHeight);
     context.fillStyle = heldInk;
-    context.fillRect(x, bottom - heldHeight, side, heldHeight);
+    context.fillRect(x, bottom - heldHeight, across, heldHeight);
   }
   const total = (values) => values.reduce((sum, value) => sum + value, 0);
   describe(canvas, `Of ${numBlocks} KV blocks ${total(held)} are held and ${total(cached)} cached`);

@@ -101,13 +101,13 @@ function statistics(usage, { began, first, last }) {
     const num = usage.completion_tokens;
     found.unshift(`${num} token${num === 1 ? "" : "s"}`);
     const rate = last > first ? (num - 1) / (last - first) : num / (last - began);
-    found.push(`${(1000 * rate).toPrecision(3)} tokens/s`);
+    found.push(`${rate < 0.01 ? (1000 * rate).toFixed(1) : Math.round(1000 * rate)} tokens/s`);
   }
   return found;
 }
 
 function endInWords(reason) {
-  if (reason === "length") return "cut at the most tokens";
+  if (reason === "length") return "cut at max tokens";
   return reason === null || reason === "stop" ? "" : `ended: ${reason}`;
 }
 

@@ -102,7 +102,7 @@ function showFigures() {
   byId("blocks-free").textContent = numbers.format(blocks.num_blocks - held - cached);
   if (before && view.num_generated_tokens < before.num_generated_tokens) gapHistory = []; // another engine
   gapHistory = [...gapHistory, gaps].slice(-KEPT_LOOKS);
-  byId("gaps-span").textContent = `over ${gapHistory.length} s`;
+  byId("gaps-span").textContent = `ms, over ${gapHistory.length} s`;
 }
 
 function tokensPerSecond() {
