@@ -25,6 +25,7 @@ from fastgen.models import hub
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.llm import LLM, load
+from fastgen.serving.live import live_view
 from fastgen.serving.messages import (
     Ask,
     Cancel,
@@ -51,6 +52,7 @@ STATUS_S = 0.25
 _PR_SET_PDEATHSIG = 1
 
 ANSWERS: dict[str, Callable[[Engine], Any]] = {
+    "live": live_view,
     "metrics": lambda engine: engine.metrics.snapshot(),
 }
 """What can be asked of an engine, and who computes it, between two steps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Response
 
 from fastgen.serving.http.errors import add_error_handlers
+from fastgen.serving.http.page import live_routes, page_routes
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.prometheus import CONTENT_TYPE
 from fastgen.serving.service import Service
@@ -30,4 +31,6 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
         """All counters, for Prometheus."""
         return Response(await service.metrics_text(), media_type=CONTENT_TYPE)
 
+    app.include_router(page_routes())
+    app.include_router(live_routes(service))
     return app
