@@ -1,0 +1,246 @@
+"""The gRPC server: beside HTTP in the same event loop, over the same service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NoReturn
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+import fastgen
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.serving.grpc import messages
+from fastgen.serving.refusals import (
+    BadRequest,
+    Overloaded,
+    Refusal,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+    UnknownModel,
+)
+from fastgen.serving.service import Running, Service
+
+_STATUSES: dict[type[Refusal], grpc.StatusCode] = {
+    BadRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownModel: grpc.StatusCode.NOT_FOUND,
+    Unauthorized: grpc.StatusCode.UNAUTHENTICATED,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+}
+"""Any other is ``INTERNAL``."""
+_WATCH_S = 0.1
+"""How often somebody who watches the server's health is told of a change."""
+
+_Context = grpc.aio.ServicerContext
+
+
+class GenerationServicer:
+    """The methods of ``fastgen.v1.Generation``. ``check_key`` raises ``Unauthorized`` for what it is given as a bearer's
+    token, or ``None``; ``check_terminate`` likewise for who wants to end the server, which ``terminate`` does.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        check_key: Callable[[str | None], None],
+        check_terminate: Callable[[str | None], None],
+        terminate: Callable[[], None],
+    ):
+        self._service, self._check_key, self._check_terminate = service, check_key, check_terminate
+        self._terminate = terminate
+
+    async def generate(self, request: Any, context: _Context) -> Any:
+        async with await self._submit(request, self._encode_prompt, context, is_stream=False) as running:
+            return messages.pack_output(await running.output())
+
+    async def generate_stream(self, request: Any, context: _Context) -> AsyncIterator[Any]:
+        async for chunk in self._stream(request, self._encode_prompt, context):
+            yield chunk
+
+    async def chat(self, request: Any, context: _Context) -> Any:
+        async with await self._submit(request, self._encode_chat, context, is_stream=False) as running:
+            return messages.pack_output(await running.output())
+
+    async def chat_stream(self, request: Any, context: _Context) -> AsyncIterator[Any]:
+        async for chunk in self._stream(request, self._encode_chat, context):
+            yield chunk
+
+    async def model_info(self, request: Any, context: _Context) -> Any:
+        self._check_key(_bearer(context))
+        facts = self._service.facts
+        return messages.ModelInfoResponse(
+            model=self._service.model_name,
+            version=fastgen.__version__,
+            vocab_size=facts.vocab_size,
+            max_model_len=facts.max_model_len,
+            max_num_seqs=facts.max_num_seqs,
+            token_budget=facts.token_budget,
+            state=self._service.state,
+        )
+
+    async def terminate(self, request: Any, context: _Context) -> Any:
+        self._check_terminate(_bearer(context))
+        self._terminate()
+        return messages.TerminateResponse()
+
+    async def _stream(
+        self, request: Any, encode: Callable[[Any], list[int]], context: _Context
+    ) -> AsyncIterator[Any]:
+        async with await self._submit(request, encode, context, is_stream=True) as running:
+            pending: Any = None  # held back by one, for the last of all has the whole answer
+            async for updates in running:
+                for update in updates:
+                    if pending is not None:
+                        yield pending
+                    pending = messages.GenerateChunk(
+                        index=update.index,
+                        text=update.text,
+                        token_ids=update.token_ids,
+                        finish_reason=messages.pack_finish_reason(update.end.reason) if update.end else None,
+                    )
+                if not running.finished:
+                    yield pending
+                    pending = None
+            pending.response.CopyFrom(messages.pack_output(await running.output()))
+            yield pending
+
+    async def _submit(
+        self, request: Any, encode: Callable[[Any], list[int]], context: _Context, *, is_stream: bool
+    ) -> Running:
+        self._check_key(_bearer(context))
+        messages.refuse_unknown_fields(request)
+        fields = messages.sampling_fields(request.sampling)
+        sampling = SamplingParams.from_fields(self._service.codec.default_sampling, **fields)
+        prompt_ids = await asyncio.to_thread(encode, request)
+        request_id = dict(context.invocation_metadata() or ()).get("x-request-id", "")
+        return await self._service.submit(prompt_ids, sampling, is_stream=is_stream, request_id=str(request_id))
+
+    def _encode_prompt(self, request: Any) -> list[int]:
+        match request.WhichOneof("prompt"):
+            case "text":
+                return self._service.codec.encode(request.text)
+            case "token_ids":
+                return self._service.codec.encode(list(request.token_ids.ids))
+            case _:
+                raise InvalidArgumentError("prompt: text or token_ids must be set")
+
+    def _encode_chat(self, request: Any) -> list[int]:
+        return self._service.codec.encode_chat(messages.conversation(request))
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):
+    """The standard health service, which tells the state as it is."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def Check(self, request: Any, context: _Context) -> Any:  # noqa: N802 (the name is the protocol's)
+        if (status := self._status(request.service)) is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"service {request.service!r} is not served here")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: Any, context: _Context) -> AsyncIterator[Any]:  # noqa: N802
+        told = None
+        while True:
+            status = self._status(request.service)
+            if status is None:
+                status = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            if status != told:
+                yield health_pb2.HealthCheckResponse(status=status)
+                told = status
+            await asyncio.sleep(_WATCH_S)
+
+    def _status(self, name: str) -> Any:
+        if name not in ("", messages.SERVICE):
+            return None
+        response = health_pb2.HealthCheckResponse
+        return response.SERVING if self._service.state == "ready" else response.NOT_SERVING
+
+
+def create_server(servicer: GenerationServicer, service: Service) -> grpc.aio.Server:
+    """A server with all services, which listens nowhere yet."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((_handlers(servicer),))
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(service), server)
+    for module in (health_pb2, reflection_pb2):
+        messages.pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
+    names = (messages.SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server, pool=messages.pool)
+    return server
+
+
+def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:
+    behaviours: Mapping[str, Any] = {
+        "Generate": servicer.generate,
+        "GenerateStream": servicer.generate_stream,
+        "Chat": servicer.chat,
+        "ChatStream": servicer.chat_stream,
+        "ModelInfo": servicer.model_info,
+        "Terminate": servicer.terminate,
+    }
+    handlers = {}
+    for method in messages.pool.FindServiceByName(messages.SERVICE).methods:
+        behaviour = behaviours[method.name]
+        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        handlers[method.name] = make(
+            _stream_in_statuses(behaviour) if method.server_streaming else _in_statuses(behaviour),
+            request_deserializer=messages.message_class(method.input_type.full_name).FromString,
+            response_serializer=messages.message_class(method.output_type.full_name).SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)
+
+
+def _in_statuses(behaviour: Callable[[Any, _Context], Awaitable[Any]]) -> Callable[[Any, _Context], Awaitable[Any]]:
+    """``behaviour``, what it raises on purpose as a status."""
+
+    async def run(request: Any, context: _Context) -> Any:
+        try:
+            return await behaviour(request, context)
+        except (Refusal, InvalidArgumentError) as error:
+            await _abort(context, error)
+
+    return run
+
+
+def _stream_in_statuses(
+    behaviour: Callable[[Any, _Context], AsyncIterator[Any]],
+) -> Callable[[Any, _Context], AsyncIterator[Any]]:
+    async def run(request: Any, context: _Context) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except (Refusal, InvalidArgumentError) as error:
+            await _abort(context, error)
+
+    return run
+
+
+async def _abort(context: _Context, error: Refusal | InvalidArgumentError) -> NoReturn:
+    status = grpc.StatusCode.INTERNAL
+    if isinstance(error, InvalidArgumentError):
+        status = grpc.StatusCode.INVALID_ARGUMENT
+    for kind, its in _STATUSES.items():
+        if isinstance(error, kind):
+            status = its
+    trailing: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, Overloaded | Unavailable):
+        trailing = (("retry-after-ms", str(round(1000 * error.retry_after_s))),)
+    await context.abort(status, str(error), trailing)
+    raise AssertionError("abort raises")
+
+
+def _bearer(context: _Context) -> str | None:
+    """What the call's metadata has as ``authorization: Bearer …``."""
+    given = dict(context.invocation_metadata() or ()).get("authorization")
+    if not isinstance(given, str):
+        return None
+    scheme, _, token = given.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
