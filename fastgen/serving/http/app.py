@@ -1,0 +1,25 @@
+"""The application: which paths there are."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Response
+
+from fastgen.serving.options import ServeOptions
+from fastgen.serving.service import Service
+
+
+def create_app(service: Service, options: ServeOptions) -> FastAPI:
+    """All of HTTP, over ``service``, which may still be starting."""
+    app = FastAPI(title="fastgen", docs_url=None, redoc_url=None)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """The server is alive, whatever its engine does."""
+        return Response()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 where requests are taken, else 503, with the state as text."""
+        return Response(service.state, 200 if service.state == "ready" else 503, media_type="text/plain")
+
+    return app

@@ -1,0 +1,108 @@
+"""What the server does, whichever way it is asked: HTTP and gRPC only translate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from fastgen.models.checkpoint_files import read_json_object
+from fastgen.runtime.outputs import GenerationOutput
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.text import TextCodec
+from fastgen.serving.answers import Answers, Update
+from fastgen.serving.engine_client import EngineClient, EngineRequest
+from fastgen.serving.messages import EngineFacts
+from fastgen.serving.refusals import UnavailableError
+
+State = Literal["starting", "ready", "restarting", "draining", "stopped"]
+
+
+class Service:
+    """One model, served. ``arguments`` are those of ``fastgen.load``; ``model_name`` is what clients call it."""
+
+    def __init__(self, arguments: Mapping[str, Any], *, model_name: str | None = None):
+        self.model_name = str(arguments["model"]) if model_name is None else model_name
+        self.engine = EngineClient(arguments)
+        self._codec: TextCodec | None = None
+        self._is_draining = False
+
+    @property
+    def codec(self) -> TextCodec:
+        if self._codec is None:
+            raise UnavailableError("the server is starting; try again in a moment")
+        return self._codec
+
+    @property
+    def facts(self) -> EngineFacts:
+        if self.engine.facts is None:
+            raise UnavailableError("the server is starting; try again in a moment")
+        return self.engine.facts
+
+    @property
+    def state(self) -> State:
+        return "draining" if self._is_draining else self.engine.state
+
+    async def start(self) -> None:
+        """Load the model. Raises ``FastgenError`` where that fails."""
+        facts = await self.engine.start()
+        directory = Path(facts.directory)
+        config = read_json_object(directory / "config.json")
+        self._codec = await asyncio.to_thread(TextCodec.from_checkpoint, directory, config)
+
+    async def submit(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool, request_id: str
+    ) -> Running:
+        """Queue a request. Raises :class:`~fastgen.serving.refusals.RefusedError` where it cannot be."""
+        if self._is_draining:
+            raise UnavailableError("the server is ending and takes no more requests")
+        answers = Answers(prompt_ids, sampling, self.codec)
+        return Running(self, self.engine.submit(prompt_ids, sampling, is_stream=is_stream), answers, request_id)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more requests, and wait up to ``timeout_s`` for those there are."""
+        self._is_draining = True
+        async with asyncio.timeout(timeout_s):
+            while self.engine.num_open:
+                await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        """End the engine. What is still in it fails."""
+        self._is_draining = True
+        await self.engine.stop()
+
+
+class Running:
+    """A request that was queued: its updates as they come, or its whole output. Leaving it cancels what is left."""
+
+    def __init__(self, service: Service, request: EngineRequest, answers: Answers, request_id: str):
+        self._service, self._request, self._answers = service, request, answers
+        self.request_id = request_id
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[list[Update]]:
+        """What has come since the last look, all of it at once. Raises ``RefusedError`` where the request fails."""
+        while not self._answers.finished:
+            updates = [self._answers.add(progress) for progress in await self._request.news()]
+            if self._answers.finished:
+                self._service.engine.finish(self._request)
+            yield updates
+
+    async def output(self) -> GenerationOutput:
+        """Wait for all of it."""
+        async for _ in self:
+            pass
+        return self._answers.output(self._request.number)
+
+    def cancel(self) -> None:
+        """End it, if it has not; its blocks are free before the next step."""
+        self._service.engine.cancel(self._request)
