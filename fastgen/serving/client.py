@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar, cast, overload
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
-from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_list, as_prompts, name_prompt
+from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts, as_token_ids, name_prompt
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.serving.deployments import Deployment, find_deployment
-from fastgen.serving.refusals import Overloaded
+from fastgen.serving.refusals import OverloadedError
 
 _MAX_CONCURRENCY = 64  # requests of one call that are with the server at the same time
 _T = TypeVar("_T")
@@ -32,7 +33,7 @@ class ClientRequest:
 
 
 class Transport(Protocol):
-    """How requests reach a server. Errors come as ``FastgenError``; closing what ``stream`` gave cancels its request."""
+    """How requests reach a server. Errors come as ``FastgenError``; closing what ``stream`` gave cancels it."""
 
     async def generate(self, request: ClientRequest) -> GenerationOutput: ...
 
@@ -47,38 +48,41 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-def client(
-    model: str, *, api_key: str | None = None, protocol: Protocols = "http"
-) -> Client:
+def client(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http") -> Client:
     """A client of a server: of that at the address ``model`` (``"http://host:port"``; with ``protocol="grpc"``
     ``"host:port"``), or else of that which serves ``model`` on this machine, or was given this name.
 
     Raises ``InvalidArgumentError`` where there is none such, or several.
     """
-    return Client(async_client(model, api_key=api_key, protocol=protocol))
+    return Client(lambda: async_client(model, api_key=api_key, protocol=protocol))
 
 
-def async_client(model: str, *, api_key: str | None = None, protocol: Protocols = "http") -> AsyncClient:
+def async_client(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http") -> AsyncClient:
     """The same for asyncio: what :func:`client` gives, with coroutines for methods."""
-    if protocol not in ("http", "grpc"):
-        raise InvalidArgumentError(f"protocol={protocol!r}: expected 'http' or 'grpc'")
-    deployment = None if _is_address(model) else find_deployment(model)
+    name = str(model)
+    return connect(name if _is_address(name) else find_deployment(name), api_key=api_key, protocol=protocol)
+
+
+def connect(server: Deployment | str, *, api_key: str | None, protocol: Protocols) -> AsyncClient:
+    """A client of the server at an address, or of a deployment on this machine, which it then may end."""
+    deployment = server if isinstance(server, Deployment) else None
     if protocol == "http":
         from fastgen.serving.client_http import HttpTransport
 
-        address = model if deployment is None else deployment.address
-        return AsyncClient(HttpTransport(address, api_key), deployment)
+        return AsyncClient(HttpTransport(deployment.address if deployment else str(server), api_key), deployment)
+    if protocol != "grpc":
+        raise InvalidArgumentError(f"protocol={protocol!r}: expected 'http' or 'grpc'")
     from fastgen.serving.client_grpc import GrpcTransport
 
-    if deployment is not None and deployment.grpc_address is None:
-        raise InvalidArgumentError(f"{model} is not served by gRPC; start it with a grpc_port, or use protocol='http'")
-    address = model if deployment is None else str(deployment.grpc_address)
+    address = deployment.grpc_address if deployment else str(server)
+    if address is None:
+        raise InvalidArgumentError("this server has no gRPC; start it with a grpc_port, or use protocol='http'")
     return AsyncClient(GrpcTransport(address, api_key), deployment)
 
 
 def _is_address(model: str) -> bool:
     host, colon, port = model.rpartition(":")
-    return model.startswith(("http://", "https://")) or (bool(host and colon) and port.isdecimal())
+    return model.startswith(("http://", "https://", "grpc://", "grpcs://")) or bool(host and colon and port.isdecimal())
 
 
 class AsyncClient:
@@ -186,7 +190,7 @@ class AsyncClient:
                     except InvalidArgumentError as error:
                         name_prompt(error, index, len(requests))
                         raise
-                    except Overloaded as error:
+                    except OverloadedError as error:
                         if len(requests) == 1:
                             raise
                         await asyncio.sleep(error.retry_after_s)  # the others of this call are part of the load
@@ -238,11 +242,19 @@ class AsyncStream(AsyncIterator[GenerationChunk]):
 class Client:
     """A client whose methods wait: :class:`AsyncClient` in an event loop of its own, on a thread of its own."""
 
-    def __init__(self, inner: AsyncClient):
-        self._inner = inner
+    def __init__(self, make: Callable[[], AsyncClient]):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fastgen-client", daemon=True)
         self._thread.start()
+
+        async def made() -> AsyncClient:
+            return make()  # in the loop that its connections will belong to
+
+        try:
+            self._inner = self._wait(made())
+        except BaseException:
+            self._stop()
+            raise
 
     @overload
     def generate(self, prompts: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> GenerationOutput: ...
@@ -300,9 +312,7 @@ class Client:
         if self._loop.is_closed():
             return
         self._wait(self._inner.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._stop()
 
     def __enter__(self) -> Self:
         return self
@@ -311,6 +321,11 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         if self._loop.is_closed():
@@ -331,13 +346,13 @@ class ClientStream(Iterator[GenerationChunk]):
         self._client, self._inner = client, inner
 
     def __next__(self) -> GenerationChunk:
-        try:
-            return self._client._wait(self._next())
-        except StopAsyncIteration:
-            raise StopIteration from None
+        chunk = self._client._wait(self._next())
+        if chunk is None:
+            raise StopIteration
+        return chunk
 
-    async def _next(self) -> GenerationChunk:
-        return await anext(self._inner)
+    async def _next(self) -> GenerationChunk | None:
+        return await anext(self._inner, None)
 
     @property
     def output(self) -> GenerationOutput:
@@ -380,8 +395,7 @@ def _requests(
 
 
 def _prompt(prompt: Prompt, fields: Mapping[str, Any]) -> ClientRequest:
-    ids = None if isinstance(prompt, str) else as_list(prompt)
-    return ClientRequest(fields, prompt=prompt if isinstance(prompt, str) else cast("list[int]", ids))
+    return ClientRequest(fields, prompt=prompt if isinstance(prompt, str) else as_token_ids(prompt))
 
 
 def _messages(messages: Conversation, fields: Mapping[str, Any]) -> ClientRequest:

@@ -98,7 +98,9 @@ def _paged_attention(value: str, given: dict[str, Property]) -> _Read:
 
 def _dtype(value: str, given: dict[str, Property]) -> _Read:
     if value.lower() == "int8":
-        raise InvalidArgumentError("weights in 8 bits are asked for by --quantize int8 or int8_weight_only; leave it out")
+        raise InvalidArgumentError(
+            "weights in 8 bits are asked for by --quantize int8 or int8_weight_only; leave it out"
+        )
     if value.lower() not in _DTYPES:
         raise InvalidArgumentError(f"expected one of {', '.join(_DTYPES)}")
     return {"dtype": _DTYPES[value.lower()]}, ""
@@ -149,7 +151,7 @@ def _unknown(value: str, given: dict[str, Property]) -> _Read:
 
 
 def _batches(given: dict[str, Property]) -> bool:
-    """Whether the file asks for batches of whole requests, which ``batch_size`` does where no rolling batch is named."""
+    """Whether the file asks for batches of whole requests: by ``batch_size``, where no rolling batch is named."""
     rolling = given["option.rolling_batch"].value.strip() if "option.rolling_batch" in given else "disable"
     return rolling == "disable" and "batch_size" in given and given["batch_size"].value.strip() != "1"
 

@@ -13,8 +13,14 @@ class ServeOptions:
     port: int = 8000
     """0 takes any that is free."""
     grpc_port: int | None = None
-    """Where gRPC is served; by default it is not."""
-    model_name: str | None = None
+    """Where gRPC is served, on the same host; by default it is not. 0 takes any that is free."""
+    name: str | None = None
     """What clients call the model; by default as it was asked for."""
+    api_key_file: str | None = None
+    """A file of keys, one a line, of which clients need one; that in ``FASTGEN_API_KEY`` counts too."""
+    tls_cert_file: str | None = None
+    """A certificate chain (PEM); with it both HTTP and gRPC speak TLS."""
+    tls_key_file: str | None = None
+    """Its private key (PEM)."""
     drain_timeout_s: float = 30.0
     """How long requests may take to finish once the server was told to end."""

@@ -1,5 +1,5 @@
-"""What ``/generate`` gives as JSON, for both its ends. JSON has no infinity: the log-probability of what is impossible is
-``null`` there."""
+"""What ``/generate`` gives as JSON, for both its ends. JSON has no infinity: the log-probability of what is impossible
+is ``null`` there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The messages of ``fastgen.proto``, and between them and what they stand for.
 
-The classes are made at import from ``fastgen.protoset``, the same file compiled, which unlike generated Python goes with
-any version of protobuf. After a change of ``fastgen.proto``, in this directory::
+The classes are made at import from ``fastgen.protoset``, the same file compiled, which unlike generated Python goes
+with any version of protobuf. After a change of ``fastgen.proto``, in this directory::
 
     python -m grpc_tools.protoc -I . --descriptor_set_out=fastgen.protoset fastgen.proto
 """
@@ -137,9 +137,7 @@ def set_conversation(request: Any, messages: list[dict[str, Any]]) -> None:
     """Put ``messages``, whose contents are text, into a ``ChatRequest``."""
     for message in messages:
         more = {name: value for name, value in message.items() if name not in ("role", "content")}
-        request.messages.add(
-            role=message["role"], content=message["content"], more=json.dumps(more) if more else ""
-        )
+        request.messages.add(role=message["role"], content=message["content"], more=json.dumps(more) if more else "")
 
 
 def pack_output(output: GenerationOutput) -> Any:

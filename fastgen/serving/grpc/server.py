@@ -3,96 +3,79 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NoReturn
 
 import grpc
+from grpc.aio import ServicerContext
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-import fastgen
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.serving.grpc import messages
+from fastgen.serving.keys import ApiKeys, bearer
 from fastgen.serving.refusals import (
-    BadRequest,
-    Overloaded,
-    Refusal,
-    TooLarge,
-    Unauthorized,
-    Unavailable,
-    UnknownModel,
+    BadRequestError,
+    EngineDiedError,
+    OverloadedError,
+    RefusedError,
+    TooLargeError,
+    UnauthorizedError,
+    UnavailableError,
+    UnknownModelError,
 )
 from fastgen.serving.service import Running, Service
 
-_STATUSES: dict[type[Refusal], grpc.StatusCode] = {
-    BadRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
-    UnknownModel: grpc.StatusCode.NOT_FOUND,
-    Unauthorized: grpc.StatusCode.UNAUTHENTICATED,
-    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
+_STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
+    BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    TooLargeError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    UnauthorizedError: grpc.StatusCode.UNAUTHENTICATED,
+    OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    EngineDiedError: grpc.StatusCode.ABORTED,
 }
 """Any other is ``INTERNAL``."""
 _WATCH_S = 0.1
 """How often somebody who watches the server's health is told of a change."""
 
-_Context = grpc.aio.ServicerContext
-
 
 class GenerationServicer:
-    """The methods of ``fastgen.v1.Generation``. ``check_key`` raises ``Unauthorized`` for what it is given as a bearer's
-    token, or ``None``; ``check_terminate`` likewise for who wants to end the server, which ``terminate`` does.
+    """The methods of ``fastgen.v1.Generation``, for who has one of ``keys``; ``end`` ends the server, for who has
+    ``token`` or a key.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        *,
-        check_key: Callable[[str | None], None],
-        check_terminate: Callable[[str | None], None],
-        terminate: Callable[[], None],
-    ):
-        self._service, self._check_key, self._check_terminate = service, check_key, check_terminate
-        self._terminate = terminate
+    def __init__(self, service: Service, *, keys: ApiKeys, token: str, end: Callable[[], None]):
+        self._service, self._keys, self._token, self._end = service, keys, token, end
 
-    async def generate(self, request: Any, context: _Context) -> Any:
+    async def generate(self, request: Any, context: ServicerContext) -> Any:
         async with await self._submit(request, self._encode_prompt, context, is_stream=False) as running:
             return messages.pack_output(await running.output())
 
-    async def generate_stream(self, request: Any, context: _Context) -> AsyncIterator[Any]:
+    async def generate_stream(self, request: Any, context: ServicerContext) -> AsyncIterator[Any]:
         async for chunk in self._stream(request, self._encode_prompt, context):
             yield chunk
 
-    async def chat(self, request: Any, context: _Context) -> Any:
+    async def chat(self, request: Any, context: ServicerContext) -> Any:
         async with await self._submit(request, self._encode_chat, context, is_stream=False) as running:
             return messages.pack_output(await running.output())
 
-    async def chat_stream(self, request: Any, context: _Context) -> AsyncIterator[Any]:
+    async def chat_stream(self, request: Any, context: ServicerContext) -> AsyncIterator[Any]:
         async for chunk in self._stream(request, self._encode_chat, context):
             yield chunk
 
-    async def model_info(self, request: Any, context: _Context) -> Any:
-        self._check_key(_bearer(context))
-        facts = self._service.facts
-        return messages.ModelInfoResponse(
-            model=self._service.model_name,
-            version=fastgen.__version__,
-            vocab_size=facts.vocab_size,
-            max_model_len=facts.max_model_len,
-            max_num_seqs=facts.max_num_seqs,
-            token_budget=facts.token_budget,
-            state=self._service.state,
-        )
+    async def model_info(self, request: Any, context: ServicerContext) -> Any:
+        self._keys.check(_bearer(context))
+        return messages.ModelInfoResponse(**self._service.info())
 
-    async def terminate(self, request: Any, context: _Context) -> Any:
-        self._check_terminate(_bearer(context))
-        self._terminate()
+    async def terminate(self, request: Any, context: ServicerContext) -> Any:
+        self._keys.check_ending(_bearer(context), self._token)
+        self._end()
         return messages.TerminateResponse()
 
     async def _stream(
-        self, request: Any, encode: Callable[[Any], list[int]], context: _Context
+        self, request: Any, encode: Callable[[Any], list[int]], context: ServicerContext
     ) -> AsyncIterator[Any]:
         async with await self._submit(request, encode, context, is_stream=True) as running:
             pending: Any = None  # held back by one, for the last of all has the whole answer
@@ -113,9 +96,9 @@ class GenerationServicer:
             yield pending
 
     async def _submit(
-        self, request: Any, encode: Callable[[Any], list[int]], context: _Context, *, is_stream: bool
+        self, request: Any, encode: Callable[[Any], list[int]], context: ServicerContext, *, is_stream: bool
     ) -> Running:
-        self._check_key(_bearer(context))
+        self._keys.check(_bearer(context))
         messages.refuse_unknown_fields(request)
         fields = messages.sampling_fields(request.sampling)
         sampling = SamplingParams.from_fields(self._service.codec.default_sampling, **fields)
@@ -136,18 +119,18 @@ class GenerationServicer:
         return self._service.codec.encode_chat(messages.conversation(request))
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no types
     """The standard health service, which tells the state as it is."""
 
     def __init__(self, service: Service):
         self._service = service
 
-    async def Check(self, request: Any, context: _Context) -> Any:  # noqa: N802 (the name is the protocol's)
+    async def Check(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802 (the name is the protocol's)
         if (status := self._status(request.service)) is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"service {request.service!r} is not served here")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def Watch(self, request: Any, context: _Context) -> AsyncIterator[Any]:  # noqa: N802
+    async def Watch(self, request: Any, context: ServicerContext) -> AsyncIterator[Any]:  # noqa: N802
         told = None
         while True:
             status = self._status(request.service)
@@ -198,32 +181,34 @@ def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)
 
 
-def _in_statuses(behaviour: Callable[[Any, _Context], Awaitable[Any]]) -> Callable[[Any, _Context], Awaitable[Any]]:
+def _in_statuses(
+    behaviour: Callable[[Any, ServicerContext], Awaitable[Any]],
+) -> Callable[[Any, ServicerContext], Awaitable[Any]]:
     """``behaviour``, what it raises on purpose as a status."""
 
-    async def run(request: Any, context: _Context) -> Any:
+    async def run(request: Any, context: ServicerContext) -> Any:
         try:
             return await behaviour(request, context)
-        except (Refusal, InvalidArgumentError) as error:
+        except (RefusedError, InvalidArgumentError) as error:
             await _abort(context, error)
 
     return run
 
 
 def _stream_in_statuses(
-    behaviour: Callable[[Any, _Context], AsyncIterator[Any]],
-) -> Callable[[Any, _Context], AsyncIterator[Any]]:
-    async def run(request: Any, context: _Context) -> AsyncIterator[Any]:
+    behaviour: Callable[[Any, ServicerContext], AsyncIterator[Any]],
+) -> Callable[[Any, ServicerContext], AsyncIterator[Any]]:
+    async def run(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
         try:
             async for response in behaviour(request, context):
                 yield response
-        except (Refusal, InvalidArgumentError) as error:
+        except (RefusedError, InvalidArgumentError) as error:
             await _abort(context, error)
 
     return run
 
 
-async def _abort(context: _Context, error: Refusal | InvalidArgumentError) -> NoReturn:
+async def _abort(context: ServicerContext, error: RefusedError | InvalidArgumentError) -> NoReturn:
     status = grpc.StatusCode.INTERNAL
     if isinstance(error, InvalidArgumentError):
         status = grpc.StatusCode.INVALID_ARGUMENT
@@ -231,16 +216,13 @@ async def _abort(context: _Context, error: Refusal | InvalidArgumentError) -> No
         if isinstance(error, kind):
             status = its
     trailing: tuple[tuple[str, str], ...] = ()
-    if isinstance(error, Overloaded | Unavailable):
+    if isinstance(error, OverloadedError | UnavailableError):
         trailing = (("retry-after-ms", str(round(1000 * error.retry_after_s))),)
     await context.abort(status, str(error), trailing)
     raise AssertionError("abort raises")
 
 
-def _bearer(context: _Context) -> str | None:
+def _bearer(context: ServicerContext) -> str | None:
     """What the call's metadata has as ``authorization: Bearer …``."""
     given = dict(context.invocation_metadata() or ()).get("authorization")
-    if not isinstance(given, str):
-        return None
-    scheme, _, token = given.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else None
+    return bearer(given) if isinstance(given, str) else None

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Response
 
+from fastgen.serving.http.auth import KeyMiddleware
+from fastgen.serving.http.errors import add_error_handlers
+from fastgen.serving.http.generate import generate_routes
+from fastgen.serving.keys import ApiKeys
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 
 
-def create_app(service: Service, options: ServeOptions) -> FastAPI:
-    """All of HTTP, over ``service``, which may still be starting."""
+def create_app(service: Service, options: ServeOptions, keys: ApiKeys) -> FastAPI:
+    """All of HTTP, over ``service``, which may still be starting, for who has one of ``keys``."""
     app = FastAPI(title="fastgen", docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    app.add_middleware(KeyMiddleware, keys=keys)
+    app.include_router(generate_routes(service))
 
     @app.get("/health")
     async def health() -> Response:
