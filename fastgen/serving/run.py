@@ -4,109 +4,110 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
-import secrets
+import logging
+import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import grpc
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
-from fastgen.errors import InvalidArgumentError
-from fastgen.serving.deployments import Deployment, process_birth, registered
-from fastgen.serving.grpc.server import GenerationServicer, create_server
+from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.serving.http.app import create_app
-from fastgen.serving.http.generate import terminate_routes
-from fastgen.serving.keys import ApiKeys
+from fastgen.serving.http.connection import LimitedConnection, close_slow
+from fastgen.serving.http.guard import Guard
+from fastgen.serving.log import set_up_logging
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 
+_FLUSH_S = 5.0
+"""How long the last words of a server that ends may take to reach their clients."""
+_FILES_BESIDE_CONNECTIONS = 256
+_log = logging.getLogger(__name__)
 
-def run(
-    arguments: Mapping[str, Any], options: ServeOptions, *, on_ready: Callable[[Deployment], None] | None = None
-) -> None:
-    """Serve the model that ``fastgen.load`` would load with ``arguments``, until SIGTERM or Ctrl-C, or until a client
-    ends it. ``on_ready`` is told where it is served, once it is.
 
-    Raises ``FastgenError`` where it cannot start.
+def run(arguments: Mapping[str, Any], options: ServeOptions) -> None:
+    """Serve the model that ``fastgen.load`` would load with ``arguments``, until SIGTERM or Ctrl-C.
+
+    The first lets requests that run finish, the second ends them. Raises ``FastgenError`` where the server cannot
+    start, or its engine cannot be started again.
     """
-    asyncio.run(_run(arguments, options, on_ready or (lambda deployment: None)))
+    set_up_logging(options.log_format)
+    asyncio.run(_run(arguments, options))
 
 
-async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Callable[[Deployment], None]) -> None:
-    loop = asyncio.get_running_loop()
-    ending = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ending.set)
-    keys = ApiKeys.read(options.api_key_file, os.environ)
-    token = secrets.token_urlsafe(32)
-    service = Service(arguments, model_name=options.name)
-    app = create_app(service, options, keys)
-    app.include_router(terminate_routes(keys, token, ending.set))
-    listener = _listen(options)
-    http = _HttpServer(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            lifespan="off",
-            ssl_certfile=options.tls_cert_file,
-            ssl_keyfile=options.tls_key_file,
-        )
+async def _run(arguments: Mapping[str, Any], options: ServeOptions) -> None:
+    endings = _Endings()
+    service = Service(
+        arguments,
+        model_name=options.model_name,
+        limits=options.limits,
+        engine_timeout_s=options.engine_timeout_s,
     )
-    serving = loop.create_task(http.serve(sockets=[listener]))
-    grpc_server: grpc.aio.Server | None = None
-    asked_to_end = loop.create_task(ending.wait())
-    starting = loop.create_task(service.start())
+    listener = _listen(options)
+    http = _HttpServer(_config(service, options))
+    service.metrics.connections.set_function(lambda: len(http.server_state.connections))
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    closing = asyncio.create_task(close_slow(http.server_state, options.connections))
     try:
-        grpc_server, grpc_address = await _serve_grpc(options, service, keys, token, ending)
-        await asyncio.wait({starting, asked_to_end}, return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
-            deployment = _deployment(service, options, arguments, listener, grpc_address, token)
-            with registered(deployment):
-                _announce(service, deployment)
-                on_ready(deployment)
-                await asked_to_end
-                print("fastgen: ending; requests that run may finish", file=sys.stderr)
-                with contextlib.suppress(TimeoutError):
-                    await service.drain(options.drain_timeout_s)
+        if await endings.first_or(service.start()):
+            _announce(service, options, listener)
+            await endings.first_or(_failure(service))
+            _log.info("ending: requests that run may take %g s to finish", options.drain_timeout_s)
+            await endings.second_or(service.drain(options.drain_timeout_s))
     finally:
-        await service.stop()
-        for task in (starting, asked_to_end):
-            task.cancel()
-        await asyncio.gather(starting, asked_to_end, return_exceptions=True)
-        if grpc_server is not None:
-            await grpc_server.stop(grace=1.0)
+        await service.stop(0.0 if endings.second.is_set() else _FLUSH_S)
         http.should_exit = True
+        http.force_exit = endings.second.is_set()
+        await asyncio.wait({serving, asyncio.create_task(endings.second.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        http.force_exit = True
         await serving
+        closing.cancel()
 
 
-async def _serve_grpc(
-    options: ServeOptions, service: Service, keys: ApiKeys, token: str, ending: asyncio.Event
-) -> tuple[grpc.aio.Server | None, str | None]:
-    """The server, started, and its address; where it is asked for."""
-    if options.grpc_port is None:
-        return None, None
-    servicer = GenerationServicer(service, keys=keys, token=token, end=ending.set)
-    server = create_server(servicer, service)
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    address = f"{host}:{options.grpc_port}"
+class _Endings:
+    """The signals that end a server: the first kindly, the second at once."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._came)
+
+    def _came(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+    async def first_or(self, work: Coroutine[Any, Any, object]) -> bool:
+        """Do ``work``, which is given up at the first signal; whether it was done."""
+        return await _do_unless(work, self.first)
+
+    async def second_or(self, work: Coroutine[Any, Any, object]) -> bool:
+        """The same, up to the second signal."""
+        return await _do_unless(work, self.second)
+
+
+async def _do_unless(work: Coroutine[Any, Any, object], event: asyncio.Event) -> bool:
+    doing, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
     try:
-        if options.tls_cert_file is None or options.tls_key_file is None:
-            port = server.add_insecure_port(address)
-        else:
-            pair = (Path(options.tls_key_file).read_bytes(), Path(options.tls_cert_file).read_bytes())
-            port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
-    except RuntimeError as error:
-        raise InvalidArgumentError(f"cannot listen on {address} for gRPC: {error}") from None
-    await server.start()
-    return server, f"{host}:{port}"
+        await asyncio.wait({doing, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            doing.result()
+        return doing.done()
+    finally:
+        for task in (doing, waiting):
+            task.cancel()
+        await asyncio.wait({doing, waiting})
+
+
+async def _failure(service: Service) -> None:
+    """Wait until the engine cannot be started again, and raise why."""
+    assert service.engine.failure is not None
+    raise FastgenError(await asyncio.shield(service.engine.failure))
 
 
 class _HttpServer(uvicorn.Server):
@@ -117,7 +118,39 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
+def _config(service: Service, options: ServeOptions) -> uvicorn.Config:
+    limits = options.connections
+    app: ASGIApp = Guard(create_app(service, options), options, service.metrics)
+    if options.allow_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=options.allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "x-predicted-ttft-s"],
+        )
+    config = uvicorn.Config(
+        app,
+        http=partial(LimitedConnection, limits),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=_FLUSH_S,  # type: ignore[arg-type]
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
+    )
+    try:
+        config.load()
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot use {options.tls_cert} and {options.tls_key} for TLS: {error}") from error
+    return config
+
+
 def _listen(options: ServeOptions) -> socket.socket:
+    _allow_files(options.connections.max_connections + _FILES_BESIDE_CONNECTIONS)
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         return socket.create_server((options.host, options.port), family=family, backlog=2048)
@@ -125,38 +158,18 @@ def _listen(options: ServeOptions) -> socket.socket:
         raise InvalidArgumentError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
 
 
-def _deployment(
-    service: Service,
-    options: ServeOptions,
-    arguments: Mapping[str, Any],
-    listener: socket.socket,
-    grpc_address: str | None,
-    token: str,
-) -> Deployment:
+def _allow_files(number: int) -> None:
+    """Have this process allowed so many open files, or as many as it can be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < number:
+        most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _announce(service: Service, options: ServeOptions, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
-    scheme = "http" if options.tls_cert_file is None else "https"
-    birth = process_birth(os.getpid())
-    assert birth is not None, "this process lives"
-    return Deployment(
-        name=service.model_name,
-        model=str(arguments["model"]),
-        address=f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}",
-        grpc_address=grpc_address if scheme == "http" or grpc_address is None else f"grpcs://{grpc_address}",
-        tls_file=None if options.tls_cert_file is None else str(Path(options.tls_cert_file).absolute()),
-        pid=os.getpid(),
-        birth=birth,
-        token=token,
-    )
-
-
-def _announce(service: Service, deployment: Deployment) -> None:
-    """What a person wants to know first, and a line to try."""
+    scheme = "http" if options.tls_cert is None else "https"
+    address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     print(service.facts.ledger, file=sys.stderr)
-    print(f"fastgen: {service.model_name} is served at {deployment.address}", flush=True)
-    if deployment.grpc_address is not None:
-        print(f"fastgen: and by gRPC at {deployment.grpc_address}", flush=True)
-    body = json.dumps({"model": service.model_name, "prompt": "Once upon a time", "max_tokens": 32})
-    print(
-        f"fastgen: try  curl {deployment.address}/v1/completions -H 'content-type: application/json' -d '{body}'",
-        flush=True,
-    )
+    print(f"fastgen: {service.model_name} is served at {address}", flush=True)
