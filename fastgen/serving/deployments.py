@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.serving.log_file import LOG_VARIABLE
 
 _POLL_S = 0.02
 
@@ -30,13 +31,13 @@ class Deployment:
     """Such as ``http://127.0.0.1:8000``."""
     grpc_address: str | None
     """Such as ``127.0.0.1:8001``; ``None`` where it is not served."""
-    tls_file: str | None = None
-    """The certificate that it shows, where it speaks TLS."""
+    certificate: str | None
+    """The file of what it shows, where it speaks TLS."""
     pid: int
     birth: str
     """When the process was born, as its machine tells it: process ids are used again."""
     token: str = field(repr=False)
-    log: str | None = None
+    log: str | None
     """The file of what it says, where that is no terminal."""
 
     @property
@@ -112,6 +113,25 @@ def find_deployment(name: str) -> Deployment:
         )
     raise InvalidArgumentError(
         f"{name!r} is served {len(matching)} times: {_listed(matching)}. Say which by its address, or give each a name"
+    )
+
+
+def this_deployment(
+    *, name: str, model: str, address: str, grpc_address: str | None, certificate: Path | None, token: str
+) -> Deployment:
+    """That of this process."""
+    birth = process_birth(os.getpid())
+    assert birth is not None, "this process lives"
+    return Deployment(
+        name=name,
+        model=model,
+        address=address,
+        grpc_address=grpc_address,
+        certificate=None if certificate is None else str(certificate.absolute()),
+        pid=os.getpid(),
+        birth=birth,
+        token=token,
+        log=os.environ.get(LOG_VARIABLE),
     )
 
 

@@ -13,52 +13,37 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, fields
-from inspect import signature
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.policies import Policy, policy_name
+from fastgen.serving.arguments import check_names, sort_arguments
 from fastgen.serving.client import Client, Protocols, connect
 from fastgen.serving.deployments import Deployment, make_deployments_directory
 from fastgen.serving.log_file import LOG_VARIABLE, move_output_to_log
-from fastgen.serving.options import ServeOptions
 
 
 def serve(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http", **arguments: Any) -> Client:
     """Start a server of ``model`` that outlives this program, and return a client of it.
 
-    ``arguments`` are those of :func:`fastgen.load` and the fields of :class:`~fastgen.serving.options.ServeOptions`,
-    such as ``port`` (0 takes any that is free), ``grpc_port`` and ``name``. ``api_key`` and ``protocol`` are the
+    ``arguments`` are those of :func:`fastgen.load` and of :mod:`fastgen.serving.options`, such as ``port`` (0 takes any
+    that is free), ``grpc_port`` and ``name``. ``api_key`` and ``protocol`` are the
     client's. It is what ``fastgen serve`` starts with these flags, but what it says once it is ready goes to a file
     beside its entry in the list of deployments. It ends by :meth:`Client.terminate_server`, or by SIGTERM.
 
     Raises ``FastgenError`` with the server's own words where it cannot start.
     """
-    load_arguments, options = _sort(arguments)
-    request = {"load": {"model": str(model), **load_arguments}, "options": asdict(options)}
+    check_names(arguments)
+    if protocol == "grpc" and arguments.get("grpc_port") is None:
+        raise InvalidArgumentError("protocol='grpc' needs a grpc_port; 0 takes any that is free")
     try:
-        text = json.dumps(request, default=_plain)
+        text = json.dumps({"model": str(model), **arguments}, default=_plain)
     except TypeError as error:
         raise InvalidArgumentError(f"an argument cannot be handed to another process: {error}") from None
-    if protocol == "grpc" and options.grpc_port is None:
-        raise InvalidArgumentError("protocol='grpc' needs a grpc_port; 0 takes any that is free")
     deployment = _start(text, Path(model).name)
     return Client(lambda: connect(deployment, api_key=api_key, protocol=protocol))
-
-
-def _sort(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], ServeOptions]:
-    """Those of ``fastgen.load``, and the others."""
-    from fastgen.runtime.llm import load
-
-    ours = {field.name for field in fields(ServeOptions)}
-    theirs = signature(load).parameters.keys() - {"model"}
-    for name in arguments:
-        if name not in ours | theirs:
-            raise InvalidArgumentError(f"{name!r} is neither an argument of fastgen.load nor one of serving")
-    options = ServeOptions(**{name: value for name, value in arguments.items() if name in ours})
-    return {name: value for name, value in arguments.items() if name in theirs}, options
 
 
 def _plain(value: object) -> Any:
@@ -119,7 +104,8 @@ def _main() -> None:
         tell({"deployment": asdict(deployment)})
 
     try:
-        run(request["load"], ServeOptions(**request["options"]), on_ready=ready)
+        load_arguments, options = sort_arguments(request)
+        run(load_arguments, options, on_ready=ready)
     except FastgenError as error:
         tell({"error": str(error)})
         sys.exit(1)

@@ -30,6 +30,13 @@ for _file in descriptor_pb2.FileDescriptorSet.FromString(PROTOSET.read_bytes()).
     pool.AddSerializedFile(_file.SerializeToString())
 
 
+def pool_with(*modules: Any) -> Any:
+    """The pool, with the files of generated ``modules`` beside ours."""
+    for module in modules:
+        pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
+    return pool
+
+
 def message_class(name: str) -> Any:
     """The class of the message with this full name."""
     return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))

@@ -13,8 +13,10 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.serving.api_keys import ApiKeys, bearer
+from fastgen.serving.ending import Ending
 from fastgen.serving.grpc import messages
-from fastgen.serving.keys import ApiKeys, bearer
+from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
@@ -42,12 +44,10 @@ _WATCH_S = 0.1
 
 
 class GenerationServicer:
-    """The methods of ``fastgen.v1.Generation``, for who has one of ``keys``; ``end`` ends the server, for who has
-    ``token`` or a key.
-    """
+    """The methods of ``fastgen.v1.Generation``, for who has one of ``keys``."""
 
-    def __init__(self, service: Service, *, keys: ApiKeys, token: str, end: Callable[[], None]):
-        self._service, self._keys, self._token, self._end = service, keys, token, end
+    def __init__(self, service: Service, keys: ApiKeys, ending: Ending):
+        self._service, self._keys, self._ending = service, keys, ending
 
     async def generate(self, request: Any, context: ServicerContext) -> Any:
         async with await self._submit(request, self._encode_prompt, context, is_stream=False) as running:
@@ -70,8 +70,7 @@ class GenerationServicer:
         return messages.ModelInfoResponse(**self._service.info())
 
     async def terminate(self, request: Any, context: ServicerContext) -> Any:
-        self._keys.check_ending(_bearer(context), self._token)
-        self._end()
+        self._ending.ask(_bearer(context))
         return messages.TerminateResponse()
 
     async def _stream(
@@ -148,16 +147,50 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # i
         return response.SERVING if self._service.state == "ready" else response.NOT_SERVING
 
 
-def create_server(servicer: GenerationServicer, service: Service) -> grpc.aio.Server:
-    """A server with all services, which listens nowhere yet."""
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((_handlers(servicer),))
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(service), server)
-    for module in (health_pb2, reflection_pb2):
-        messages.pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
-    names = (messages.SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server, pool=messages.pool)
-    return server
+class GrpcServer:
+    """All services over ``service``, where ``options`` ask for gRPC; nothing otherwise."""
+
+    def __init__(self, service: Service, options: ServeOptions, ending: Ending):
+        self._service, self._options, self._ending = service, options, ending
+        self._server: grpc.aio.Server | None = None
+        self.address: str | None = None
+        """Where it is served: ``host:port``, with ``grpcs://`` before it where that is TLS."""
+
+    async def start(self) -> None:
+        """Listen and serve. Raises ``InvalidArgumentError`` where that cannot be."""
+        if self._options.grpc_port is None:
+            return
+        limits = self._options.connections
+        self._server = server = grpc.aio.server(
+            options=(("grpc.max_receive_message_length", limits.max_body_bytes), ("grpc.so_reuseport", 0))
+        )
+        server.add_generic_rpc_handlers(
+            (_handlers(GenerationServicer(self._service, self._options.api_keys, self._ending)),)
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(self._service), server)
+        health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        names = (messages.SERVICE, health, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server, pool=messages.pool_with(health_pb2, reflection_pb2))
+        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
+        asked = f"{host}:{self._options.grpc_port}"
+        try:
+            port = self._listen(server, asked)
+        except RuntimeError as error:
+            raise InvalidArgumentError(f"cannot listen on {asked} for gRPC: {error}") from None
+        await server.start()
+        self.address = f"{host}:{port}" if self._options.tls_cert is None else f"grpcs://{host}:{port}"
+
+    def _listen(self, server: grpc.aio.Server, address: str) -> int:
+        certificate, key = self._options.tls_cert, self._options.tls_key
+        if certificate is None or key is None:
+            return int(server.add_insecure_port(address))
+        pair = (key.read_bytes(), certificate.read_bytes())
+        return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+
+    async def stop(self, timeout_s: float) -> None:
+        """Take no more calls, and cut after ``timeout_s`` what is still open."""
+        if self._server is not None:
+            await self._server.stop(timeout_s)
 
 
 def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:

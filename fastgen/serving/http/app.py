@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Response
 
 from fastgen.serving.http.errors import add_error_handlers
+from fastgen.serving.http.generate import generate_routes
 from fastgen.serving.http.page import live_routes, page_routes
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.prometheus import CONTENT_TYPE
@@ -31,6 +32,7 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
         """All counters, for Prometheus."""
         return Response(await service.metrics_text(), media_type=CONTENT_TYPE)
 
+    app.include_router(generate_routes(service))
     app.include_router(page_routes())
     app.include_router(live_routes(service))
     return app

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,9 +14,10 @@ from starlette.responses import Response
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.sampling_params import MAX_N, SamplingParams
 from fastgen.serving.answers import Update
+from fastgen.serving.api_keys import bearer
+from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ErrorBody, error_body
 from fastgen.serving.http.streaming import EventStream, unless_gone
-from fastgen.serving.keys import ApiKeys, bearer
 from fastgen.serving.records import ChunkRecord, OutputRecord
 from fastgen.serving.refusals import BadRequestError, RefusedError
 from fastgen.serving.service import Running, Service
@@ -107,15 +108,14 @@ def generate_routes(service: Service) -> APIRouter:
     return router
 
 
-def terminate_routes(keys: ApiKeys, token: str, terminate: Callable[[], None]) -> APIRouter:
-    """``/terminate``, for who has ``token`` or a key."""
+def terminate_routes(ending: Ending) -> APIRouter:
+    """``/terminate``."""
     router = APIRouter(responses=_ERRORS)
 
     @router.post("/terminate")
-    async def end(request: Request) -> dict[str, str]:
-        """End the server, when what runs has been answered."""
-        keys.check_ending(bearer(request.headers.get("authorization")), token)
-        terminate()
+    async def terminate(request: Request) -> dict[str, str]:
+        """End the server, when what runs has been answered: for who has its deployment's token, or an API key."""
+        ending.ask(bearer(request.headers.get("authorization")))
         return {}
 
     return router
