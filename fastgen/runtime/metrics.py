@@ -182,7 +182,6 @@ class EngineMetrics:
             request_seconds=self._request.histogram(),
         )
 
-
     def _add_gap(self, gap_s: float) -> None:
         self._gap.add(gap_s)
         self.recent_gaps.add(gap_s)

@@ -7,7 +7,7 @@ const dialog = document.getElementById("key-dialog");
 const form = document.getElementById("key-form");
 const input = document.getElementById("key-input");
 const note = document.getElementById("key-note");
-const keyButton = document.getElementById("key-button");
+const kept = document.getElementById("key-kept");
 const calmNote = note.textContent;
 let key = readKey();
 let asking = null;
@@ -98,7 +98,7 @@ export function askForKey(wasRefused = false) {
 }
 
 document.getElementById("key-cancel").addEventListener("click", () => dialog.dispatchEvent(new Event("cancel")));
-keyButton.addEventListener("click", () => {
+document.getElementById("key-button").addEventListener("click", () => {
   writeKey(null);
   document.dispatchEvent(new Event("keyforgotten"));
 });
@@ -122,7 +122,7 @@ function sentence(text) {
 function readKey() {
   try {
     const found = sessionStorage.getItem(KEY);
-    keyButton.hidden = found === null;
+    kept.hidden = found === null;
     return found;
   } catch {
     return null;
@@ -131,7 +131,7 @@ function readKey() {
 
 function writeKey(value) {
   key = value;
-  keyButton.hidden = value === null;
+  kept.hidden = value === null;
   try {
     if (value === null) sessionStorage.removeItem(KEY);
     else sessionStorage.setItem(KEY, value);
