@@ -108,6 +108,14 @@ class BlockPool:
         assert self._holds(block_id), f"block {block_id} is published and nobody holds it"
         self._is_published[block_id] = True
 
+    def withdraw(self, block_id: int) -> None:
+        """Keep what the published ``block_id`` contains for nobody else: it is free when its last reference is gone."""
+        assert self._is_published[block_id], f"block {block_id} is withdrawn and was not published"
+        self._is_published[block_id] = False
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._free.append(block_id)
+
     def free(self, block_ids: Iterable[int]) -> None:
         """Take one reference of each of ``block_ids`` back, as often as it is named.
 

@@ -61,6 +61,10 @@ class Histogram:
 class Metrics:
     """A snapshot. Totals count since the model was loaded; times are seconds of the engine's clock."""
 
+    requests_running: int
+    """Those of which any sequence has a seat."""
+    requests_waiting: int
+    """All others that have not ended."""
     sequences_running: int
     sequences_waiting: int
     requests_total: int
@@ -159,7 +163,11 @@ class EngineMetrics:
         scheduler, pool = self._scheduler, self._scheduler.kv.pool
         cache = scheduler.kv.prefix_cache
         prefix_cache = PrefixCacheStatistics() if cache is None else cache.statistics
+        running = {sequence.request.request_id for sequence in scheduler.running}
+        waiting = {sequence.request.request_id for sequence in scheduler.unfinished} - running
         return Metrics(
+            requests_running=len(running),
+            requests_waiting=len(waiting),
             sequences_running=len(scheduler.running),
             sequences_waiting=scheduler.num_waiting,
             requests_total=self._requests,

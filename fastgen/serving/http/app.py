@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Response
 
+from fastgen.serving.http.errors import add_error_handlers
 from fastgen.serving.http.page import live_routes, page_routes
 from fastgen.serving.options import ServeOptions
+from fastgen.serving.prometheus import CONTENT_TYPE
 from fastgen.serving.service import Service
 
 
 def create_app(service: Service, options: ServeOptions) -> FastAPI:
     """All of HTTP, over ``service``, which may still be starting."""
     app = FastAPI(title="fastgen", docs_url=None, redoc_url=None)
+    add_error_handlers(app)
 
     @app.get("/health")
     async def health() -> Response:
@@ -22,6 +25,11 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
     async def ready() -> Response:
         """200 where requests are taken, else 503, with the state as text."""
         return Response(service.state, 200 if service.state == "ready" else 503, media_type="text/plain")
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """All counters, for Prometheus."""
+        return Response(await service.metrics_text(), media_type=CONTENT_TYPE)
 
     app.include_router(page_routes())
     app.include_router(live_routes(service))
