@@ -270,7 +270,10 @@ def test_the_engine_is_shown_as_it_is(server: ServerProcess, visit: Open) -> Non
         for chart in ("steps", "gaps", "blocks"):
             colours = it.page.eval_on_selector(
                 f"#{chart}-chart",
-                "(c) => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size",
+                """(canvas) => {
+                    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+                    return new Set(new Uint32Array(data.buffer)).size;
+                }""",
             )
             assert colours >= 3, f"the {chart} chart is blank"
         label = str(it.page.get_attribute("#blocks-chart", "aria-label"))
@@ -354,7 +357,8 @@ def test_the_keyboard_is_enough(server: ServerProcess, visit: Open) -> None:
 
 
 def test_events_are_found_however_the_bytes_are_cut(server: ServerProcess, visit: Open) -> None:
-    text = ': a comment\ndata: {"a": "ä€𝄞"}\n\nevent: x\r\ndata: one\r\ndata:two\r\n\r\nid: 1\n\ndata: last\r\rdata: not whole\n'
+    text = ': a comment\ndata: {"a": "ä€𝄞"}\n\nevent: x\r\ndata: one\r\ndata:two\r\n\r\n'
+    text += "id: 1\n\ndata: last\r\rdata: not whole\n"
     script = """async ([text, cut]) => {
         const { events } = await import("/page/sse.js");
         const bytes = new TextEncoder().encode(text);
