@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 import urllib.error
 import urllib.request
@@ -11,7 +13,13 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
+from starlette.types import ASGIApp
 
+from fastgen.serving.api_keys import ApiKeys
+from fastgen.serving.http.app import create_app
+from fastgen.serving.http.guard import Guard
+from fastgen.serving.options import ServeOptions
+from fastgen.serving.service import Service
 from tests.serving.server_process import ServerProcess
 
 FOLDER = files("fastgen.serving").joinpath("page")
@@ -72,6 +80,70 @@ def test_every_file_is_served_as_what_it_is(server: ServerProcess) -> None:
         assert fetch(place, if_none_match='"another"')[0] == 200
     for nowhere in ("none.js", "index.html", "..%2f__init__.py"):
         assert fetch(f"{server.address}/page/{nowhere}")[0] == 404
+
+
+def test_the_live_view_counts_what_is_served(server: ServerProcess) -> None:
+    def look() -> dict[str, Any]:
+        status, headers, body = fetch(f"{server.address}/live")
+        assert (status, headers["content-type"], headers["cache-control"]) == (200, "application/json", "no-store")
+        return json.loads(body)
+
+    before = look()
+    assert [before[name] for name in ("model", "state", "restarts", "has_chat_template")] == [
+        "tiny-llama",
+        "ready",
+        0,
+        True,
+    ]
+    body = {"model": "tiny-llama", "prompt": "Once upon a time", "max_tokens": 7, "ignore_eos": True}
+    data = json.dumps(body).encode()
+    urllib.request.urlopen(
+        urllib.request.Request(f"{server.address}/v1/completions", data, {"content-type": "application/json"})
+    ).close()
+    after = look()["engine"]
+    assert after["num_requests"] == before["engine"]["num_requests"] + 1
+    assert after["num_generated_tokens"] == before["engine"]["num_generated_tokens"] + 7
+    assert (after["num_running"], after["num_waiting"], sum(after["blocks"]["held"])) == (0, 0, 0)
+    number, num_prompt_tokens, num_answer_tokens, _, seconds = after["steps"][-1]
+    assert (num_prompt_tokens, num_answer_tokens) == (0, 1)  # of the last of its tokens
+    assert seconds > 0
+    assert number == after["steps"][0][0] + len(after["steps"]) - 1
+    assert 0 < after["gaps"]["p50_s"] <= after["gaps"]["p95_s"] <= after["gaps"]["p99_s"]
+
+
+async def answer(app: ASGIApp, path: str, **headers: str) -> tuple[int, bytes]:
+    """What ``app`` answers, asked without a socket."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "headers": raw}
+    await app(scope | {"query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+
+def test_files_are_for_all_and_the_live_view_for_those_with_a_key() -> None:
+    async def run() -> None:
+        service = Service({"model": "tiny-llama"})  # it is never started
+        options = ServeOptions(api_keys=ApiKeys(["the key"]))
+        app = Guard(create_app(service, options), options, service.metrics)
+        try:
+            assert await answer(app, "/") == (200, FILES["index.html"].encode())
+            assert await answer(app, "/page/app.js") == (200, FILES["app.js"].encode())
+            assert (await answer(app, "/live"))[0] == 401
+            assert (await answer(app, "/live", authorization="Bearer another"))[0] == 401
+            status, body = await answer(app, "/live", authorization="Bearer the key")
+            nothing_yet = {"model": "tiny-llama", "state": "starting", "restarts": 0, "has_chat_template": None}
+            assert (status, json.loads(body)) == (200, nothing_yet | {"engine": None})
+        finally:
+            await service.stop()
+
+    asyncio.run(run())
 
 
 def test_no_file_names_another_host() -> None:

@@ -62,8 +62,8 @@ export function inWords(error) {
       ? "The server cannot be reached. It may have ended, or the network is gone."
       : `Something went wrong in this page: ${error.message}`;
   }
+  if (error.status === 401) return "The server asks for a key, and was given none that it knows.";
   const message = sentence(error.message);
-  if (error.status === 401) return `The server asks for a key. ${message}`;
   if (error.status !== 429 && error.status !== 503) return message;
   const soon = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
   return `The server cannot take this now. ${message}${soon}`;
