@@ -16,6 +16,9 @@ def serve(
         str, typer.Option(help="The address to listen on; 0.0.0.0 is every one of this machine.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any that is free.")] = 8000,
+    tool_format: Annotated[
+        str | None, typer.Option(help="How the model writes calls of tools; by default as its chat template says.")
+    ] = None,
     recipe: options.Recipe = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -42,4 +45,7 @@ def serve(
     from fastgen.serving.options import ServeOptions
     from fastgen.serving.run import run
 
-    run({"model": model, **options.given_load_arguments(ctx)}, ServeOptions(host=host, port=port))
+    run(
+        {"model": model, **options.given_load_arguments(ctx)},
+        ServeOptions(host=host, port=port, tool_format=tool_format),
+    )

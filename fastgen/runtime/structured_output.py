@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.response_format import ResponseFormat
+from fastgen.runtime.response_format import JSON_OPTIONS, ResponseFormat
 from fastgen.runtime.sampling_params import SamplingParams
 
 Mask = NDArray[np.int32]
@@ -43,12 +43,6 @@ _LIMITS = {
     "step_lexer_fuel": 200_000,  # for one mask: 15 ms
     "step_max_items": 50_000,  # for one mask: 3 ms
     "max_lexer_states": 100_000,  # 200 MB at worst
-}
-_JSON_OPTIONS = {
-    # Bounded, since a model that likes blank lines would otherwise write them until its tokens are spent.
-    "whitespace_pattern": r"[ \t\n\r]{1,20}",
-    "lenient": False,
-    "coerce_one_of": False,
 }
 
 
@@ -235,7 +229,7 @@ def _import_library() -> ModuleType:
 
 
 def _json_grammar(matcher: Any, schema: str) -> str:
-    found: str = matcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+    found: str = matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
     return found
 
 

@@ -16,5 +16,7 @@ class ServeOptions:
     """Where gRPC is served; by default it is not."""
     model_name: str | None = None
     """What clients call the model; by default as it was asked for."""
+    tool_format: str | None = None
+    """How the model writes calls of tools, a key of ``tool_formats.TOOL_FORMATS``; by default its template says it."""
     drain_timeout_s: float = 30.0
     """How long requests may take to finish once the server was told to end."""

@@ -53,12 +53,21 @@ class Service:
         self._codec = await asyncio.to_thread(TextCodec.from_checkpoint, directory, config)
 
     async def submit(
-        self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool, request_id: str
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        is_stream: bool,
+        request_id: str,
+        spelled: Mapping[int, str] | None = None,
     ) -> Running:
-        """Queue a request. Raises :class:`~fastgen.serving.refusals.RefusedError` where it cannot be."""
+        """Queue a request. Raises :class:`~fastgen.serving.refusals.RefusedError` where it cannot be.
+
+        ``spelled`` are special tokens that have a text in the answer.
+        """
         if self._is_draining:
             raise UnavailableError("the server is ending and takes no more requests")
-        answers = Answers(prompt_ids, sampling, self.codec)
+        answers = Answers(prompt_ids, sampling, self.codec, spelled)
         return Running(self, self.engine.submit(prompt_ids, sampling, is_stream=is_stream), answers, request_id)
 
     async def drain(self, timeout_s: float) -> None:

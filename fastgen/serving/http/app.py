@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Response
 
+import fastgen
+from fastgen.serving.http.errors import add_error_handlers
+from fastgen.serving.http.openai_chat import chat_routes
+from fastgen.serving.http.openai_completions import completion_routes
+from fastgen.serving.http.openai_models import model_routes
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
+from fastgen.serving.tool_formats import tool_format_named
 
 
 def create_app(service: Service, options: ServeOptions) -> FastAPI:
@@ -22,4 +28,9 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
         """200 where requests are taken, else 503, with the state as text."""
         return Response(service.state, 200 if service.state == "ready" else 503, media_type="text/plain")
 
+    tool_format = None if options.tool_format is None else tool_format_named(options.tool_format)
+    app.include_router(model_routes(service, fastgen.__version__))
+    app.include_router(completion_routes(service))
+    app.include_router(chat_routes(service, tool_format))
+    add_error_handlers(app)
     return app
