@@ -157,7 +157,9 @@ class Engine:
             step.ran(output.build_s, output.num_padding, self._clock())
             self.scheduler.commit(schedule)
         except Exception as error:
-            self._fail([entry.seq for entry in schedule.entries], error)
+            sequences = [entry.seq for entry in schedule.entries]
+            self._withdraw(sequences, step)
+            self._fail(sequences, error)
             return
         self._update(output, step)
         step.ended_s = self._clock()
@@ -188,6 +190,14 @@ class Engine:
             if request_id in self._generations:
                 self.cancel(self._generations[request_id], "error", cause)
 
+    def _withdraw(self, sequences: Iterable[Sequence], step: StepRecord) -> None:
+        """Let no other request use what was computed for those of ``sequences``, which ``step`` showed to be wrong, or
+        where nobody knows what it did."""
+        for request in dict.fromkeys(sequence.request for sequence in sequences):
+            self.recorder.withdrawn(request, step)
+            for sequence in request.sequences:
+                self.scheduler.kv.withdraw(sequence)
+
     def check_integrity(self) -> None:
         """Assert that scheduler, blocks and open requests agree."""
         self.scheduler.check_integrity()
@@ -202,7 +212,7 @@ class Engine:
     def _update(self, output: StepOutput, step: StepRecord) -> None:
         for piece in output.prompt_logprobs:
             try:
-                self._note_prompt_logprobs(piece)
+                self._note_prompt_logprobs(piece, step)
             except Exception as error:
                 self._fail([piece.sequence], error)
         previous: Sequence | None = None
@@ -222,9 +232,10 @@ class Engine:
                 except Exception as error:
                     self._fail([sequence], error)
 
-    def _note_prompt_logprobs(self, piece: PromptLogprobs) -> None:
+    def _note_prompt_logprobs(self, piece: PromptLogprobs, step: StepRecord) -> None:
         generation = self._generations[piece.sequence.request.request_id]
         if piece.error is not None:
+            self._withdraw([piece.sequence], step)
             self.cancel(generation, "error", piece.error)
             return
         assert generation.prompt_logprobs is not None
@@ -234,6 +245,8 @@ class Engine:
         """``token`` is what was sampled for ``sequence``, perhaps behind an accepted draft."""
         generation = self._generations[sequence.request.request_id]
         if token.error is not None:
+            if token.is_damaged:
+                self._withdraw([sequence], step)
             self.cancel(generation, "error", token.error)
             return
         if generation.beams is not None:

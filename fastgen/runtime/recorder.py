@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from datetime import UTC, datetime
+from itertools import islice
 from importlib.metadata import version
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +31,7 @@ from fastgen.runtime.flight import (
     Header,
     Recording,
     Step,
+    Withdrawal,
 )
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.policies import policy_name
@@ -149,6 +151,15 @@ class _Finished(NamedTuple):
         return 300 + _BYTES_PER_TOKEN * num_tokens
 
 
+class _Withdrawn(NamedTuple):
+    request_id: int
+    step: int
+
+    @property
+    def num_bytes(self) -> int:
+        return 200
+
+
 class BeamMoves:
     """Passes on to ``forks`` what a beam search asks of them, and remembers it."""
 
@@ -176,7 +187,7 @@ class BeamMoves:
         return 300 + sum(200 + _BYTES_PER_TOKEN * len(token_ids) for _, _, token_ids, _ in self.moves)
 
 
-_RingEvent = StepRecord | _Arrived | _Finished | BeamMoves
+_RingEvent = StepRecord | _Arrived | _Finished | _Withdrawn | BeamMoves
 
 
 class Recorder:
@@ -232,6 +243,10 @@ class Recorder:
         moves.given = [seq.key for seq in beams]
         self._append(moves)
 
+    def withdrawn(self, request: Request, step: StepRecord) -> None:
+        """After ``step`` what was computed for ``request`` left the prefix cache."""
+        self._append(_Withdrawn(request.request_id, step.number))
+
     def finished(self, seq: Sequence, reason: FinishReason, now_s: float, *, num_tokens: int, is_last: bool) -> None:
         """``seq``, a completion, ended with so many tokens, as the last one of its request or not."""
         self._seated.discard(seq.key)
@@ -239,6 +254,13 @@ class Recorder:
         last = self._last_step
         step = last.number if last is not None and last.ran_s is not None and last.ended_s is None else None
         self._append(_Finished(seq.key, now_s, reason, num_tokens, request, step))
+
+    def last_steps(self, max_steps: int) -> list[StepRecord]:
+        """The records of the last ``max_steps`` steps, oldest first; fewer where a great deal else happened in between,
+        for it does not look back further than that takes microseconds.
+        """
+        events = islice(reversed(self._ring), 8 * max_steps)
+        return list(islice((event for event in events if isinstance(event, StepRecord)), max_steps))[::-1]
 
     def recording(self, model: str) -> Recording:
         """What the ring holds now. ``model`` names the model in it."""
@@ -279,6 +301,8 @@ class Recorder:
                 yield _arrival(event, numbers.of(event.prompt_ids) if self.engine.prefix_caching else ())
             elif isinstance(event, BeamMoves):
                 yield _beams(event, numbers)
+            elif isinstance(event, _Withdrawn):
+                yield Withdrawal(request=event.request_id, step=event.step)
             else:
                 if event.request is not None:
                     requests[event.key[0]] = event.request

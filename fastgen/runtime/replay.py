@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.flight import Arrival, Beams, Blocks, EngineFacts, Event, Finish, Recording, Step
+from fastgen.runtime.flight import Arrival, Beams, Blocks, EngineFacts, Event, Finish, Recording, Step, Withdrawal
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.policies import make_policy
 from fastgen.runtime.recorder import Recorder
@@ -77,6 +77,8 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
             player.finish(event)
         elif isinstance(event, Beams):
             player.move_beams(event)
+        elif isinstance(event, Withdrawal):
+            player.withdraw(event)
         elif isinstance(event, Step):
             step, replayed = event, player.step(event)
             yield event, replayed, player.scheduler
@@ -86,7 +88,7 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
 
 def _is_outcome(event: Event, step: Step) -> bool:
     """Whether it happened while the tokens of ``step`` were handed out."""
-    return isinstance(event, Beams) or (isinstance(event, Finish) and event.step == step.step)
+    return isinstance(event, Beams | Withdrawal) or (isinstance(event, Finish) and event.step == step.step)
 
 
 class _Player:
@@ -132,6 +134,10 @@ class _Player:
         seq = self.sequences[event.sequence]
         for each in seq.request.sequences if seq.request.has_beams else [seq]:
             self.scheduler.finish(each)
+
+    def withdraw(self, event: Withdrawal) -> None:
+        for seq in self.sequences[f"{event.request}.0"].request.sequences:
+            self.scheduler.kv.withdraw(seq)
 
     def move_beams(self, event: Beams) -> None:
         forks = [(move.sequence, move.parent) for move in event.moves if move.parent is not None]

@@ -53,6 +53,11 @@ class TextCodec:
     def has_tokenizer(self) -> bool:
         return self._decoder is not None
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it can encode conversations."""
+        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of ``prompt``, with the special tokens the tokenizer puts around text; ids stay as they are."""
         if isinstance(prompt, str):
@@ -74,7 +79,7 @@ class TextCodec:
             raise InvalidArgumentError(f"a conversation is a list of messages, not {messages!r:.40}")
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
         self._need_tokenizer("a conversation")
-        if not self.tokenizer.chat_template:
+        if not self.has_chat_template:
             raise InvalidArgumentError(
                 "this model's tokenizer has no chat template; use generate with a prompt of your own"
             )

@@ -2,11 +2,12 @@
 
 One thread does all: between two steps it takes what has come, and tells what the last one gave. So a step waits for
 nothing, and a request that is cancelled is gone before the next. Run as ``python -m fastgen.serving.engine_process
-ADDRESS``, with the arguments of ``fastgen.load`` as JSON on standard input; it ends when its parent does.
+ADDRESS PARENT``, with the arguments of ``fastgen.load`` as JSON on standard input; it ends when that parent does.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from fastgen.models import hub
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.llm import LLM, load
+from fastgen.serving.live import live_view
 from fastgen.serving.messages import (
     Ask,
     Cancel,
@@ -47,7 +49,10 @@ from fastgen.serving.messages import (
 STATUS_S = 0.25
 """How often a status is told at least, and how long an idle engine sleeps at most."""
 
+_PR_SET_PDEATHSIG = 1
+
 ANSWERS: dict[str, Callable[[Engine], Any]] = {
+    "live": live_view,
     "metrics": lambda engine: engine.metrics.snapshot(),
 }
 """What can be asked of an engine, and who computes it, between two steps."""
@@ -56,10 +61,12 @@ ANSWERS: dict[str, Callable[[Engine], Any]] = {
 class _Open:
     """A request that has not ended, and how much of it was told."""
 
-    __slots__ = ("generation", "is_stream", "num_told", "number")
+    __slots__ = ("generation", "has_started", "is_stream", "num_told", "number")
 
     def __init__(self, number: int, generation: Generation, *, is_stream: bool):
         self.number, self.generation, self.is_stream = number, generation, is_stream
+        self.has_started = False
+        """Whether its first token was told of, if it is no stream."""
         self.num_told: list[int | None] = [0] * len(generation.completions)
         """Tokens of each completion; ``None`` once its end was told."""
 
@@ -147,10 +154,16 @@ class EngineLoop:
     def _tell(self) -> None:
         """Send what the last step gave, and how much is to be done."""
         progress: list[Progress] = []
+        started: list[int] = []
         for request_id in dict.fromkeys(sequence.request.request_id for sequence in self._engine.scheduler.running):
             opened = self._by_request_id.get(request_id)
-            if opened is not None and opened.is_stream:
+            if opened is None:
+                continue
+            if opened.is_stream:
                 progress += opened.news()
+            elif not opened.has_started and opened.generation.completions[0].token_ids:
+                opened.has_started = True
+                started.append(opened.number)
         for generation in self._ended:
             opened = self._by_request_id.get(generation.request.request_id)
             if opened is not None:
@@ -160,14 +173,14 @@ class EngineLoop:
         self._ended.clear()
         now_s = time.monotonic()
         is_due = now_s - self._told_s >= STATUS_S
-        if not (progress or self._refused or is_due):
+        if not (progress or started or self._refused or is_due):
             return
         status = None
         if is_due:
             scheduler = self._engine.scheduler
             status = Status(len(scheduler.running), scheduler.num_waiting, self._num_steps)
             self._told_s = now_s
-        self._send(Report(progress, self._refused, status))
+        self._send(Report(progress, started, self._refused, status))
         self._refused = []
 
     def _send(self, message: ToServer) -> None:
@@ -176,7 +189,8 @@ class EngineLoop:
 
 def main() -> None:
     """Load, say so, and run."""
-    parent = os.getppid()
+    parent = int(sys.argv[2])
+    _end_with_parent()
     # A terminal's Ctrl-C and a service manager's SIGTERM reach this process too, but ending is the server's to arrange.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -195,6 +209,13 @@ def main() -> None:
             sys.exit(1)
         socket.send(encoder.encode(Ready(_facts(llm, str(directory), time.monotonic() - began_s))))
         EngineLoop(llm.release_engine(), socket, is_orphan=lambda: os.getppid() != parent).run()
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process with its parent, also while it loads or is in a long step. Where the system
+    cannot, the loop sees that it is an orphan."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _facts(llm: LLM, directory: str, load_s: float) -> EngineFacts:

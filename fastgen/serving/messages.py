@@ -119,6 +119,8 @@ class Report(msgspec.Struct, tag="report", array_like=True):
     """What has happened since the last one."""
 
     progress: list[Progress]
+    started: list[int]
+    """Requests that are not streams whose first token came."""
     refused: list[Refused]
     status: Status | None
 

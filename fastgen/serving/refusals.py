@@ -48,3 +48,7 @@ class UnavailableError(RefusedError):
 
 class EngineDiedError(RefusedError):
     """The engine's process ended while the request was in it; what it had generated is lost."""
+
+
+class RequestTimeoutError(RefusedError):
+    """The request itself took too long to come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,20 +13,36 @@ from fastgen.models.checkpoint_files import read_json_object
 from fastgen.runtime.outputs import GenerationOutput
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.text import TextCodec
+from fastgen.serving.admission import Limits
 from fastgen.serving.answers import Answers, Update
 from fastgen.serving.engine_client import EngineClient, EngineRequest
 from fastgen.serving.messages import EngineFacts
+from fastgen.serving.prometheus import ServerMetrics
 from fastgen.serving.refusals import UnavailableError
+from fastgen.serving.watch import Watch
 
-State = Literal["starting", "ready", "restarting", "draining", "stopped"]
+State = Literal["starting", "ready", "restarting", "draining", "stopped", "failed"]
+
+ENGINE_TIMEOUT_S = 60.0
+_COUNT_S = 2.0
 
 
 class Service:
-    """One model, served. ``arguments`` are those of ``fastgen.load``; ``model_name`` is what clients call it."""
+    """One model, served. ``arguments`` are those of ``fastgen.load``; ``model_name`` is what clients call it; an engine
+    that is silent for ``engine_timeout_s`` seconds is started again.
+    """
 
-    def __init__(self, arguments: Mapping[str, Any], *, model_name: str | None = None):
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        model_name: str | None = None,
+        limits: Limits | None = None,
+        engine_timeout_s: float = ENGINE_TIMEOUT_S,
+    ):
         self.model_name = str(arguments["model"]) if model_name is None else model_name
-        self.engine = EngineClient(arguments)
+        self._watch = Watch(limits or Limits(), lambda: self.state == "ready")
+        self.engine = EngineClient(arguments, self._watch, timeout_s=engine_timeout_s)
         self._codec: TextCodec | None = None
         self._is_draining = False
 
@@ -44,6 +61,10 @@ class Service:
     @property
     def state(self) -> State:
         return "draining" if self._is_draining else self.engine.state
+
+    @property
+    def metrics(self) -> ServerMetrics:
+        return self._watch.metrics
 
     async def start(self) -> None:
         """Load the model. Raises ``FastgenError`` where that fails."""
@@ -65,22 +86,41 @@ class Service:
 
         ``spelled`` are special tokens that have a text in the answer.
         """
-        if self._is_draining:
-            raise UnavailableError("the server is ending and takes no more requests")
+        try:
+            if self._is_draining:
+                raise UnavailableError("the server is ending and takes no more requests", retry_after_s=5.0)
+            self.engine.check_ready()
+        except UnavailableError:
+            self.metrics.refused("unavailable")
+            raise
         answers = Answers(prompt_ids, sampling, self.codec, spelled)
-        return Running(self, self.engine.submit(prompt_ids, sampling, is_stream=is_stream), answers, request_id)
+        admitted = self._watch.admission.admit(len(prompt_ids), sampling)
+        request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream)
+        self._watch.submitted(request, admitted)
+        return Running(self, request, answers, request_id)
+
+    async def metrics_text(self) -> bytes:
+        """All counters, as they are now, in Prometheus' text format; the engine's as of its last word if it has no time
+        to answer.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_COUNT_S):
+                await self.engine.count()
+        return self.metrics.text()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more requests, and wait up to ``timeout_s`` for those there are."""
+        """Take no more requests, and wait up to ``timeout_s`` for those there are. Those that are left then fail."""
         self._is_draining = True
-        async with asyncio.timeout(timeout_s):
-            while self.engine.num_open:
-                await asyncio.sleep(0.02)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.engine.num_open:
+                    await asyncio.sleep(0.02)
+        self.engine.fail_all(UnavailableError(f"the server ends, and this was not done after {timeout_s:g} s"))
 
-    async def stop(self) -> None:
-        """End the engine. What is still in it fails."""
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End the engine, by force after ``timeout_s``. What is still in it fails."""
         self._is_draining = True
-        await self.engine.stop()
+        await self.engine.stop(timeout_s)
 
 
 class Running:
