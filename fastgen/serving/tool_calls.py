@@ -7,7 +7,8 @@ the arguments go out as they come, just as the model writes them. What cannot be
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fastgen.serving.tool_formats import NamedCall, ObjectCall, ToolFormat
@@ -115,7 +116,7 @@ class ToolCallParser:
         """Give out text up to where a section begins, and read the first mark of its opening."""
         if is_start and self._format.is_opening_optional:
             begin = yield from self._peek()
-            self._at = 0
+            self._take_back()
             if begin == "{":
                 return
         mark = self._marks[0]
@@ -144,8 +145,7 @@ class ToolCallParser:
                 yield from self._read_named(self._format.call)
             if separator is None or not (yield from self._goes_on(separator.strip(), closing)):
                 break
-        yield from self._literal(closing)
-        self._leave_behind()
+        yield from self._end_mark(closing)
 
     def _goes_on(self, separator: str, closing: str) -> Generator[None, None, bool]:
         """Whether another call follows; a separator before it is read."""
@@ -156,7 +156,8 @@ class ToolCallParser:
                 raise
             return False
         if not separator:
-            return not (yield from self._is_next(closing))
+            with self._broken_off_is_no_content():
+                return not (yield from self._is_next(closing))
         self._at += following == separator
         return following == separator
 
@@ -170,8 +171,7 @@ class ToolCallParser:
         name = self._text[self._at : end].strip()
         self._at = end + len(between)
         yield from self._read_arguments(name)
-        yield from self._literal(call.after.strip())
-        self._leave_behind()
+        yield from self._end_mark(call.after.strip())
 
     def _read_object(self, call: ObjectCall) -> _Steps:
         yield from self._literal("{")
@@ -291,6 +291,22 @@ class ToolCallParser:
             if not (yield from self._is_next(literal)):
                 raise _NotACallError
             self._at += len(literal)
+
+    def _end_mark(self, literal: str) -> _Steps:
+        """What stands behind a call."""
+        with self._broken_off_is_no_content():
+            yield from self._literal(literal)
+        self._leave_behind()
+
+    @contextmanager
+    def _broken_off_is_no_content(self) -> Iterator[None]:
+        """Of a mark behind a call, where the answer ends in the middle of it."""
+        try:
+            yield
+        except _TextEndsError:
+            self._at = len(self._text)
+            self._leave_behind()
+            raise
 
     def _string(self) -> _Reads:
         if (yield from self._peek()) != '"':

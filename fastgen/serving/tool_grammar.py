@@ -81,10 +81,11 @@ def _text_rules(tool_format: ToolFormat, write: _Writer) -> list[str]:
     """Text in place of calls, and before them; in neither of them a section begins."""
     if tool_format.is_opening_optional:
         return [r"plain: PLAIN?", r"PLAIN: /[^\s{](?s:.*)/"]
-    mark = tool_format.opening.split()[0]
-    rest = write(tool_format.opening.removeprefix(mark))
-    if mark in write.special_ids:
-        return ["plain: PLAIN?", "PLAIN: /(?s:.+)/", f"before: PLAIN? {write(mark)} {rest}"]
+    opening = tool_format.opening
+    if any(opening.startswith(token) for token in write.special_ids):  # which no text contains
+        return ["plain: PLAIN?", "PLAIN: /(?s:.+)/", f"before: PLAIN? {write(opening)}"]
+    mark = opening.split()[0]
+    rest = write(opening.removeprefix(mark))
     quoted = re.escape(mark).replace("/", r"\/")
     return [
         "plain: PLAIN",
