@@ -69,7 +69,7 @@ class _Open:
         self.number, self.generation, self.is_stream = number, generation, is_stream
         self.has_started = False
         """Whether its first token was told of, if it is no stream."""
-        self.num_told: list[int | None] = [0] * len(generation.completions)
+        self.num_told: list[int | None] = [0] * generation.request.sampling.n
         """Tokens of each completion; ``None`` once its end was told."""
 
     def news(self) -> list[Progress]:
