@@ -66,7 +66,7 @@ def completion_routes(service: Service) -> APIRouter:
         )
         writer = _Writer(service, body, prompts, prompt_ids, f"cmpl-{request_id_of(request)}")
         if body.stream:
-            return await event_stream(_events(batch, writer, body))
+            return await event_stream(request, _events(batch, writer, body))
         async with batch:
             return json_response(writer.whole(await unless_gone(request, batch.outputs())))
 
