@@ -120,6 +120,7 @@ def build_engine(
             else None
         ),
         drafter=drafter,
+        runs_ahead=sampler.seats is not None,
     )
 
 

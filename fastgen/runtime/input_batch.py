@@ -18,7 +18,7 @@ from torch import Tensor
 from fastgen.compile.ops.next_decodes import NextDecodesKernel
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.drafts import DraftedSequence, SampledSequence
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.request import TO_COME, Sequence
 from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
 
 _NUM_STAGING_BUFFERS = 2  # the host may fill one while the device still reads the other
@@ -240,6 +240,8 @@ class InputBatch:
         host["logits_seats"][len(rows) :] = -1
         if self._noted:
             self._take_from_device(host, schedule)
+        is_known = (host["input_ids"][:size] != TO_COME) | (host["token_source"][:size] >= 0)
+        assert is_known.all(), "a token that is not known yet is not on the device either"
         return rows
 
     def _take_from_device(self, host: _HostArrays, schedule: Schedule) -> None:

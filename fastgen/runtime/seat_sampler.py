@@ -65,13 +65,13 @@ class SeatSampler:
             seats = torch.tensor(list(masks), device=rows.device)
             rows.index_copy_(0, seats, torch.from_numpy(np.stack(list(masks.values()))).to(rows.device))
 
-    def token_ids(self, sequences: SequenceOf[SampledSequence]) -> list[int]:
-        """What that step chose: an id for each, or ``-status`` of its row."""
+    def chosen(self, sequences: SequenceOf[SampledSequence]) -> Tensor:
+        """What that step chose, still on the device: an id for each, or ``-status`` of its row; i32. A sequence without
+        a seat has ended since the step was launched."""
         for sequence in sequences:
-            if isinstance(sequence, Sequence):
-                self._told[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens + 1)
-        found: list[int] = self._kernels.buffer("token_ids")[: len(sequences)].tolist()
-        return found
+            if isinstance(sequence, Sequence) and sequence.seat is not None:
+                self._told[sequence.seat] = (sequence, sequence.num_preemptions, sequence.num_tokens + 1)
+        return self._kernels.buffer("token_ids")[: len(sequences)]
 
     def _tell(self, seat: int, sequence: Sequence, ending_ids: frozenset[int]) -> None:
         settings = SeatSampling()
