@@ -155,3 +155,8 @@ class DraftedSequence:
 
 SampledSequence = Sequence | DraftedSequence
 """What a row of logits is sampled for."""
+
+
+def owner(row: SampledSequence) -> Sequence:
+    """Whose row it is."""
+    return row if isinstance(row, Sequence) else row.sequence

@@ -169,8 +169,7 @@ class Engine:
         self._expire()
         if self._in_flight is not None:
             ahead = self._launch_ahead(self._in_flight)
-            before, self._in_flight = self._in_flight, None
-            self._collect(before)
+            self._collect(self._in_flight)
             if ahead is not None and self._sample(ahead):
                 return
         began_s = self._clock()
@@ -259,8 +258,10 @@ class Engine:
             output = self.runner.collect(step.launched)
             self.recorder.ran(step.record, output.build_s, output.num_padding, self._clock())
         except Exception as error:
+            self._in_flight = None
             self._fail(step.sequences, error)
         else:
+            self._in_flight = None
             self._end(step, output)
 
     def _end(self, step: _InFlight, output: StepOutput) -> None:

@@ -14,7 +14,7 @@ from fastgen.errors import GenerationError
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
-from fastgen.runtime.drafts import SampledSequence
+from fastgen.runtime.drafts import SampledSequence, owner
 from fastgen.runtime.forward import Forward
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.outputs import Logprobs
@@ -141,14 +141,15 @@ class ModelRunner:
     def sample(self, step: LaunchedStep) -> None:
         """Launches what chooses the tokens of a step. All tokens of the steps before it are known by now; a sequence
         that ended with them, and so has no seat any more, is sampled for nobody."""
-        rows = [row for row in step.rows if _owner(row).seat is not None]
+        rows = [row for row in step.rows if owner(row).seat is not None]
         if step.ahead:
             self.sampler.prepare(rows)
         self.sampler.constrain(rows)
+        self.input_batch.forget_sampled(rows)
         logits = self.forward.logits(step.hidden, step.batch)
         step.tokens = self.sampler.launch(logits, step.rows)
         if self.sampler.seats is not None:
-            drafted = {row.sequence for row in rows if not isinstance(row, Sequence)}
+            drafted = {owner(row) for row in rows if not isinstance(row, Sequence)}
             self.input_batch.note_sampled([row for row in rows if isinstance(row, Sequence) and row not in drafted])
         step.prompt_logprobs = self._prompt_logprobs(step.schedule, step.batch.cu_seqlens_q, step.hidden)
 
@@ -194,7 +195,3 @@ class ModelRunner:
             piece = slice(start, start + PROMPT_LOGITS_ROWS)
             logprobs += prompt_logprobs(self.model.logits(hidden[piece]), token_ids[piece], num_alternatives)
         return logprobs
-
-
-def _owner(row: SampledSequence) -> Sequence:
-    return row if isinstance(row, Sequence) else row.sequence

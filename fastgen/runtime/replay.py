@@ -127,14 +127,14 @@ class _Player:
 
     def come_to(self, event: Event) -> None:
         """``event`` is next: end what is over by now."""
-        if self._last is not None and not self._last.has_outcome(event):
-            # A step of an engine that runs ahead gives its tokens behind the schedule of the next one.
-            if self._ahead is not None or not self._runs_ahead or (isinstance(event, Step) and event.held_back is None):
-                self._end_step(self._last)
-                self._last = None
+        is_over = self._last is not None and not self._last.has_outcome(event)
+        if is_over and (self._ahead is not None or not self._runs_ahead):
+            self._end_last()
         if self._last is None and self._ahead is not None:
             self._commit(self._ahead)
             self._ahead = None
+        if self._runs_ahead and isinstance(event, Step) and event.held_back is None:
+            self._end_last()
 
     def arrive(self, event: Arrival) -> None:
         sampling = SamplingParams(
@@ -220,10 +220,13 @@ class _Player:
                 self._give_token(entry.sequence)
         step.has_given = True
 
-    def _end_step(self, step: _Played) -> None:
+    def _end_last(self) -> None:
         """What the engine does when all tokens of a step have been handed out: accept the drafts of the sequences that
         go on, and tell the policy how long it took.
         """
+        step, self._last = self._last, None
+        if step is None:
+            return
         if not step.has_given:
             self._give_tokens(step)
         event = step.event

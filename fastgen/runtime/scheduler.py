@@ -89,7 +89,7 @@ class Scheduler:
         self.forks = Forks(kv, self.running, self.waiting)
         self._num_opened = 0
         self._scheduled: Schedule | None = None
-        self._is_told = False
+        self._is_told = self._is_ahead = False
         self._last_request_id: int | None = None
         self._now_s = 0.0
 
@@ -134,6 +134,7 @@ class Scheduler:
         """The next step, by the clock's ``now_s``. ``None`` where no sequence is left, or the policy waits for more;
         however often that is, later steps are the same.
         """
+        self._is_ahead = False
         return self._schedule(now_s)
 
     def schedule_ahead(self, now_s: float) -> Schedule | None:
@@ -146,9 +147,12 @@ class Scheduler:
         """
         self.running.some_wait = True
         try:
-            return self._schedule(now_s) if self._has_work_ahead() else None
+            schedule = self._schedule(now_s) if self._has_work_ahead() else None
+            assert schedule is None or not schedule.preempted
         finally:
             self.running.some_wait = False
+        self._is_ahead = schedule is not None
+        return schedule
 
     def _has_work_ahead(self) -> bool:
         """Whether something that runs has tokens pending, and the free blocks suffice for every decode and for the
@@ -232,7 +236,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that blocks, seats and the order of urgency are all accounted for, and so is the schedule made last
-        where it is not committed.
+        where it is not committed, unless it was made ahead of its tokens.
         """
         self.kv.check_integrity(self.running)
         self.running.check_integrity()
@@ -243,8 +247,9 @@ class Scheduler:
             assert not seq.block_tables, f"{seq} waits with the blocks {seq.block_tables}"
             assert seq.num_computed_tokens == 0, f"{seq} waits"
         assert self.forks.forked <= set(self.running.decodes), f"forked: {self.forks.forked}"
-        if self._scheduled is not None and all(entry.seq.seat is not None for entry in self._scheduled.entries):
-            self._scheduled.check(self.kv, self.token_budget)
+        if self._scheduled is not None and not self._is_ahead:
+            if all(entry.seq.seat is not None for entry in self._scheduled.entries):
+                self._scheduled.check(self.kv, self.token_budget)
 
     def _plan(self, preempted: list[Sequence]) -> StepPlan:
         num_free_seats = 0 if preempted else self.running.num_free_seats

@@ -39,7 +39,7 @@ RUN: dict[str, tuple[Part, str]] = {
     "prepare sampling": (lambda engine: engine.runner.sampler, "prepare"),
     "forward": (lambda engine: engine.runner.forward, "hidden"),
     "logits": (lambda engine: engine.runner.forward, "logits"),
-    "sample": (lambda engine: engine.runner.sampler, "sample"),
+    "sample": (lambda engine: engine.runner.sampler, "launch"),
     "prompt log-probabilities": (lambda engine: engine.runner, "_prompt_logprobs"),
     "commit": (lambda engine: engine.scheduler, "commit"),
     "commit: copies": (lambda engine: engine.scheduler.kv, "copies_done"),
