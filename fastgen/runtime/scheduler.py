@@ -193,7 +193,7 @@ class Scheduler:
         return self._scheduled
 
     def told(self, schedule: Schedule) -> None:
-        """The device has the block updates and copies of ``schedule``. What becomes due from now on is the next one's."""
+        """The device has the block updates and copies of ``schedule``; what becomes due from now on is the next one's."""
         assert schedule is self._scheduled, "only of the schedule made last can the device be told"
         self._is_told = True
         self.running.told()
@@ -247,9 +247,9 @@ class Scheduler:
             assert not seq.block_tables, f"{seq} waits with the blocks {seq.block_tables}"
             assert seq.num_computed_tokens == 0, f"{seq} waits"
         assert self.forks.forked <= set(self.running.decodes), f"forked: {self.forks.forked}"
-        if self._scheduled is not None and not self._is_ahead:
-            if all(entry.seq.seat is not None for entry in self._scheduled.entries):
-                self._scheduled.check(self.kv, self.token_budget)
+        made = None if self._is_ahead else self._scheduled
+        if made is not None and all(entry.seq.seat is not None for entry in made.entries):
+            made.check(self.kv, self.token_budget)
 
     def _plan(self, preempted: list[Sequence]) -> StepPlan:
         num_free_seats = 0 if preempted else self.running.num_free_seats

@@ -112,7 +112,7 @@ class AheadDevice:
         self.device.write(schedule, taken)
         step = LaunchedStep(schedule, cast(Any, None), [], cast(Any, taken), 0.0, ahead)
         if self.device.loses_step():
-            raise LostStepError
+            raise self.device.error
         return step
 
     def sample(self, step: LaunchedStep) -> None:
@@ -123,7 +123,7 @@ class AheadDevice:
                 assert entry.seq.token_ids[-1] == token_id, "the host was told another token"
         self.num_in_vain += len(step.schedule.entries) - len(live)
         if self.device.loses_step():
-            raise LostStepError
+            raise self.device.error
         sampled, num_accepted = [], {}
         for entry in live:
             if entry.samples:
@@ -138,12 +138,14 @@ class AheadDevice:
 
     def collect(self, step: LaunchedStep) -> StepOutput:
         if self.device.loses_step():
-            raise LostStepError
+            raise self.device.error
         return self.output
 
 
 class Device:
     """Blocks of token ids, and the block tables as they were told."""
+
+    error: type[BaseException] = LostStepError
 
     def __init__(self, kv: KVCacheManager, loses_step: Callable[[], bool]) -> None:
         self.windows, self.block_size, self.loses_step = kv.windows, kv.block_size, loses_step
@@ -154,10 +156,10 @@ class Device:
     def run(self, schedule: Schedule) -> StepOutput:
         lost_early, lost_late = self.loses_step(), self.loses_step()
         if lost_early:
-            raise LostStepError
+            raise self.error
         self.write(schedule, {})
         if lost_late:
-            raise LostStepError
+            raise self.error
         found = [(entry, self.sample(entry)) for entry in schedule.entries if entry.samples]
         return StepOutput(
             sampled=[(entry.seq, token) for entry, tokens in found for token in tokens],
