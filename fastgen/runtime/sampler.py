@@ -29,7 +29,7 @@ from fastgen.runtime.host_copy import HostCopies
 from fastgen.runtime.outputs import Logprobs
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampled_rows import PLAIN_ROW, RowHistory, is_plain
-from fastgen.runtime.seat_sampler import SeatSampler
+from fastgen.runtime.seat_sampler import SeatSampler, gives_logprobs
 
 _MAX_INT64 = 2**63 - 1
 _FP32 = torch.finfo(torch.float32)
@@ -113,7 +113,7 @@ class Sampler:
             return list
         candidates = self._launch_candidates(logits, sequences)
         if self.seats is not None:
-            answers = _launch_answers(logits, self.seats.chosen(sequences), sequences)
+            answers = _launch_answers(logits, self.seats.chosen(sequences), sequences, self.seats)
             return lambda: candidates(answers())
         tokens = self._choose(logits, sequences)
         return lambda: candidates(tokens)
@@ -222,18 +222,27 @@ def _undrafted(sequences: SequenceOf[SampledSequence]) -> list[Sequence]:
 
 
 def _launch_answers(
-    logits: Tensor, found: Tensor, sequences: SequenceOf[SampledSequence]
+    logits: Tensor, found: Tensor, sequences: SequenceOf[SampledSequence], seats: SeatSampler | None = None
 ) -> Callable[[], list[SampledToken]]:
     """What gives each row its token, or what its ``-status`` means, as ``found [R]`` says, with the log-probabilities
-    that are asked for."""
-    rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.logprobs is not None]
-    counts = [sequences[row].request.sampling.logprobs or 0 for row in rows]
+    that are asked for: those that the kernels of ``seats`` computed, the others by torch."""
+    by_kernel: dict[int, int] = {}
+    by_torch: dict[int, int] = {}
+    for row, sequence in enumerate(sequences):
+        if (count := sequence.request.sampling.logprobs) is not None:
+            (by_kernel if seats is not None and gives_logprobs(sequence.request.sampling) else by_torch)[row] = count
     token_ids = HostCopies([found])
-    each = _launch_logprobs(_take(logits, rows), _take(found, rows).clamp(min=0).long(), counts) if rows else list
+    parts: list[tuple[dict[int, int], Callable[[], list[Logprobs]]]] = []
+    if seats is not None and by_kernel:
+        computed = [_take(each, list(by_kernel)) for each in (found, *seats.logprobs(len(sequences)))]
+        parts.append((by_kernel, _copy_logprobs(computed, list(by_kernel.values()))))
+    if by_torch:
+        rows = _take(logits, list(by_torch)), _take(found, list(by_torch)).clamp(min=0).long()
+        parts.append((by_torch, _launch_logprobs(*rows, list(by_torch.values()))))
 
     def answers() -> list[SampledToken]:
         ids: list[int] = token_ids.wait()[0].tolist()
-        logprobs = dict(zip(rows, each(), strict=True))
+        logprobs = {row: each for counts, given in parts for row, each in zip(counts, given(), strict=True)}
         return [
             sampled_token(token_id, sequences[row], logprobs.get(row) if token_id >= 0 else None)
             for row, token_id in enumerate(ids)
@@ -268,7 +277,13 @@ def _launch_logprobs(logits: Tensor, token_ids: Tensor, counts: SequenceOf[int])
     most = max(counts, default=0)
     # One more than asked for, since the token itself may be among the likeliest.
     num_top = min(most + 1, logits.shape[1]) if most else 0
-    copies = HostCopies([token_ids, *log_probabilities(logits, token_ids, num_top)])
+    return _copy_logprobs([token_ids, *log_probabilities(logits, token_ids, num_top)], counts)
+
+
+def _copy_logprobs(computed: SequenceOf[Tensor], counts: SequenceOf[int]) -> Callable[[], list[Logprobs]]:
+    """What gives them when they are here: ``computed`` are each row's token, its log-probability, the likeliest ones'
+    and their ids."""
+    copies = HostCopies(computed)
 
     def logprobs() -> list[Logprobs]:
         return [

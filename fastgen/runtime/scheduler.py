@@ -193,7 +193,7 @@ class Scheduler:
         return self._scheduled
 
     def told(self, schedule: Schedule) -> None:
-        """The device has the block updates and copies of ``schedule``; what becomes due from now on is the next one's."""
+        """The device has the block updates and copies of ``schedule``; what comes from now on is for the next one."""
         assert schedule is self._scheduled, "only of the schedule made last can the device be told"
         self._is_told = True
         self.running.told()

@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {
     "block_size": BLOCK_SIZE,
     "max_num_seqs": 5,
     "token_budget": 16,
-    "max_model_len": 64,
+    "max_model_len": 44,
 }
 
 
@@ -41,7 +41,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[None, "ngram"])
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
-    cache = small_cache(directory, 16 * BLOCK_SIZE, **(OPTIONS | {"target": "torch"}))
+    cache = small_cache(directory, 11 * BLOCK_SIZE, **(OPTIONS | {"target": "torch"}))
     with fastgen.load(directory, speculative=request.param, kv_cache_memory=cache, **OPTIONS) as loaded:
         yield loaded
 
