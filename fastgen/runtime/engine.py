@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
 
@@ -34,13 +34,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _InFlight:
-    """A step between its schedule and its tokens. What failed of it, and whose that is, is told when all that happened
-    before has been."""
+    """A step between its schedule and its tokens. What failed, of requests that are new in it or of the step itself, is
+    told when all that came before has been."""
 
     schedule: Schedule
     record: StepRecord
+    unprepared: list[tuple[Sequence, Exception]]
     launched: LaunchedStep | None = None
-    failures: list[tuple[list[Sequence], Exception]] = field(default_factory=list)
+    error: Exception | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.unprepared) or self.error is not None
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -80,6 +85,8 @@ class Engine:
         self.metrics = EngineMetrics(scheduler)
         self._in_flight: _InFlight | None = None
         self._last_end_s = -math.inf
+        self.on_end: Callable[[Generation], None] | None = None
+        """Told of a request whenever one of its completions has ended."""
         self._request_ids = count()
         self._generations: dict[int, Generation] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -120,7 +127,7 @@ class Engine:
                 f"{num_tokens} tokens, max_model_len is {self.max_model_len}; {advice}",
                 room=room,
             )
-        num_endings = len(self._stop_ids(sampling))
+        num_endings = len(sampling.stop_ids(self.eos_token_ids))
         if 1 < sampling.beam_width > self.vocab_size - num_endings:
             raise InvalidArgumentError(
                 f"beam_width={sampling.beam_width} beams cannot all go on with different tokens: of {self.vocab_size} "
@@ -135,9 +142,8 @@ class Engine:
         self.check(prompt_ids, sampling)
         constraint = self._grammars.constraint(sampling) if self._grammars is not None else None
         request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock(), constraint)
-        completions = [Completion(sequence) for sequence in request.sequences[: sampling.n]]
-        beams = BeamGroup(request, self._stop_ids(sampling)) if request.has_beams else None
-        generation = Generation(request, completions, beams)
+        beams = BeamGroup(request, sampling.stop_ids(self.eos_token_ids)) if request.has_beams else None
+        generation = Generation(request, beams)
         self.scheduler.add(request)
         self._generations[request.request_id] = generation
         self.recorder.arrived(request)
@@ -177,7 +183,7 @@ class Engine:
         if schedule is None:
             return
         step = self._begin(schedule, began_s)
-        if step.failures:
+        if step.has_failed:
             self._tell_failures(step)
         elif self._runs_ahead:
             self._launch(step, ahead=False)
@@ -189,7 +195,7 @@ class Engine:
         """``schedule`` was made since ``began_s``. Where a request that is new in it failed, it is to be made again."""
         record = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock(), held_back)
         self.metrics.scheduled(len(schedule.preempted))
-        return _InFlight(schedule, record, failures=self._note_admitted(record))
+        return _InFlight(schedule, record, self._note_admitted(record))
 
     def _run(self, step: _InFlight) -> None:
         """A step from its beginning to its end."""
@@ -198,7 +204,7 @@ class Engine:
             self.recorder.ran(step.record, output.build_s, output.num_padding, self._clock())
             self.scheduler.commit(step.schedule)
         except Exception as error:
-            self._fail(step.sequences, error)
+            self._fail_step(step, error)
         else:
             self._end(step, output)
 
@@ -217,7 +223,7 @@ class Engine:
             if schedule is None:
                 return None
             step = self._begin(schedule, began_s, held_back)
-            if not step.failures:
+            if not step.has_failed:
                 self._launch(step, ahead=True)
         return step
 
@@ -227,18 +233,18 @@ class Engine:
             step.launched = self.runner.launch(step.schedule, ahead=ahead)
             self.scheduler.told(step.schedule)
         except Exception as error:
-            step.failures.append((step.sequences, error))
+            step.error = error
 
     def _sample(self, step: _InFlight) -> bool:
         """Launch the sampling of a step; now only its tokens are missing. ``False`` where it failed."""
-        if not step.failures:
+        if not step.has_failed:
             assert step.launched is not None
             try:
                 self.runner.sample(step.launched)
                 self.scheduler.commit(step.schedule)
             except Exception as error:
-                step.failures.append((step.sequences, error))
-        if step.failures:
+                step.error = error
+        if step.has_failed:
             self._tell_failures(step)
             return False
         if any(seq.status is SequenceStatus.RUNNING for seq in step.sequences):
@@ -248,8 +254,15 @@ class Engine:
         return True
 
     def _tell_failures(self, step: _InFlight) -> None:
-        for sequences, error in step.failures:
-            self._fail(sequences, error)
+        for seq, error in step.unprepared:
+            self._fail([seq], error)
+        if step.error is not None:
+            self._fail_step(step, step.error)
+
+    def _fail_step(self, step: _InFlight, error: Exception) -> None:
+        """Nobody knows what a step did that raised ``error``."""
+        self._withdraw(step.sequences, step.record)
+        self._fail(step.sequences, error)
 
     def _collect(self, step: _InFlight) -> None:
         """Wait for the tokens of a step, and give them to its sequences."""
@@ -259,7 +272,7 @@ class Engine:
             self.recorder.ran(step.record, output.build_s, output.num_padding, self._clock())
         except Exception as error:
             self._in_flight = None
-            self._fail(step.sequences, error)
+            self._fail_step(step, error)
         else:
             self._in_flight = None
             self._end(step, output)
@@ -298,6 +311,14 @@ class Engine:
             if request_id in self._generations:
                 self.cancel(self._generations[request_id], "error", cause)
 
+    def _withdraw(self, sequences: Iterable[Sequence], step: StepRecord) -> None:
+        """Let no other request use what was computed for those of ``sequences``, which ``step`` showed to be wrong, or
+        where nobody knows what it did."""
+        for request in dict.fromkeys(sequence.request for sequence in sequences):
+            self.recorder.withdrawn(request, step)
+            for sequence in request.sequences:
+                self.scheduler.kv.withdraw(sequence)
+
     def check_integrity(self) -> None:
         """Assert that scheduler, blocks and open requests agree."""
         self.scheduler.check_integrity()
@@ -312,7 +333,7 @@ class Engine:
     def _update(self, output: StepOutput, step: StepRecord) -> None:
         for piece in output.prompt_logprobs:
             try:
-                self._note_prompt_logprobs(piece)
+                self._note_prompt_logprobs(piece, step)
             except Exception as error:
                 self._fail([piece.sequence], error)
         previous: Sequence | None = None
@@ -332,9 +353,10 @@ class Engine:
                 except Exception as error:
                     self._fail([sequence], error)
 
-    def _note_prompt_logprobs(self, piece: PromptLogprobs) -> None:
+    def _note_prompt_logprobs(self, piece: PromptLogprobs, step: StepRecord) -> None:
         generation = self._generations[piece.sequence.request.request_id]
         if piece.error is not None:
+            self._withdraw([piece.sequence], step)
             self.cancel(generation, "error", piece.error)
             return
         assert generation.prompt_logprobs is not None
@@ -344,6 +366,8 @@ class Engine:
         """``token`` is what was sampled for ``sequence``, perhaps behind an accepted draft."""
         generation = self._generations[sequence.request.request_id]
         if token.error is not None:
+            if token.is_damaged:
+                self._withdraw([sequence], step)
             self.cancel(generation, "error", token.error)
             return
         if generation.beams is not None:
@@ -354,7 +378,7 @@ class Engine:
         sequence.token_ids.append(token.token_id)
         completion.num_accepted_drafts += was_drafted
         step.sampled.append(sequence.key)
-        reason = completion.append(token, self._stop_ids(sequence.request.sampling), step.ran_s)
+        reason = completion.append(token, sequence.request.sampling.stop_ids(self.eos_token_ids), step.ran_s)
         self.metrics.gave_token(sequence.request.arrival_s, completion.token_times_s)
         if reason is not None:
             self._finish(completion, reason)
@@ -380,7 +404,7 @@ class Engine:
             self.scheduler.finish(sequence)
         ends: list[FinishReason | None] = [None] * len(generation.completions)
         try:
-            ends = generation.adopt_beams(self._stop_ids(generation.request.sampling))
+            ends = generation.adopt_beams(generation.request.sampling.stop_ids(self.eos_token_ids))
         except Exception as failure:  # of their text
             reason, error = "error", error or cause_of(failure)
             _log.error("a request ends with an error: %s", error, exc_info=failure)
@@ -414,16 +438,12 @@ class Engine:
             self._drop_deadlines()
         elif is_broken and generation.beams is None:
             self.cancel(generation, reason, error)
+        if self.on_end is not None:
+            self.on_end(generation)
 
-    def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        own = sampling.stop_token_ids
-        if sampling.ignore_eos:
-            return frozenset(own)
-        return self.eos_token_ids.union(own) if own else self.eos_token_ids
-
-    def _note_admitted(self, step: StepRecord) -> list[tuple[list[Sequence], Exception]]:
-        """Make what the requests that are new in this step need; returns whose failed, and why."""
-        failures: list[tuple[list[Sequence], Exception]] = []
+    def _note_admitted(self, step: StepRecord) -> list[tuple[Sequence, Exception]]:
+        """Make what the requests that are new in this step need; returns of which request that failed, and why."""
+        failures: list[tuple[Sequence, Exception]] = []
         for (request_id, _), *_ in step.admitted:
             generation = self._generations.get(request_id)
             if generation is None or generation.left_queue_s is not None:
@@ -431,7 +451,7 @@ class Engine:
             try:
                 self._prepare(generation)
             except Exception as error:
-                failures.append(([generation.request.sequences[0]], error))
+                failures.append((generation.request.sequences[0], error))
             else:
                 generation.left_queue_s = step.scheduled_s
                 self.metrics.left_queue(step.scheduled_s - generation.request.arrival_s)

@@ -19,7 +19,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.outputs import FinishReason
 
 FORMAT = "fastgen flight recording"
-VERSION = 3
+VERSION = 4
 _STRICT = {"extra": "forbid", "strict": True}
 """For :mod:`fastgen.runtime.flight_file`: a number is no string, and a field that is not known is an error."""
 
@@ -241,7 +241,18 @@ class Beams:
     given: tuple[str, ...]
 
 
-Event = Arrival | Step | Finish | Blocks | Beams
+@dataclass(frozen=True, kw_only=True)
+class Withdrawal:
+    """What was computed for a request proved to be wrong after a step, and left the prefix cache, with all that begins
+    like it. Its sequences end next."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    kind: Literal["withdrawal"] = "withdrawal"
+    request: int
+    step: int
+
+
+Event = Arrival | Step | Finish | Blocks | Beams | Withdrawal
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,19 @@ from typing import Annotated, Any
 from pydantic import Discriminator, TypeAdapter, ValidationError
 
 from fastgen.errors import RecordingError
-from fastgen.runtime.flight import FORMAT, VERSION, Arrival, Beams, Blocks, Event, Finish, Header, Recording, Step
+from fastgen.runtime.flight import (
+    FORMAT,
+    VERSION,
+    Arrival,
+    Beams,
+    Blocks,
+    Event,
+    Finish,
+    Header,
+    Recording,
+    Step,
+    Withdrawal,
+)
 
 
 def write_recording(recording: Recording, path: str | Path) -> None:
@@ -97,6 +109,8 @@ def _sequences(event: Event) -> Iterator[str]:
         yield from event.preempted
     elif isinstance(event, Finish | Blocks):
         yield event.sequence
+    elif isinstance(event, Withdrawal):
+        yield f"{event.request}.0"
     elif isinstance(event, Beams):
         yield f"{event.request}.0"
         yield from event.given

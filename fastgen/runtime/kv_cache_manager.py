@@ -99,6 +99,8 @@ class KVCacheManager:
         self.num_groups = len(self.windows)
         self._nodes: dict[Sequence, PrefixNode] = {}
         """Of each sequence that holds blocks, the node of the last block it has published, or took from the cache."""
+        self._private: set[Sequence] = set()
+        """Those that publish no more, since what they hold is not to be trusted."""
         self.may_share: set[Sequence] = set()
         """Those whose next token may go into a block that is not theirs alone, since one was forked from another. Any
         other has its place for that token already, unless ``num_computed_tokens`` is a multiple of ``block_size``."""
@@ -121,6 +123,8 @@ class KVCacheManager:
         :raises RequestTooLargeError: with the arithmetic.
         """
         num_tokens = num_prompt_tokens + max_new_tokens - 1
+        if self.num_groups * -(-num_tokens // self.block_size) <= self.pool.capacity:  # nearly always, and at once
+            return
         needed = self.blocks_needed(num_tokens)
         if needed <= self.pool.capacity:
             return
@@ -266,10 +270,30 @@ class KVCacheManager:
             self.pool.share(entry.block_id)
         if num_tokens % self.block_size:
             self.may_share |= {parent, child}
-        if (node := self._nodes.get(parent)) is not None:
+        if parent in self._private:
+            self._private.add(child)
+        elif (node := self._nodes.get(parent)) is not None:
             while node.parent is not None and node.depth > num_full:
                 node = node.parent
             self._stand_at(child, node)
+
+    def withdraw(self, seq: Sequence) -> None:
+        """What was computed for ``seq`` proved to be wrong: nobody is to find it, or anything computed from it.
+
+        Which of its blocks is at fault is not known, nor who took it from where. So all goes that begins with the same
+        block, and those that hold some of that keep it, and publish no more.
+        """
+        if self.prefix_cache is None or not seq.block_tables:
+            return
+        node = self._nodes.get(seq, self.prefix_cache.root)
+        branch = set() if node is self.prefix_cache.root else self.prefix_cache.branch(node)
+        block_ids = sorted(block_id for each in branch for block_id in each.block_ids if block_id != PADDING_BLOCK)
+        for other in [seq, *(other for other, at in self._nodes.items() if at in branch)]:
+            self._stand_at(other, None)
+            self._private.add(other)
+        for block_id in block_ids:
+            self.pool.withdraw(block_id)
+            self.prefix_cache.remove(block_id)
 
     def free(self, seq: Sequence) -> None:
         """Take back all that ``seq`` holds; of what stays cached, its last blocks will be evicted first."""
@@ -279,6 +303,7 @@ class KVCacheManager:
         seq.block_tables = []
         self.may_share.discard(seq)
         self._looked_up.discard(seq)
+        self._private.discard(seq)
         self._stand_at(seq, None)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -304,7 +329,7 @@ class KVCacheManager:
                 f"{owner} has no use for {copy}"
             )
         assert self._looked_up.issubset(sequences), f"neither admitted nor detached: {self._looked_up}"
-        known = self.may_share.union(self._nodes, self._pending_copies.values())
+        known = self.may_share.union(self._nodes, self._private, self._pending_copies.values())
         holders = {seq for seq in sequences if seq.block_tables}
         assert known <= holders, f"remembered and hold nothing: {known - holders}"
         if self.prefix_cache is not None:
@@ -331,6 +356,8 @@ class KVCacheManager:
 
     def _publish(self, seq: Sequence, num_full: int) -> None:
         assert self.prefix_cache is not None
+        if seq in self._private:
+            return
         node = start = self._nodes.get(seq, self.prefix_cache.root)
         while node.depth < num_full:
             block_ids = [table[node.depth] for table in seq.block_tables]

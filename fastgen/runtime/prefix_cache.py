@@ -119,10 +119,24 @@ class PrefixCache:
 
     def forget(self, block_id: int) -> None:
         """The pool has given up what ``block_id`` contained."""
+        self.statistics.evictions += 1
+        self.remove(block_id)
+
+    def remove(self, block_id: int) -> None:
+        """Name ``block_id`` no more."""
         node, group = self._node_of_block.pop(block_id)
         node.block_ids[group] = PADDING_BLOCK
-        self.statistics.evictions += 1
         self._prune(node)
+
+    def branch(self, node: PrefixNode) -> set[PrefixNode]:
+        """All nodes that begin with the same block as ``node``, which is not the root, does."""
+        while node.depth > 1:
+            assert node.parent is not None
+            node = node.parent
+        found = [node]
+        for each in found:
+            found += each.children.values()
+        return set(found)
 
     def move_user(self, before: PrefixNode | None, after: PrefixNode | None) -> None:
         """A sequence that stood at ``before`` stands at ``after`` now; ``None`` where it came or went."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastgen.runtime.beam_group import BeamForks
@@ -30,6 +31,7 @@ from fastgen.runtime.flight import (
     Header,
     Recording,
     Step,
+    Withdrawal,
 )
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.policies import policy_name
@@ -157,6 +159,15 @@ class _Finished(NamedTuple):
         return 300 + _BYTES_PER_TOKEN * num_tokens
 
 
+class _Withdrawn(NamedTuple):
+    request_id: int
+    step: int
+
+    @property
+    def num_bytes(self) -> int:
+        return 200
+
+
 class BeamMoves:
     """Passes on to ``forks`` what a beam search asks of them, and remembers it."""
 
@@ -184,7 +195,7 @@ class BeamMoves:
         return 300 + sum(200 + _BYTES_PER_TOKEN * len(token_ids) for _, _, token_ids, _ in self.moves)
 
 
-_RingEvent = StepRecord | _Arrived | _Finished | BeamMoves
+_RingEvent = StepRecord | _Arrived | _Finished | _Withdrawn | BeamMoves
 
 
 class Recorder:
@@ -256,12 +267,23 @@ class Recorder:
         moves.given = [seq.key for seq in beams]
         self._append(moves)
 
+    def withdrawn(self, request: Request, step: StepRecord) -> None:
+        """After ``step`` what was computed for ``request`` left the prefix cache."""
+        self._append(_Withdrawn(request.request_id, step.number))
+
     def finished(self, seq: Sequence, reason: FinishReason, now_s: float, *, num_tokens: int, is_last: bool) -> None:
         """``seq``, a completion, ended with so many tokens, as the last one of its request or not."""
         self._seated.discard(seq.key)
         request = self._open.pop(seq.request.request_id) if is_last else None
         step = self._ran.number if self._ran is not None and self._ran.ended_s is None else None
         self._append(_Finished(seq.key, now_s, reason, num_tokens, request, step))
+
+    def last_steps(self, max_steps: int) -> list[StepRecord]:
+        """The records of the last ``max_steps`` steps, oldest first; fewer where a great deal else happened in between,
+        for it does not look back further than that takes microseconds.
+        """
+        events = islice(reversed(self._ring), 8 * max_steps)
+        return list(islice((event for event in events if isinstance(event, StepRecord)), max_steps))[::-1]
 
     def recording(self, model: str) -> Recording:
         """What the ring holds now. ``model`` names the model in it."""
@@ -302,6 +324,8 @@ class Recorder:
                 yield _arrival(event, numbers.of(event.prompt_ids) if self.engine.prefix_caching else ())
             elif isinstance(event, BeamMoves):
                 yield _beams(event, numbers)
+            elif isinstance(event, _Withdrawn):
+                yield Withdrawal(request=event.request_id, step=event.step)
             else:
                 if event.request is not None:
                     requests[event.key[0]] = event.request

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.flight import Arrival, Beams, Blocks, EngineFacts, Event, Finish, Recording, Step
+from fastgen.runtime.flight import Arrival, Beams, Blocks, EngineFacts, Event, Finish, Recording, Step, Withdrawal
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.policies import make_policy
 from fastgen.runtime.recorder import Recorder
@@ -76,6 +76,8 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
             player.finish(event)
         elif isinstance(event, Beams):
             player.move_beams(event)
+        elif isinstance(event, Withdrawal):
+            player.withdraw(event)
         elif isinstance(event, Step):
             replayed = player.step(event)
             yield event, replayed, player.scheduler
@@ -94,7 +96,7 @@ class _Played:
 
     def has_outcome(self, event: Event) -> bool:
         """Whether ``event`` happened while the tokens of this step were handed out."""
-        return isinstance(event, Beams | Finish) and event.step == self.event.step
+        return isinstance(event, Beams | Finish | Withdrawal) and event.step == self.event.step
 
 
 class _Player:
@@ -156,6 +158,10 @@ class _Player:
         seq = self.sequences[event.sequence]
         for each in seq.request.sequences if seq.request.has_beams else [seq]:
             self.scheduler.finish(each)
+
+    def withdraw(self, event: Withdrawal) -> None:
+        for seq in self.sequences[f"{event.request}.0"].request.sequences:
+            self.scheduler.kv.withdraw(seq)
 
     def move_beams(self, event: Beams) -> None:
         forks = [(move.sequence, move.parent) for move in event.moves if move.parent is not None]

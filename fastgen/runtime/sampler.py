@@ -47,6 +47,8 @@ class SampledToken(NamedTuple):
     logprobs: Logprobs | None = None
     """As :attr:`SamplingParams.logprobs` asks; see :func:`token_logprobs`."""
     error: str | None = None
+    is_damaged: bool = False
+    """Whether the error is that logits were no numbers, so that nothing computed for the sequence is to be trusted."""
     candidates: list[Candidate] | None = None
     """Of a beam; which of them follow is for its search to say, not for ``token_id``."""
 
@@ -259,7 +261,7 @@ def sampled_token(found: int, sequence: SampledSequence, logprobs: Logprobs | No
     if status is RowStatus.NOTHING_LEFT and sequence.matcher is not None:
         reason = sequence.matcher.error
         return SampledToken(0, error=f"response_format cannot be followed: {reason}" if reason else _NO_TOKEN_FITS)
-    return SampledToken(0, error=_ERRORS[status])
+    return SampledToken(0, error=_ERRORS[status], is_damaged=status is RowStatus.NOT_FINITE)
 
 
 def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceOf[int]) -> list[Logprobs]:

@@ -20,6 +20,7 @@ from fastgen.compile.ops.sampling_cpp import SampledRow, SamplingKernel
 from fastgen.runtime.forward import TapedForward
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.request import Sequence
+from fastgen.runtime.sampled_rows import penalises
 from fastgen.runtime.schedule import Schedule
 
 RowsOf = Callable[[SequenceOf[Sequence]], SequenceOf[SampledRow]]
@@ -60,9 +61,9 @@ class SteadyDecodes:
         """
         decodes, positions = schedule.decodes, schedule.positions
         is_next = decodes == self._decodes and positions == self._next_positions and not schedule.chunks
+        self._expect((), ())  # whether it runs here or is built: a step that does not come to its end is not continued
         if not is_next or not (self._places or self._hold(decodes)):
             return None
-        self._expect((), ())  # a step that fails cannot be continued
         num_rows = len(decodes)
         if num_rows not in self._tapes:
             prepare = partial(self._prepare, num_rows)
@@ -79,15 +80,18 @@ class SteadyDecodes:
 
     def _hold(self, decodes: SequenceOf[Sequence]) -> bool:
         """Keep for the tape what it does not find in the batch: seats, tokens and rows, in the batch's order."""
+        if not all(map(_can_be_held, decodes)):
+            return False
         in_order = sorted(decodes, key=attrgetter("seat"))
         rows = self._rows_of(in_order)
-        if not all(map(_is_steady, rows)) or any(sequence.request.has_beams for sequence in decodes):
+        if any(len(row.biases[0]) for row in rows):  # by ``min_new_tokens``, for a while
             return False
         # The tape moves all positions on before it uses them.
         self._sampling.hold([row._replace(position=row.position - 1) for row in rows])
         self._sampling.token_ids[: len(rows)] = torch.tensor([sequence.token_ids[-1] for sequence in in_order])
         self._seats[: len(rows)] = torch.tensor([sequence.seat for sequence in in_order])
-        self._places = [in_order.index(sequence) for sequence in decodes]
+        place_of = {sequence: place for place, sequence in enumerate(in_order)}
+        self._places = [place_of[sequence] for sequence in decodes]
         return True
 
     def _prepare(self, num_rows: int) -> None:
@@ -95,8 +99,10 @@ class SteadyDecodes:
         self._inputs.advance(self._next_decodes, self._seats[:num_rows], token_ids, positions)
 
 
-def _is_steady(row: SampledRow) -> bool:
-    """Whether nothing but its position will change from one token to the next."""
-    sampling = row.sampling
-    is_penalised = sampling.repetition != 1 or sampling.presence or sampling.frequency
-    return not is_penalised and sampling.num_top is None and not len(row.biases[0]) and row.mask is None
+def _can_be_held(sequence: Sequence) -> bool:
+    """Whether nothing but its position tells how the next token of ``sequence`` is sampled from how the last one was,
+    and the token is all that is wanted.
+    """
+    sampling = sequence.request.sampling
+    depends_on_tokens = penalises(sampling) or sequence.matcher is not None or sequence.request.has_beams
+    return not (depends_on_tokens or sampling.logit_bias or sampling.logprobs is not None)

@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import groupby
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.response_format import ResponseFormat
+from fastgen.runtime.response_format import JSON_OPTIONS, ResponseFormat
 from fastgen.runtime.sampling_params import SamplingParams
 
 Mask = NDArray[np.int32]
@@ -44,12 +46,8 @@ _LIMITS = {
     "step_max_items": 50_000,  # for one mask: 3 ms
     "max_lexer_states": 100_000,  # 200 MB at worst
 }
-_JSON_OPTIONS = {
-    # Bounded, since a model that likes blank lines would otherwise write them until its tokens are spent.
-    "whitespace_pattern": r"[ \t\n\r]{1,20}",
-    "lenient": False,
-    "coerce_one_of": False,
-}
+_MANY_PROPERTIES = 300
+"""Of an object, that may be left out; with fewer no limit is near."""
 
 
 class Grammars:
@@ -117,6 +115,7 @@ class Matcher:
         self._state: Any = None
         self._num_tokens = 0
         self._mask: Future[Mask] | None = None
+        self._failure = ""
 
     def prepare(self) -> None:
         """Begin to compute the mask of the next token, on another thread, unless that was done."""
@@ -124,16 +123,18 @@ class Matcher:
             self._mask = self._constraint.vocabulary.threads.submit(self._compute)
 
     def mask(self) -> Mask:
-        """Of the next token. No bit is set where the grammar can neither go on nor end; see :attr:`error`."""
+        """Of the next token. No bit is set where the grammar can neither go on nor end, or the mask could not be made;
+        see :attr:`error`.
+        """
         self.prepare()
         assert self._mask is not None
         return self._mask.result()
 
     @property
     def error(self) -> str:
-        """What the library says where it gave up, a limit being reached; empty otherwise."""
+        """What the library says where it gave up, a limit being reached, or what else failed; empty otherwise."""
         self.mask()  # no other thread uses the state from here on
-        return _told(self._state.get_error())
+        return self._failure or _told(self._state.get_error())
 
     def advance(self, token_id: int) -> bool:
         """Take the next token, one that :meth:`mask` allows and that does not end the request. Returns whether the
@@ -149,6 +150,13 @@ class Matcher:
         return False
 
     def _compute(self) -> Mask:
+        try:
+            return self._next_mask()
+        except BaseException as error:  # a panic of the library's is no ``Exception``, and nobody interrupts a thread
+            self._failure = f"{type(error).__name__}: {error}"
+            return self._constraint.vocabulary.mask_of(())
+
+    def _next_mask(self) -> Mask:
         constraint, vocabulary = self._constraint, self._constraint.vocabulary
         if self._state is None:
             self._state = constraint.start.deep_copy()
@@ -206,7 +214,26 @@ class _Vocabulary:
         if not (may_end or allowed.any()):
             reason = _told(first.get_error()) or "none of the model's tokens can begin such an answer"
             raise InvalidArgumentError(f"{refused}: {reason}")
+        if response_format.kind == "json_schema":
+            for names in optional_runs(json.loads(response_format.text)):
+                if reason := self._too_wide(names):
+                    raise InvalidArgumentError(
+                        f"{refused}: an object has {len(names)} properties in a row that may be left out, "
+                        f"{names[0]!r:.40} the first; make more of them required ({reason})"
+                    )
         return start
+
+    def _too_wide(self, names: SequenceOf[str]) -> str:
+        """What the library says where so many properties may be next; empty where it goes on."""
+        schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}}
+        grammar = _json_grammar(self._library.LLMatcher, json.dumps(schema))
+        state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        for _ in range(2):  # behind the brace any of them may come
+            allowed, _ = self.next_tokens(state)
+            if not allowed.any():
+                break
+            state.consume_token(_first_of(allowed))
+        return _told(state.get_error())
 
     def next_tokens(self, state: Any) -> tuple[Mask, bool]:
         """The mask of the library's own tokens after ``state``, and whether the grammar may end there."""
@@ -216,6 +243,36 @@ class _Vocabulary:
             return np.zeros(self._num_words, np.int32), False
         may_end = bool(words[self._end_id // 32] >> self._end_id % 32 & 1)
         return words[: self._num_words] & self._in_head, may_end
+
+
+def _first_of(mask: Mask) -> int:
+    return int(np.unpackbits(mask.view(np.uint8), bitorder="little").argmax())
+
+
+def optional_runs(schema: object) -> Iterator[list[str]]:
+    """Of each object in a JSON ``schema`` the longest run of properties that may be left out, where it is long enough
+    to be of interest.
+
+    They come in the schema's order, so behind a required one, or the beginning, any of the next run can be next, or the
+    one behind it.
+    """
+    stack = [schema]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, list):
+            stack += part
+        if not isinstance(part, dict):
+            continue
+        stack += part.values()
+        properties = part.get("properties")
+        if not isinstance(properties, dict) or len(properties) < _MANY_PROPERTIES:
+            continue
+        required = part.get("required", ())
+        required = frozenset(each for each in required if isinstance(each, str))
+        runs = [list(run) for is_required, run in groupby(properties, required.__contains__) if not is_required]
+        longest = max(runs, key=len, default=[])
+        if len(longest) >= _MANY_PROPERTIES:
+            yield longest
 
 
 def _told(error: str) -> str:
@@ -235,7 +292,7 @@ def _import_library() -> ModuleType:
 
 
 def _json_grammar(matcher: Any, schema: str) -> str:
-    found: str = matcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+    found: str = matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
     return found
 
 

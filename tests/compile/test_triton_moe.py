@@ -318,9 +318,19 @@ def test_a_whole_mixture_in_the_same_buffers(loader: KernelLoader, crowded: bool
         expected = combine(grouped_linear(made, down, None, counts), order, weights)
         found = run(x, logits)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    x[3], logits[3] = math.nan, math.nan
-    again = run(x, logits)
-    assert torch.equal(again[[0, 1, 2, 4, 10]], found[[0, 1, 2, 4, 10]])
+    # Beside a row that is NaN, and beside one that goes to the same experts: the others lie where they lay.
+    broken = logits.clone()
+    broken[3] = math.nan
+    experts = torch.zeros(len(x), top_k, dtype=torch.int32)
+    router(broken, None, experts, torch.zeros(len(x), top_k))
+    logits[3] = 0
+    logits[3, experts[3]] = torch.tensor([2.0, 1.0])
+    found = run(x, logits)
+    x[3] = math.nan
+    again = run(x, broken)
+    assert again[3].isnan().all()
+    others = [0, 1, 2, *range(4, len(x))]
+    assert torch.equal(again[others], found[others])
 
 
 # Builds

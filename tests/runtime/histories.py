@@ -36,6 +36,8 @@ class Device:
     rng: random.Random
     now_s: float = 1000.0
     failures: float = 0.0
+    damages: float = 0.0
+    """How often the logits of a sequence are no numbers."""
     seen: list[Schedule] = field(default_factory=list)
 
     def clock(self) -> float:
@@ -69,6 +71,8 @@ class Device:
         return [*map(SampledToken, entry.drafts[:num_right]), self._sample(entry.seq)]
 
     def _sample(self, seq: Sequence) -> SampledToken:
+        if self.rng.random() < self.damages:
+            return SampledToken(0, error="no numbers", is_damaged=True)
         if not seq.request.has_beams:
             return SampledToken(self.rng.randrange(12))
         number = num_candidates(seq.request.sampling.beam_width, frozenset({EOS}))
@@ -93,13 +97,14 @@ class History:
     policy: Policy | None = None
     aging_s: float = 30.0
     failures: float = 0.0
+    damages: float = 0.0
     after_step: Callable[[History], None] | None = None
     generations: list[Generation] = field(default_factory=list)
     num_waits: int = 0
     """How often the policy put a step off."""
 
     def __post_init__(self) -> None:
-        self.device = Device(self.rng, failures=self.failures)
+        self.device = Device(self.rng, failures=self.failures, damages=self.damages)
         self.engine = Engine(
             cast(ModelRunner, self.device),
             Scheduler(

@@ -19,8 +19,18 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.sampling_params import resolve_seed
 from fastgen.runtime.scheduler import Schedule
+from fastgen.runtime.structured_output import Mask, Matcher
 from tests.runtime.checkpoints import save_checkpoint
-from tests.runtime.constrained import EOS, KNOWN_CASES, VOCAB_SIZE, Case, check_json, drawn_schema, save_writer
+from tests.runtime.constrained import (
+    EOS,
+    KNOWN_CASES,
+    VOCAB_SIZE,
+    Case,
+    check_json,
+    drawn_schema,
+    pattern,
+    save_writer,
+)
 
 MARGIN = 1e-3
 LONGEST = 90  # tokens of prompt and answer
@@ -248,8 +258,10 @@ def test_a_format_wins_over_biases(llm: LLM) -> None:
 
 
 def test_a_format_that_costs_too_much_ends_its_request_alone(llm: LLM) -> None:
-    """Behind the bracket the parser has more ways to go on than the limits say."""
-    costly = {"type": "json_schema", "schema": {"type": "object", "properties": {f"k{i}": {} for i in range(1500)}}}
+    """Behind the x the parser has more ways to go on than the limits say."""
+    rules = [f'way{number}: "k{number}" "-"' for number in range(2100)]
+    ways = " ".join(f"way{number}?" for number in range(2100))
+    costly = {"type": "grammar", "grammar": "\n".join([f'start: "x" {ways}', *rules])}
     samplings = [
         SamplingParams(response_format=costly, max_new_tokens=20),  # type: ignore[arg-type]
         SamplingParams(max_new_tokens=20, ignore_eos=True),
@@ -258,6 +270,35 @@ def test_a_format_that_costs_too_much_ends_its_request_alone(llm: LLM) -> None:
     assert failed.finish_reason == "error"
     assert "response_format cannot be followed: Parser Error" in (failed.error or "")
     assert fine.token_ids == llm.generate([6], samplings[1]).token_ids
+
+
+@pytest.mark.parametrize("target", ["torch", "cpp", pytest.param("triton", marks=pytest.mark.slow)])
+def test_a_mask_that_cannot_be_made_ends_its_request_alone(
+    directory: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails with what is no ``Exception``, as a panic of the library's."""
+    compute, broken = Matcher._next_mask, pattern("b{9}").format
+
+    class PanicError(BaseException):
+        pass
+
+    def fails(self: Matcher) -> Mask:
+        if self._num_tokens == 2 and self._constraint.min_new_tokens == 1:
+            raise PanicError("broken")
+        return compute(self)
+
+    samplings = [
+        SamplingParams(response_format=broken, max_new_tokens=4, min_new_tokens=1),  # type: ignore[arg-type]
+        SamplingParams(response_format=pattern("[xyz]{9}").format, max_new_tokens=4),  # type: ignore[arg-type]
+        SamplingParams(max_new_tokens=4, ignore_eos=True),
+    ]
+    with fastgen.load(directory, target=target, dtype="float32", token_budget=8, max_num_seqs=3) as llm:
+        whole = llm.generate([[5], [6], [7]], samplings)
+        monkeypatch.setattr(Matcher, "_next_mask", fails)
+        failed, *others = llm.generate([[5], [6], [7]], samplings)
+    assert (failed.finish_reason, failed.token_ids) == ("error", whole[0].token_ids[:2])
+    assert failed.error == "response_format cannot be followed: PanicError: broken"
+    assert [told(output) for output in others] == [told(output) for output in whole[1:]]
 
 
 def test_a_model_without_a_tokenizer_refuses(tmp_path: Path) -> None:

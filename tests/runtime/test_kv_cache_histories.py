@@ -46,6 +46,8 @@ class History:
         """When each cached block was released: what is smaller goes first."""
         self.num_full: dict[Sequence, int] = {}
         """Of each sequence, how many blocks it has published or found."""
+        self.private: set[Sequence] = set()
+        """Sequences that hold something of what was withdrawn."""
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_requests = self.clock = 0
@@ -53,13 +55,23 @@ class History:
         self.seen: Counter[str] = Counter()
 
     def run(self, num_acts: int) -> None:
-        acts = [self.arrive, self.admit, self.admit, self.fork, self.free, *[self.step] * 6, self.lose_step]
+        acts = [
+            self.arrive,
+            self.admit,
+            self.admit,
+            self.fork,
+            self.free,
+            *[self.step] * 6,
+            self.lose_step,
+            self.withdraw,
+        ]
         for _ in range(num_acts):
             self.rng.choice(acts)()
             self.check()
         for seq in list(self.running):
             self.kv.free(seq)
             self.running.remove(seq)
+        self.private.clear()
         self.check()
         assert self.kv.pool.num_free == self.capacity
 
@@ -119,6 +131,7 @@ class History:
         assert seq.num_computed_tokens == num_tokens
         self.num_full[seq] = num_tokens // self.block_size
         self.running.append(seq)
+        self.private |= {seq} if parent in self.private else set()
         self.seen["forks"] += 1
 
     def free(self) -> None:
@@ -128,10 +141,28 @@ class History:
         seq = self.running.pop(self.rng.randrange(len(self.running)))
         self.kv.free(seq)
         assert seq.block_tables == []
+        self.private.discard(seq)
         self.sync()
         if self.rng.random() < 0.5:
             seq.num_computed_tokens = seq.num_cached_tokens = 0
             self.waiting.append(seq)
+
+    def withdraw(self) -> None:
+        """What a sequence has computed is wrong: all that begins with its first block is found no more."""
+        if not self.running or self.rng.random() < 0.7:
+            return
+        seq = self.rng.choice(self.running)
+        self.kv.withdraw(seq)
+        if self.is_caching and self.num_full[seq] and seq not in self.private:
+            size, first = self.block_size, tuple(seq.token_ids[: self.block_size])
+            gone = {key: block_id for key, block_id in self.published.items() if key[1][:size] == first}
+            self.published = {key: block_id for key, block_id in self.published.items() if key not in gone}
+            self.released = {block_id: at for block_id, at in self.released.items() if block_id not in gone.values()}
+            self.private |= {
+                each for each in self.running if self.num_full[each] and tuple(each.token_ids[:size]) == first
+            }
+            self.seen["withdrawn"] += len(gone)
+        self.private.add(seq)
 
     def step(self) -> None:
         chunks, copies = self.schedule()
@@ -243,7 +274,8 @@ class History:
 
     def publish(self, seq: Sequence) -> None:
         size = self.block_size
-        for index in range(self.num_full[seq], seq.num_computed_tokens // size if self.is_caching else 0):
+        publishes = self.is_caching and seq not in self.private
+        for index in range(self.num_full[seq], seq.num_computed_tokens // size if publishes else 0):
             tokens = tuple(seq.token_ids[: (index + 1) * size])
             for group in range(len(self.windows)):
                 if (group, tokens) not in self.published:
@@ -343,5 +375,5 @@ def test_the_histories_reach_every_rule() -> None:
         history = History(seed)
         history.run(num_acts=80)
         seen += history.seen
-    for what in ("hits", "detached", "forks", "lost copies", "no room", "copies", "evictions", "twins"):
+    for what in ("hits", "detached", "forks", "lost copies", "no room", "copies", "evictions", "twins", "withdrawn"):
         assert seen[what] > 20, (what, seen)

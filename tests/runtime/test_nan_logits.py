@@ -93,3 +93,35 @@ def test_requests_that_meet_nan_fail_and_no_other_changes(directory: Path, targe
             assert output.error is None
             assert told(output, target) == told(expected[index], target)
     assert [told(output, target) for output in later] == [told(output, target) for output in expected_later]
+
+
+def test_what_nan_was_computed_for_is_computed_afresh(directory: Path) -> None:
+    """The table is damaged for a while, so the prompt's second block is too. Whoever meets it leaves nothing behind
+    that begins alike; what does not is still found.
+    """
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=1)
+    prompt, other = [5, 6, 7, 8, BROKEN, 9, 10, 11, 12, 13], [14] * 10
+    with fastgen.load(directory, target="cpp", prefix_caching=False, **OPTIONS) as llm:
+        expected, longer = llm.generate([prompt, [*prompt, *prompt]], sampling)
+    with fastgen.load(directory, target="cpp", **OPTIONS) as llm:
+        llm.generate(other, sampling)
+        (table,) = (each for name, each in llm.model.named_parameters() if "embed" in name)
+        sound = table[BROKEN].clone()
+        with torch.no_grad():
+            table[BROKEN] = torch.nan
+        # A prompt that is given up on its way leaves what nobody has seen to be broken, and the next finds it.
+        engine = llm._engine
+        assert engine is not None
+        given_up = engine.submit([*prompt, *prompt], sampling)
+        engine.step()
+        engine.cancel(given_up)
+        found = llm.generate(prompt, sampling)
+        assert (found.finish_reason, found.metrics.cached_tokens) == ("error", 8)
+        with torch.no_grad():
+            table[BROKEN] = sound
+        for again, right in ((prompt, expected), ([*prompt, *prompt], longer)):
+            output = llm.generate(again, sampling)
+            assert (output.token_ids, output.logprobs) == (right.token_ids, right.logprobs)
+        assert llm.generate(prompt, sampling).metrics.cached_tokens == 8
+        assert llm.generate(other, sampling).metrics.cached_tokens == 8
+        engine.check_integrity()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.flight import Arrival, Beams, Recording, Step
+from fastgen.runtime.flight import Arrival, Beams, Recording, Step, Withdrawal
 from fastgen.runtime.flight_file import read_recording, write_recording
 from fastgen.runtime.policies import POLICIES, choose_policy, make_policy, policy_name
 from fastgen.runtime.policies.splitfuse import SplitFuse
@@ -27,6 +27,7 @@ def options(seed: int) -> dict[str, Any]:
     rng = random.Random(f"options {seed}")
     return {
         "failures": 0.03,
+        "damages": 0.02,
         "prefix_caching": seed % 2 == 0,
         "beams": seed % 4 < 2,
         "drafts": seed % 3 == 0,
@@ -53,7 +54,7 @@ def test_every_decision_of_a_random_history_is_made_again(seed: int, tmp_path: P
 
 def test_these_histories_hold_what_makes_it_hard() -> None:
     counts = {"preempted": 0, "failed": 0, "hits": 0, "copies": 0, "windows": 0, "forks": 0}
-    counts |= {"cancelled": 0, "timeout": 0, "drafts": 0, "right drafts": 0, "waits": 0, "bounded": 0}
+    counts |= {"cancelled": 0, "timeout": 0, "drafts": 0, "right drafts": 0, "waits": 0, "bounded": 0, "withdrawn": 0}
     for seed in range(40):
         history, recording = recorded(seed, **options(seed))
         policy = history.engine.scheduler.policy
@@ -72,6 +73,7 @@ def test_these_histories_hold_what_makes_it_hard() -> None:
         reasons = [finish.reason for finish in recording.finishes.values()]
         counts["cancelled"] += reasons.count("cancelled")
         counts["timeout"] += reasons.count("timeout")
+        counts["withdrawn"] += sum(isinstance(event, Withdrawal) for event in recording.events)
     assert counts.pop("bounded") >= 4
     assert min(counts.values()) >= 10, counts
 

@@ -139,3 +139,31 @@ def test_whoever_comes_later_records_the_same_tape(llm: LLM, counted: Counted) -
     again = counted._forward.record_decodes(2, lambda: counted._prepare(2), counted._sampling.sample_held)
     assert isinstance(again, Tape)
     assert tape.difference(again) is None
+
+
+def test_a_batch_that_was_built_over_is_not_continued(
+    llm: LLM, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newcomer's step is interrupted, and it gives up: the same decodes are due at the same positions as before it
+    came, but the batch has the newcomer's tokens in it.
+    """
+    engine, sampling = engine_of(llm), SamplingParams(max_new_tokens=20, ignore_eos=True)
+    prompts = [[5, 6, 7], [8, 9]]
+    expected = without(llm, prompts, sampling)
+    generations = [engine.submit(prompt, sampling) for prompt in prompts]
+    for _ in range(6):
+        engine.step()
+    assert counted.num_continued == 4
+    newcomer = engine.submit([40] * 30, sampling)
+
+    def interrupted(batch: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.forward, "hidden", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.cancel(newcomer)
+    while engine.has_work:
+        engine.step()
+    assert [each.output().token_ids for each in generations] == [each.token_ids for each in expected]

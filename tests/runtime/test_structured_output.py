@@ -3,6 +3,7 @@ refused, with the reason; and that no request costs more than the limits say."""
 
 from __future__ import annotations
 
+import bisect
 import builtins
 import random
 from pathlib import Path
@@ -16,6 +17,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.models.builtins import BUILTINS
 from fastgen.runtime import structured_output
 from fastgen.runtime.detokenizer import TokenDecoder
+from fastgen.runtime.response_format import ResponseFormat, parse_response_format
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.structured_output import Grammars, Matcher
 from tests.runtime.constrained import (
@@ -305,6 +307,10 @@ def test_a_tokenizer_whose_ids_have_gaps_is_refused() -> None:
 MANY = [{"properties": {f"p{i}": {"type": "integer"}}} for i in range(6)]
 
 
+def wide(num_properties: int, **fields: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {} for i in range(num_properties)}, **fields}
+
+
 def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(depth):
@@ -326,6 +332,12 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "json_schema", "schema": {"type": "string", "format": "binary-ish"}}, "binary-ish"),
         ({"type": "json_schema", "schema": nested(150)}, "recursion limit exceeded"),
         ({"type": "json_schema", "schema": {"allOf": [{"anyOf": MANY}] * 8}}, "too large"),
+        ({"type": "json_schema", "schema": wide(600)}, "600 properties in a row that may be left out, 'p0' the first"),
+        (
+            {"type": "json_schema", "schema": {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"anyOf": [wide(900)]}}}},
+            "make more of them required .*max is 2000",
+        ),
+        ({"type": "json_schema", "schema": wide(1200, required=["p3", "p500"])}, "699 properties in a row .*'p501'"),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused_with_the_reason(
@@ -333,6 +345,31 @@ def test_what_cannot_be_kept_to_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         matcher(grammars, response_format)
+
+
+def test_an_object_as_wide_as_is_taken_can_be_written(grammars: Grammars, tokenizer: Any) -> None:
+    """Nothing is refused later that was not when it was submitted."""
+
+    def taken(num_properties: int) -> bool:
+        try:
+            grammars.compile(response_format(num_properties))
+        except InvalidArgumentError:
+            return False
+        return True
+
+    def response_format(num_properties: int, **fields: Any) -> ResponseFormat:
+        found = parse_response_format({"type": "json_schema", "schema": wide(num_properties, **fields)})
+        assert found is not None
+        return found
+
+    most = bisect.bisect_left(range(600), True, lo=300, key=lambda number: not taken(number)) - 1
+    assert most > 400
+    required = [f"p{i}" for i in range(0, 1500, 5)]
+    for schema in (wide(most), wide(1500, required=required)):
+        subject = matcher(grammars, {"type": "json_schema", "schema": schema})
+        for token_id in tokenizer('{"p0": 1, "p1": 2, "p5": 4', add_special_tokens=False)["input_ids"]:
+            assert token_id in allowed(subject), subject.error
+            subject.advance(token_id)
 
 
 def test_what_no_token_can_begin_is_refused(tmp_path: Path) -> None:
