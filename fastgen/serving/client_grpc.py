@@ -22,8 +22,8 @@ from fastgen.serving.refusals import (
 
 
 class GrpcTransport:
-    """Talks to the server at ``address``: ``host:port``, with ``grpcs://`` before it where it speaks TLS, and then may show the
-    ``certificate`` in this file."""
+    """Talks to the server at ``address``: ``host:port``, with ``grpcs://`` before it where it speaks TLS; it may show
+    the ``certificate`` in this file."""
 
     def __init__(self, address: str, api_key: str | None, certificate: str | None = None):
         self._address = address

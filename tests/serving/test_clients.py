@@ -96,7 +96,7 @@ def test_a_stream_adds_up_to_the_same_answer(llm: LLM, client: Client, name: str
     for completion in wanted.completions:
         own = [chunk for chunk in chunks if chunk.index == completion.index]
         assert "".join(chunk.text for chunk in own) == completion.text
-        assert sum((chunk.token_ids for chunk in own), []) == completion.token_ids
+        assert [token_id for chunk in own for token_id in chunk.token_ids] == completion.token_ids
         assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + [completion.finish_reason]
 
 
