@@ -41,6 +41,9 @@ def serve(
         str | None,
         typer.Option(metavar="FILE", help="A serving.properties of LMI, translated; flags given beside it win."),
     ] = None,
+    tool_format: Annotated[
+        str | None, typer.Option(help="How the model writes calls of tools; by default as its chat template says.")
+    ] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List what is served on this machine, and end.")] = False,
     stop: Annotated[
         str | None, typer.Option(metavar="NAME", help="End the server of this name or model on this machine.")

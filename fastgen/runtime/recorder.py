@@ -11,8 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from datetime import UTC, datetime
-from itertools import islice
 from importlib.metadata import version
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastgen.runtime.beam_group import BeamForks

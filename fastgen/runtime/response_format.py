@@ -16,6 +16,13 @@ from fastgen.errors import InvalidArgumentError
 
 MAX_CHARACTERS = 200_000
 """Of a schema as JSON text, a pattern or a grammar."""
+JSON_OPTIONS = {
+    # Bounded, since a model that likes blank lines would otherwise write them until its tokens are spent.
+    "whitespace_pattern": r"[ \t\n\r]{1,20}",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+"""How llguidance is to read every schema, in its own words."""
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar"]
 

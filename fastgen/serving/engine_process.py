@@ -69,7 +69,7 @@ class _Open:
         self.number, self.generation, self.is_stream = number, generation, is_stream
         self.has_started = False
         """Whether its first token was told of, if it is no stream."""
-        self.num_told: list[int | None] = [0] * len(generation.completions)
+        self.num_told: list[int | None] = [0] * generation.request.sampling.n
         """Tokens of each completion; ``None`` once its end was told."""
 
     def news(self) -> list[Progress]:
@@ -81,7 +81,8 @@ class _Open:
                 continue
             logprobs = None if self.generation.request.sampling.logprobs is None else completion.logprobs[start:]
             end = self._end(completion) if has_ended else None
-            news.append(Progress(self.number, index, completion.token_ids[start:], logprobs, end))
+            prompt_logprobs = self.generation.prompt_logprobs if index == start == 0 else None
+            news.append(Progress(self.number, index, completion.token_ids[start:], logprobs, end, prompt_logprobs))
             self.num_told[index] = None if has_ended else len(completion.token_ids)
         return news
 
@@ -92,7 +93,6 @@ class _Open:
             completion.error,
             completion.score,
             self.generation.metrics_of(completion),
-            self.generation.prompt_logprobs if completion.sequence.index == 0 else None,
         )
 
 

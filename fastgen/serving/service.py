@@ -88,9 +88,18 @@ class Service:
         self._codec = await asyncio.to_thread(TextCodec.from_checkpoint, directory, config)
 
     async def submit(
-        self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool, request_id: str
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        is_stream: bool,
+        request_id: str,
+        spelled: Mapping[int, str] | None = None,
     ) -> Running:
-        """Queue a request. Raises :class:`~fastgen.serving.refusals.RefusedError` where it cannot be."""
+        """Queue a request. Raises :class:`~fastgen.serving.refusals.RefusedError` where it cannot be.
+
+        ``spelled`` are special tokens that have a text in the answer.
+        """
         try:
             if self._is_draining:
                 raise UnavailableError("the server is ending and takes no more requests", retry_after_s=5.0)
@@ -98,7 +107,7 @@ class Service:
         except UnavailableError:
             self.metrics.refused("unavailable")
             raise
-        answers = Answers(prompt_ids, sampling, self.codec)
+        answers = Answers(prompt_ids, sampling, self.codec, spelled)
         admitted = self._watch.admission.admit(len(prompt_ids), sampling)
         request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream)
         self._watch.submitted(request, admitted)
