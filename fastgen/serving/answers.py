@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fastgen.runtime.detokenizer import Detokenizer
@@ -20,6 +21,8 @@ class Update:
     token_ids: list[int]
     logprobs: list[Logprobs] | None
     end: End | None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """With the first of completion 0, if they were asked for."""
 
 
 @dataclass
@@ -34,16 +37,23 @@ class Answer:
 
 
 class Answers:
-    """The completions of one request."""
+    """The completions of one request. ``spelled`` are special tokens that have a text in them."""
 
-    def __init__(self, prompt_ids: list[int], sampling: SamplingParams, codec: TextCodec):
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        codec: TextCodec,
+        spelled: Mapping[int, str] | None = None,
+    ):
         self._prompt_ids, self._sampling = prompt_ids, sampling
         self._stop_ids = sampling.stop_ids(codec.eos_token_ids)
         self._answers = [
-            Answer(codec.new_detokenizer(prompt_ids, sampling) if codec.has_tokenizer else None)
+            Answer(codec.new_detokenizer(prompt_ids, sampling, spelled) if codec.has_tokenizer else None)
             for _ in range(sampling.n)
         ]
         self._num_open = sampling.n
+        self._prompt_logprobs: list[Logprobs | None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -53,6 +63,8 @@ class Answers:
         """Take what the engine tells of a completion."""
         answer = self._answers[progress.index]
         answer.token_ids += progress.token_ids
+        if progress.prompt_logprobs is not None:
+            self._prompt_logprobs = progress.prompt_logprobs
         if progress.logprobs is not None:
             answer.logprobs += progress.logprobs
         text = ""
@@ -65,7 +77,9 @@ class Answers:
         if progress.end is not None:
             answer.end = progress.end
             self._num_open -= 1
-        return Update(progress.index, text, progress.token_ids, progress.logprobs, progress.end)
+        return Update(
+            progress.index, text, progress.token_ids, progress.logprobs, progress.end, progress.prompt_logprobs
+        )
 
     def output(self, request_id: int) -> GenerationOutput:
         """The finished answer, as ``LLM.generate`` gives it."""
@@ -85,7 +99,7 @@ class Answers:
             score=answer.end.score,
             logprobs=None if self._sampling.logprobs is None else answer.logprobs,
             prompt_token_ids=self._prompt_ids,
-            prompt_logprobs=self._answers[0].end.prompt_logprobs if self._answers[0].end is not None else None,
+            prompt_logprobs=self._prompt_logprobs,
             metrics=answer.end.metrics,
             others=others,
         )

@@ -85,7 +85,6 @@ class End(msgspec.Struct, array_like=True):
     error: str | None
     score: float | None
     metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, float] | None] | None
 
 
 class Progress(msgspec.Struct, array_like=True):
@@ -96,6 +95,8 @@ class Progress(msgspec.Struct, array_like=True):
     token_ids: list[int]
     logprobs: list[dict[int, float]] | None
     end: End | None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    """Told with the first that there is of completion 0."""
 
 
 class Refused(msgspec.Struct, array_like=True):

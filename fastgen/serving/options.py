@@ -9,6 +9,7 @@ from typing import Literal, cast, get_args
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.admission import Limits
 from fastgen.serving.api_keys import ApiKeys
+from fastgen.serving.tool_formats import tool_format_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +53,16 @@ class ServeOptions:
     port: int = 8000
     """0 takes any that is free."""
     grpc_port: int | None = None
-    """Where gRPC is served; by default it is not."""
-    model_name: str | None = None
+    """Where gRPC is served, on the same host; by default it is not. 0 takes any that is free."""
+    name: str | None = None
     """What clients call the model; by default as it was asked for."""
+    tool_format: str | None = None
+    """How the model writes calls of tools, a key of ``tool_formats.TOOL_FORMATS``; by default its template says it."""
     limits: Limits = field(default_factory=Limits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     tls_cert: Path | None = None
-    """A certificate and those that it rests on, PEM; with its key the server speaks HTTPS."""
+    """A certificate and those that it rests on, PEM; with its key the server speaks TLS, by HTTP and by gRPC."""
     tls_key: Path | None = None
     allow_origins: tuple[str, ...] = ()
     """The sites whose pages may ask this server; by default none but its own."""
@@ -74,5 +77,7 @@ class ServeOptions:
     """With what was asked in it."""
 
     def __post_init__(self) -> None:
+        if self.tool_format is not None:
+            tool_format_named(self.tool_format)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidArgumentError("tls_cert and tls_key go together: a certificate and its private key")

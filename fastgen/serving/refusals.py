@@ -10,11 +10,12 @@ class RefusedError(FastgenError):
 
 
 class BadRequestError(RefusedError):
-    """The request is malformed or cannot be honoured; ``param`` is the field it is about, if one is known."""
+    """The request is malformed or cannot be honoured; ``param`` is the field it is about, if one is known, and ``code``
+    a word for programs."""
 
-    def __init__(self, message: str, *, param: str | None = None):
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 class UnknownModelError(RefusedError):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import fastgen
 from fastgen.models.checkpoint_files import read_json_object
 from fastgen.runtime.outputs import GenerationOutput
 from fastgen.runtime.sampling_params import SamplingParams
@@ -66,6 +67,19 @@ class Service:
     def metrics(self) -> ServerMetrics:
         return self._watch.metrics
 
+    def info(self) -> dict[str, Any]:
+        """What is served, and its sizes. Raises ``UnavailableError`` while they are not known."""
+        facts = self.facts
+        return {
+            "model": self.model_name,
+            "version": fastgen.__version__,
+            "vocab_size": facts.vocab_size,
+            "max_model_len": facts.max_model_len,
+            "max_num_seqs": facts.max_num_seqs,
+            "token_budget": facts.token_budget,
+            "state": self.state,
+        }
+
     async def start(self) -> None:
         """Load the model. Raises ``FastgenError`` where that fails."""
         facts = await self.engine.start()
@@ -74,9 +88,18 @@ class Service:
         self._codec = await asyncio.to_thread(TextCodec.from_checkpoint, directory, config)
 
     async def submit(
-        self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool, request_id: str
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        is_stream: bool,
+        request_id: str,
+        spelled: Mapping[int, str] | None = None,
     ) -> Running:
-        """Queue a request. Raises :class:`~fastgen.serving.refusals.RefusedError` where it cannot be."""
+        """Queue a request. Raises :class:`~fastgen.serving.refusals.RefusedError` where it cannot be.
+
+        ``spelled`` are special tokens that have a text in the answer.
+        """
         try:
             if self._is_draining:
                 raise UnavailableError("the server is ending and takes no more requests", retry_after_s=5.0)
@@ -84,7 +107,7 @@ class Service:
         except UnavailableError:
             self.metrics.refused("unavailable")
             raise
-        answers = Answers(prompt_ids, sampling, self.codec)
+        answers = Answers(prompt_ids, sampling, self.codec, spelled)
         admitted = self._watch.admission.admit(len(prompt_ids), sampling)
         request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream)
         self._watch.submitted(request, admitted)
@@ -142,6 +165,11 @@ class Running:
         async for _ in self:
             pass
         return self._answers.output(self._request.number)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of it has come."""
+        return self._answers.finished
 
     def cancel(self) -> None:
         """End it, if it has not; its blocks are free before the next step."""

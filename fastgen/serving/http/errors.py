@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
 from fastgen.errors import GenerationError
+from fastgen.serving.http.openai_sampling import named_refusal
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
@@ -53,13 +54,33 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (EngineDiedError, 500, "server_error", "engine_died"),
     (GenerationError, 500, "server_error", "generation_failed"),
 )
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": description}
+    for status, description in (
+        (400, "The request is malformed, out of range, or cannot be honoured"),
+        (401, "No API key, or one that is not known"),
+        (404, "The model is not served here"),
+        (408, "The request itself took too long to come"),
+        (413, "More than this server takes"),
+        (429, "The server has as much to do as it takes; Retry-After says when to come again"),
+        (500, "The request failed while it ran"),
+        (503, "The server is starting, or ending"),
+    )
+}
+"""What endpoints answer beside what they are for, for the OpenAPI document."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def error_body(error: Exception) -> tuple[int, ErrorBody]:
     """The status and the body for a failure that was foreseen."""
-    status, kind, code = next((rest for of, *rest in _KINDS if isinstance(error, of)), (500, "server_error", None))
-    return status, _body(str(error), kind, param=getattr(error, "param", None), code=code)
+    if isinstance(error, BadRequestError) and error.param is None:
+        error = named_refusal(str(error), code=error.code)  # of the engine, which has names of its own
+    for of, status, kind, code in _KINDS:
+        if isinstance(error, of):
+            return status, _body(
+                str(error), kind, param=getattr(error, "param", None), code=getattr(error, "code", None) or code
+            )
+    return 500, _body(str(error), "server_error")
 
 
 def error_response(error: Exception) -> JSONResponse:
@@ -126,12 +147,11 @@ def invalid_request(errors: Sequence[Any], body: Any) -> BadRequestError:
 def _place(location: Sequence[Any], body: Any) -> tuple[Any, ...]:
     """The steps of ``location`` that are there in ``body``, or would be; the others name readings."""
     place: list[Any] = []
-    value = body
+    value: Any = body
     steps = location[1:] if location[:1] == ("body",) else location
     for number, step in enumerate(steps):
-        if isinstance(value, dict) and isinstance(step, str) and step in value:
-            value = value[step]
-        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
+        is_there = step in value if isinstance(value, dict) else isinstance(value, list) and step in range(len(value))
+        if is_there:
             value = value[step]
         elif not (isinstance(value, dict) and number == len(steps) - 1):
             continue
