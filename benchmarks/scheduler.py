@@ -94,10 +94,15 @@ def scheduler_add() -> Callable[[int], object]:
 
 
 def engine_submit(make_sampling: Callable[[], SamplingParams]) -> Callable[[], Callable[[int], object]]:
+    """With ``NUM_DECODES`` sequences that run, and as many requests queued as there are in the longer queue."""
     from fastgen.runtime.simulated import CostModel, SimulatedServer
 
     def make_queue() -> Callable[[int], object]:
-        server = SimulatedServer(CostModel(1.0, 0.0), token_budget=512, max_num_seqs=256, num_blocks=1000)
+        server = SimulatedServer(CostModel(1.0, 0.0), token_budget=8192, max_num_seqs=NUM_DECODES, num_blocks=1000)
+        for _ in range(NUM_DECODES + QUEUED[1]):
+            server.engine.submit(PROMPT, SAMPLING)
+        server.engine.step()
+        server.engine.step()
         return lambda number: server.engine.submit(PROMPT, make_sampling())
 
     return make_queue

@@ -112,9 +112,8 @@ class Engine:
         self.check(prompt_ids, sampling)
         constraint = self._grammars.constraint(sampling) if self._grammars is not None else None
         request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock(), constraint)
-        completions = [Completion(sequence) for sequence in request.sequences[: sampling.n]]
         beams = BeamGroup(request, sampling.stop_ids(self.eos_token_ids)) if request.has_beams else None
-        generation = Generation(request, completions, beams)
+        generation = Generation(request, beams)
         self.scheduler.add(request)
         self._generations[request.request_id] = generation
         self.recorder.arrived(request)

@@ -37,6 +37,8 @@ class Forks:
         :raises InvalidArgumentError: where there are fewer seats than beams.
         :raises RequestTooLargeError: where the cache is too small, with the arithmetic.
         """
+        if beam_width == 1:
+            return
         num_seats, capacity = self._running.max_num_seqs, self._kv.pool.capacity
         if beam_width > num_seats:
             raise InvalidArgumentError(

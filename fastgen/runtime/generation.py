@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from fastgen.runtime.beam_group import BeamGroup
@@ -13,7 +14,7 @@ from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampler import SampledToken
 
 
-@dataclass
+@dataclass(slots=True)
 class Completion:
     """One sequence's answer in the making. ``token_times_s`` are the engine clock's, one a token."""
 
@@ -101,9 +102,8 @@ class Completion:
 class Generation:
     """A submitted request: its completions and what they have in common. With ``beams`` these find the completions."""
 
-    def __init__(self, request: Request, completions: list[Completion], beams: BeamGroup | None = None):
+    def __init__(self, request: Request, beams: BeamGroup | None = None):
         self.request = request
-        self.completions = completions
         self.beams = beams
         self.prompt_logprobs: list[dict[int, float] | None] | None = (
             None if request.sampling.prompt_logprobs is None else [None] * len(request.prompt_ids)
@@ -111,6 +111,11 @@ class Generation:
         self.left_queue_s: float | None = None
         """When a token of it was first scheduled, or it ended without."""
         self._num_finished = 0
+
+    @cached_property
+    def completions(self) -> list[Completion]:
+        """All ``n``. Of a request that waits nobody asks for them, so they cost nothing there."""
+        return [Completion(sequence) for sequence in self.request.sequences[: self.request.sampling.n]]
 
     @property
     def finished(self) -> bool:
@@ -154,7 +159,7 @@ class Generation:
             error=completion.error,
             score=completion.score,
             logprobs=None if self.request.sampling.logprobs is None else completion.logprobs,
-            prompt_token_ids=self.request.prompt_ids,
+            prompt_token_ids=list(self.request.prompt_ids),
             prompt_logprobs=self.prompt_logprobs,
             metrics=self.metrics_of(completion),
             others=others,

@@ -123,6 +123,8 @@ class KVCacheManager:
         :raises RequestTooLargeError: with the arithmetic.
         """
         num_tokens = num_prompt_tokens + max_new_tokens - 1
+        if self.num_groups * -(-num_tokens // self.block_size) <= self.pool.capacity:  # nearly always, and at once
+            return
         needed = self.blocks_needed(num_tokens)
         if needed <= self.pool.capacity:
             return

@@ -42,7 +42,7 @@ class Request:
         if not prompt_ids:
             raise InvalidArgumentError(f"request {request_id}: the prompt has no tokens; give it at least one")
         self.request_id = request_id
-        self.prompt_ids = list(prompt_ids)
+        self.prompt_ids = tuple(prompt_ids)  # which the garbage collector passes by, however many wait
         self.sampling = sampling
         self.arrival_s = arrival_s
         self.constraint = constraint

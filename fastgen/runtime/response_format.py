@@ -45,6 +45,18 @@ class ResponseFormat:
         except UnicodeEncodeError as error:
             raise InvalidArgumentError(f"response_format is not valid Unicode: {error}") from None
 
+    def as_json(self) -> dict[str, Any]:
+        """What :func:`parse_response_format` takes for it, as a value of JSON."""
+        match self.kind:
+            case "json_object":
+                return {"type": self.kind}
+            case "json_schema":
+                return {"type": self.kind, "schema": json.loads(self.text)}
+            case "regex":
+                return {"type": self.kind, "pattern": self.text}
+            case "grammar":
+                return {"type": self.kind, "grammar": self.text}
+
 
 def parse_response_format(value: object) -> ResponseFormat | None:
     """The format that a caller's ``value`` asks for, ``None`` for free text. Raises ``InvalidArgumentError``.

@@ -92,8 +92,10 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+        for name, check, default in _CHECKED:
+            value = getattr(self, name)
+            if value is not default:  # a default is valid, and most fields have theirs
+                object.__setattr__(self, name, check(name, value))
         if self.min_new_tokens > self.max_new_tokens:
             raise InvalidArgumentError(
                 f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), not {self.min_new_tokens}"
@@ -297,3 +299,4 @@ _CHECKS: dict[str, _Check] = {
     "response_format": lambda _, value: parse_response_format(value),
 }
 assert list(_CHECKS) == [item.name for item in fields(SamplingParams)], "every field has its check"
+_CHECKED = [(item.name, _CHECKS[item.name], item.default) for item in fields(SamplingParams)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from fastgen.errors import CheckpointError, InvalidArgumentError
 from fastgen.models.checkpoint_files import read_json_object
 from fastgen.runtime.detokenizer import Detokenizer, TokenDecoder
-from fastgen.runtime.prompts import Conversation, Prompt, as_list
+from fastgen.runtime.prompts import Conversation, Prompt, as_token_ids
 from fastgen.runtime.sampling_params import SamplingParams, default_sampling
 from fastgen.runtime.token_bytes import TokenBytes
 
@@ -62,7 +61,7 @@ class TextCodec:
         """The token ids of ``prompt``, with the special tokens the tokenizer puts around text; ids stay as they are."""
         if isinstance(prompt, str):
             return self.encode_text(prompt, add_special_tokens=True)
-        return _token_ids(prompt)
+        return as_token_ids(prompt)
 
     @property
     def chat_template(self) -> str:
@@ -166,16 +165,6 @@ def _plain_message(index: int, message: object) -> dict[str, Any]:
                 f"message {index}: content must be text, or parts {{'type': 'text', 'text': …}}, not {part!r:.60}"
             )
     return {**message, "content": "".join(part["text"] for part in parts)}
-
-
-def _token_ids(prompt: object) -> list[int]:
-    items = as_list(prompt)
-    if items is None:
-        raise InvalidArgumentError(f"a prompt is a string or a list of token ids, not {prompt!r:.40}")
-    for position, token_id in enumerate(items):
-        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-            raise InvalidArgumentError(f"prompt token {position} is {token_id!r:.40}, not a token id (an integer)")
-    return [int(token_id) for token_id in items]
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:

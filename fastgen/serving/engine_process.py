@@ -25,7 +25,9 @@ from fastgen.models import hub
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.llm import LLM, load
+from fastgen.runtime.policies import make_policy
 from fastgen.serving.live import live_view
+from fastgen.serving.log_file import move_output_to_log
 from fastgen.serving.messages import (
     Ask,
     Cancel,
@@ -67,7 +69,7 @@ class _Open:
         self.number, self.generation, self.is_stream = number, generation, is_stream
         self.has_started = False
         """Whether its first token was told of, if it is no stream."""
-        self.num_told: list[int | None] = [0] * len(generation.completions)
+        self.num_told: list[int | None] = [0] * generation.request.sampling.n
         """Tokens of each completion; ``None`` once its end was told."""
 
     def news(self) -> list[Progress]:
@@ -203,10 +205,11 @@ def main() -> None:
         began_s = time.monotonic()
         try:
             directory = hub.locate(arguments["model"], revision=arguments.get("revision"))
-            llm = load(**arguments)
+            llm = load(**_with_policy(arguments))
         except (FastgenError, OSError) as error:
             socket.send(encoder.encode(LoadFailed(str(error))))
             sys.exit(1)
+        move_output_to_log()
         socket.send(encoder.encode(Ready(_facts(llm, str(directory), time.monotonic() - began_s))))
         EngineLoop(llm.release_engine(), socket, is_orphan=lambda: os.getppid() != parent).run()
 
@@ -216,6 +219,15 @@ def _end_with_parent() -> None:
     cannot, the loop sees that it is an orphan."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _with_policy(arguments: dict[str, Any]) -> dict[str, Any]:
+    """``arguments``, a policy that JSON holds as ``{"name": …}`` and its parameters made one."""
+    policy = arguments.get("policy")
+    if not isinstance(policy, dict):
+        return arguments
+    parameters = {name: value for name, value in policy.items() if name != "name"}
+    return arguments | {"policy": make_policy(policy["name"], parameters)}
 
 
 def _facts(llm: LLM, directory: str, load_s: float) -> EngineFacts:

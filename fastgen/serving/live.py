@@ -55,8 +55,8 @@ class LiveGaps(msgspec.Struct):
 
 
 class LiveBlocks(msgspec.Struct):
-    """The KV cache in cells of ``blocks_per_cell`` blocks each, the last perhaps of fewer; of each cell, how many blocks
-    are held by sequences, and how many by none but kept for what they contain. The others are free.
+    """The KV cache in cells of ``blocks_per_cell`` blocks, the last perhaps of fewer: of each cell, how many blocks are
+    ``held`` by sequences, and how many by none but kept for what they contain. The others are free.
     """
 
     num_blocks: int

@@ -53,8 +53,8 @@ class ServeOptions:
     port: int = 8000
     """0 takes any that is free."""
     grpc_port: int | None = None
-    """Where gRPC is served; by default it is not."""
-    model_name: str | None = None
+    """Where gRPC is served, on the same host; by default it is not. 0 takes any that is free."""
+    name: str | None = None
     """What clients call the model; by default as it was asked for."""
     tool_format: str | None = None
     """How the model writes calls of tools, a key of ``tool_formats.TOOL_FORMATS``; by default its template says it."""
@@ -62,7 +62,7 @@ class ServeOptions:
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     tls_cert: Path | None = None
-    """A certificate and those that it rests on, PEM; with its key the server speaks HTTPS."""
+    """A certificate and those that it rests on, PEM; with its key the server speaks TLS, by HTTP and by gRPC."""
     tls_key: Path | None = None
     allow_origins: tuple[str, ...] = ()
     """The sites whose pages may ask this server; by default none but its own."""

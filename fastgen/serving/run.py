@@ -3,66 +3,80 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 import logging
-import resource
+import secrets
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-import uvicorn
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
-
-from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.errors import FastgenError
+from fastgen.serving.deployments import Deployment, registered, this_deployment
+from fastgen.serving.ending import Ending
+from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.http.app import create_app
-from fastgen.serving.http.connection import LimitedConnection, close_slow
-from fastgen.serving.http.guard import Guard
+from fastgen.serving.http.connection import close_slow
+from fastgen.serving.http.generate import terminate_routes
+from fastgen.serving.http.server import FLUSH_S, HttpServer, listen
 from fastgen.serving.log import set_up_logging
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 
-_FLUSH_S = 5.0
-"""How long the last words of a server that ends may take to reach their clients."""
-_FILES_BESIDE_CONNECTIONS = 256
 _log = logging.getLogger(__name__)
 
 
-def run(arguments: Mapping[str, Any], options: ServeOptions) -> None:
-    """Serve the model that ``fastgen.load`` would load with ``arguments``, until SIGTERM or Ctrl-C.
+def run(
+    arguments: Mapping[str, Any], options: ServeOptions, *, on_ready: Callable[[Deployment], None] | None = None
+) -> None:
+    """Serve the model that ``fastgen.load`` would load with ``arguments``, until SIGTERM or Ctrl-C, or until a client
+    ends it. ``on_ready`` is told where it is served, once it is.
 
-    The first lets requests that run finish, the second ends them. Raises ``FastgenError`` where the server cannot
-    start, or its engine cannot be started again.
+    The first signal lets requests that run finish, the second ends them. Raises ``FastgenError`` where the server
+    cannot start, or its engine cannot be started again.
     """
     set_up_logging(options.log_format)
-    asyncio.run(_run(arguments, options))
+    asyncio.run(_run(arguments, options, on_ready or (lambda deployment: None)))
 
 
-async def _run(arguments: Mapping[str, Any], options: ServeOptions) -> None:
+async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Callable[[Deployment], None]) -> None:
     endings = _Endings()
+    ending = Ending(secrets.token_urlsafe(32), options.api_keys, endings.first.set)
     service = Service(
         arguments,
-        model_name=options.model_name,
+        model_name=options.name,
         limits=options.limits,
         engine_timeout_s=options.engine_timeout_s,
     )
-    listener = _listen(options)
-    http = _HttpServer(_config(service, options))
-    service.metrics.connections.set_function(lambda: len(http.server_state.connections))
+    listener = listen(options)
+    app = create_app(service, options)
+    app.include_router(terminate_routes(ending))
+    http = HttpServer(app, options, service.metrics)
+    by_grpc = GrpcServer(service, options, ending)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     closing = asyncio.create_task(close_slow(http.server_state, options.connections))
     try:
+        await by_grpc.start()
         if await endings.first_or(service.start()):
-            _announce(service, options, listener)
-            await endings.first_or(_failure(service))
-            _log.info("ending: requests that run may take %g s to finish", options.drain_timeout_s)
-            await endings.second_or(service.drain(options.drain_timeout_s))
+            address = _address(options, listener)
+            deployment = this_deployment(
+                name=service.model_name,
+                model=str(arguments["model"]),
+                address=address,
+                grpc_address=by_grpc.address,
+                certificate=options.tls_cert,
+                token=ending.token,
+            )
+            with registered(deployment):
+                _announce(service, deployment)
+                on_ready(deployment)
+                await endings.first_or(_failure(service))
+                _log.info("ending: requests that run may take %g s to finish", options.drain_timeout_s)
+                await endings.second_or(service.drain(options.drain_timeout_s))
     finally:
-        await service.stop(0.0 if endings.second.is_set() else _FLUSH_S)
+        await service.stop(0.0 if endings.second.is_set() else FLUSH_S)
+        await by_grpc.stop(0.0 if endings.second.is_set() else FLUSH_S)
         http.should_exit = True
         http.force_exit = endings.second.is_set()
         await asyncio.wait({serving, asyncio.create_task(endings.second.wait())}, return_when=asyncio.FIRST_COMPLETED)
@@ -110,66 +124,18 @@ async def _failure(service: Service) -> None:
     raise FastgenError(await asyncio.shield(service.engine.failure))
 
 
-class _HttpServer(uvicorn.Server):
-    """Signals are not its business."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _config(service: Service, options: ServeOptions) -> uvicorn.Config:
-    limits = options.connections
-    app: ASGIApp = Guard(create_app(service, options), options, service.metrics)
-    if options.allow_origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=options.allow_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "x-predicted-ttft-s"],
-        )
-    config = uvicorn.Config(
-        app,
-        http=partial(LimitedConnection, limits),  # type: ignore[arg-type]
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=_FLUSH_S,  # type: ignore[arg-type]
-        ssl_certfile=options.tls_cert,
-        ssl_keyfile=options.tls_key,
-    )
-    try:
-        config.load()
-    except OSError as error:
-        raise InvalidArgumentError(f"cannot use {options.tls_cert} and {options.tls_key} for TLS: {error}") from error
-    return config
-
-
-def _listen(options: ServeOptions) -> socket.socket:
-    _allow_files(options.connections.max_connections + _FILES_BESIDE_CONNECTIONS)
-    try:
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        return socket.create_server((options.host, options.port), family=family, backlog=2048)
-    except OSError as error:
-        raise InvalidArgumentError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
-
-
-def _allow_files(number: int) -> None:
-    """Have this process allowed so many open files, or as many as it can be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < number:
-        most = number if hard == resource.RLIM_INFINITY else min(number, hard)
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _announce(service: Service, options: ServeOptions, listener: socket.socket) -> None:
+def _address(options: ServeOptions, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     scheme = "http" if options.tls_cert is None else "https"
-    address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _announce(service: Service, deployment: Deployment) -> None:
+    """What a person wants to know first, and a line to try."""
     print(service.facts.ledger, file=sys.stderr)
-    print(f"fastgen: {service.model_name} is served at {address}", flush=True)
+    print(f"fastgen: {service.model_name} is served at {deployment.address}")
+    if deployment.grpc_address is not None:
+        print(f"fastgen: and by gRPC at {deployment.grpc_address}")
+    body = json.dumps({"model": service.model_name, "prompt": "Once upon a time", "max_tokens": 32})
+    print(f"fastgen: try  curl {deployment.address}/v1/completions -H 'content-type: application/json' -d '{body}'")
+    sys.stdout.flush()

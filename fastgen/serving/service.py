@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import fastgen
 from fastgen.models.checkpoint_files import read_json_object
 from fastgen.runtime.outputs import GenerationOutput
 from fastgen.runtime.sampling_params import SamplingParams
@@ -65,6 +66,19 @@ class Service:
     @property
     def metrics(self) -> ServerMetrics:
         return self._watch.metrics
+
+    def info(self) -> dict[str, Any]:
+        """What is served, and its sizes. Raises ``UnavailableError`` while they are not known."""
+        facts = self.facts
+        return {
+            "model": self.model_name,
+            "version": fastgen.__version__,
+            "vocab_size": facts.vocab_size,
+            "max_model_len": facts.max_model_len,
+            "max_num_seqs": facts.max_num_seqs,
+            "token_budget": facts.token_budget,
+            "state": self.state,
+        }
 
     async def start(self) -> None:
         """Load the model. Raises ``FastgenError`` where that fails."""
@@ -151,6 +165,11 @@ class Running:
         async for _ in self:
             pass
         return self._answers.output(self._request.number)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of it has come."""
+        return self._answers.finished
 
     def cancel(self) -> None:
         """End it, if it has not; its blocks are free before the next step."""

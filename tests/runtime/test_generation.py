@@ -35,7 +35,10 @@ def generation_of(*, with_text: bool = True, **fields: object) -> Generation:
     def detokenizer() -> Detokenizer | None:
         return Detokenizer(Letters(), [3, 1, 4], stop=sampling.stop) if with_text else None  # type: ignore[arg-type]
 
-    return Generation(request, [Completion(sequence, detokenizer()) for sequence in request.sequences])
+    generation = Generation(request)
+    for completion in generation.completions:
+        completion.detokenizer = detokenizer()
+    return generation
 
 
 def spell(completion: Completion, word: str) -> list[object]:

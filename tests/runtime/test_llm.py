@@ -251,7 +251,7 @@ def test_logits_that_are_not_numbers_end_only_their_request(llm: LLM, monkeypatc
 
     def broken(logits, sequences):  # type: ignore[no-untyped-def]
         for row, sequence in enumerate(sequences):
-            if sequence.request.prompt_ids == marked and sequence.num_tokens > len(marked):
+            if list(sequence.request.prompt_ids) == marked and sequence.num_tokens > len(marked):
                 logits[row, 5] = math.nan
         return sample(logits, sequences)
 

@@ -6,6 +6,7 @@ from fastapi import FastAPI, Response
 
 import fastgen
 from fastgen.serving.http.errors import add_error_handlers
+from fastgen.serving.http.generate import generate_routes
 from fastgen.serving.http.openai_chat import chat_routes
 from fastgen.serving.http.openai_completions import completion_routes
 from fastgen.serving.http.openai_models import model_routes
@@ -36,6 +37,7 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
         """All counters, for Prometheus."""
         return Response(await service.metrics_text(), media_type=CONTENT_TYPE)
 
+    app.include_router(generate_routes(service))
     tool_format = None if options.tool_format is None else tool_format_named(options.tool_format)
     app.include_router(model_routes(service, fastgen.__version__))
     app.include_router(completion_routes(service))

@@ -53,11 +53,11 @@ class LimitedConnection(HttpToolsProtocol):
             limit = self._limits.max_connections
             self._refuse(OverloadedError(f"{limit} connections are open, no more are taken", retry_after_s=1.0))
             return
+        super().data_received(data)
         if self._head_since_s is not None:
             self._num_head_bytes += len(data)
-        super().data_received(data)
-        if self._head_since_s is not None and self._num_head_bytes > _MAX_HEAD_BYTES:
-            self._refuse(TooLargeError(f"the head of a request may have {_MAX_HEAD_BYTES} bytes"))
+            if self._num_head_bytes > _MAX_HEAD_BYTES:
+                self._refuse(TooLargeError(f"the head of a request may have {_MAX_HEAD_BYTES} bytes"))
 
     def on_message_begin(self) -> None:
         self._unset_keepalive_if_required()

@@ -75,13 +75,14 @@ def page_routes() -> APIRouter:
 
 
 def live_routes(service: Service) -> APIRouter:
-    """``/live``: what the server and its engine do at this moment, as JSON."""
-    router = APIRouter()
+    """``/live``, as JSON: what the server and its engine do at this moment. It follows the page's needs, and so is not
+    part of the documented API.
+    """
+    router = APIRouter(include_in_schema=False)
     look = _Look(service)
 
     @router.get("/live")
     async def live() -> Response:
-        """What the server and its engine do at this moment, for the page at `/`."""
         body = msgspec.json.encode(await look.take())
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 

@@ -7,7 +7,7 @@ const dialog = document.getElementById("key-dialog");
 const form = document.getElementById("key-form");
 const input = document.getElementById("key-input");
 const note = document.getElementById("key-note");
-const keyButton = document.getElementById("key-button");
+const kept = document.getElementById("key-kept");
 const calmNote = note.textContent;
 let key = readKey();
 let asking = null;
@@ -62,8 +62,8 @@ export function inWords(error) {
       ? "The server cannot be reached. It may have ended, or the network is gone."
       : `Something went wrong in this page: ${error.message}`;
   }
+  if (error.status === 401) return "The server asks for a key, and was given none that it knows.";
   const message = sentence(error.message);
-  if (error.status === 401) return `The server asks for a key. ${message}`;
   if (error.status !== 429 && error.status !== 503) return message;
   const soon = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
   return `The server cannot take this now. ${message}${soon}`;
@@ -98,7 +98,7 @@ export function askForKey(wasRefused = false) {
 }
 
 document.getElementById("key-cancel").addEventListener("click", () => dialog.dispatchEvent(new Event("cancel")));
-keyButton.addEventListener("click", () => {
+document.getElementById("key-button").addEventListener("click", () => {
   writeKey(null);
   document.dispatchEvent(new Event("keyforgotten"));
 });
@@ -122,7 +122,7 @@ function sentence(text) {
 function readKey() {
   try {
     const found = sessionStorage.getItem(KEY);
-    keyButton.hidden = found === null;
+    kept.hidden = found === null;
     return found;
   } catch {
     return null;
@@ -131,7 +131,7 @@ function readKey() {
 
 function writeKey(value) {
   key = value;
-  keyButton.hidden = value === null;
+  kept.hidden = value === null;
   try {
     if (value === null) sessionStorage.removeItem(KEY);
     else sessionStorage.setItem(KEY, value);

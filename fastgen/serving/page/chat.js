@@ -38,12 +38,15 @@ async function send() {
   scrollDown();
   answering = new AbortController();
   showAnswering(true);
+  const { write, flush } = writer(answer.text);
   const timing = { began: performance.now(), first: null, last: null };
   try {
-    const end = await readAnswer(text, answer.text, timing, answering.signal);
+    const end = await readAnswer(text, write, timing, answering.signal);
+    flush();
     answer.note.textContent = [...statistics(end.usage, timing), endInWords(end.reason)].filter(Boolean).join(" · ");
     announce("The answer is complete.");
   } catch (error) {
+    flush();
     const stopped = error.name === "AbortError";
     answer.note.textContent = [...statistics(null, timing), stopped ? "stopped" : ""].filter(Boolean).join(" · ");
     if (!stopped) addError(answer.item, inWords(error));
@@ -58,8 +61,8 @@ async function send() {
   fit();
 }
 
-/** Write the answer to `text` into `place` as it comes. Returns why it ended and what it cost. */
-async function readAnswer(text, place, timing, signal) {
+/** Write the answer to `text` as it comes. Returns why it ended and what it cost. */
+async function readAnswer(text, write, timing, signal) {
   const system = byId("system").value.trim();
   const ask = { model: server.model, stream: true, stream_options: { include_usage: true }, ...sampling() };
   let path = "v1/completions";
@@ -78,13 +81,31 @@ async function readAnswer(text, place, timing, signal) {
     if (piece) {
       timing.last = performance.now();
       timing.first ??= timing.last;
-      const isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
-      place.append(piece);
-      if (isAtEnd) scrollDown();
+      write(piece);
     }
     end.reason = choice.finish_reason ?? end.reason;
   }
   return end;
+}
+
+/** Writes pieces of text into `place`, all that have come since the last frame at once; and at once what is left. */
+function writer(place) {
+  const node = place.appendChild(document.createTextNode(""));
+  let waiting = "";
+  let frame = null;
+  const flush = () => {
+    cancelAnimationFrame(frame);
+    frame = null;
+    const isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
+    node.appendData(waiting);
+    waiting = "";
+    if (isAtEnd) scrollDown();
+  };
+  const write = (piece) => {
+    waiting += piece;
+    frame ??= requestAnimationFrame(flush);
+  };
+  return { write, flush };
 }
 
 /** The fields of the request that were set; the others are the server's to choose. */

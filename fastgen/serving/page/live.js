@@ -10,6 +10,7 @@ const NOTES = {
   starting: "The engine is loading its model.",
   restarting: "The engine ended and is being started again. Requests that were in it have failed.",
   draining: "The server is ending: it finishes what runs, and takes no more requests.",
+  failed: "The engine ended again and again, and is not started any more. The server’s log says why.",
   stopped: "The server has ended.",
   unreachable: "The server does not answer. What you see here is from before.",
   "needs a key": "The server shows this to those who have a key.",
@@ -137,7 +138,7 @@ function sequenceRow([request, index, isRunning, numPrompt, numCached, numComput
 }
 
 function draw() {
-  if (!view) return;
+  if (!view || !byId("engine").clientWidth) return; // nothing known, or out of sight
   drawSteps(view.steps, view.token_budget);
   drawGaps(gapHistory);
   drawBlocks(view.blocks);
