@@ -45,7 +45,7 @@ function lookAgain(afterMs) {
 function show(live) {
   byId("model").textContent = live.model;
   document.title = `${live.model} · fastgen`;
-  if (live.has_chat_template !== null) setServer(live.model, live.has_chat_template);
+  setServer(live.model, live.has_chat_template ?? true); // what is not loaded yet is taken for a chat's
   byId("restarts").textContent = live.restarts;
   showState(live.state);
   if (!live.engine) return;
@@ -95,7 +95,7 @@ function showFigures() {
   byId("steps-note").textContent = view.steps.length ? `last ${view.steps.length}` : "none yet";
   byId("gaps-note").textContent = gaps ? `last ${numbers.format(gaps.count)}` : "none yet";
   for (const name of ["p50", "p95", "p99"]) byId(`gap-${name}`).textContent = gaps ? inMs(gaps[`${name}_s`]) : "–";
-  byId("blocks-note").textContent = `${numbers.format(blocks.num_blocks)} of ${blocks.block_size} tokens${
+  byId("blocks-note").textContent = `${numbers.format(blocks.num_blocks)}, ${blocks.block_size} tokens each${
     blocks.blocks_per_cell > 1 ? `, ${blocks.blocks_per_cell} a cell` : ""
   }`;
   byId("blocks-held").textContent = numbers.format(held);
