@@ -22,7 +22,7 @@ let timer = null;
 let wasRefused = false;
 let before = null;
 let view = null;
-let gapHistory = [];
+let looks = [];
 
 async function look() {
   timer = null;
@@ -101,9 +101,9 @@ function showFigures() {
   byId("blocks-held").textContent = numbers.format(held);
   byId("blocks-cached").textContent = numbers.format(cached);
   byId("blocks-free").textContent = numbers.format(blocks.num_blocks - held - cached);
-  if (before && view.num_generated_tokens < before.num_generated_tokens) gapHistory = []; // another engine
-  gapHistory = [...gapHistory, gaps].slice(-KEPT_LOOKS);
-  byId("gaps-span").textContent = `ms, over ${gapHistory.length} s`;
+  if (before && view.num_generated_tokens < before.num_generated_tokens) looks = []; // another engine
+  looks = [...looks, { clock_s: view.clock_s, gaps }].slice(-KEPT_LOOKS);
+  byId("gaps-span").textContent = `ms, over ${Math.round(view.clock_s - looks[0].clock_s)} s`;
 }
 
 function tokensPerSecond() {
@@ -140,7 +140,7 @@ function sequenceRow([request, index, isRunning, numPrompt, numCached, numComput
 function draw() {
   if (!view || !byId("engine").clientWidth) return; // nothing known, or out of sight
   drawSteps(view.steps, view.token_budget);
-  drawGaps(gapHistory);
+  drawGaps(looks.map((look) => look.gaps), KEPT_LOOKS);
   drawBlocks(view.blocks);
 }
 
