@@ -140,7 +140,7 @@ function sequenceRow([request, index, isRunning, numPrompt, numCached, numComput
 function draw() {
   if (!view || !byId("engine").clientWidth) return; // nothing known, or out of sight
   drawSteps(view.steps, view.token_budget);
-  drawGaps(looks.map((look) => look.gaps), KEPT_LOOKS);
+  drawGaps(looks.map((each) => each.gaps), KEPT_LOOKS);
   drawBlocks(view.blocks);
 }
 
