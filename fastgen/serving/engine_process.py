@@ -215,6 +215,7 @@ def main() -> None:
         gc.freeze()  # what is there now stays; looking through it again and again would hold up steps
         socket.send(encoder.encode(Ready(_facts(llm, str(directory), time.monotonic() - began_s))))
         EngineLoop(llm.release_engine(), socket, is_orphan=lambda: os.getppid() != parent).run()
+        gc.unfreeze()
 
 
 def _end_with_parent() -> None:

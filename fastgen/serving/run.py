@@ -85,6 +85,7 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
         http.force_exit = True
         await serving
         closing.cancel()
+        gc.unfreeze()
 
 
 class _Endings:
