@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from itertools import count
 
-from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.beam_group import BeamGroup
+from fastgen.runtime.deadlines import Deadlines
 from fastgen.runtime.detokenizer import Detokenizer
 from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.faults import cause_of
@@ -22,6 +21,7 @@ from fastgen.runtime.model_runner import LaunchedStep, ModelRunner, PromptLogpro
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.recorder import Recorder, StepRecord, engine_facts
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.request_checks import RequestChecks
 from fastgen.runtime.run_ahead import awaited, tokens_to_come
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
@@ -80,6 +80,7 @@ class Engine:
         self.runner, self.scheduler = runner, scheduler
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
         self._new_detokenizer, self._grammars = new_detokenizer, grammars
+        self._checks = RequestChecks(vocab_size, max_model_len, eos_token_ids, new_detokenizer is not None, grammars)
         self._drafter, self._clock, self._runs_ahead = drafter, clock, runs_ahead
         self.recorder = Recorder(engine_facts(scheduler, runs_ahead=runs_ahead), clock)
         self.metrics = EngineMetrics(scheduler)
@@ -89,7 +90,7 @@ class Engine:
         """Told of a request whenever one of its completions has ended."""
         self._request_ids = count()
         self._generations: dict[int, Generation] = {}
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines = Deadlines()
 
     @property
     def has_work(self) -> bool:
@@ -103,36 +104,7 @@ class Engine:
 
     def check(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> None:
         """Refuse a request that cannot be served, saying why; nothing is changed."""
-        if not prompt_ids:
-            raise InvalidArgumentError("the prompt has no tokens; give it at least one")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
-            found = ((at, token_id) for at, token_id in enumerate(prompt_ids) if not 0 <= token_id < self.vocab_size)
-            position, token_id = next(found)
-            raise InvalidArgumentError(
-                f"prompt token {position} is id {token_id}; the model's ids are 0 to {self.vocab_size - 1}"
-            )
-        sampling.check_against(self.vocab_size)
-        if sampling.stop and self._new_detokenizer is None:
-            raise InvalidArgumentError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        if sampling.response_format is not None:
-            if self._grammars is None:
-                raise InvalidArgumentError("response_format needs a tokenizer, and this model has none")
-            self._grammars.compile(sampling.response_format)
-        num_tokens = len(prompt_ids) + sampling.max_new_tokens
-        if num_tokens > self.max_model_len:
-            room = self.max_model_len - len(prompt_ids)
-            advice = f"ask for at most {room} new tokens or shorten the prompt" if room > 0 else "shorten the prompt"
-            raise RequestTooLargeError(
-                f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={sampling.max_new_tokens} makes "
-                f"{num_tokens} tokens, max_model_len is {self.max_model_len}; {advice}",
-                room=room,
-            )
-        num_endings = len(sampling.stop_ids(self.eos_token_ids))
-        if 1 < sampling.beam_width > self.vocab_size - num_endings:
-            raise InvalidArgumentError(
-                f"beam_width={sampling.beam_width} beams cannot all go on with different tokens: of {self.vocab_size} "
-                f"in the vocabulary {num_endings} end a beam"
-            )
+        self._checks.check(prompt_ids, sampling)
         self.scheduler.check_fits(len(prompt_ids), sampling)
 
     def submit(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> Generation:
@@ -149,7 +121,7 @@ class Engine:
         self.recorder.arrived(request)
         self.metrics.arrived(len(prompt_ids))
         if sampling.timeout_s is not None:
-            heappush(self._deadlines, (request.arrival_s + sampling.timeout_s, request.request_id))
+            self._deadlines.add(request.request_id, request.arrival_s + sampling.timeout_s)
         return generation
 
     def cancel(self, generation: Generation, reason: FinishReason = "cancelled", error: str | None = None) -> None:
@@ -435,7 +407,7 @@ class Engine:
         self.metrics.finished(reason, now_s - generation.request.arrival_s if generation.finished else None)
         if generation.finished:
             del self._generations[generation.request.request_id]
-            self._drop_deadlines()
+            self._deadlines.keep(self._generations)
         elif is_broken and generation.beams is None:
             self.cancel(generation, reason, error)
         if self.on_end is not None:
@@ -464,16 +436,8 @@ class Engine:
                 request = generation.request
                 completion.detokenizer = self._new_detokenizer(request.prompt_ids, request.sampling)
 
-    def _drop_deadlines(self) -> None:
-        """Keep no more than twice as many deadlines as there are requests; those of finished ones go."""
-        if len(self._deadlines) > 2 * len(self._generations):
-            self._deadlines = [each for each in self._deadlines if each[1] in self._generations]
-            heapify(self._deadlines)
-
     def _expire(self) -> None:
         """End the requests whose ``timeout_s`` has passed, with what they have."""
-        now_s = self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, request_id = heappop(self._deadlines)
+        for request_id in self._deadlines.passed(self._clock()):
             if request_id in self._generations:
                 self.cancel(self._generations[request_id], "timeout")
