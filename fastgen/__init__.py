@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from fastgen.runtime.llm import LLM, load
     from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
     from fastgen.runtime.sampling_params import SamplingParams
+    from fastgen.serving.client import async_client, client
+    from fastgen.serving.detached import serve
 
     __version__: str
 
@@ -23,8 +25,11 @@ __all__ = [
     "GenerationOutput",
     "SamplingParams",
     "__version__",
+    "async_client",
+    "client",
     "errors",
     "load",
+    "serve",
 ]
 
 _HOMES = {
@@ -33,6 +38,9 @@ _HOMES = {
     "GenerationChunk": "fastgen.runtime.outputs",
     "GenerationOutput": "fastgen.runtime.outputs",
     "SamplingParams": "fastgen.runtime.sampling_params",
+    "client": "fastgen.serving.client",
+    "async_client": "fastgen.serving.client",
+    "serve": "fastgen.serving.detached",
 }
 
 

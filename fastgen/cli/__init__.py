@@ -20,6 +20,7 @@ from fastgen.cli.options import in_flags
 from fastgen.cli.recipe import app as recipe_app
 from fastgen.cli.recipe_new import new
 from fastgen.cli.recipe_reading import diff, explain
+from fastgen.cli.serve import serve
 from fastgen.cli.verify import verify
 from fastgen.errors import FastgenError
 
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(info)
 app.command(short_help="Prove a recipe, or name its first node that disagrees.")(verify)
 app.command()(why)

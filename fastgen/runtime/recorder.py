@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastgen.runtime.beam_group import BeamForks
@@ -253,6 +254,13 @@ class Recorder:
         last = self._last_step
         step = last.number if last is not None and last.ran_s is not None and last.ended_s is None else None
         self._append(_Finished(seq.key, now_s, reason, num_tokens, request, step))
+
+    def last_steps(self, max_steps: int) -> list[StepRecord]:
+        """The records of the last ``max_steps`` steps, oldest first; fewer where a great deal else happened in between,
+        for it does not look back further than that takes microseconds.
+        """
+        events = islice(reversed(self._ring), 8 * max_steps)
+        return list(islice((event for event in events if isinstance(event, StepRecord)), max_steps))[::-1]
 
     def recording(self, model: str) -> Recording:
         """What the ring holds now. ``model`` names the model in it."""

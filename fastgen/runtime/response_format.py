@@ -16,6 +16,13 @@ from fastgen.errors import InvalidArgumentError
 
 MAX_CHARACTERS = 200_000
 """Of a schema as JSON text, a pattern or a grammar."""
+JSON_OPTIONS = {
+    # Bounded, since a model that likes blank lines would otherwise write them until its tokens are spent.
+    "whitespace_pattern": r"[ \t\n\r]{1,20}",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+"""How llguidance is to read every schema, in its own words."""
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar"]
 
@@ -37,6 +44,18 @@ class ResponseFormat:
             self.text.encode()
         except UnicodeEncodeError as error:
             raise InvalidArgumentError(f"response_format is not valid Unicode: {error}") from None
+
+    def as_json(self) -> dict[str, Any]:
+        """What :func:`parse_response_format` takes for it, as a value of JSON."""
+        match self.kind:
+            case "json_object":
+                return {"type": self.kind}
+            case "json_schema":
+                return {"type": self.kind, "schema": json.loads(self.text)}
+            case "regex":
+                return {"type": self.kind, "pattern": self.text}
+            case "grammar":
+                return {"type": self.kind, "grammar": self.text}
 
 
 def parse_response_format(value: object) -> ResponseFormat | None:

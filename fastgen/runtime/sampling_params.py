@@ -133,6 +133,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end an answer, of a model whose own are ``eos_token_ids``; they contribute no text."""
+        if self.ignore_eos:
+            return frozenset(self.stop_token_ids)
+        return eos_token_ids.union(self.stop_token_ids) if self.stop_token_ids else eos_token_ids
+
     def check_against(self, vocab_size: int) -> None:
         """Raise ``InvalidArgumentError`` unless every token id and count fits a vocabulary of ``vocab_size``."""
         for name, token_ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.response_format import ResponseFormat
+from fastgen.runtime.response_format import JSON_OPTIONS, ResponseFormat
 from fastgen.runtime.sampling_params import SamplingParams
 
 Mask = NDArray[np.int32]
@@ -48,12 +48,6 @@ _LIMITS = {
 }
 _MANY_PROPERTIES = 300
 """Of an object, that may be left out; with fewer no limit is near."""
-_JSON_OPTIONS = {
-    # Bounded, since a model that likes blank lines would otherwise write them until its tokens are spent.
-    "whitespace_pattern": r"[ \t\n\r]{1,20}",
-    "lenient": False,
-    "coerce_one_of": False,
-}
 
 
 class Grammars:
@@ -298,7 +292,7 @@ def _import_library() -> ModuleType:
 
 
 def _json_grammar(matcher: Any, schema: str) -> str:
-    found: str = matcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+    found: str = matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
     return found
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from fastgen.errors import CheckpointError, InvalidArgumentError
 from fastgen.models.checkpoint_files import read_json_object
 from fastgen.runtime.detokenizer import Detokenizer, TokenDecoder
-from fastgen.runtime.prompts import Conversation, Prompt, as_list
+from fastgen.runtime.prompts import Conversation, Prompt, as_token_ids
 from fastgen.runtime.sampling_params import SamplingParams, default_sampling
+from fastgen.runtime.token_bytes import TokenBytes
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -34,6 +34,7 @@ class TextCodec:
         self.eos_token_ids = eos_token_ids
         self.default_sampling = default_sampling
         self._decoder = TokenDecoder(tokenizer) if tokenizer is not None else None
+        self._token_bytes = TokenBytes(tokenizer, self._decoder) if self._decoder is not None else None
 
     @classmethod
     def from_checkpoint(cls, directory: Path, config: Mapping[str, Any]) -> TextCodec:
@@ -51,33 +52,79 @@ class TextCodec:
     def has_tokenizer(self) -> bool:
         return self._decoder is not None
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it can encode conversations."""
+        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of ``prompt``, with the special tokens the tokenizer puts around text; ids stay as they are."""
         if isinstance(prompt, str):
-            return self._encode_text(prompt, add_special_tokens=True)
-        return _token_ids(prompt)
+            return self.encode_text(prompt, add_special_tokens=True)
+        return as_token_ids(prompt)
 
-    def encode_chat(self, messages: Conversation) -> list[int]:
-        """The token ids of a conversation as the chat template renders it, up to where the answer begins."""
+    @property
+    def chat_template(self) -> str:
+        """The checkpoint's own; empty where it has none."""
+        template = self.tokenizer.chat_template if self.tokenizer is not None else None
+        return template if isinstance(template, str) else ""
+
+    def encode_chat(self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """The token ids of a conversation as the chat template renders it, up to where the answer begins.
+
+        ``tools`` are handed to the template: ``{"type": "function", "function": {"name": …, …}}`` each.
+        """
         if not isinstance(messages, (list, tuple)):
             raise InvalidArgumentError(f"a conversation is a list of messages, not {messages!r:.40}")
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
         self._need_tokenizer("a conversation")
-        if not self.tokenizer.chat_template:
+        if not self.has_chat_template:
             raise InvalidArgumentError(
                 "this model's tokenizer has no chat template; use generate with a prompt of your own"
             )
         try:
-            text = self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(plain, tools=tools, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # the template is the checkpoint's: division by zero, endless recursion, anything
             raise InvalidArgumentError(f"the model's chat template refuses this conversation: {error}") from error
-        return self._encode_text(text, add_special_tokens=False)
+        return self.encode_text(text, add_special_tokens=False)
 
-    def new_detokenizer(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Detokenizer:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``; special tokens have none."""
+        self._need_tokenizer("text")
+        detokenizer = self.new_detokenizer(())
+        return "".join(map(detokenizer.append, token_ids)) + detokenizer.finish()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for by itself; see :class:`~fastgen.runtime.token_bytes.TokenBytes`."""
+        return self._token_bytes[token_id] if self._token_bytes is not None else b""
+
+    def special_ids(self, text: str) -> dict[str, int]:
+        """The special tokens that stand in ``text``, by their spelling."""
+        if self.tokenizer is None:
+            return {}
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {token.content: token_id for token_id, token in added if token.special and token.content in text}
+
+    def new_detokenizer(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        spelled: Mapping[int, str] | None = None,
+    ) -> Detokenizer:
+        """Of an answer to ``prompt_ids``; ``spelled`` are special tokens that have a text in it."""
         assert self._decoder is not None
-        return Detokenizer(self._decoder, prompt_ids, stop=sampling.stop, min_new_tokens=sampling.min_new_tokens)
+        if sampling is None:
+            return Detokenizer(self._decoder, prompt_ids, spelled=spelled)
+        return Detokenizer(
+            self._decoder,
+            prompt_ids,
+            stop=sampling.stop,
+            min_new_tokens=sampling.min_new_tokens,
+            spelled=spelled,
+        )
 
-    def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of ``text``, on request with the special tokens the tokenizer puts around it."""
         self._need_tokenizer("a text prompt")
         try:
             text.encode()
@@ -118,16 +165,6 @@ def _plain_message(index: int, message: object) -> dict[str, Any]:
                 f"message {index}: content must be text, or parts {{'type': 'text', 'text': …}}, not {part!r:.60}"
             )
     return {**message, "content": "".join(part["text"] for part in parts)}
-
-
-def _token_ids(prompt: object) -> list[int]:
-    items = as_list(prompt)
-    if items is None:
-        raise InvalidArgumentError(f"a prompt is a string or a list of token ids, not {prompt!r:.40}")
-    for position, token_id in enumerate(items):
-        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-            raise InvalidArgumentError(f"prompt token {position} is {token_id!r:.40}, not a token id (an integer)")
-    return [int(token_id) for token_id in items]
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:

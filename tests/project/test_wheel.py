@@ -59,6 +59,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".py")} == sources
     recipes = {path.name for path in (ROOT / "recipes").glob("*.yaml")}
     assert {Path(name).name for name in names if name.startswith("fastgen/recipes/")} == recipes
+    pages = {path.name for path in (ROOT / "fastgen" / "serving" / "page").iterdir()}
+    assert {Path(name).name for name in names if name.startswith("fastgen/serving/page/")} == pages
     assert recipes >= {"llama.yaml", "mistral.yaml", "opt.yaml"}
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from fastgen.runtime.metrics import REQUEST_BOUNDS_S, STEP_BOUNDS_S, Histogram
+from fastgen.runtime.request import SequenceStatus
 from tests.runtime.histories import History, random_history
 
 
@@ -70,11 +71,28 @@ def test_gauges_are_of_the_moment() -> None:
     history.step()
     during = history.engine.metrics.snapshot()
     assert (during.sequences_running, during.sequences_waiting, during.kv_blocks_held) == (1, 3, 2)
+    assert (during.requests_running, during.requests_waiting) == (1, 3)
     history.finish()
     after = history.engine.metrics.snapshot()
     assert (after.sequences_running, after.sequences_waiting, after.kv_blocks_held) == (0, 0, 0)
     assert after.kv_blocks_cached == history.engine.scheduler.kv.pool.num_cached > 0
     assert during.requests_total == 4, "a snapshot does not move on"
+
+
+def test_requests_are_counted_once_however_many_sequences_they_have() -> None:
+    history = History(random.Random(0), num_blocks=60, token_budget=16, max_num_seqs=3, prefix_caching=True)
+    history.submit(4, max_new_tokens=9, ignore_eos=True, n=2)
+    for _ in range(3):
+        history.submit(4, max_new_tokens=9, ignore_eos=True, n=3)
+    seen = set()
+    while history.engine.has_work:
+        found = history.engine.metrics.snapshot()
+        statuses = [{seq.status for seq in each.request.sequences} for each in history.generations if not each.finished]
+        num_running = sum(SequenceStatus.RUNNING in of for of in statuses)
+        assert (found.requests_running, found.requests_waiting) == (num_running, len(statuses) - num_running)
+        seen.add((found.requests_running, found.sequences_running))
+        history.step()
+    assert {(0, 0), (3, 3), (2, 3)} <= seen, "seats of different requests, and two of one"
 
 
 def test_quantiles_are_bounds_that_enough_values_stay_below() -> None:

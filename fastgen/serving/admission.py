@@ -1,0 +1,158 @@
+"""Who is let in. What is beyond the limits, or would be served too late, is refused at once, with the time after which
+it is worth another try.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.metrics import Metrics
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.serving.messages import EngineFacts
+from fastgen.serving.prediction import EngineSize, Load, Pending, Prediction
+from fastgen.serving.refusals import OverloadedError, TooLargeError
+
+_PREDICTION_S = 0.1
+"""How long a prediction is told to those who are refused, before another is made: refusing must cost little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much a server takes on. A request is *queued* until its first token comes."""
+
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
+    """Of the prompts of queued requests together; one prompt alone is let in whatever its length."""
+    max_prompt_tokens: int | None = None
+    """Of one prompt; by default as many as the model takes."""
+    ttft_slo_s: float | None = None
+    """Requests whose first token would come later are refused."""
+    itl_target_ms: float | None = None
+    """Requests are refused with which decodes alone would take longer a step; see ``fastgen.load``."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not value > 0:
+                raise InvalidArgumentError(f"{name}={value!r}: expected a number above 0")
+
+
+class Admitted:
+    """A request that was let in, until it ends. Calls after that do nothing, so that all who may end it can."""
+
+    __slots__ = ("_admission", "_pending")
+
+    def __init__(self, admission: Admission, pending: Pending):
+        self._admission, self._pending = admission, pending
+
+    def started(self) -> None:
+        """Its first token came; further calls do nothing."""
+        self._admission.started(self._pending)
+
+    def ended(self, num_generated: int = 0, *, is_whole: bool = False) -> None:
+        """It is no more in the engine; where it ended by itself, ``is_whole``, with so many tokens a sequence."""
+        self._admission.ended(self._pending, num_generated, is_whole=is_whole)
+
+
+class Admission:
+    """Knows what the engine has to do, and asks each request in, or refuses it. Of each refusal ``on_refused`` is told
+    why: ``queued_requests``, ``queued_tokens``, ``prompt_tokens``, ``ttft_slo`` or ``itl_target``.
+    """
+
+    def __init__(
+        self, limits: Limits, on_refused: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ):
+        self.limits = limits
+        self._on_refused, self._clock = on_refused, clock
+        self._load: Load | None = None
+        self._open: set[Pending] = set()
+        self._told: tuple[float, Prediction | None] = (-math.inf, None)
+
+    def begin(self, facts: EngineFacts) -> None:
+        """An engine was started, in which there is nothing yet."""
+        num_kv_tokens = facts.num_blocks * facts.block_size
+        self._load = Load(EngineSize(facts.token_budget, facts.max_num_seqs, num_kv_tokens))
+        self._open.clear()
+
+    def observe(self, metrics: Metrics) -> None:
+        """What the engine has counted until now."""
+        assert self._load is not None
+        self._load.observe(metrics, self._clock())
+
+    def predict(self, num_prompt_tokens: int, *, num_seqs: int = 1, priority: int = 0) -> Prediction | None:
+        """What a request would find; ``None`` while too little was measured to tell."""
+        assert self._load is not None
+        return self._load.predict(num_prompt_tokens, num_seqs, priority, self._clock())
+
+    def admit(self, num_prompt_tokens: int, sampling: SamplingParams) -> Admitted:
+        """Let a request in. Raises :class:`TooLargeError` or :class:`OverloadedError`."""
+        load, limits = self._load, self.limits
+        assert load is not None
+        if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
+            self._on_refused("prompt_tokens")
+            raise TooLargeError(
+                f"the prompt has {num_prompt_tokens} tokens; this server takes {limits.max_prompt_tokens}"
+            )
+        num_seqs = max(sampling.n, sampling.beam_width)
+        if load.num_waiting >= limits.max_queued_requests:
+            raise self._full("queued_requests", f"{load.num_waiting} requests wait for their first token")
+        if load.num_waiting and load.num_waiting_tokens + num_prompt_tokens > limits.max_queued_tokens:
+            raise self._full("queued_tokens", f"{load.num_waiting_tokens} prompt tokens wait")
+        if limits.ttft_slo_s is not None or limits.itl_target_ms is not None:
+            self._check_times(self.predict(num_prompt_tokens, num_seqs=num_seqs, priority=sampling.priority))
+        pending = load.submitted(num_prompt_tokens, sampling.max_new_tokens, num_seqs, sampling.priority, self._clock())
+        self._open.add(pending)
+        return Admitted(self, pending)
+
+    def started(self, pending: Pending) -> None:
+        """See :class:`Admitted`."""
+        if pending in self._open and self._load is not None:
+            self._load.started(pending, self._clock())
+
+    def ended(self, pending: Pending, num_generated: int, *, is_whole: bool) -> None:
+        """See :class:`Admitted`."""
+        if pending in self._open and self._load is not None:
+            self._open.remove(pending)
+            self._load.ended(pending, num_generated, is_whole=is_whole, now_s=self._clock())
+
+    def _check_times(self, found: Prediction | None) -> None:
+        """Refuse whose first token would come too late, or who would make the gaps of all too long."""
+        if found is None:
+            return
+        slo_s, target_ms = self.limits.ttft_slo_s, self.limits.itl_target_ms
+        if slo_s is not None and found.ttft_s > slo_s:
+            self._on_refused("ttft_slo")
+            raise OverloadedError(
+                f"the first token would come after about {found.ttft_s:.2f} s, and this server refuses what it cannot "
+                f"begin to answer within {slo_s:g} s; try again later, or with a shorter prompt",
+                retry_after_s=max(1.0, found.ttft_s - slo_s),
+                predicted_ttft_s=found.ttft_s,
+            )
+        if target_ms is not None and 1000 * found.gap_s > target_ms and self._open:
+            self._on_refused("itl_target")
+            raise OverloadedError(
+                f"with this request all answers would get a token every {1000 * found.gap_s:.1f} ms, and this server "
+                f"keeps to {target_ms:g} ms; try again later",
+                retry_after_s=max(1.0, found.ttft_s),
+                predicted_ttft_s=found.ttft_s,
+            )
+
+    def _full(self, reason: str, what: str) -> OverloadedError:
+        self._on_refused(reason)
+        limit = getattr(self.limits, f"max_{reason}")
+        now_s = self._clock()
+        if now_s - self._told[0] > _PREDICTION_S:
+            self._told = (now_s, self.predict(1))
+        found = self._told[1]
+        predicted_s = None if found is None else found.ttft_s
+        assert self._load is not None
+        # A place is free when the first of those who wait has its token.
+        retry_s = 1.0 if predicted_s is None else max(1.0, predicted_s / max(1, self._load.num_waiting))
+        return OverloadedError(
+            f"{what}, and this server lets at most {limit} wait; try again later",
+            retry_after_s=retry_s,
+            predicted_ttft_s=predicted_s,
+        )

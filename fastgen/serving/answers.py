@@ -1,0 +1,105 @@
+"""From tokens to text, in the server's process, so that no step of the engine waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fastgen.runtime.detokenizer import Detokenizer
+from fastgen.runtime.outputs import GenerationOutput, Logprobs
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.text import TextCodec
+from fastgen.serving.messages import End, Progress
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a completion has got since the last one: text that is certain, tokens, and with the last of them its end."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprobs] | None
+    end: End | None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """With the first of completion 0, if they were asked for."""
+
+
+@dataclass
+class Answer:
+    """One completion in the making."""
+
+    detokenizer: Detokenizer | None
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    end: End | None = None
+
+
+class Answers:
+    """The completions of one request. ``spelled`` are special tokens that have a text in them."""
+
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        codec: TextCodec,
+        spelled: Mapping[int, str] | None = None,
+    ):
+        self._prompt_ids, self._sampling = prompt_ids, sampling
+        self._stop_ids = sampling.stop_ids(codec.eos_token_ids)
+        self._answers = [
+            Answer(codec.new_detokenizer(prompt_ids, sampling, spelled) if codec.has_tokenizer else None)
+            for _ in range(sampling.n)
+        ]
+        self._num_open = sampling.n
+        self._prompt_logprobs: list[Logprobs | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._num_open == 0
+
+    def add(self, progress: Progress) -> Update:
+        """Take what the engine tells of a completion."""
+        answer = self._answers[progress.index]
+        answer.token_ids += progress.token_ids
+        if progress.prompt_logprobs is not None:
+            self._prompt_logprobs = progress.prompt_logprobs
+        if progress.logprobs is not None:
+            answer.logprobs += progress.logprobs
+        text = ""
+        if answer.detokenizer is not None:
+            # A stop token is the last one, and has no text.
+            text = "".join(answer.detokenizer.append(id_) for id_ in progress.token_ids if id_ not in self._stop_ids)
+            if progress.end is not None:
+                text += answer.detokenizer.finish()
+        answer.text += text
+        if progress.end is not None:
+            answer.end = progress.end
+            self._num_open -= 1
+        return Update(
+            progress.index, text, progress.token_ids, progress.logprobs, progress.end, progress.prompt_logprobs
+        )
+
+    def output(self, request_id: int) -> GenerationOutput:
+        """The finished answer, as ``LLM.generate`` gives it."""
+        first, *others = range(len(self._answers))
+        return self._output(request_id, first, tuple(self._output(request_id, index) for index in others))
+
+    def _output(self, request_id: int, index: int, others: tuple[GenerationOutput, ...] = ()) -> GenerationOutput:
+        answer = self._answers[index]
+        assert answer.end is not None
+        return GenerationOutput(
+            request_id=request_id,
+            index=index,
+            text=answer.text,
+            token_ids=answer.token_ids,
+            finish_reason=answer.end.reason,
+            error=answer.end.error,
+            score=answer.end.score,
+            logprobs=None if self._sampling.logprobs is None else answer.logprobs,
+            prompt_token_ids=self._prompt_ids,
+            prompt_logprobs=self._prompt_logprobs,
+            metrics=answer.end.metrics,
+            others=others,
+        )

@@ -1,0 +1,62 @@
+"""Who may ask: keys that are compared in constant time and never logged."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.serving.refusals import UnauthorizedError
+
+API_KEY_VARIABLE = "FASTGEN_API_KEY"
+
+
+class ApiKeys:
+    """The keys that are known. Without any, everybody may ask."""
+
+    def __init__(self, keys: Iterable[str] = ()):
+        self._digests = [_digest(key) for key in keys]
+
+    @classmethod
+    def load(cls, file: str | Path | None, environ: Mapping[str, str]) -> ApiKeys:
+        """Those of ``file``, one a line, where ``#`` begins a comment, and that of ``FASTGEN_API_KEY``."""
+        keys = [environ[API_KEY_VARIABLE]] if environ.get(API_KEY_VARIABLE) else []
+        if file is not None:
+            try:
+                lines = Path(file).read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise InvalidArgumentError(f"cannot read the API keys in {file}: {error}") from error
+            found = [key for line in lines if (key := line.partition("#")[0].strip())]
+            if not found:
+                raise InvalidArgumentError(f"{file} has no API key; write one a line, or leave the file out")
+            keys += found
+        return cls(keys)
+
+    def check(self, key: str | None) -> None:
+        """Raise :class:`UnauthorizedError` where ``key`` is not one of them. What that costs does not depend on it."""
+        if not self._digests:
+            return
+        given = _digest(key or "")
+        matches = [hmac.compare_digest(given, known) for known in self._digests]
+        if key is None:
+            raise UnauthorizedError("an API key is needed: send 'Authorization: Bearer KEY'")
+        if not any(matches):
+            raise UnauthorizedError("this API key is not known")
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def __repr__(self) -> str:
+        return f"ApiKeys({len(self._digests)} keys)"
+
+
+def bearer(authorization: str | None) -> str | None:
+    """The key in ``Bearer KEY``."""
+    scheme, _, key = (authorization or "").partition(" ")
+    return key.strip() or None if scheme.lower() == "bearer" else None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

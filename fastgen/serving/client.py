@@ -1,0 +1,402 @@
+"""Clients of a server: :func:`client` and, in asyncio, :func:`async_client`. They ask and answer as ``LLM`` does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, TypeVar, cast, overload
+
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
+from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts, as_token_ids, name_prompt
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.serving.deployments import Deployment, find_deployment
+from fastgen.serving.refusals import OverloadedError
+
+_MAX_CONCURRENCY = 64  # requests of one call that are with the server at the same time
+_T = TypeVar("_T")
+
+Protocols = Literal["http", "grpc"]
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """A prompt (text or token ids) or a conversation, and the sampling fields that are to differ from the model's."""
+
+    fields: Mapping[str, Any]
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+class Transport(Protocol):
+    """How requests reach a server. Errors come as ``FastgenError``; closing what ``stream`` gave cancels it."""
+
+    async def generate(self, request: ClientRequest) -> GenerationOutput: ...
+
+    def stream(self, request: ClientRequest) -> AsyncIterator[GenerationChunk | GenerationOutput]:
+        """The chunks, and after the last the whole output."""
+        ...
+
+    async def info(self) -> dict[str, Any]: ...
+
+    async def terminate(self, token: str | None) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def client(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http") -> Client:
+    """A client of a server: of that at the address ``model`` (``"http://host:port"``; with ``protocol="grpc"``
+    ``"host:port"``), or else of that which serves ``model`` on this machine, or was given this name.
+
+    Raises ``InvalidArgumentError`` where there is none such, or several.
+    """
+    return Client(lambda: async_client(model, api_key=api_key, protocol=protocol))
+
+
+def async_client(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http") -> AsyncClient:
+    """The same for asyncio: what :func:`client` gives, with coroutines for methods."""
+    name = str(model)
+    return connect(name if _is_address(name) else find_deployment(name), api_key=api_key, protocol=protocol)
+
+
+def connect(server: Deployment | str, *, api_key: str | None, protocol: Protocols) -> AsyncClient:
+    """A client of the server at an address, or of a deployment on this machine, which it then may end."""
+    deployment = server if isinstance(server, Deployment) else None
+    if protocol == "http":
+        from fastgen.serving.client_http import HttpTransport
+
+        return AsyncClient(HttpTransport(deployment.address if deployment else str(server), api_key), deployment)
+    if protocol != "grpc":
+        raise InvalidArgumentError(f"protocol={protocol!r}: expected 'http' or 'grpc'")
+    from fastgen.serving.client_grpc import GrpcTransport
+
+    address = deployment.grpc_address if deployment else str(server)
+    if address is None:
+        raise InvalidArgumentError("this server has no gRPC; start it with a grpc_port, or use protocol='http'")
+    return AsyncClient(GrpcTransport(address, api_key), deployment)
+
+
+def _is_address(model: str) -> bool:
+    host, colon, port = model.rpartition(":")
+    return model.startswith(("http://", "https://", "grpc://", "grpcs://")) or bool(host and colon and port.isdecimal())
+
+
+class AsyncClient:
+    """A client in asyncio. Its methods are those of :class:`~fastgen.runtime.llm.LLM`, with the same answers."""
+
+    def __init__(self, transport: Transport, deployment: Deployment | None = None):
+        self._transport, self._deployment = transport, deployment
+
+    @overload
+    async def generate(
+        self, prompts: Prompt, sampling: SamplingParams | None = None, **fields: Any
+    ) -> GenerationOutput: ...
+
+    @overload
+    async def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> list[GenerationOutput]: ...
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """Answer one prompt, or several at once; see :meth:`LLM.generate <fastgen.runtime.llm.LLM.generate>`.
+
+        Of several, the first that is refused ends the call, and with it the others.
+        """
+        items, single = as_prompts(prompts)
+        outputs = await self._run(_requests(items, sampling, fields, _prompt))
+        return outputs[0] if single else outputs
+
+    @overload
+    async def chat(
+        self, messages: Conversation, sampling: SamplingParams | None = None, **fields: Any
+    ) -> GenerationOutput: ...
+
+    @overload
+    async def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> list[GenerationOutput]: ...
+
+    async def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """Answer one conversation, or several at once, as :meth:`generate` does prompts."""
+        items, single = as_conversations(messages)
+        outputs = await self._run(_requests(items, sampling, fields, _messages))
+        return outputs[0] if single else outputs
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> AsyncStream:
+        """Answer one prompt piece by piece. The request is sent when the first piece is asked for; closing the stream
+        cancels it."""
+        items, single = as_prompts(prompt)
+        if not single:
+            raise InvalidArgumentError("stream takes one prompt: a string or a list of token ids")
+        return AsyncStream(self._transport.stream(*_requests(items, sampling, fields, _prompt)))
+
+    def stream_chat(self, messages: Conversation, sampling: SamplingParams | None = None, **fields: Any) -> AsyncStream:
+        """Answer one conversation piece by piece; see :meth:`stream`."""
+        items, single = as_conversations(messages)
+        if not single:
+            raise InvalidArgumentError("stream_chat takes one conversation: a list of {'role': …, 'content': …}")
+        return AsyncStream(self._transport.stream(*_requests(items, sampling, fields, _messages)))
+
+    async def info(self) -> dict[str, Any]:
+        """What is served: ``model``, ``version``, ``state``, and the engine's sizes."""
+        return await self._transport.info()
+
+    async def terminate_server(self) -> None:
+        """End the server, once what runs has been answered. A client made from an address needs an API key for it."""
+        await self._transport.terminate(None if self._deployment is None else self._deployment.token)
+        if self._deployment is not None:
+            await asyncio.to_thread(self._deployment.wait_until_gone)
+
+    async def close(self) -> None:
+        """End this client's connections. The server stays."""
+        await self._transport.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, requests: list[ClientRequest]) -> list[GenerationOutput]:
+        places = asyncio.Semaphore(_MAX_CONCURRENCY)
+
+        async def one(index: int, request: ClientRequest) -> GenerationOutput:
+            async with places:
+                while True:
+                    try:
+                        return await self._transport.generate(request)
+                    except InvalidArgumentError as error:
+                        name_prompt(error, index, len(requests))
+                        raise
+                    except OverloadedError as error:
+                        if len(requests) == 1:
+                            raise
+                        await asyncio.sleep(error.retry_after_s)  # the others of this call are part of the load
+
+        tasks = [asyncio.ensure_future(one(index, request)) for index, request in enumerate(requests)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class AsyncStream(AsyncIterator[GenerationChunk]):
+    """The chunks of one request. After the last, :attr:`output` is the whole answer."""
+
+    def __init__(self, items: AsyncIterator[GenerationChunk | GenerationOutput]):
+        self._items = items
+        self._output: GenerationOutput | None = None
+
+    async def __anext__(self) -> GenerationChunk:
+        item = await anext(self._items)
+        if isinstance(item, GenerationChunk):
+            return item
+        self._output = item
+        await self.aclose()
+        raise StopAsyncIteration
+
+    @property
+    def output(self) -> GenerationOutput:
+        """The whole answer, once the stream has ended by itself."""
+        if self._output is None:
+            raise FastgenError("the stream has not ended; take its chunks before asking for the output")
+        return self._output
+
+    async def aclose(self) -> None:
+        """Cancel what is not finished."""
+        await cast(Any, self._items).aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class Client:
+    """A client whose methods wait: :class:`AsyncClient` in an event loop of its own, on a thread of its own."""
+
+    def __init__(self, make: Callable[[], AsyncClient]):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fastgen-client", daemon=True)
+        self._thread.start()
+
+        async def made() -> AsyncClient:
+            return make()  # in the loop that its connections will belong to
+
+        try:
+            self._inner = self._wait(made())
+        except BaseException:
+            self._stop()
+            raise
+
+    @overload
+    def generate(self, prompts: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> GenerationOutput: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> list[GenerationOutput]: ...
+
+    def generate(self, prompts: Any, sampling: Any = None, **fields: Any) -> Any:
+        """See :meth:`AsyncClient.generate`. Ctrl-C cancels these requests."""
+        return self._wait(self._inner.generate(prompts, sampling, **fields))
+
+    @overload
+    def chat(
+        self, messages: Conversation, sampling: SamplingParams | None = None, **fields: Any
+    ) -> GenerationOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> list[GenerationOutput]: ...
+
+    def chat(self, messages: Any, sampling: Any = None, **fields: Any) -> Any:
+        """See :meth:`AsyncClient.chat`."""
+        return self._wait(self._inner.chat(messages, sampling, **fields))
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> ClientStream:
+        """Answer one prompt piece by piece. Closing the stream, or dropping it, cancels the request."""
+        return ClientStream(self, self._inner.stream(prompt, sampling, **fields))
+
+    def stream_chat(
+        self, messages: Conversation, sampling: SamplingParams | None = None, **fields: Any
+    ) -> ClientStream:
+        """Answer one conversation piece by piece; see :meth:`stream`."""
+        return ClientStream(self, self._inner.stream_chat(messages, sampling, **fields))
+
+    def info(self) -> dict[str, Any]:
+        """See :meth:`AsyncClient.info`."""
+        return self._wait(self._inner.info())
+
+    def terminate_server(self) -> None:
+        """See :meth:`AsyncClient.terminate_server`; this client is closed then."""
+        self._wait(self._inner.terminate_server())
+        self.close()
+
+    def close(self) -> None:
+        """End this client's connections; the server stays. Closing twice does nothing."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._inner.close())
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        if self._loop.is_closed():
+            work.close()
+            raise FastgenError("this client is closed; make another")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # of interest where Ctrl-C ended the waiting
+            raise
+
+
+class ClientStream(Iterator[GenerationChunk]):
+    """The chunks of one request. After the last, :attr:`output` is the whole answer."""
+
+    def __init__(self, client: Client, inner: AsyncStream):
+        self._client, self._inner = client, inner
+
+    def __next__(self) -> GenerationChunk:
+        chunk = self._client._wait(self._next())
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    async def _next(self) -> GenerationChunk | None:
+        return await anext(self._inner, None)
+
+    @property
+    def output(self) -> GenerationOutput:
+        """The whole answer, once the stream has ended by itself."""
+        return self._inner.output
+
+    def close(self) -> None:
+        """Cancel what is not finished."""
+        self._client._wait(self._inner.aclose())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _requests(
+    items: Sequence[Any],
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    fields: Mapping[str, Any],
+    make: Any,
+) -> list[ClientRequest]:
+    """A request for each of ``items``. The fields are checked here as far as they can be without the model."""
+    if sampling is not None and fields:
+        raise InvalidArgumentError(f"give sampling=, or the fields {', '.join(fields)}, not both")
+    if sampling is None:
+        checked = vars(SamplingParams(**fields))
+        each = [{name: checked[name] for name in fields}] * len(items)
+    else:
+        samplings = [sampling] * len(items) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(samplings) != len(items):
+            raise InvalidArgumentError(
+                f"{len(items)} prompts, but {len(samplings)} SamplingParams; give one for each prompt"
+            )
+        each = [dict(vars(one)) for one in samplings]
+    return [make(item, fields) for item, fields in zip(items, each, strict=True)]
+
+
+def _prompt(prompt: Prompt, fields: Mapping[str, Any]) -> ClientRequest:
+    return ClientRequest(fields, prompt=prompt if isinstance(prompt, str) else as_token_ids(prompt))
+
+
+def _messages(messages: Conversation, fields: Mapping[str, Any]) -> ClientRequest:
+    return ClientRequest(fields, messages=[dict(message) for message in messages])

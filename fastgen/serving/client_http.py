@@ -1,0 +1,139 @@
+"""How a client's requests reach a server by HTTP: ``/generate`` takes and gives all that ``LLM`` does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
+
+import httpx2
+import msgspec
+
+from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
+from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
+from fastgen.runtime.response_format import ResponseFormat
+from fastgen.serving.client import ClientRequest
+from fastgen.serving.records import ChunkRecord, OutputRecord
+from fastgen.serving.refusals import (
+    EngineDiedError,
+    OverloadedError,
+    TooLargeError,
+    UnauthorizedError,
+    UnavailableError,
+    UnknownModelError,
+)
+
+_CONNECT_TIMEOUT_S = 10.0
+_output = msgspec.json.Decoder(OutputRecord)
+_chunk = msgspec.json.Decoder(ChunkRecord)
+
+
+class HttpTransport:
+    """Talks to the server at ``address``, such as ``http://127.0.0.1:8000``, with ``api_key`` if there is one."""
+
+    def __init__(self, address: str, api_key: str | None):
+        self._address = address if "://" in address else f"http://{address}"
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._http = httpx2.AsyncClient(
+            base_url=self._address,
+            headers=headers,
+            timeout=httpx2.Timeout(
+                None, connect=_CONNECT_TIMEOUT_S
+            ),  # how long an answer takes is the request's to say
+            limits=httpx2.Limits(max_connections=None),
+            trust_env=False,  # no proxy between this machine's own processes
+        )
+
+    async def generate(self, request: ClientRequest) -> GenerationOutput:
+        async with self._sent("/generate", _body(request)) as response:
+            return _output.decode(await response.aread()).output()
+
+    async def stream(self, request: ClientRequest) -> AsyncIterator[GenerationChunk | GenerationOutput]:
+        async with self._sent("/generate", _body(request) | {"stream": True}) as response:
+            is_error = False
+            async for line in response.aiter_lines():
+                if line.startswith("event: error"):
+                    is_error = True
+                elif line.startswith("data: ") and is_error:
+                    _fail(500, json.loads(line.removeprefix("data: ")), {})
+                elif line.startswith("data: "):
+                    record = _chunk.decode(line.removeprefix("data: "))
+                    yield record.chunk()
+                    if record.output is not None:
+                        yield record.output.output()
+                        return
+        raise GenerationError("the server ended the stream before the answer was whole")
+
+    async def info(self) -> dict[str, Any]:
+        async with self._sent("/info") as response:
+            info: dict[str, Any] = json.loads(await response.aread())
+            return info
+
+    async def terminate(self, token: str | None) -> None:
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        async with self._sent("/terminate", {}, headers):
+            pass
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    @asynccontextmanager
+    async def _sent(
+        self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[httpx2.Response]:
+        """The response, its body still to be read, where it is not an error."""
+        try:
+            async with self._http.stream(
+                "GET" if body is None else "POST", path, json=body, headers=headers
+            ) as response:
+                if response.status_code != 200:
+                    _fail(response.status_code, _error_of(await response.aread()), response.headers)
+                yield response
+        except httpx2.ConnectError as error:
+            raise FastgenError(f"no server answers at {self._address}: {error}") from error
+        except httpx2.TransportError as error:
+            raise FastgenError(f"the connection to {self._address} broke: {error or type(error).__name__}") from error
+
+
+def _body(request: ClientRequest) -> dict[str, Any]:
+    fields = {name: value for name, value in request.fields.items() if value is not None}
+    if isinstance(given := fields.get("response_format"), ResponseFormat):
+        fields["response_format"] = given.as_json()
+    if request.messages is not None:
+        return {"messages": request.messages, **fields}
+    return {"prompt": request.prompt, **fields}
+
+
+def _error_of(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None
+
+
+def _fail(status: int, body: Any, headers: Mapping[str, str]) -> NoReturn:
+    """Raise what the server's refusal is in Python."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message, code = (error.get("message"), error.get("code")) if isinstance(error, dict) else (None, None)
+    message = message or f"the server answered with status {status}"
+    retry_after_s = float(headers.get("retry-after", 1))
+    match status:
+        case 400 | 422:
+            raise InvalidArgumentError(message)
+        case 401:
+            raise UnauthorizedError(message)
+        case 404:
+            raise UnknownModelError(message)
+        case 413:
+            raise TooLargeError(message)
+        case 429:
+            predicted = headers.get("x-predicted-ttft-s")
+            raise OverloadedError(
+                message, retry_after_s=retry_after_s, predicted_ttft_s=None if predicted is None else float(predicted)
+            )
+        case 503:
+            raise UnavailableError(message, retry_after_s=retry_after_s)
+    if code == "engine_died":
+        raise EngineDiedError(message)
+    raise GenerationError(message)

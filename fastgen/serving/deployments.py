@@ -1,0 +1,157 @@
+"""Which servers run on this machine, so that clients find them: a file for each, which only its user can read.
+
+The files are in ``$FASTGEN_DEPLOYMENTS``, or ``fastgen/deployments`` in the user's state directory. One whose process
+is gone is removed by whoever comes across it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.serving.log_file import LOG_VARIABLE
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A server that runs. ``name`` is what clients call the model, ``token`` ends the server."""
+
+    name: str
+    model: str
+    address: str
+    """Such as ``http://127.0.0.1:8000``."""
+    grpc_address: str | None
+    """Such as ``127.0.0.1:8001``; ``None`` where it is not served."""
+    certificate: str | None
+    """The file of what it shows, where it speaks TLS."""
+    pid: int
+    birth: str
+    """When the process was born, as its machine tells it: process ids are used again."""
+    token: str = field(repr=False)
+    log: str | None
+    """The file of what it says, where that is no terminal."""
+
+    @property
+    def is_alive(self) -> bool:
+        return process_birth(self.pid) == self.birth
+
+    def wait_until_gone(self) -> None:
+        """Return when the process has ended."""
+        while self.is_alive:
+            time.sleep(_POLL_S)
+
+
+def deployments_directory() -> Path:
+    """Where the files are."""
+    if given := os.environ.get("FASTGEN_DEPLOYMENTS"):
+        return Path(given).absolute()
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state).absolute() / "fastgen" / "deployments"
+
+
+def make_deployments_directory() -> Path:
+    """The same, made where it is not there yet."""
+    directory = deployments_directory()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+@contextmanager
+def registered(deployment: Deployment) -> Iterator[None]:
+    """Let clients find ``deployment`` while the block runs."""
+    file = make_deployments_directory() / f"{deployment.pid}.json"
+    file.unlink(missing_ok=True)  # of a dead process that had the same id
+    written = file.with_suffix(".new")
+    written.unlink(missing_ok=True)
+    descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as out:
+        json.dump(asdict(deployment), out)
+    written.replace(file)  # at once, so that nobody reads half of it
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def deployments() -> list[Deployment]:
+    """Those that run, the oldest first."""
+    found = []
+    for file in deployments_directory().glob("*.json"):
+        try:
+            began_s = file.stat().st_mtime
+            deployment = Deployment(**json.loads(file.read_text()))
+        except FileNotFoundError:
+            continue  # it has just ended
+        except (ValueError, TypeError):
+            raise InvalidArgumentError(f"{file}: is not what a server wrote; remove it") from None
+        if deployment.is_alive:
+            found.append((began_s, deployment.pid, deployment))
+        else:
+            file.unlink(missing_ok=True)
+    return [deployment for *_, deployment in sorted(found, key=lambda one: one[:2])]
+
+
+def find_deployment(name: str) -> Deployment:
+    """The one of this name, or of this model. Raises ``InvalidArgumentError`` where there is none, or several."""
+    running = deployments()
+    matching = [one for one in running if one.name == name] or [one for one in running if one.model == name]
+    if len(matching) == 1:
+        return matching[0]
+    if not matching:
+        raise InvalidArgumentError(
+            f"{name!r} is not served on this machine; {_listed(running) or 'nothing is'}. Start it with fastgen.serve "
+            "or `fastgen serve`, or give an address such as http://host:8000"
+        )
+    raise InvalidArgumentError(
+        f"{name!r} is served {len(matching)} times: {_listed(matching)}. Say which by its address, or give each a name"
+    )
+
+
+def this_deployment(
+    *, name: str, model: str, address: str, grpc_address: str | None, certificate: Path | None, token: str
+) -> Deployment:
+    """That of this process."""
+    birth = process_birth(os.getpid())
+    assert birth is not None, "this process lives"
+    return Deployment(
+        name=name,
+        model=model,
+        address=address,
+        grpc_address=grpc_address,
+        certificate=None if certificate is None else str(certificate.absolute()),
+        pid=os.getpid(),
+        birth=birth,
+        token=token,
+        log=os.environ.get(LOG_VARIABLE),
+    )
+
+
+def process_birth(pid: int) -> str | None:
+    """Something that no other process with this id has; ``None`` where there is no such process, or it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return _birth_without_proc(pid)
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _birth_without_proc(pid: int) -> str | None:
+    if Path("/proc/self/stat").exists():
+        return None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return "unknown"
+    return None
+
+
+def _listed(some: list[Deployment]) -> str:
+    return ", ".join(f"{one.name} at {one.address}" for one in some)

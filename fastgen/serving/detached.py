@@ -1,0 +1,115 @@
+"""A server that outlives the program that started it: :func:`serve`, and the process it starts.
+
+The process is told what to serve as JSON on standard input, and tells through a pipe that it is ready, or why it cannot
+be. Until then what it says goes to the terminal, if there is one, and afterwards to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.runtime.policies import Policy, policy_name
+from fastgen.serving.arguments import check_names, sort_arguments
+from fastgen.serving.client import Client, Protocols, connect
+from fastgen.serving.deployments import Deployment, make_deployments_directory
+from fastgen.serving.log_file import LOG_VARIABLE, move_output_to_log
+
+
+def serve(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http", **arguments: Any) -> Client:
+    """Start a server of ``model`` that outlives this program, and return a client of it.
+
+    ``arguments`` are those of :func:`fastgen.load` and of :mod:`fastgen.serving.options`, such as ``port`` (0 takes any
+    that is free), ``grpc_port`` and ``name``. ``api_key`` and ``protocol`` are the
+    client's. It is what ``fastgen serve`` starts with these flags, but what it says once it is ready goes to a file
+    beside its entry in the list of deployments. It ends by :meth:`Client.terminate_server`, or by SIGTERM.
+
+    Raises ``FastgenError`` with the server's own words where it cannot start.
+    """
+    check_names(arguments)
+    if protocol == "grpc" and arguments.get("grpc_port") is None:
+        raise InvalidArgumentError("protocol='grpc' needs a grpc_port; 0 takes any that is free")
+    try:
+        text = json.dumps({"model": str(model), **arguments}, default=_plain)
+    except TypeError as error:
+        raise InvalidArgumentError(f"an argument cannot be handed to another process: {error}") from None
+    deployment = _start(text, Path(model).name)
+    return Client(lambda: connect(deployment, api_key=api_key, protocol=protocol))
+
+
+def _plain(value: object) -> Any:
+    """What stands for ``value`` in JSON."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Policy):
+        return {"name": policy_name(value), **{name: getattr(value, name) for name in value.parameters}}
+    raise TypeError(f"{value!r:.60}")
+
+
+def _start(request: str, title: str) -> Deployment:
+    """Start the process and wait until it is ready."""
+    descriptor, log = tempfile.mkstemp(prefix=f"{title}-", suffix=".log", dir=make_deployments_directory())
+    heard, told = os.pipe()
+    with os.fdopen(descriptor, "wb") as out, os.fdopen(heard) as answer:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fastgen.serving.detached", str(told)],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=None if sys.stderr.isatty() else out,
+            env={**os.environ, LOG_VARIABLE: log},
+            pass_fds=(told,),
+            start_new_session=True,
+        )
+        os.close(told)
+        try:
+            assert process.stdin is not None
+            with process.stdin as stdin:
+                stdin.write(request.encode())
+            outcome = json.loads(answer.readline() or "{}")
+        except BaseException:  # Ctrl-C: nobody would know of the server
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise
+    if "deployment" in outcome:
+        return Deployment(**outcome["deployment"])
+    status = process.wait()
+    if "error" in outcome:
+        Path(log).unlink()
+        raise FastgenError(outcome["error"])
+    raise FastgenError(f"the server ended with status {status} before it was ready; {log} has what it said")
+
+
+def _main() -> None:
+    from fastgen.serving.run import run
+
+    told = int(sys.argv[1])
+    os.set_inheritable(told, False)
+    request = json.load(sys.stdin)
+
+    def tell(outcome: Mapping[str, Any]) -> None:
+        with os.fdopen(told, "w") as out:
+            json.dump(outcome, out)
+
+    def ready(deployment: Deployment) -> None:
+        move_output_to_log()
+        tell({"deployment": asdict(deployment)})
+
+    try:
+        load_arguments, options = sort_arguments(request)
+        run(load_arguments, options, on_ready=ready)
+    except FastgenError as error:
+        tell({"error": str(error)})
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    _main()

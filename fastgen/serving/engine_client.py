@@ -1,0 +1,390 @@
+"""The server's side of the engine: its process, the requests in it, and what is told of them.
+
+The process is started again where it ends by itself, or is silent for too long; what was in it fails, at once. It
+tells a status several times a second between its steps, so silence is a step that does not end, or a process that was
+stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from fastgen.errors import FastgenError
+from fastgen.runtime.metrics import Metrics
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.serving.api_keys import API_KEY_VARIABLE
+from fastgen.serving.messages import (
+    Ask,
+    Cancel,
+    EngineFacts,
+    LoadFailed,
+    Progress,
+    Ready,
+    Reply,
+    Report,
+    Status,
+    Stop,
+    Submit,
+    ToEngine,
+    encoder,
+    pack_sampling,
+    to_server,
+)
+from fastgen.serving.refusals import BadRequestError, EngineDiedError, UnavailableError
+
+State = Literal["starting", "ready", "restarting", "stopped", "failed"]
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+_BEAT_S = 0.5
+"""How often the engine's counters are asked for, and its silence is looked at."""
+_MOST_STARTS = 3
+"""How often in a row the engine may fail to start before nothing more is tried."""
+
+
+class EngineRequest:
+    """A request in the engine. Its news are there to be taken as they come; a failure comes as an exception."""
+
+    def __init__(self, number: int, num_prompt_tokens: int, sampling: SamplingParams):
+        self.number, self.num_prompt_tokens, self.sampling = number, num_prompt_tokens, sampling
+        self.submitted_s = time.monotonic()
+        self.has_started = False
+        """Whether a token of it came."""
+        self.num_open = sampling.n
+        """Completions that have not ended."""
+        self._news: list[Progress] = []
+        self._failure: Exception | None = None
+        self._has_news = asyncio.Event()
+
+    async def news(self) -> list[Progress]:
+        """What has come since the last call, at least something. Raises ``RefusedError`` where it failed."""
+        await self._has_news.wait()
+        if self._failure is not None and not self._news:
+            raise self._failure
+        if self._failure is None:
+            self._has_news.clear()
+        news, self._news = self._news, []
+        return news
+
+    def add(self, progress: Progress) -> None:
+        self._news.append(progress)
+        self._has_news.set()
+
+    def fail(self, failure: Exception) -> None:
+        self._failure = failure
+        self._has_news.set()
+
+
+class EngineWatcher(Protocol):
+    """Hears of what happens to an engine and the requests in it."""
+
+    def engine_ready(self, facts: EngineFacts) -> None:
+        """A process is ready that has done nothing yet."""
+
+    def engine_counted(self, metrics: Metrics) -> None:
+        """What the process has counted so far."""
+
+    def engine_ended(self) -> None:
+        """The process is no more, nor anything that was in it."""
+
+    def request_started(self, request: EngineRequest) -> None:
+        """Its first token came."""
+
+    def completion_ended(self, request: EngineRequest, progress: Progress) -> None:
+        """``progress`` is the last of one of its completions."""
+
+    def request_gone(self, request: EngineRequest) -> None:
+        """It has ended, or was cancelled or refused. Told once."""
+
+
+class EngineClient:
+    """Starts an engine's process, and again where it ends by itself or is silent for ``timeout_s`` seconds.
+
+    ``arguments`` are those of ``fastgen.load``. All methods belong to one event loop.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], watcher: EngineWatcher, *, timeout_s: float):
+        self._arguments, self._watcher, self._timeout_s = dict(arguments), watcher, timeout_s
+        self.state: State = "starting"
+        self.facts: EngineFacts | None = None
+        self.status = Status(0, 0, 0)
+        self.num_restarts = 0
+        self.failure: asyncio.Future[str] | None = None
+        """Why the engine could not be started again, once nothing more is tried."""
+        self._heard_s = time.monotonic()
+        self._numbers, self._num_processes = count(), 0
+        self._requests: dict[int, EngineRequest] = {}
+        self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._ready: asyncio.Future[EngineFacts] | None = None
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: asyncio.Task[int] | None = None
+        self._directory = tempfile.TemporaryDirectory(prefix="fastgen-")
+        self._keeper: asyncio.Task[None] | None = None
+        self._counting: asyncio.Task[None] | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose last word has not been taken."""
+        return len(self._requests)
+
+    @property
+    def pid(self) -> int | None:
+        """The process that there is, if any."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> EngineFacts:
+        """Start the process and wait until its model is loaded. Raises ``FastgenError`` where that fails."""
+        self.failure = asyncio.get_running_loop().create_future()
+        facts = await self._launch()
+        self._keeper = asyncio.create_task(self._keep())
+        return facts
+
+    def check_ready(self) -> None:
+        """Raise ``UnavailableError`` where no request can be taken."""
+        if self.state != "ready":
+            retry_after_s = 1.0 if self.facts is None else self.facts.load_s
+            raise UnavailableError(
+                f"the engine is not ready: it is {self.state}; try again in a moment", retry_after_s=retry_after_s
+            )
+
+    def submit(self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool) -> EngineRequest:
+        """Send a request. Whether the engine takes it comes with the first news."""
+        self.check_ready()
+        request = EngineRequest(next(self._numbers), len(prompt_ids), sampling)
+        self._send(Submit(request.number, prompt_ids, pack_sampling(sampling), is_stream))
+        self._requests[request.number] = request
+        return request
+
+    def cancel(self, request: EngineRequest) -> None:
+        """Nobody waits for ``request`` any more. It is gone before the next step."""
+        if self._drop(request) and request.num_open and self.state == "ready":
+            self._send(Cancel(request.number))
+
+    def finish(self, request: EngineRequest) -> None:
+        """All that was told of ``request`` was taken."""
+        self._drop(request)
+
+    async def ask(self, what: str, kind: type[_T]) -> _T:
+        """What the engine answers, between two steps, when asked for ``what``, a key of ``engine_process.ANSWERS``."""
+        self.check_ready()
+        number = next(self._numbers)
+        self._asked[number] = answer = asyncio.get_running_loop().create_future()
+        self._send(Ask(number, what))
+        try:
+            return msgspec.msgpack.decode(await answer, type=kind)
+        finally:
+            self._asked.pop(number, None)
+
+    def fail_all(self, failure: Exception) -> None:
+        """End what is in the engine with ``failure``."""
+        for request in list(self._requests.values()):
+            request.fail(failure)
+            self.cancel(request)
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(failure)
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End the process, by force after ``timeout_s``. What is in it fails."""
+        was_ready, self.state = self.state == "ready", "stopped"
+        self.fail_all(UnavailableError("the server is ending"))
+        for task in (self._keeper, self._counting):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+        if self._ended is not None and not self._ended.done():
+            assert self._process is not None
+            if was_ready:
+                self._send(Stop())
+                await asyncio.wait({self._ended}, timeout=timeout_s)
+            self._process.kill()
+            await self._ended
+        self._close_socket()
+        self._context.term()
+        self._directory.cleanup()
+
+    # --- the process
+
+    async def _launch(self) -> EngineFacts:
+        """Start a process and wait until it is ready."""
+        self._open_socket()
+        self._ready = asyncio.get_running_loop().create_future()
+        process = self._start_process()
+        self._ended = asyncio.create_task(asyncio.to_thread(process.wait))
+        awaited: set[asyncio.Future[Any]] = {self._ready, self._ended}
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        self._receive()  # what it said before it ended
+        if not self._ready.done():
+            raise FastgenError(f"the engine's process {_how(self._ended.result())} while it loaded")
+        self.facts = self._ready.result()
+        self._heard_s = time.monotonic()
+        self._watcher.engine_ready(self.facts)
+        self.state = "ready"
+        return self.facts
+
+    async def _keep(self) -> None:
+        """Watch the process, and start another where it ends, for as long as that works."""
+        while True:
+            why = await self._end_of_process()
+            _log.error("the engine's process %s; starting another", why)
+            self.state = "restarting"
+            self._let_go(EngineDiedError(f"the engine's process {why} while this request was in it; send it again"))
+            for attempt in range(1, _MOST_STARTS + 1):
+                self.num_restarts += 1
+                try:
+                    await self._launch()
+                    break
+                except FastgenError as error:
+                    self._let_go(EngineDiedError(str(error)))
+                    _log.error("the engine did not start, attempt %d of %d: %s", attempt, _MOST_STARTS, error)
+                    if attempt == _MOST_STARTS:
+                        self.state = "failed"
+                        assert self.failure is not None
+                        self.failure.set_result(f"the engine did not start {_MOST_STARTS} times in a row: {error}")
+                        return
+
+    async def _end_of_process(self) -> str:
+        """Wait until the process has ended, and end it where it is silent for too long. Returns how it ended."""
+        assert self._process is not None
+        assert self._ended is not None
+        while not self._ended.done():
+            await asyncio.wait({self._ended}, timeout=_BEAT_S)
+            self._receive()  # what has come while this loop was busy counts
+            silent_s = time.monotonic() - self._heard_s
+            if silent_s > self._timeout_s and not self._ended.done():
+                self._process.kill()
+                await self._ended
+                return f"was silent for {silent_s:.1f} s and was ended"
+            if self._counting is None or self._counting.done():
+                self._counting = asyncio.create_task(self.count())
+        return _how(self._ended.result())
+
+    async def count(self) -> None:
+        """Have the watcher told what the engine has counted, if it is there."""
+        with contextlib.suppress(UnavailableError, EngineDiedError):
+            self._watcher.engine_counted(await self.ask("metrics", Metrics))
+
+    def _let_go(self, failure: Exception) -> None:
+        """The process has ended, and with it all that was in it."""
+        self._receive()
+        self.fail_all(failure)
+        self._close_socket()
+        self._watcher.engine_ended()
+
+    def _start_process(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "fastgen.serving.engine_process", self._address(), str(os.getpid())]
+        environment = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
+        self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(json.dumps(self._arguments).encode())
+        return process
+
+    def _address(self) -> str:
+        return f"ipc://{Path(self._directory.name) / f'engine-{self._num_processes}'}"
+
+    def _open_socket(self) -> None:
+        self._num_processes += 1  # each has an address of its own, and hears nothing that was meant for the last
+        socket = self._context.socket(zmq.PAIR)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.bind(self._address())
+        self._socket = socket
+        asyncio.get_running_loop().add_reader(socket.fileno(), self._receive)
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+
+    # --- what is said
+
+    def _send(self, message: ToEngine) -> None:
+        assert self._socket is not None
+        self._socket.send(encoder.encode(message), zmq.NOBLOCK)
+        # The descriptor tells of a change only, and sending may have seen and forgotten one.
+        asyncio.get_running_loop().call_soon(self._receive)
+
+    def _receive(self) -> None:
+        """Take all that has come."""
+        while self._socket is not None:
+            try:
+                message = to_server.decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            self._heard_s = time.monotonic()
+            match message:
+                case Report():
+                    self._take(message)
+                case Reply():
+                    if (asked := self._asked.get(message.number)) is not None and not asked.done():
+                        asked.set_result(message.body)
+                case Ready():
+                    if self._ready is not None and not self._ready.done():
+                        self._ready.set_result(message.facts)
+                case LoadFailed():
+                    if self._ready is not None and not self._ready.done():
+                        self._ready.set_exception(FastgenError(message.error))
+
+    def _take(self, report: Report) -> None:
+        for number in report.started:
+            if (request := self._requests.get(number)) is not None:
+                self._start(request)
+        for progress in report.progress:
+            if (request := self._requests.get(progress.number)) is not None:
+                if progress.token_ids and not request.has_started:
+                    self._start(request)
+                if progress.end is not None:
+                    request.num_open -= 1
+                    self._watcher.completion_ended(request, progress)
+                    if not request.num_open:
+                        self._watcher.request_gone(request)
+                request.add(progress)
+        for refused in report.refused:
+            if (request := self._requests.get(refused.number)) is not None:
+                request.fail(BadRequestError(refused.error))
+                self._drop(request)
+        if report.status is not None:
+            self.status = report.status
+
+    def _start(self, request: EngineRequest) -> None:
+        request.has_started = True
+        self._watcher.request_started(request)
+
+    def _drop(self, request: EngineRequest) -> bool:
+        """Know nothing more of ``request``; whether anything was known."""
+        if self._requests.pop(request.number, None) is None:
+            return False
+        if request.num_open:
+            self._watcher.request_gone(request)
+        return True
+
+
+def _how(status: int) -> str:
+    """How a process ended that has this ``status``."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"

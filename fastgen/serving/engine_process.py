@@ -1,0 +1,250 @@
+"""The process that has the engine. It takes requests and gives tokens, and knows nothing of HTTP or text.
+
+One thread does all: between two steps it takes what has come, and tells what the last one gave. So a step waits for
+nothing, and a request that is cancelled is gone before the next. Run as ``python -m fastgen.serving.engine_process
+ADDRESS PARENT``, with the arguments of ``fastgen.load`` as JSON on standard input; it ends when that parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.models import hub
+from fastgen.runtime.engine import Engine
+from fastgen.runtime.generation import Completion, Generation
+from fastgen.runtime.llm import LLM, load
+from fastgen.runtime.policies import make_policy
+from fastgen.serving.live import live_view
+from fastgen.serving.log_file import move_output_to_log
+from fastgen.serving.messages import (
+    Ask,
+    Cancel,
+    End,
+    EngineFacts,
+    LoadFailed,
+    Progress,
+    Ready,
+    Refused,
+    Reply,
+    Report,
+    Status,
+    Stop,
+    Submit,
+    ToServer,
+    encoder,
+    to_engine,
+    unpack_sampling,
+)
+
+STATUS_S = 0.25
+"""How often a status is told at least, and how long an idle engine sleeps at most."""
+
+_PR_SET_PDEATHSIG = 1
+
+ANSWERS: dict[str, Callable[[Engine], Any]] = {
+    "live": live_view,
+    "metrics": lambda engine: engine.metrics.snapshot(),
+}
+"""What can be asked of an engine, and who computes it, between two steps."""
+
+
+class _Open:
+    """A request that has not ended, and how much of it was told."""
+
+    __slots__ = ("generation", "has_started", "is_stream", "num_told", "number")
+
+    def __init__(self, number: int, generation: Generation, *, is_stream: bool):
+        self.number, self.generation, self.is_stream = number, generation, is_stream
+        self.has_started = False
+        """Whether its first token was told of, if it is no stream."""
+        self.num_told: list[int | None] = [0] * generation.request.sampling.n
+        """Tokens of each completion; ``None`` once its end was told."""
+
+    def news(self) -> list[Progress]:
+        """What was not told yet."""
+        news = []
+        for index, completion in enumerate(self.generation.completions):
+            start, has_ended = self.num_told[index], completion.finish_reason is not None
+            if start is None or not (has_ended or (self.is_stream and start < len(completion.token_ids))):
+                continue
+            logprobs = None if self.generation.request.sampling.logprobs is None else completion.logprobs[start:]
+            end = self._end(completion) if has_ended else None
+            prompt_logprobs = self.generation.prompt_logprobs if index == start == 0 else None
+            news.append(Progress(self.number, index, completion.token_ids[start:], logprobs, end, prompt_logprobs))
+            self.num_told[index] = None if has_ended else len(completion.token_ids)
+        return news
+
+    def _end(self, completion: Completion) -> End:
+        assert completion.finish_reason is not None
+        return End(
+            completion.finish_reason,
+            completion.error,
+            completion.score,
+            self.generation.metrics_of(completion),
+        )
+
+
+class EngineLoop:
+    """Runs ``engine`` for the server at the other end of ``socket``, until that says so or ``is_orphan()``."""
+
+    def __init__(self, engine: Engine, socket: zmq.Socket[bytes], *, is_orphan: Callable[[], bool]):
+        self._engine, self._socket, self._is_orphan = engine, socket, is_orphan
+        self._open: dict[int, _Open] = {}
+        self._by_request_id: dict[int, _Open] = {}
+        self._refused: list[Refused] = []
+        self._ended: list[Generation] = []
+        engine.on_end = self._ended.append
+        self._num_steps, self._told_s, self._is_stopped = 0, 0.0, False
+
+    def run(self) -> None:
+        """Take, step, tell, until it is told to stop."""
+        while not self._is_stopped and not self._is_orphan():
+            self._receive()
+            if self._engine.has_work:
+                self._engine.step()
+                self._num_steps += 1
+            self._tell()
+
+    def _receive(self) -> None:
+        """Take all that has come. Where there is nothing to run, wait for it."""
+        if not self._engine.has_work or self._engine.idle_s:
+            idle_s = min(self._engine.idle_s, STATUS_S) if self._engine.has_work else STATUS_S
+            self._socket.poll(math.ceil(1000 * idle_s))
+        while not self._is_stopped:
+            try:
+                message = to_engine.decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            match message:
+                case Submit():
+                    self._submit(message)
+                case Cancel():
+                    self._cancel(message.number)
+                case Ask():
+                    body = msgspec.Raw(encoder.encode(ANSWERS[message.what](self._engine)))
+                    self._send(Reply(message.number, body))
+                case Stop():
+                    self._is_stopped = True
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            generation = self._engine.submit(message.prompt_ids, unpack_sampling(message.sampling))
+        except InvalidArgumentError as error:
+            self._refused.append(Refused(message.number, str(error)))
+            return
+        opened = _Open(message.number, generation, is_stream=message.is_stream)
+        self._open[message.number] = self._by_request_id[generation.request.request_id] = opened
+
+    def _cancel(self, number: int) -> None:
+        opened = self._open.pop(number, None)
+        if opened is not None:
+            del self._by_request_id[opened.generation.request.request_id]
+            self._engine.cancel(opened.generation)
+
+    def _tell(self) -> None:
+        """Send what the last step gave, and how much is to be done."""
+        progress: list[Progress] = []
+        started: list[int] = []
+        for request_id in dict.fromkeys(sequence.request.request_id for sequence in self._engine.scheduler.running):
+            opened = self._by_request_id.get(request_id)
+            if opened is None:
+                continue
+            if opened.is_stream:
+                progress += opened.news()
+            elif not opened.has_started and opened.generation.completions[0].token_ids:
+                opened.has_started = True
+                started.append(opened.number)
+        for generation in self._ended:
+            opened = self._by_request_id.get(generation.request.request_id)
+            if opened is not None:
+                progress += opened.news()
+                if generation.finished:
+                    del self._open[opened.number], self._by_request_id[generation.request.request_id]
+        self._ended.clear()
+        now_s = time.monotonic()
+        is_due = now_s - self._told_s >= STATUS_S
+        if not (progress or started or self._refused or is_due):
+            return
+        status = None
+        if is_due:
+            scheduler = self._engine.scheduler
+            status = Status(len(scheduler.running), scheduler.num_waiting, self._num_steps)
+            self._told_s = now_s
+        self._send(Report(progress, started, self._refused, status))
+        self._refused = []
+
+    def _send(self, message: ToServer) -> None:
+        self._socket.send(encoder.encode(message))
+
+
+def main() -> None:
+    """Load, say so, and run."""
+    parent = int(sys.argv[2])
+    _end_with_parent()
+    # A terminal's Ctrl-C and a service manager's SIGTERM reach this process too, but ending is the server's to arrange.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    arguments: dict[str, Any] = json.load(sys.stdin)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.SNDHWM, 0)  # a step never waits for the server; what is on its way is bounded by answers
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(sys.argv[1])
+        began_s = time.monotonic()
+        try:
+            directory = hub.locate(arguments["model"], revision=arguments.get("revision"))
+            llm = load(**_with_policy(arguments))
+        except (FastgenError, OSError) as error:
+            socket.send(encoder.encode(LoadFailed(str(error))))
+            sys.exit(1)
+        move_output_to_log()
+        socket.send(encoder.encode(Ready(_facts(llm, str(directory), time.monotonic() - began_s))))
+        EngineLoop(llm.release_engine(), socket, is_orphan=lambda: os.getppid() != parent).run()
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process with its parent, also while it loads or is in a long step. Where the system
+    cannot, the loop sees that it is an orphan."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _with_policy(arguments: dict[str, Any]) -> dict[str, Any]:
+    """``arguments``, a policy that JSON holds as ``{"name": …}`` and its parameters made one."""
+    policy = arguments.get("policy")
+    if not isinstance(policy, dict):
+        return arguments
+    parameters = {name: value for name, value in policy.items() if name != "name"}
+    return arguments | {"policy": make_policy(policy["name"], parameters)}
+
+
+def _facts(llm: LLM, directory: str, load_s: float) -> EngineFacts:
+    return EngineFacts(
+        directory=directory,
+        architecture=llm.spec.architecture,
+        recipe=llm.spec.recipe,
+        vocab_size=llm.spec.vocab_size,
+        max_model_len=llm.config.max_model_len,
+        max_num_seqs=llm.config.max_num_seqs,
+        token_budget=llm.config.token_budget,
+        block_size=llm.config.block_size,
+        num_blocks=llm.config.num_blocks,
+        ledger=str(llm.ledger),
+        load_s=load_s,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""gRPC: ``fastgen.proto``, what it means in Python, and the server."""

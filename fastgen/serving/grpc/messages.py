@@ -1,0 +1,234 @@
+"""The messages of ``fastgen.proto``, and between them and what they stand for.
+
+The classes are made at import from ``fastgen.protoset``, the same file compiled, which unlike generated Python goes
+with any version of protobuf. After a change of ``fastgen.proto``, in this directory::
+
+    python -m grpc_tools.protoc -I . --descriptor_set_out=fastgen.protoset fastgen.proto
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
+from fastgen.runtime.response_format import ResponseFormat
+
+PACKAGE = "fastgen.v1"
+SERVICE = f"{PACKAGE}.Generation"
+PROTOSET = Path(__file__).with_name("fastgen.protoset")
+
+pool = descriptor_pool.DescriptorPool()  # of its own: a program may hold another version of the same file
+for _file in descriptor_pb2.FileDescriptorSet.FromString(PROTOSET.read_bytes()).file:
+    pool.AddSerializedFile(_file.SerializeToString())
+
+
+def pool_with(*modules: Any) -> Any:
+    """The pool, with the files of generated ``modules`` beside ours."""
+    for module in modules:
+        pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
+    return pool
+
+
+def message_class(name: str) -> Any:
+    """The class of the message with this full name."""
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
+
+
+GenerateRequest = message_class(f"{PACKAGE}.GenerateRequest")
+GenerateResponse = message_class(f"{PACKAGE}.GenerateResponse")
+GenerateChunk = message_class(f"{PACKAGE}.GenerateChunk")
+ChatRequest = message_class(f"{PACKAGE}.ChatRequest")
+ModelInfoRequest = message_class(f"{PACKAGE}.ModelInfoRequest")
+ModelInfoResponse = message_class(f"{PACKAGE}.ModelInfoResponse")
+TerminateRequest = message_class(f"{PACKAGE}.TerminateRequest")
+TerminateResponse = message_class(f"{PACKAGE}.TerminateResponse")
+
+_FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+_EARLY_STOPPING = (False, True, "never")  # in the order of the enumeration
+
+
+def refuse_unknown_fields(message: Message) -> None:
+    """Raise ``InvalidArgumentError`` where ``message`` has fields, at any depth, that this version does not know."""
+    for unknown in UnknownFieldSet(message):
+        raise InvalidArgumentError(
+            f"field {unknown.field_number} of {message.DESCRIPTOR.name} is not known to this server; it may be newer"
+        )
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for inner in value if field.is_repeated else (value,):
+            refuse_unknown_fields(inner)
+
+
+def sampling_fields(message: Any) -> dict[str, Any]:
+    """The fields that are set of a ``SamplingParams`` message, for ``fastgen.SamplingParams``."""
+    return {field.name: _READERS.get(field.name, _same)(value) for field, value in message.ListFields()}
+
+
+def set_sampling(message: Any, fields: Mapping[str, Any]) -> None:
+    """Put ``fields``, as ``fastgen.SamplingParams`` holds them, into a ``SamplingParams`` message."""
+    for name, value in fields.items():
+        try:
+            _set(message, name, value)
+        except (ValueError, TypeError) as error:
+            raise InvalidArgumentError(f"{name} cannot be sent by gRPC: {error}") from None
+
+
+def _set(message: Any, name: str, value: Any) -> None:
+    if value is None:
+        return
+    match name:
+        case "logit_bias":
+            message.logit_bias.update(value)
+        case "stop" | "stop_token_ids":
+            getattr(message, name).extend(value)
+        case "seed":
+            message.seed = value % 2**64
+        case "early_stopping":
+            message.early_stopping = _EARLY_STOPPING.index(value)
+        case "response_format":
+            if value.kind == "json_object":
+                message.response_format.json_object.SetInParent()
+            else:
+                setattr(message.response_format, value.kind, value.text)
+        case _:
+            setattr(message, name, value)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _early_stopping(value: int) -> bool | str:
+    if value not in range(len(_EARLY_STOPPING)):
+        raise InvalidArgumentError(f"early_stopping must be one of EarlyStopping's values, not {value}")
+    return _EARLY_STOPPING[value]
+
+
+def _response_format(message: Any) -> ResponseFormat:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgumentError("response_format: one of its kinds must be set")
+    return ResponseFormat(kind, "" if kind == "json_object" else getattr(message, kind))
+
+
+_READERS: dict[str, Any] = {
+    "logit_bias": dict,
+    "stop": tuple,
+    "stop_token_ids": tuple,
+    "early_stopping": _early_stopping,
+    "response_format": _response_format,
+}
+
+
+def conversation(request: Any) -> list[dict[str, Any]]:
+    """The messages of a ``ChatRequest``, as ``LLM.chat`` takes them."""
+    messages = []
+    for index, message in enumerate(request.messages):
+        more = json.loads(message.more) if message.more else {}
+        if not isinstance(more, dict):
+            raise InvalidArgumentError(f"message {index}: more must be a JSON object")
+        messages.append({**more, "role": message.role, "content": message.content})
+    return messages
+
+
+def set_conversation(request: Any, messages: list[dict[str, Any]]) -> None:
+    """Put ``messages``, whose contents are text, into a ``ChatRequest``."""
+    for message in messages:
+        more = {name: value for name, value in message.items() if name not in ("role", "content")}
+        request.messages.add(role=message["role"], content=message["content"], more=json.dumps(more) if more else "")
+
+
+def pack_output(output: GenerationOutput) -> Any:
+    """``output`` and its other completions as a ``GenerateResponse``."""
+    response = GenerateResponse(request_id=output.request_id, prompt_token_ids=output.prompt_token_ids)
+    if output.prompt_logprobs is not None:
+        _pack_logprobs(response.prompt_logprobs, output.prompt_logprobs)
+    for completion in output.completions:
+        metrics = completion.metrics
+        packed = response.completions.add(
+            index=completion.index,
+            text=completion.text,
+            token_ids=completion.token_ids,
+            finish_reason=pack_finish_reason(completion.finish_reason),
+            error=completion.error,
+            score=completion.score,
+            metrics={name: value for name, value in vars(metrics).items() if value is not None},
+        )
+        if completion.logprobs is not None:
+            _pack_logprobs(packed.logprobs, completion.logprobs)
+    return response
+
+
+def unpack_output(response: Any) -> GenerationOutput:
+    """The inverse of :func:`pack_output`."""
+    prompt_token_ids = list(response.prompt_token_ids)
+    prompt_logprobs = _unpack_logprobs(response.prompt_logprobs) if response.HasField("prompt_logprobs") else None
+    others: tuple[GenerationOutput, ...] = ()
+    for packed in reversed(response.completions):
+        metrics = packed.metrics
+        completion = GenerationOutput(
+            request_id=response.request_id,
+            index=packed.index,
+            text=packed.text,
+            token_ids=list(packed.token_ids),
+            finish_reason=_finish_reason(packed.finish_reason),
+            prompt_token_ids=prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            logprobs=cast("list[Logprobs]", _unpack_logprobs(packed.logprobs)) if packed.HasField("logprobs") else None,
+            error=packed.error if packed.HasField("error") else None,
+            score=packed.score if packed.HasField("score") else None,
+            metrics=RequestMetrics(
+                queue_s=metrics.queue_s,
+                ttft_s=metrics.ttft_s if metrics.HasField("ttft_s") else None,
+                gaps_s=list(metrics.gaps_s),
+                cached_tokens=metrics.cached_tokens,
+                accepted_drafts=metrics.accepted_drafts,
+                preemptions=metrics.preemptions,
+            ),
+            others=others if packed.index == 0 else (),
+        )
+        others = (completion, *others)
+    return others[0]
+
+
+def unpack_chunk(chunk: Any) -> GenerationChunk:
+    """What a ``GenerateChunk`` adds to its completion."""
+    return GenerationChunk(
+        index=chunk.index,
+        text=chunk.text,
+        token_ids=list(chunk.token_ids),
+        finish_reason=_finish_reason(chunk.finish_reason) if chunk.finish_reason else None,
+    )
+
+
+def pack_finish_reason(reason: FinishReason) -> int:
+    return 1 + _FINISH_REASONS.index(reason)
+
+
+def _finish_reason(value: int) -> FinishReason:
+    return _FINISH_REASONS[value - 1]
+
+
+def _pack_logprobs(message: Any, entries: list[Any]) -> None:
+    message.SetInParent()
+    for entry in entries:
+        position = message.positions.add()
+        if entry is not None:
+            position.token_ids.extend(entry)
+            position.logprobs.extend(entry.values())
+
+
+def _unpack_logprobs(message: Any) -> list[Logprobs | None]:
+    return [
+        dict(zip(position.token_ids, position.logprobs, strict=True)) if position.token_ids else None
+        for position in message.positions
+    ]

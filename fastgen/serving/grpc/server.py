@@ -1,0 +1,261 @@
+"""The gRPC server: beside HTTP in the same event loop, over the same service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NoReturn
+
+import grpc
+from grpc.aio import ServicerContext
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.serving.api_keys import ApiKeys, bearer
+from fastgen.serving.ending import Ending
+from fastgen.serving.grpc import messages
+from fastgen.serving.options import ServeOptions
+from fastgen.serving.refusals import (
+    BadRequestError,
+    EngineDiedError,
+    OverloadedError,
+    RefusedError,
+    TooLargeError,
+    UnauthorizedError,
+    UnavailableError,
+    UnknownModelError,
+)
+from fastgen.serving.service import Running, Service
+
+_STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
+    BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    TooLargeError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    UnauthorizedError: grpc.StatusCode.UNAUTHENTICATED,
+    OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    EngineDiedError: grpc.StatusCode.ABORTED,
+}
+"""Any other is ``INTERNAL``."""
+_WATCH_S = 0.1
+"""How often somebody who watches the server's health is told of a change."""
+
+
+class GenerationServicer:
+    """The methods of ``fastgen.v1.Generation``, for who has one of ``keys``."""
+
+    def __init__(self, service: Service, keys: ApiKeys, ending: Ending):
+        self._service, self._keys, self._ending = service, keys, ending
+
+    async def generate(self, request: Any, context: ServicerContext) -> Any:
+        async with await self._submit(request, self._encode_prompt, context, is_stream=False) as running:
+            return messages.pack_output(await running.output())
+
+    async def generate_stream(self, request: Any, context: ServicerContext) -> AsyncIterator[Any]:
+        async for chunk in self._stream(request, self._encode_prompt, context):
+            yield chunk
+
+    async def chat(self, request: Any, context: ServicerContext) -> Any:
+        async with await self._submit(request, self._encode_chat, context, is_stream=False) as running:
+            return messages.pack_output(await running.output())
+
+    async def chat_stream(self, request: Any, context: ServicerContext) -> AsyncIterator[Any]:
+        async for chunk in self._stream(request, self._encode_chat, context):
+            yield chunk
+
+    async def model_info(self, request: Any, context: ServicerContext) -> Any:
+        self._keys.check(_bearer(context))
+        return messages.ModelInfoResponse(**self._service.info())
+
+    async def terminate(self, request: Any, context: ServicerContext) -> Any:
+        self._ending.ask(_bearer(context))
+        return messages.TerminateResponse()
+
+    async def _stream(
+        self, request: Any, encode: Callable[[Any], list[int]], context: ServicerContext
+    ) -> AsyncIterator[Any]:
+        async with await self._submit(request, encode, context, is_stream=True) as running:
+            pending: Any = None  # held back by one, for the last of all has the whole answer
+            async for updates in running:
+                for update in updates:
+                    if pending is not None:
+                        yield pending
+                    pending = messages.GenerateChunk(
+                        index=update.index,
+                        text=update.text,
+                        token_ids=update.token_ids,
+                        finish_reason=messages.pack_finish_reason(update.end.reason) if update.end else None,
+                    )
+                if not running.finished:
+                    yield pending
+                    pending = None
+            pending.response.CopyFrom(messages.pack_output(await running.output()))
+            yield pending
+
+    async def _submit(
+        self, request: Any, encode: Callable[[Any], list[int]], context: ServicerContext, *, is_stream: bool
+    ) -> Running:
+        self._keys.check(_bearer(context))
+        messages.refuse_unknown_fields(request)
+        fields = messages.sampling_fields(request.sampling)
+        sampling = SamplingParams.from_fields(self._service.codec.default_sampling, **fields)
+        prompt_ids = await asyncio.to_thread(encode, request)
+        request_id = dict(context.invocation_metadata() or ()).get("x-request-id", "")
+        return await self._service.submit(prompt_ids, sampling, is_stream=is_stream, request_id=str(request_id))
+
+    def _encode_prompt(self, request: Any) -> list[int]:
+        match request.WhichOneof("prompt"):
+            case "text":
+                return self._service.codec.encode(request.text)
+            case "token_ids":
+                return self._service.codec.encode(list(request.token_ids.ids))
+            case _:
+                raise InvalidArgumentError("prompt: text or token_ids must be set")
+
+    def _encode_chat(self, request: Any) -> list[int]:
+        return self._service.codec.encode_chat(messages.conversation(request))
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no types
+    """The standard health service, which tells the state as it is."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def Check(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802 (the name is the protocol's)
+        if (status := self._status(request.service)) is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"service {request.service!r} is not served here")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: Any, context: ServicerContext) -> AsyncIterator[Any]:  # noqa: N802
+        told = None
+        while True:
+            status = self._status(request.service)
+            if status is None:
+                status = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            if status != told:
+                yield health_pb2.HealthCheckResponse(status=status)
+                told = status
+            await asyncio.sleep(_WATCH_S)
+
+    def _status(self, name: str) -> Any:
+        if name not in ("", messages.SERVICE):
+            return None
+        response = health_pb2.HealthCheckResponse
+        return response.SERVING if self._service.state == "ready" else response.NOT_SERVING
+
+
+class GrpcServer:
+    """All services over ``service``, where ``options`` ask for gRPC; nothing otherwise."""
+
+    def __init__(self, service: Service, options: ServeOptions, ending: Ending):
+        self._service, self._options, self._ending = service, options, ending
+        self._server: grpc.aio.Server | None = None
+        self.address: str | None = None
+        """Where it is served: ``host:port``, with ``grpcs://`` before it where that is TLS."""
+
+    async def start(self) -> None:
+        """Listen and serve. Raises ``InvalidArgumentError`` where that cannot be."""
+        if self._options.grpc_port is None:
+            return
+        limits = self._options.connections
+        self._server = server = grpc.aio.server(
+            options=(("grpc.max_receive_message_length", limits.max_body_bytes), ("grpc.so_reuseport", 0))
+        )
+        server.add_generic_rpc_handlers(
+            (_handlers(GenerationServicer(self._service, self._options.api_keys, self._ending)),)
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(self._service), server)
+        health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        names = (messages.SERVICE, health, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server, pool=messages.pool_with(health_pb2, reflection_pb2))
+        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
+        asked = f"{host}:{self._options.grpc_port}"
+        try:
+            port = self._listen(server, asked)
+        except RuntimeError as error:
+            raise InvalidArgumentError(f"cannot listen on {asked} for gRPC: {error}") from None
+        await server.start()
+        self.address = f"{host}:{port}" if self._options.tls_cert is None else f"grpcs://{host}:{port}"
+
+    def _listen(self, server: grpc.aio.Server, address: str) -> int:
+        certificate, key = self._options.tls_cert, self._options.tls_key
+        if certificate is None or key is None:
+            return int(server.add_insecure_port(address))
+        pair = (key.read_bytes(), certificate.read_bytes())
+        return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+
+    async def stop(self, timeout_s: float) -> None:
+        """Take no more calls, and cut after ``timeout_s`` what is still open."""
+        if self._server is not None:
+            await self._server.stop(timeout_s)
+
+
+def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:
+    behaviours: Mapping[str, Any] = {
+        "Generate": servicer.generate,
+        "GenerateStream": servicer.generate_stream,
+        "Chat": servicer.chat,
+        "ChatStream": servicer.chat_stream,
+        "ModelInfo": servicer.model_info,
+        "Terminate": servicer.terminate,
+    }
+    handlers = {}
+    for method in messages.pool.FindServiceByName(messages.SERVICE).methods:
+        behaviour = behaviours[method.name]
+        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        handlers[method.name] = make(
+            _stream_in_statuses(behaviour) if method.server_streaming else _in_statuses(behaviour),
+            request_deserializer=messages.message_class(method.input_type.full_name).FromString,
+            response_serializer=messages.message_class(method.output_type.full_name).SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)
+
+
+def _in_statuses(
+    behaviour: Callable[[Any, ServicerContext], Awaitable[Any]],
+) -> Callable[[Any, ServicerContext], Awaitable[Any]]:
+    """``behaviour``, what it raises on purpose as a status."""
+
+    async def run(request: Any, context: ServicerContext) -> Any:
+        try:
+            return await behaviour(request, context)
+        except (RefusedError, InvalidArgumentError) as error:
+            await _abort(context, error)
+
+    return run
+
+
+def _stream_in_statuses(
+    behaviour: Callable[[Any, ServicerContext], AsyncIterator[Any]],
+) -> Callable[[Any, ServicerContext], AsyncIterator[Any]]:
+    async def run(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except (RefusedError, InvalidArgumentError) as error:
+            await _abort(context, error)
+
+    return run
+
+
+async def _abort(context: ServicerContext, error: RefusedError | InvalidArgumentError) -> NoReturn:
+    status = grpc.StatusCode.INTERNAL
+    if isinstance(error, InvalidArgumentError):
+        status = grpc.StatusCode.INVALID_ARGUMENT
+    for kind, its in _STATUSES.items():
+        if isinstance(error, kind):
+            status = its
+    trailing: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, OverloadedError | UnavailableError):
+        trailing = (("retry-after-ms", str(round(1000 * error.retry_after_s))),)
+    await context.abort(status, str(error), trailing)
+    raise AssertionError("abort raises")
+
+
+def _bearer(context: ServicerContext) -> str | None:
+    """What the call's metadata has as ``authorization: Bearer …``."""
+    given = dict(context.invocation_metadata() or ()).get("authorization")
+    return bearer(given) if isinstance(given, str) else None

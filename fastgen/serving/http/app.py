@@ -1,0 +1,47 @@
+"""The application: which paths there are."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Response
+
+import fastgen
+from fastgen.serving.http.errors import add_error_handlers
+from fastgen.serving.http.generate import generate_routes
+from fastgen.serving.http.openai_chat import chat_routes
+from fastgen.serving.http.openai_completions import completion_routes
+from fastgen.serving.http.openai_models import model_routes
+from fastgen.serving.http.page import live_routes, page_routes
+from fastgen.serving.options import ServeOptions
+from fastgen.serving.prometheus import CONTENT_TYPE
+from fastgen.serving.service import Service
+from fastgen.serving.tool_formats import tool_format_named
+
+
+def create_app(service: Service, options: ServeOptions) -> FastAPI:
+    """All of HTTP, over ``service``, which may still be starting."""
+    app = FastAPI(title="fastgen", docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """The server is alive, whatever its engine does."""
+        return Response()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 where requests are taken, else 503, with the state as text."""
+        return Response(service.state, 200 if service.state == "ready" else 503, media_type="text/plain")
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """All counters, for Prometheus."""
+        return Response(await service.metrics_text(), media_type=CONTENT_TYPE)
+
+    app.include_router(generate_routes(service))
+    tool_format = None if options.tool_format is None else tool_format_named(options.tool_format)
+    app.include_router(model_routes(service, fastgen.__version__))
+    app.include_router(completion_routes(service))
+    app.include_router(chat_routes(service, tool_format))
+    app.include_router(page_routes())
+    app.include_router(live_routes(service))
+    return app

@@ -1,0 +1,123 @@
+"""Connections that can neither be too many, nor too slow, nor half open for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.responses import JSONResponse
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from fastgen.serving.http.errors import error_response
+from fastgen.serving.options import ConnectionLimits
+from fastgen.serving.refusals import BadRequestError, OverloadedError, RequestTimeoutError, TooLargeError
+
+_MAX_HEAD_BYTES = 64 << 10
+
+
+class LimitedConnection(HttpToolsProtocol):
+    """A connection that keeps to ``limits``. What it may not do is answered with an error where that is possible, and
+    then it is closed; see :func:`close_slow` for what takes too long.
+    """
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ):
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._is_one_too_many = False
+        self._head_since_s: float | None = None
+        """Since when the head of a request is awaited."""
+        self._num_head_bytes = 0
+        self._stuck_since_s: float | None = None
+        """Since when the client has taken too little of what waits for it, or all of it waits to be closed."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_since_s = time.monotonic()
+        num_more = len(self.connections) - self._limits.max_connections
+        self._is_one_too_many = num_more > 0
+        if num_more > self._limits.max_connections:  # there is not even room to say so to each
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_one_too_many:  # read first, or closing would cut the answer off
+            limit = self._limits.max_connections
+            self._refuse(OverloadedError(f"{limit} connections are open, no more are taken", retry_after_s=1.0))
+            return
+        super().data_received(data)
+        if self._head_since_s is not None:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > _MAX_HEAD_BYTES:
+                self._refuse(TooLargeError(f"the head of a request may have {_MAX_HEAD_BYTES} bytes"))
+
+    def on_message_begin(self) -> None:
+        self._unset_keepalive_if_required()
+        self._head_since_s = time.monotonic()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head_since_s, self._num_head_bytes = None, 0
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(BadRequestError("this is not HTTP/1.1"))
+
+    def eof_received(self) -> None:
+        """The client sends no more. Whether it is gone altogether cannot be told, so it counts as gone; if it still
+        listens it hears why there is no answer."""
+        if self.cycle is not None and not self.cycle.response_complete and not self.cycle.response_started:
+            self._refuse(BadRequestError("the client closed its side before it had its answer, which ends the request"))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck_since_s = time.monotonic()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stuck_since_s = None
+
+    def close_if_slow(self, now_s: float) -> None:
+        """Close it where its client takes more time than it has."""
+        if self.transport.is_closing() and self._stuck_since_s is None:
+            self._stuck_since_s = now_s
+        if self._stuck_since_s is not None and now_s - self._stuck_since_s > self._limits.write_timeout_s:
+            self.transport.abort()
+        elif self._head_since_s is not None and now_s - self._head_since_s > self._limits.header_timeout_s:
+            self._head_since_s = None
+            if self._num_head_bytes:
+                self._refuse(RequestTimeoutError("the head of the request did not come in time"))
+            else:
+                self.transport.close()
+
+    def _refuse(self, error: Exception) -> None:
+        """Answer with ``error`` and nothing else, and close."""
+        if self.transport.is_closing():
+            return
+        response: JSONResponse = error_response(error)
+        content = [STATUS_LINE[response.status_code], b"connection: close\r\n"]
+        content += [b"%b: %b\r\n" % header for header in response.raw_headers]
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write(b"".join([*content, b"\r\n", response.body]))
+        self.transport.close()
+
+
+async def close_slow(server_state: ServerState, limits: ConnectionLimits) -> None:
+    """Look again and again for connections whose clients take too long, until this is cancelled."""
+    every_s = min(limits.header_timeout_s, limits.write_timeout_s, 4.0) / 4
+    while True:
+        await asyncio.sleep(every_s)
+        now_s = time.monotonic()
+        for connection in list(server_state.connections):
+            if isinstance(connection, LimitedConnection):
+                connection.close_if_slow(now_s)

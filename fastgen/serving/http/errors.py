@@ -1,0 +1,173 @@
+"""Errors as OpenAI words them: a status, and a body that says what kind, what is wrong, and which field it is about."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from typing_extensions import TypedDict
+
+from fastgen.errors import GenerationError
+from fastgen.serving.http.openai_sampling import named_refusal
+from fastgen.serving.refusals import (
+    BadRequestError,
+    EngineDiedError,
+    OverloadedError,
+    RefusedError,
+    RequestTimeoutError,
+    TooLargeError,
+    UnauthorizedError,
+    UnavailableError,
+    UnknownModelError,
+)
+
+_log = logging.getLogger("fastgen.serving")
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    """The field that the error is about."""
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetail
+
+
+# Of each refusal its status, type and code; the first that fits counts.
+_KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
+    (BadRequestError, 400, "invalid_request_error", None),
+    (UnauthorizedError, 401, "authentication_error", "invalid_api_key"),
+    (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
+    (RequestTimeoutError, 408, "invalid_request_error", "request_timeout"),
+    (TooLargeError, 413, "invalid_request_error", "request_too_large"),
+    (OverloadedError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (UnavailableError, 503, "server_error", "unavailable"),
+    (EngineDiedError, 500, "server_error", "engine_died"),
+    (GenerationError, 500, "server_error", "generation_failed"),
+)
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": description}
+    for status, description in (
+        (400, "The request is malformed, out of range, or cannot be honoured"),
+        (401, "No API key, or one that is not known"),
+        (404, "The model is not served here"),
+        (408, "The request itself took too long to come"),
+        (413, "More than this server takes"),
+        (429, "The server has as much to do as it takes; Retry-After says when to come again"),
+        (500, "The request failed while it ran"),
+        (503, "The server is starting, or ending"),
+    )
+}
+"""What endpoints answer beside what they are for, for the OpenAPI document."""
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def error_body(error: Exception) -> tuple[int, ErrorBody]:
+    """The status and the body for a failure that was foreseen."""
+    if isinstance(error, BadRequestError) and error.param is None:
+        error = named_refusal(str(error), code=error.code)  # of the engine, which has names of its own
+    for of, status, kind, code in _KINDS:
+        if isinstance(error, of):
+            return status, _body(
+                str(error), kind, param=getattr(error, "param", None), code=getattr(error, "code", None) or code
+            )
+    return 500, _body(str(error), "server_error")
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """An answer that says why there is none."""
+    status, body = error_body(error)
+    headers = {}
+    if (retry_after_s := getattr(error, "retry_after_s", None)) is not None:
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    if (predicted_ttft_s := getattr(error, "predicted_ttft_s", None)) is not None:
+        headers["x-predicted-ttft-s"] = f"{predicted_ttft_s:.3f}"
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(body, status, headers)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Have every error of ``app`` answered in OpenAI's words."""
+    app.add_exception_handler(RefusedError, _refused)
+    app.add_exception_handler(GenerationError, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unforeseen)
+
+
+def _body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> ErrorBody:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    return error_response(error)
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return error_response(invalid_request(error.errors(), error.body))
+
+
+async def _http(request: Request, error: Exception) -> JSONResponse:
+    """What routing says: no such path, no such method."""
+    assert isinstance(error, HTTPException)
+    kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(_body(message, kind), error.status_code, error.headers)
+
+
+async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return JSONResponse(_body("the server failed to answer this request", "server_error"), 500)
+
+
+def invalid_request(errors: Sequence[Any], body: Any) -> BadRequestError:
+    """One refusal for what pydantic found wrong with ``body``, about the field that lies deepest: of the readings that
+    a field has, that is the one meant."""
+    found = [(_place(each["loc"], body), each) for each in errors]
+    place, first = max(found, key=lambda one: len(one[0]))
+    if first["type"] == "json_invalid":
+        return BadRequestError(f"the body is not JSON: {first['ctx']['error']}")
+    messages = dict.fromkeys(_said(each) for at, each in found if at == place)
+    param = _spelled(place)
+    about = f"{param}: " if param else "the body: "
+    return BadRequestError(about + ", or ".join(messages), param=param or None)
+
+
+def _place(location: Sequence[Any], body: Any) -> tuple[Any, ...]:
+    """The steps of ``location`` that are there in ``body``, or would be; the others name readings."""
+    place: list[Any] = []
+    value: Any = body
+    steps = location[1:] if location[:1] == ("body",) else location
+    for number, step in enumerate(steps):
+        is_there = step in value if isinstance(value, dict) else isinstance(value, list) and step in range(len(value))
+        if is_there:
+            value = value[step]
+        elif not (isinstance(value, dict) and number == len(steps) - 1):
+            continue
+        place.append(step)
+    return tuple(place)
+
+
+def _spelled(place: tuple[Any, ...]) -> str:
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+    return text.removeprefix(".")[:200]
+
+
+def _said(error: Any) -> str:
+    if error["type"] == "extra_forbidden":
+        return "this field is not known"
+    if error["type"] == "missing":
+        return "this field is required"
+    message: str = error["msg"]
+    return message[:1].lower() + message[1:300]

@@ -1,0 +1,142 @@
+"""What every HTTP request goes through before the application sees it: a name, a key, a body of a size that is taken,
+and a line in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fastgen.serving.api_keys import bearer
+from fastgen.serving.http.errors import error_response
+from fastgen.serving.options import ServeOptions
+from fastgen.serving.prometheus import ServerMetrics
+from fastgen.serving.refusals import RefusedError, RequestTimeoutError, TooLargeError, UnauthorizedError
+
+OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/version", "/terminate")
+"""What may be asked without a key, and everything below :data:`OPEN_FOLDER`: whether the server is there, the page,
+which asks for the key, and what takes another token too."""
+OPEN_FOLDER = "/page/"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
+_log = logging.getLogger("fastgen.serving.requests")
+
+
+class Guard:
+    """An ASGI application in front of another. The request's name is in ``request.state.request_id`` there, and in the
+    header ``x-request-id`` of the answer; its body comes whole. ``metrics`` counts what was answered.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
+        self._app, self._options, self._metrics = app, options, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began_s = time.monotonic()
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status, body = 0, b""
+
+        async def named_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            self._check_key(scope["path"], headers)
+            found = await self._body(headers, receive)
+            if found is None:
+                return
+            body = found
+            await self._app(scope, _whole(body, receive), named_send)
+        except RefusedError as error:
+            response = error_response(error)
+            response.headers["connection"] = "close"  # what is left of the body is not read
+            self._metrics.refused(_REASONS[type(error)])
+            await response(scope, receive, named_send)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.http_request(route, scope["method"], status or 499)
+            if self._options.log_requests:
+                self._note(scope, request_id, status, time.monotonic() - began_s, body)
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
+            self._options.api_keys.check(bearer(headers.get("authorization")))
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
+        """All of the request's body; ``None`` where the client went before it was there."""
+        limits = self._options.connections
+        length = headers.get("content-length")
+        if length is None and "transfer-encoding" not in headers:
+            return b""
+        if length is not None and length.isdecimal() and int(length) > limits.max_body_bytes:
+            raise _too_large(limits.max_body_bytes)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > limits.max_body_bytes:
+                        raise _too_large(limits.max_body_bytes)
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise RequestTimeoutError(f"the body did not come within {limits.body_timeout_s:g} s") from None
+
+    def _note(self, scope: Scope, request_id: str, status: int, took_s: float, body: bytes) -> None:
+        facts = {
+            "request_id": request_id,
+            "client": scope["client"][0] if scope.get("client") else None,
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status or None,
+            "took_s": round(took_s, 6),
+        }
+        if self._options.log_prompts:
+            facts["body"] = body.decode("utf-8", "replace")
+        _log.info("%s %s %s", scope["method"], scope["path"], status or "left", extra={"facts": facts})
+
+
+_REASONS: dict[type[RefusedError], str] = {
+    UnauthorizedError: "api_key",
+    TooLargeError: "body_size",
+    RequestTimeoutError: "body_time",
+}
+
+
+def _too_large(limit: int) -> TooLargeError:
+    return TooLargeError(f"the body of a request may have {limit} bytes")
+
+
+def _request_id(headers: Headers) -> str:
+    """That of the client where it can stand in a header and a log, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _whole(body: bytes, receive: Receive) -> Receive:
+    """Gives ``body`` at once, then what ``receive`` gives."""
+    is_given = False
+
+    async def receive_whole() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_whole

@@ -1,0 +1,137 @@
+"""Messages and tools of a chat, in OpenAI's terms."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints
+from pydantic import Tag as Reading
+from pydantic_core import PydanticCustomError
+
+FunctionName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TextPart(_Part):
+    type: Literal["text"]
+    text: str
+
+
+def _reading(value: Any) -> str:
+    return "parts" if isinstance(value, list) else "text"
+
+
+Content = Annotated[
+    Annotated[str, Reading("text")] | Annotated[list[TextPart], Reading("parts"), Field(max_length=4096)],
+    Discriminator(_reading),
+]
+"""Text, whole or in parts."""
+
+
+class SystemMessage(_Part):
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(_Part):
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+def _arguments(text: str) -> str:
+    try:
+        is_object = text == "" or isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise PydanticCustomError("not_an_object", "must be a JSON object as text: templates render its members")
+    return text
+
+
+class CalledFunction(_Part):
+    name: str
+    arguments: Annotated[str, AfterValidator(_arguments)]
+
+
+class ToolCall(_Part):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(_Part):
+    """What a chat gave back may be sent again as it came."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=128)] = None
+    refusal: None = None
+    annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
+    audio: None = None
+    function_call: None = None
+
+
+class ToolMessage(_Part):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class Function(_Part):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema; left out, a function takes no arguments."""
+    strict: bool | None = None
+    """Arguments keep to the schema; without it only those of a call that ``tool_choice`` demands do."""
+
+
+class Tool(_Part):
+    type: Literal["function"]
+    function: Function
+
+
+class _NamedFunction(_Part):
+    name: FunctionName
+
+
+class NamedTool(_Part):
+    type: Literal["function"]
+    function: _NamedFunction
+
+
+def _choice(value: Any) -> str:
+    return "mode" if isinstance(value, str) else "named"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Reading("mode")] | Annotated[NamedTool, Reading("named")],
+    Discriminator(_choice),
+]
+
+
+def for_template(messages: list[Message], *, has_developer_role: bool) -> list[dict[str, Any]]:
+    """``messages`` as chat templates read them: the arguments of calls as objects, and ``developer`` as ``system``
+    where the template has no such role."""
+    return [_for_template(message, has_developer_role) for message in messages]
+
+
+def _for_template(message: Message, has_developer_role: bool) -> dict[str, Any]:
+    plain = message.model_dump(exclude_none=True)
+    plain.pop("annotations", None)
+    plain.setdefault("content", "")
+    if plain["role"] == "developer" and not has_developer_role:
+        plain["role"] = "system"
+    for call in plain.get("tool_calls", ()):
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+    return plain

@@ -1,0 +1,210 @@
+"""Running what one call asks for: a request for each of its prompts, all of them or none."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.runtime.outputs import GenerationOutput
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.serving.answers import Update
+from fastgen.serving.http.errors import error_body
+from fastgen.serving.http.openai_answers import Usage
+from fastgen.serving.http.streaming import EventStream
+from fastgen.serving.refusals import BadRequestError, UnknownModelError
+from fastgen.serving.service import Running, Service
+
+_LONG_CHARACTERS = 20_000
+"""Texts from this length on are encoded on another thread: it takes longer than a token of others may wait."""
+DONE = b"data: [DONE]\n\n"
+
+
+class Batch:
+    """The requests of one call, one a prompt. Leaving it cancels what is left of them."""
+
+    def __init__(self, running: list[Running]):
+        self._running = running
+
+    @classmethod
+    async def submit(
+        cls,
+        service: Service,
+        prompts: Sequence[list[int]],
+        samplings: Sequence[SamplingParams],
+        *,
+        is_stream: bool,
+        request_id: str,
+        spelled: Mapping[int, str] | None = None,
+    ) -> Self:
+        """Queue all of them. Raises ``RefusedError`` where one of them cannot be; then none is."""
+        batch = cls([])
+        try:
+            for prompt_ids, sampling in zip(prompts, samplings, strict=True):
+                batch._running.append(
+                    await service.submit(
+                        prompt_ids, sampling, is_stream=is_stream, request_id=request_id, spelled=spelled
+                    )
+                )
+        except BaseException:
+            batch.cancel()
+            raise
+        return batch
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        for running in self._running:
+            running.cancel()
+
+    async def outputs(self) -> list[GenerationOutput]:
+        """All of their answers, in the order of the prompts."""
+        return [await running.output() for running in self._running]
+
+    async def updates(self) -> AsyncGenerator[list[tuple[int, Update]], None]:
+        """What has come, each with the number of its prompt."""
+        if len(self._running) == 1:
+            async for updates in self._running[0]:
+                yield [(0, update) for update in updates]
+            return
+        news: asyncio.Queue[list[tuple[int, Update]] | BaseException | None] = asyncio.Queue()
+
+        async def follow(number: int, running: Running) -> None:
+            try:
+                async for updates in running:
+                    news.put_nowait([(number, update) for update in updates])
+                news.put_nowait(None)
+            except Exception as error:
+                news.put_nowait(error)
+
+        tasks = [asyncio.ensure_future(follow(*each)) for each in enumerate(self._running)]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                item = await news.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class StreamUsage:
+    """What the requests of a stream take, counted as it comes."""
+
+    def __init__(self, num_prompt_tokens: int, *, counts_answer: bool = True):
+        self._num_prompt, self._counts_answer = num_prompt_tokens, counts_answer
+        self._num_answer = self._num_cached = 0
+
+    def add(self, update: Update) -> None:
+        if self._counts_answer:
+            self._num_answer += len(update.token_ids)
+        if update.end is not None and update.index == 0:
+            self._num_cached += update.end.metrics.cached_tokens
+
+    def usage(self) -> Usage:
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_answer,
+            "total_tokens": self._num_prompt + self._num_answer,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+        }
+
+
+async def event_stream(events: AsyncGenerator[bytes, None]) -> Response:
+    """A response of ``events`` that begins once the first of them is there: what fails before has a status of its own.
+    What fails later is an event of its own, the last one."""
+    try:
+        first = await anext(events)
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(_told_to_the_end(first, events))
+
+
+async def _told_to_the_end(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with aclosing(events):
+        try:
+            yield first
+            async for event in events:
+                yield event
+        except FastgenError as error:
+            yield b"event: error\n" + event_of(error_body(error)[1])
+        else:
+            yield DONE
+
+
+def event_of(body: Any) -> bytes:
+    """A server-sent event with ``body`` as JSON."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def json_response(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def encode_prompt(service: Service, prompt: str | list[int], *, param: str = "prompt") -> list[int]:
+    """The token ids of a prompt that has room for an answer. Raises ``BadRequestError`` about ``param``."""
+    try:
+        if isinstance(prompt, str) and len(prompt) >= _LONG_CHARACTERS:
+            prompt_ids = await asyncio.to_thread(service.codec.encode, prompt)
+        else:
+            prompt_ids = service.codec.encode(prompt)
+    except InvalidArgumentError as error:
+        raise BadRequestError(str(error), param=param) from error
+    check_prompt(service, prompt_ids, param)
+    return prompt_ids
+
+
+def check_prompt(service: Service, prompt_ids: list[int], param: str) -> None:
+    """Raise ``BadRequestError`` where the model does not have these ids, or no room for an answer behind them."""
+    facts = service.facts
+    if not prompt_ids:
+        raise BadRequestError(f"{param}: a prompt needs at least one token", param=param)
+    if max(prompt_ids) >= facts.vocab_size:
+        raise BadRequestError(
+            f"{param} holds token id {max(prompt_ids)}; the model's ids are 0 to {facts.vocab_size - 1}", param=param
+        )
+    if len(prompt_ids) >= facts.max_model_len:
+        raise BadRequestError(
+            f"{param} has {len(prompt_ids)} tokens; the model takes {facts.max_model_len}, the answer's included",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Raise ``UnknownModelError`` unless ``name``, if one is given, is the model that is served."""
+    if name is not None and name != service.model_name:
+        raise UnknownModelError(f"the model {name!r:.200} does not exist; this server has {service.model_name!r}")
+
+
+def request_id_of(request: Request) -> str:
+    """The name that the request has in logs and headers, or else a new one."""
+    found: str | None = getattr(request.state, "request_id", None)
+    return found or secrets.token_hex(12)
+
+
+def now() -> int:
+    """For ``created``: seconds since 1970."""
+    return int(time.time())

@@ -1,0 +1,123 @@
+"""The page at ``/``: its files, which are public and hold nothing, and what its live view asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from importlib.resources import files
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fastgen.serving.live import LiveView
+from fastgen.serving.refusals import RefusedError, UnavailableError
+from fastgen.serving.service import Service, State
+
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_HEADERS = {
+    # Nothing but this server's own files and answers, nothing inline, and in nobody's frame.
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # kept by browsers, but asked for each time whether it is still the same
+}
+ANSWER_S = 2.0
+"""How long the live view waits for an engine that is in a step."""
+
+
+class Live(msgspec.Struct, kw_only=True):
+    """The server, and its engine where that answers."""
+
+    model: str
+    state: State
+    restarts: int
+    """How often the engine was started again."""
+    has_chat_template: bool | None
+    """``None`` while the model is not loaded."""
+    engine: LiveView | None
+
+
+class _File:
+    """A file of the page as it is served."""
+
+    def __init__(self, name: str, content: bytes):
+        self.content = content
+        self.media_type = _MEDIA_TYPES["." + name.rpartition(".")[2]]
+        self.headers = {**_HEADERS, "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+
+    def response(self, request: Request) -> Response:
+        if self.headers["etag"] in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=self.headers)
+        return Response(self.content, headers=self.headers, media_type=self.media_type)
+
+
+def page_routes() -> APIRouter:
+    """``/``, and ``/page/…`` for the files that it needs. They need no key."""
+    router = APIRouter(include_in_schema=False)
+    folder = files("fastgen.serving").joinpath("page")
+    pages = {entry.name: _File(entry.name, entry.read_bytes()) for entry in folder.iterdir()}
+    index = pages.pop("index.html")
+
+    @router.get("/")
+    async def root(request: Request) -> Response:
+        return index.response(request)
+
+    @router.get("/page/{name}")
+    async def file(name: str, request: Request) -> Response:
+        return pages[name].response(request) if name in pages else Response(status_code=404)
+
+    return router
+
+
+def live_routes(service: Service) -> APIRouter:
+    """``/live``, as JSON: what the server and its engine do at this moment. It follows the page's needs, and so is not
+    part of the documented API.
+    """
+    router = APIRouter(include_in_schema=False)
+    look = _Look(service)
+
+    @router.get("/live")
+    async def live() -> Response:
+        body = msgspec.json.encode(await look.take())
+        return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
+
+    return router
+
+
+class _Look:
+    """Asks the engine once for all who ask at the same time, however many pages are open."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._asked: asyncio.Task[LiveView | None] | None = None
+
+    async def take(self) -> Live:
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.create_task(self._ask())
+        view = await asyncio.shield(self._asked)
+        service = self._service
+        return Live(
+            model=service.model_name,
+            state=service.state,
+            restarts=service.engine.num_restarts,
+            has_chat_template=self._has_chat_template(),
+            engine=view,
+        )
+
+    def _has_chat_template(self) -> bool | None:
+        try:
+            return self._service.codec.has_chat_template
+        except UnavailableError:
+            return None
+
+    async def _ask(self) -> LiveView | None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._service.engine.ask("live", LiveView)
+        except (RefusedError, TimeoutError):
+            return None

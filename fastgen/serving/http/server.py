@@ -1,0 +1,88 @@
+"""The HTTP server: uvicorn, with connections that are limited and requests that are guarded."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.serving.http.connection import LimitedConnection
+from fastgen.serving.http.guard import Guard
+from fastgen.serving.options import ServeOptions
+from fastgen.serving.prometheus import ServerMetrics
+
+FLUSH_S = 5.0
+"""How long the last words of a server that ends may take to reach their clients."""
+_FILES_BESIDE_CONNECTIONS = 256
+
+
+class HttpServer(uvicorn.Server):
+    """Serves ``app`` to those that ``options`` let in; what is answered is counted in ``metrics``. Raises
+    ``InvalidArgumentError`` where TLS cannot be set up. Signals are not its business.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
+        super().__init__(_config(app, options, metrics))
+        metrics.connections.set_function(lambda: len(self.server_state.connections))
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _config(app: ASGIApp, options: ServeOptions, metrics: ServerMetrics) -> uvicorn.Config:
+    limits = options.connections
+    app = Guard(app, options, metrics)
+    if options.allow_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=options.allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "x-predicted-ttft-s"],
+        )
+    config = uvicorn.Config(
+        app,
+        http=partial(LimitedConnection, limits),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=FLUSH_S,  # type: ignore[arg-type]
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
+    )
+    try:
+        config.load()
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot use {options.tls_cert} and {options.tls_key} for TLS: {error}") from error
+    return config
+
+
+def listen(options: ServeOptions) -> socket.socket:
+    """A socket at the address that is asked for. Raises ``InvalidArgumentError`` where that cannot be had."""
+    _allow_files(options.connections.max_connections + _FILES_BESIDE_CONNECTIONS)
+    try:
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
+
+
+def _allow_files(number: int) -> None:
+    """Have this process allowed so many open files, or as many as it can be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < number:
+        most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

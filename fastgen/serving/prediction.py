@@ -1,0 +1,291 @@
+"""When the first token of a request would come: what the engine has to do, gone through before it is done.
+
+A server knows of each request in its engine how long its prompt is, how many tokens it asked for and whether its first
+has come; and how long steps of each size take (:class:`~fastgen.serving.step_speed.StepSpeed`). From these
+:meth:`Load.predict` goes through what the engine will do as SplitFuse does it: those with a seat decode, one token each
+a step; what the budget leaves goes to prompts, those of the same or a more urgent class first, in even shares; who
+waits comes in where an answer that ends leaves a seat and room in the KV cache. Many steps are taken at once, as long
+as they are alike, so a prediction costs time with the number of requests, not of tokens.
+
+Four things are estimated. Prompts count for the share of them that the prefix cache did not have lately. Answers are
+taken to be as long, of what they may be, as those of late. How far the first prompt and the answers have come follows
+from the time that has passed. And preemptions are not foreseen.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from fastgen.runtime.metrics import Metrics
+from fastgen.runtime.policies.splitfuse import captured_sizes
+from fastgen.serving.step_speed import StepSpeed
+
+_LATE = 0.02
+"""The weight of one more answer in the mean share of its length that answers reach."""
+
+
+class EngineSize(NamedTuple):
+    """What bounds a step and who is in it."""
+
+    token_budget: int
+    max_num_seqs: int
+    num_kv_tokens: int
+    """Tokens that the KV cache has room for."""
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request in the engine. ``num_new_tokens`` is what it asked for, of each of its ``num_seqs`` sequences."""
+
+    num_prompt_tokens: int
+    num_new_tokens: int
+    num_seqs: int
+    priority: int
+    order: int
+    submitted_s: float
+    started_s: float | None = None
+    """When its first token came."""
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        return (self.priority, self.order)
+
+
+class Prediction(NamedTuple):
+    """What a request would find; seconds."""
+
+    ttft_s: float
+    gap_s: float
+    """Of the steps in which all decode who then have a seat, and no prompt is computed."""
+
+
+class _Prompt(NamedTuple):
+    num_pending: float
+    num_seqs: int
+    num_answer: float
+    num_held: int
+    """Tokens in the KV cache at its first token."""
+
+
+class Load:
+    """What an engine has to do. Times are seconds of one clock."""
+
+    def __init__(self, size: EngineSize):
+        self._size, self._sizes = size, captured_sizes(size.token_budget)
+        self.speed = StepSpeed()
+        self._waiting: list[Pending] = []
+        """Those without a token, in order of urgency."""
+        self._started: dict[Pending, None] = {}
+        self._num_submitted = 0
+        self.num_waiting_tokens = 0
+        """Of the prompts of those that wait."""
+        self._moved_s = 0.0
+        """When the first of those that wait came to be so."""
+        self._answer_share = 1.0
+        self._computed_share = 1.0
+        self._looked_up = self._hit = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a token yet."""
+        return len(self._waiting)
+
+    def submitted(
+        self, num_prompt_tokens: int, num_new_tokens: int, num_seqs: int, priority: int, now_s: float
+    ) -> Pending:
+        """A request was given to the engine."""
+        self._num_submitted += 1
+        pending = Pending(num_prompt_tokens, num_new_tokens, num_seqs, priority, self._num_submitted, now_s)
+        if not self._waiting:
+            self._moved_s = now_s
+        insort(self._waiting, pending, key=_urgency)
+        self.num_waiting_tokens += num_prompt_tokens
+        return pending
+
+    def started(self, pending: Pending, now_s: float) -> None:
+        """The first token of ``pending`` came."""
+        if pending.started_s is None:
+            self._leave_queue(pending, now_s)
+            pending.started_s = now_s
+            self._started[pending] = None
+
+    def ended(self, pending: Pending, num_generated: int, *, is_whole: bool, now_s: float) -> None:
+        """``pending`` is no more in the engine. ``num_generated`` tokens are of its first sequence; ``is_whole`` tells
+        that it ended by itself.
+        """
+        if pending.started_s is None:
+            self._leave_queue(pending, now_s)
+        else:
+            del self._started[pending]
+        if is_whole:
+            self._answer_share += _LATE * (min(1.0, num_generated / pending.num_new_tokens) - self._answer_share)
+
+    def observe(self, metrics: Metrics, now_s: float) -> None:
+        """What the engine has counted since it was started, as of ``now_s``."""
+        self.speed.observe(metrics.step_seconds, now_s)
+        looked_up = metrics.prefix_cache_lookup_tokens_total - self._looked_up
+        hit = metrics.prefix_cache_hit_tokens_total - self._hit
+        self._looked_up += looked_up
+        self._hit += hit
+        if looked_up > 0:
+            self._computed_share += min(1.0, looked_up / 10_000) * (1 - hit / looked_up - self._computed_share)
+
+    def predict(self, num_prompt_tokens: int, num_seqs: int, priority: int, now_s: float) -> Prediction | None:
+        """What a request would find that came now; ``None`` while too little was measured to tell."""
+        budget, seats, room = self._size
+        num_ahead = bisect_left(self._waiting, (priority + 1, 0), key=_urgency)
+        prompts = [self._prompt(pending) for pending in self._waiting[:num_ahead]]
+        num_own = max(1.0, self._computed_share * num_prompt_tokens)
+        prompts.append(_Prompt(num_own, num_seqs, 1.0, num_prompt_tokens))
+        decoding = self._decoding(now_s)
+        num_then = sum(num for _, num, _ in decoding) + sum(prompt.num_seqs for prompt in prompts)
+        gap_size = self._size_for(min(seats, num_then))
+        if not self.speed.most_tokens or gap_size > self.speed.most_tokens:
+            return None
+        steps = _Steps(self.speed, self._sizes, budget, decoding)
+        ttft_s = steps.first_token_s(prompts, seats, room)
+        if ttft_s is None:
+            return None
+        done_s = min(self._progress_s(now_s), ttft_s)
+        return Prediction(ttft_s - done_s, self.speed.step_s(gap_size))
+
+    def _size_for(self, num_tokens: int) -> int:
+        return self._sizes[min(bisect_left(self._sizes, num_tokens), len(self._sizes) - 1)]
+
+    def _leave_queue(self, pending: Pending, now_s: float) -> None:
+        place = bisect_left(self._waiting, pending.urgency, key=_urgency)
+        assert self._waiting[place] is pending
+        del self._waiting[place]
+        self.num_waiting_tokens -= pending.num_prompt_tokens
+        if place == 0:
+            self._moved_s = now_s
+
+    def _prompt(self, pending: Pending) -> _Prompt:
+        num_answer = max(1.0, self._answer_share * pending.num_new_tokens)
+        return _Prompt(
+            max(1.0, self._computed_share * pending.num_prompt_tokens),
+            pending.num_seqs,
+            num_answer,
+            pending.num_prompt_tokens,
+        )
+
+    def _decoding(self, now_s: float) -> list[tuple[float, int, float]]:
+        """Of those that are being answered: steps that are left, sequences, tokens held in the KV cache."""
+        num_decodes = min(self._size.max_num_seqs, sum(pending.num_seqs for pending in self._started))
+        if not num_decodes or not self.speed.most_tokens:
+            return []
+        gap_s = self.speed.step_s(self._size_for(num_decodes))
+        found = []
+        for pending in self._started:
+            assert pending.started_s is not None
+            num_generated = 1 + (now_s - pending.started_s) / gap_s
+            num_left = max(1.0, self._answer_share * pending.num_new_tokens - num_generated)
+            num_held = pending.num_prompt_tokens + min(num_generated, pending.num_new_tokens) * pending.num_seqs
+            found.append((num_left, pending.num_seqs, num_held))
+        return found
+
+    def _progress_s(self, now_s: float) -> float:
+        """For how long the first of those that wait has been computed, if it has; not longer than it takes alone."""
+        if not self._waiting or sum(p.num_seqs for p in self._started) >= self._size.max_num_seqs:
+            return 0.0
+        first = self._prompt(self._waiting[0])
+        alone_s = _Steps(self.speed, self._sizes, self._size.token_budget, self._decoding(now_s)).prompt_s(first)
+        return min(now_s - self._moved_s, alone_s)
+
+
+class _Steps:
+    """Goes through the steps to come. ``decoding`` has, for each request that is answered, the steps that are left, its
+    sequences and the tokens that it holds.
+    """
+
+    def __init__(
+        self, speed: StepSpeed, sizes: tuple[int, ...], budget: int, decoding: Iterable[tuple[float, int, float]]
+    ):
+        self._speed, self._sizes, self._budget = speed, sizes, budget
+        self._ends = [(num_left, num_seqs, held) for num_left, num_seqs, held in decoding]
+        heapify(self._ends)
+        self._num_decodes = sum(num_seqs for _, num_seqs, _ in self._ends)
+        self._num_held = sum(held for _, _, held in self._ends)
+        self._num_steps = 0.0
+
+    def prompt_s(self, prompt: _Prompt) -> float:
+        """What it takes to compute ``prompt`` beside the decodes that there are, in seconds."""
+        num_tokens, step_s = self._share(prompt.num_pending)
+        return step_s * math.ceil(prompt.num_pending / num_tokens)
+
+    def first_token_s(self, prompts: list[_Prompt], seats: int, room: int) -> float | None:
+        """When the last of ``prompts``, which are in order, has its first token; ``None`` where a step would be larger
+        than what can be told of.
+        """
+        left = [prompt.num_pending for prompt in prompts]
+        num_pending, num_admitted, num_seated, num_done, time_s = sum(left), 0, 0, 0, 0.0
+        while num_done < len(prompts):
+            while num_admitted < len(prompts):
+                new = prompts[num_admitted]
+                is_empty = not self._num_decodes and not num_seated
+                has_room = self._num_held + new.num_held <= room
+                if not is_empty and not (has_room and self._num_decodes + num_seated + new.num_seqs <= seats):
+                    break
+                num_admitted += 1
+                num_seated += new.num_seqs
+                self._num_held += new.num_held
+            num_steps = math.ceil(self._ends[0][0] - self._num_steps) if self._ends else math.inf
+            if num_done == num_admitted:  # nobody has a seat who waits for a token: the next end brings one
+                step_s = self._speed.step_s(self._size(self._num_decodes))
+                num_tokens = 0.0
+            else:
+                num_tokens, step_s = self._share(num_pending)
+                if num_tokens + self._num_decodes > self._speed.most_tokens:
+                    return None
+                num_steps = min(num_steps, max(1, math.floor(left[num_done] / num_tokens)))
+            num_steps = max(1, num_steps)
+            time_s += num_steps * step_s
+            self._num_steps += num_steps
+            self._num_held += num_steps * self._num_decodes
+            computed = num_tokens * num_steps
+            while computed > 0 and num_done < num_admitted:
+                taken = min(computed, left[num_done])
+                left[num_done] -= taken
+                computed -= taken
+                num_pending -= taken
+                if left[num_done] > 1e-6:
+                    break
+                done = prompts[num_done]
+                num_done += 1
+                num_seated -= done.num_seqs
+                self._begin(done)
+            self._end()
+        return time_s
+
+    def _begin(self, prompt: _Prompt) -> None:
+        held_at_end = prompt.num_held + prompt.num_answer * prompt.num_seqs
+        heappush(self._ends, (self._num_steps + prompt.num_answer, prompt.num_seqs, held_at_end))
+        self._num_decodes += prompt.num_seqs
+
+    def _end(self) -> None:
+        """Let those go whose last step is over."""
+        while self._ends and self._ends[0][0] <= self._num_steps:
+            _, num_seqs, held = heappop(self._ends)
+            self._num_decodes -= num_seqs
+            self._num_held -= held
+        if not self._ends:
+            self._num_held = max(0.0, self._num_held)
+
+    def _size(self, num_tokens: int) -> int:
+        return self._sizes[min(bisect_left(self._sizes, num_tokens), len(self._sizes) - 1)]
+
+    def _share(self, num_pending: float) -> tuple[float, float]:
+        """Prompt tokens of a step where ``num_pending`` are, and the seconds that it takes; see ``even_share``."""
+        num_places = max(1, self._budget - self._num_decodes)
+        share = num_pending / math.ceil(num_pending / num_places)
+        size = self._size(math.ceil(self._num_decodes + share))
+        return max(1.0, min(num_pending, size - self._num_decodes)), self._speed.step_s(size)
+
+
+def _urgency(pending: Pending) -> tuple[int, int]:
+    return pending.urgency

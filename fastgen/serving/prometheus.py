@@ -1,0 +1,171 @@
+"""What a server counts, as Prometheus reads it: the engine's numbers, and the server's own.
+
+Every name begins with ``fastgen_``. The engine's names are those of :class:`fastgen.runtime.metrics.Metrics`. Its
+counters begin anew with a new process; here they go on, so that none ever goes backwards: what the last process had
+counted when it was last asked stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client import Histogram as OwnHistogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from fastgen.runtime.metrics import REQUEST_BOUNDS_S, Histogram, Metrics
+from fastgen.serving.goodput import RATES, good_rates
+
+PREFIX = "fastgen_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LABELS = {"step_seconds": "size", "sequences_finished_total": "reason"}
+"""The engine's numbers that are kept apart by something, and by what."""
+HELP = {
+    "requests_running": "Requests of which a sequence has a seat.",
+    "requests_waiting": "Requests in the engine of which none has.",
+    "sequences_running": "Sequences that have a seat.",
+    "sequences_waiting": "Sequences that wait for one.",
+    "requests_total": "Requests that the engine took.",
+    "sequences_finished_total": "Sequences that ended, by why.",
+    "prompt_tokens_total": "Prompt tokens of the requests that the engine took.",
+    "generation_tokens_total": "Tokens generated.",
+    "computed_tokens_total": "Tokens forwarded, of prompts and of answers.",
+    "padding_tokens_total": "Tokens forwarded for nobody, to fill a step up to its size.",
+    "prefix_cache_lookup_tokens_total": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hit_tokens_total": "Prompt tokens found there, and not computed.",
+    "prefix_cache_evictions_total": "Blocks whose contents were given up for others.",
+    "preemptions_total": "Sequences whose blocks were taken away, to be computed anew.",
+    "kv_blocks": "Blocks of the KV cache.",
+    "kv_blocks_held": "Blocks that sequences hold.",
+    "kv_blocks_cached": "Blocks that nobody holds and the prefix cache may use again.",
+    "step_seconds": "Seconds a step took, by the size that its tokens fit in.",
+    "queue_seconds": "Seconds from a request's submission until it was first scheduled.",
+    "ttft_seconds": "Seconds from a request's submission to the first token of a sequence.",
+    "gap_seconds": "Seconds between a token of a sequence and the next.",
+    "request_seconds": "Seconds from a request's submission until its last sequence had ended.",
+}
+"""By the names of :class:`Metrics`."""
+
+
+class ServerMetrics:
+    """The server's own counters, and what it was last told of the engine's. One event loop moves it on.
+
+    ``is_up()`` tells whether requests are taken.
+    """
+
+    def __init__(self, is_up: Callable[[], bool]):
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._ended: Metrics | None = None
+        """All that engines had counted which are no more."""
+        self._latest: Metrics | None = None
+        self.registry.register(_EngineCollector(self))
+        ProcessCollector(namespace="fastgen_server", registry=self.registry)
+        Gauge("fastgen_up", "Whether requests are taken.", registry=self.registry).set_function(lambda: float(is_up()))
+        self.engine_restarts = self._counter("engine_restarts", "Times the engine was started again.")
+        self.connections = Gauge("fastgen_connections", "Connections that are open.", registry=self.registry)
+        self._refused = self._counter("refused", "Requests not taken, by why.", "reason")
+        self._http_requests = self._counter("http_requests", "HTTP requests.", "route", "method", "status")
+        self._answers = self._counter("answers", "Answers that were given whole; one a sequence.")
+        self._good_answers = self._counter("good_answers", "Those that came at this rate; see goodput.", "tokens_per_s")
+        self._first_token = OwnHistogram(
+            "fastgen_server_ttft_seconds",
+            "Seconds from a request's arrival at the server to the first token of a sequence.",
+            buckets=REQUEST_BOUNDS_S,
+            registry=self.registry,
+        )
+        for rate in RATES:
+            self._good_answers.labels(str(rate))
+
+    def observe(self, metrics: Metrics) -> None:
+        """What the engine that runs has counted."""
+        self._latest = metrics
+
+    def engine_ended(self) -> None:
+        """The engine's process is no more; the next counts from zero."""
+        self._ended, self._latest = self.engine(), None
+
+    def engine(self) -> Metrics | None:
+        """What all engines have counted; gauges are of the one that runs, and zero while none does."""
+        if self._ended is None or self._latest is None:
+            return self._latest if self._ended is None else _sum(self._ended, None)
+        return _sum(self._ended, self._latest)
+
+    def answered(self, num_prompt_tokens: int, ttft_s: float, gaps_s: Sequence[float]) -> None:
+        """A sequence's answer was given whole: its first token after ``ttft_s`` seconds, the others with these gaps."""
+        self._answers.inc()
+        self._first_token.observe(ttft_s)
+        for rate in good_rates(num_prompt_tokens, ttft_s, gaps_s):
+            self._good_answers.labels(str(rate)).inc()
+
+    def refused(self, reason: str) -> None:
+        """A request was not taken."""
+        self._refused.labels(reason).inc()
+
+    def http_request(self, route: str, method: str, status: int) -> None:
+        """An HTTP request was answered. ``route`` is a path of the application, or ``other``."""
+        self._http_requests.labels(route, method, str(status)).inc()
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, about, labels, registry=self.registry)
+
+
+class _EngineCollector:
+    """The engine's numbers as Prometheus' families, one for each field of :class:`Metrics`."""
+
+    def __init__(self, server: ServerMetrics):
+        self._server = server
+
+    def collect(self) -> Iterable[Metric]:
+        metrics = self._server.engine()
+        if metrics is not None:
+            for field in fields(metrics):
+                yield _family(field.name, getattr(metrics, field.name))
+
+
+def _family(name: str, value: Any) -> Metric:
+    label = LABELS.get(name)
+    labels = [] if label is None else [label]
+    parts = {(): value} if label is None else {(str(key),): part for key, part in value.items()}
+    family: CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+    if name.endswith("_seconds"):
+        family = HistogramMetricFamily(PREFIX + name, HELP[name], labels=labels)
+        for key, part in parts.items():
+            bounds = [*map(str, part.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(part.counts), strict=True))
+            family.add_metric(key, buckets, part.sum)
+        return family
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    family = kind(PREFIX + name, HELP[name], labels=labels)
+    for key, part in parts.items():
+        family.add_metric(key, part)
+    return family
+
+
+def _sum(ended: Metrics, latest: Metrics | None) -> Metrics:
+    """The counters of both, and the gauges of ``latest``."""
+    found: dict[str, Any] = {}
+    for field in fields(Metrics):
+        old = getattr(ended, field.name)
+        new = None if latest is None else getattr(latest, field.name)
+        is_gauge = not field.name.endswith(("_total", "_seconds"))
+        found[field.name] = (new or 0) if is_gauge else _add(old, new)
+    return Metrics(**found)
+
+
+def _add(old: Any, new: Any) -> Any:
+    if new is None:
+        return old
+    if isinstance(old, Mapping):
+        return {key: _add(old.get(key), new.get(key)) if key in old else new[key] for key in {**old, **new}}
+    if isinstance(old, Histogram):
+        assert old.bounds == new.bounds
+        counts = tuple(map(sum, zip(old.counts, new.counts, strict=True)))
+        return Histogram(bounds=old.bounds, counts=counts, sum=old.sum + new.sum)
+    return old + new

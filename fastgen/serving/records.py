@@ -1,0 +1,100 @@
+"""What ``/generate`` gives as JSON, for both its ends. JSON has no infinity: the log-probability of what is impossible
+is ``null`` there."""
+
+from __future__ import annotations
+
+import math
+from typing import Self, cast
+
+import msgspec
+
+from fastgen.runtime.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
+
+_Logprobs = dict[int, float | None]
+
+
+class CompletionRecord(msgspec.Struct, kw_only=True):
+    """One completion; :class:`~fastgen.runtime.outputs.GenerationOutput` says what the fields are."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[_Logprobs] | None
+    error: str | None
+    score: float | None
+    metrics: RequestMetrics
+
+
+class OutputRecord(msgspec.Struct, kw_only=True):
+    """A whole answer: what its completions share, and they."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[_Logprobs | None] | None
+    completions: list[CompletionRecord]
+
+    @classmethod
+    def of(cls, output: GenerationOutput) -> Self:
+        completions = [
+            CompletionRecord(
+                index=completion.index,
+                text=completion.text,
+                token_ids=completion.token_ids,
+                finish_reason=completion.finish_reason,
+                logprobs=cast("list[_Logprobs] | None", completion.logprobs),
+                error=completion.error,
+                score=completion.score,
+                metrics=completion.metrics,
+            )
+            for completion in output.completions
+        ]
+        return cls(
+            request_id=output.request_id,
+            prompt_token_ids=output.prompt_token_ids,
+            prompt_logprobs=cast("list[_Logprobs | None] | None", output.prompt_logprobs),
+            completions=completions,
+        )
+
+    def output(self) -> GenerationOutput:
+        """The inverse of :meth:`of`."""
+        prompt_logprobs = None
+        if self.prompt_logprobs is not None:
+            prompt_logprobs = [None if entry is None else _finite_or_not(entry) for entry in self.prompt_logprobs]
+        others: tuple[GenerationOutput, ...] = ()
+        for record in reversed(self.completions):
+            completion = GenerationOutput(
+                request_id=self.request_id,
+                index=record.index,
+                text=record.text,
+                token_ids=record.token_ids,
+                finish_reason=record.finish_reason,
+                prompt_token_ids=self.prompt_token_ids,
+                prompt_logprobs=prompt_logprobs,
+                logprobs=None if record.logprobs is None else [_finite_or_not(entry) for entry in record.logprobs],
+                error=record.error,
+                score=record.score,
+                metrics=record.metrics,
+                others=others if record.index == 0 else (),
+            )
+            others = (completion, *others)
+        return others[0]
+
+
+class ChunkRecord(msgspec.Struct, kw_only=True):
+    """An event of a stream. The last has the whole answer too."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    output: OutputRecord | None = None
+
+    def chunk(self) -> GenerationChunk:
+        return GenerationChunk(
+            index=self.index, text=self.text, token_ids=self.token_ids, finish_reason=self.finish_reason
+        )
+
+
+def _finite_or_not(entry: _Logprobs) -> Logprobs:
+    return {token_id: -math.inf if logprob is None else logprob for token_id, logprob in entry.items()}

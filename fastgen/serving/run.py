@@ -1,0 +1,141 @@
+"""A server in the foreground, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from fastgen.errors import FastgenError
+from fastgen.serving.deployments import Deployment, registered, this_deployment
+from fastgen.serving.ending import Ending
+from fastgen.serving.grpc.server import GrpcServer
+from fastgen.serving.http.app import create_app
+from fastgen.serving.http.connection import close_slow
+from fastgen.serving.http.generate import terminate_routes
+from fastgen.serving.http.server import FLUSH_S, HttpServer, listen
+from fastgen.serving.log import set_up_logging
+from fastgen.serving.options import ServeOptions
+from fastgen.serving.service import Service
+
+_log = logging.getLogger(__name__)
+
+
+def run(
+    arguments: Mapping[str, Any], options: ServeOptions, *, on_ready: Callable[[Deployment], None] | None = None
+) -> None:
+    """Serve the model that ``fastgen.load`` would load with ``arguments``, until SIGTERM or Ctrl-C, or until a client
+    ends it. ``on_ready`` is told where it is served, once it is.
+
+    The first signal lets requests that run finish, the second ends them. Raises ``FastgenError`` where the server
+    cannot start, or its engine cannot be started again.
+    """
+    set_up_logging(options.log_format)
+    asyncio.run(_run(arguments, options, on_ready or (lambda deployment: None)))
+
+
+async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Callable[[Deployment], None]) -> None:
+    endings = _Endings()
+    ending = Ending(secrets.token_urlsafe(32), options.api_keys, endings.first.set)
+    service = Service(
+        arguments,
+        model_name=options.name,
+        limits=options.limits,
+        engine_timeout_s=options.engine_timeout_s,
+    )
+    listener = listen(options)
+    app = create_app(service, options)
+    app.include_router(terminate_routes(ending))
+    http = HttpServer(app, options, service.metrics)
+    by_grpc = GrpcServer(service, options, ending)
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    closing = asyncio.create_task(close_slow(http.server_state, options.connections))
+    try:
+        await by_grpc.start()
+        if await endings.first_or(service.start()):
+            address = _address(options, listener)
+            deployment = this_deployment(
+                name=service.model_name,
+                model=str(arguments["model"]),
+                address=address,
+                grpc_address=by_grpc.address,
+                certificate=options.tls_cert,
+                token=ending.token,
+            )
+            with registered(deployment):
+                _announce(service, deployment)
+                on_ready(deployment)
+                await endings.first_or(_failure(service))
+                _log.info("ending: requests that run may take %g s to finish", options.drain_timeout_s)
+                await endings.second_or(service.drain(options.drain_timeout_s))
+    finally:
+        await service.stop(0.0 if endings.second.is_set() else FLUSH_S)
+        await by_grpc.stop(0.0 if endings.second.is_set() else FLUSH_S)
+        http.should_exit = True
+        http.force_exit = endings.second.is_set()
+        await asyncio.wait({serving, asyncio.create_task(endings.second.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        http.force_exit = True
+        await serving
+        closing.cancel()
+
+
+class _Endings:
+    """The signals that end a server: the first kindly, the second at once."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._came)
+
+    def _came(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+    async def first_or(self, work: Coroutine[Any, Any, object]) -> bool:
+        """Do ``work``, which is given up at the first signal; whether it was done."""
+        return await _do_unless(work, self.first)
+
+    async def second_or(self, work: Coroutine[Any, Any, object]) -> bool:
+        """The same, up to the second signal."""
+        return await _do_unless(work, self.second)
+
+
+async def _do_unless(work: Coroutine[Any, Any, object], event: asyncio.Event) -> bool:
+    doing, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({doing, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            doing.result()
+        return doing.done()
+    finally:
+        for task in (doing, waiting):
+            task.cancel()
+        await asyncio.wait({doing, waiting})
+
+
+async def _failure(service: Service) -> None:
+    """Wait until the engine cannot be started again, and raise why."""
+    assert service.engine.failure is not None
+    raise FastgenError(await asyncio.shield(service.engine.failure))
+
+
+def _address(options: ServeOptions, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if options.tls_cert is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _announce(service: Service, deployment: Deployment) -> None:
+    """What a person wants to know first, and a line to try."""
+    print(service.facts.ledger, file=sys.stderr)
+    print(f"fastgen: {service.model_name} is served at {deployment.address}")
+    if deployment.grpc_address is not None:
+        print(f"fastgen: and by gRPC at {deployment.grpc_address}")
+    body = json.dumps({"model": service.model_name, "prompt": "Once upon a time", "max_tokens": 32})
+    print(f"fastgen: try  curl {deployment.address}/v1/completions -H 'content-type: application/json' -d '{body}'")
+    sys.stdout.flush()

@@ -1,0 +1,71 @@
+"""How long steps of each size take, from what an engine has counted; see ``Metrics.step_seconds``.
+
+The mean time of each captured size is kept, what was measured long ago counting for less and less; between two sizes
+the time is interpolated, beyond the largest it goes on as between the largest two. What the mean has in it, such as the
+context that decodes read, need not be known.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+
+from fastgen.runtime.metrics import Histogram
+
+_MEMORY_S = 10.0
+"""Seconds of steps after which what was measured before them counts for 1/e."""
+_LAST_S = 60.0
+"""Seconds without any step after which nothing is known: whatever slowed the steps may be gone."""
+_GROWTH = 4
+"""How far beyond the largest size seen a time is told: so many times its tokens."""
+
+
+class StepSpeed:
+    """Learns from snapshots of an engine's ``step_seconds``, each of which counts since the engine was started."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, float]] = {}
+        """By size, the steps and seconds of the last snapshot."""
+        self._measured: dict[int, tuple[float, float]] = {}
+        """By size, the steps and seconds that count."""
+        self._sizes: list[int] = []
+        self._times_s: list[float] = []
+        self._last_s = -math.inf
+
+    def observe(self, step_seconds: Mapping[int, Histogram], now_s: float) -> None:
+        """Take note of a snapshot that was made at ``now_s``."""
+        new = {}
+        for size, histogram in step_seconds.items():
+            count, sum_s = histogram.count, histogram.sum
+            seen_count, seen_sum_s = self._seen.get(size, (0, 0.0))
+            if count > seen_count:
+                new[size] = (count - seen_count, sum_s - seen_sum_s)
+            self._seen[size] = (count, sum_s)
+        if now_s - self._last_s > _LAST_S:
+            self._measured.clear()
+        if new:
+            self._last_s = now_s
+            kept = math.exp(-sum(sum_s for _, sum_s in new.values()) / _MEMORY_S)
+            self._measured = {size: (kept * n, kept * sum_s) for size, (n, sum_s) in self._measured.items()}
+            for size, (count, sum_s) in new.items():
+                old_count, old_sum_s = self._measured.get(size, (0.0, 0.0))
+                self._measured[size] = (old_count + count, old_sum_s + sum_s)
+        self._sizes = sorted(self._measured)
+        self._times_s = [self._measured[size][1] / self._measured[size][0] for size in self._sizes]
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest step whose time can be told; 0 where nothing is known."""
+        return _GROWTH * self._sizes[-1] if self._sizes else 0
+
+    def step_s(self, num_tokens: float) -> float:
+        """What a step of ``num_tokens``, not more than :attr:`most_tokens`, takes in seconds."""
+        sizes, times_s = self._sizes, self._times_s
+        above = min(bisect_left(sizes, num_tokens), len(sizes) - 1)
+        if above == 0:
+            return times_s[0]
+        slope = (times_s[above] - times_s[above - 1]) / (sizes[above] - sizes[above - 1])
+        if num_tokens > sizes[-1]:
+            slope = max(slope, 0.0)
+        return times_s[above] + slope * (num_tokens - sizes[above])

@@ -1,0 +1,101 @@
+"""How families of models write calls of tools, as data. What a chat template says decides which of them holds.
+
+A section of calls is ``opening call (separator call)* closing``, spaces between these being free. A call is a JSON
+object, or a name with the arguments after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastgen.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class ObjectCall:
+    """``{"name": "f", "arguments": {…}}``, by these keys."""
+
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+
+
+@dataclass(frozen=True)
+class NamedCall:
+    """The name between ``before`` and ``between``, then the arguments as a JSON object, then ``after``."""
+
+    before: str
+    between: str
+    after: str
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One way to write calls. Texts are as models write them; a reader does not insist on the spaces around them."""
+
+    signs: tuple[str, ...]
+    """A chat template that has all of these asks for this format."""
+    opening: str
+    closing: str
+    call: ObjectCall | NamedCall = ObjectCall()
+    separator: str | None = None
+    """Between the calls of a section; ``None`` where each has a section of its own."""
+    is_opening_optional: bool = False
+    """Whether an answer that begins with ``{`` is a section too."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Everything of it in which a tokenizer's special tokens may stand."""
+        call = self.call
+        return (
+            self.opening,
+            self.closing,
+            *((call.before, call.between, call.after) if isinstance(call, NamedCall) else ()),
+        )
+
+
+TOOL_FORMATS = {
+    "hermes": ToolFormat(("<tool_call>",), "<tool_call>\n", "\n</tool_call>"),
+    "mistral-named": ToolFormat(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "", NamedCall("", "[ARGS]", "")),
+    "mistral": ToolFormat(("[TOOL_CALLS]",), "[TOOL_CALLS] [", "]", separator=", "),
+    "granite": ToolFormat(("<|tool_call|>",), "<|tool_call|>[", "]", separator=", "),
+    "command": ToolFormat(
+        ("<|START_ACTION|>",), "<|START_ACTION|>[", "]<|END_ACTION|>", ObjectCall("tool_name", "parameters"), ", "
+    ),
+    "deepseek-v3": ToolFormat(
+        ("<｜tool▁calls▁begin｜>", "```json"),
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        NamedCall("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        "\n",
+    ),
+    "deepseek-v3.1": ToolFormat(
+        ("<｜tool▁calls▁begin｜>",),
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        NamedCall("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        "",
+    ),
+    "llama3": ToolFormat(
+        ('"parameters": ',),
+        "<|python_tag|>",
+        "",
+        ObjectCall(arguments_key="parameters"),
+        "; ",
+        is_opening_optional=True,
+    ),
+}
+"""By name, the ones that more must be seen of first."""
+
+
+def tool_format_of(template: str) -> ToolFormat | None:
+    """The format that a chat template asks for: the first all of whose signs it has, if it knows of tools at all."""
+    if "tools" not in template:
+        return None
+    return next((each for each in TOOL_FORMATS.values() if all(sign in template for sign in each.signs)), None)
+
+
+def tool_format_named(name: str) -> ToolFormat:
+    """One of :data:`TOOL_FORMATS`. Raises ``InvalidArgumentError``."""
+    if name not in TOOL_FORMATS:
+        raise InvalidArgumentError(f"tool_format={name!r} is not one of {', '.join(TOOL_FORMATS)}")
+    return TOOL_FORMATS[name]

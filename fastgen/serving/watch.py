@@ -1,0 +1,63 @@
+"""What a server knows of its engine's work: who waits in it, what it has counted, how its answers came."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fastgen.runtime.metrics import Metrics
+from fastgen.serving.admission import Admission, Admitted, Limits
+from fastgen.serving.engine_client import EngineRequest
+from fastgen.serving.messages import EngineFacts, Progress
+from fastgen.serving.prometheus import ServerMetrics
+
+
+class Watch:
+    """An ``EngineWatcher`` that tells :class:`Admission` and :class:`ServerMetrics`. ``is_up()`` is whether requests
+    are taken.
+    """
+
+    def __init__(self, limits: Limits, is_up: Callable[[], bool]):
+        self.metrics = ServerMetrics(is_up)
+        self.admission = Admission(limits, self.metrics.refused)
+        self._admitted: dict[EngineRequest, Admitted] = {}
+        self._num_generated: dict[EngineRequest, int] = {}
+        self._has_run = False
+
+    def submitted(self, request: EngineRequest, admitted: Admitted) -> None:
+        """``request`` was sent to the engine."""
+        self._admitted[request] = admitted
+
+    def engine_ready(self, facts: EngineFacts) -> None:
+        self.admission.begin(facts)
+        if self._has_run:
+            self.metrics.engine_restarts.inc()
+        self._has_run = True
+
+    def engine_counted(self, metrics: Metrics) -> None:
+        self.admission.observe(metrics)
+        self.metrics.observe(metrics)
+
+    def engine_ended(self) -> None:
+        self.metrics.engine_ended()
+
+    def request_started(self, request: EngineRequest) -> None:
+        if (admitted := self._admitted.get(request)) is not None:
+            admitted.started()
+
+    def completion_ended(self, request: EngineRequest, progress: Progress) -> None:
+        end = progress.end
+        assert end is not None
+        gaps_s = end.metrics.gaps_s
+        if end.reason not in ("stop", "length") or end.metrics.ttft_s is None:
+            return
+        # The engine knows nothing of the time before it took the request, so the first token is dated from the last.
+        ttft_s = time.monotonic() - request.submitted_s - sum(gaps_s)
+        self.metrics.answered(request.num_prompt_tokens, ttft_s, gaps_s)
+        if progress.index == 0:
+            self._num_generated[request] = 1 + len(gaps_s)
+
+    def request_gone(self, request: EngineRequest) -> None:
+        num_generated = self._num_generated.pop(request, 0)
+        if (admitted := self._admitted.pop(request, None)) is not None:
+            admitted.ended(num_generated, is_whole=num_generated > 0)

@@ -1,0 +1,87 @@
+"""OpenAI's endpoints in this process, over answers that a test has chosen or an engine of this process gives."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import openai
+from fastapi import FastAPI
+
+from fastgen.models.hub import locate
+from fastgen.runtime.outputs import FinishReason, RequestMetrics
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.text import TextCodec
+from fastgen.serving.answers import Answers
+from fastgen.serving.engine_client import EngineRequest
+from fastgen.serving.http.errors import add_error_handlers
+from fastgen.serving.http.openai_chat import chat_routes
+from fastgen.serving.http.openai_completions import completion_routes
+from fastgen.serving.http.openai_models import model_routes
+from fastgen.serving.messages import End, Progress
+from fastgen.serving.service import Running
+from fastgen.serving.tool_formats import ToolFormat
+
+MODEL = "scripted"
+
+
+def scripted_codec(template: str = "", special_tokens: tuple[str, ...] = ()) -> TextCodec:
+    """tiny-llama's tokenizer, with another chat template and further special tokens."""
+    codec = TextCodec.from_checkpoint(Path(locate("tiny-llama")), {})
+    codec.tokenizer.add_special_tokens({"additional_special_tokens": list(special_tokens)})
+    codec.tokenizer.chat_template = template or codec.tokenizer.chat_template
+    return TextCodec(
+        codec.tokenizer, eos_token_ids=codec.eos_token_ids, default_sampling=SamplingParams(temperature=0.0)
+    )
+
+
+class ScriptedService:
+    """What of a ``Service`` the endpoints use. ``answer`` gives the tokens, and why they end, of each request; all of
+    them are kept in ``asked``."""
+
+    model_name = MODEL
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        answer: Callable[[list[int], SamplingParams], tuple[list[int], FinishReason]],
+        *,
+        max_model_len: int = 4096,
+    ):
+        self.codec, self._answer = codec, answer
+        self.facts = SimpleNamespace(max_model_len=max_model_len, vocab_size=len(codec.tokenizer))
+        self.asked: list[tuple[list[int], SamplingParams]] = []
+        self.num_cancelled = 0
+        self.engine: Any = SimpleNamespace(finish=lambda request: None, cancel=self._cancel)
+
+    def _cancel(self, request: EngineRequest) -> None:
+        self.num_cancelled += 1
+
+    async def submit(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool, request_id: str, spelled: Any = None
+    ) -> Running:
+        self.asked.append((prompt_ids, sampling))
+        request = EngineRequest(len(self.asked), len(prompt_ids), sampling)
+        token_ids, reason = self._answer(prompt_ids, sampling)
+        for token_id in token_ids[:-1]:
+            request.add(Progress(request.number, 0, [token_id], None, None))
+        end = End(reason, None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1))
+        request.add(Progress(request.number, 0, token_ids[-1:], None, end))
+        return Running(self, request, Answers(prompt_ids, sampling, self.codec, spelled), request_id)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def openai_client(service: Any, tool_format: ToolFormat | None = None) -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of OpenAI's own, of an application over ``service``."""
+    app = FastAPI()
+    add_error_handlers(app)
+    app.include_router(model_routes(service, "0"))
+    app.include_router(completion_routes(service))
+    app.include_router(chat_routes(service, tool_format))
+    transport = httpx2.ASGITransport(app=app)
+    async with httpx2.AsyncClient(transport=transport) as http:
+        yield openai.AsyncOpenAI(base_url="http://scripted/v1", api_key="none", max_retries=0, http_client=http)

@@ -1,0 +1,38 @@
+"""A server of the command line's own, for tests of what is seen from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class ServerProcess:
+    """``fastgen serve`` on a port of its own. ``address`` is such as ``http://127.0.0.1:40123``."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+
+@contextmanager
+def served(model: str, *flags: str) -> Iterator[ServerProcess]:
+    """``fastgen serve MODEL FLAGS``, ready; ended when the block is left."""
+    command = [sys.executable, "-m", "fastgen", "serve", model, "--port", "0", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if found := re.search(r"https?://[^\s/]+", line):
+                    yield ServerProcess(process, found[0])
+                    break
+            else:
+                raise AssertionError(f"the server ended with status {process.wait()} before it was ready")
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)

@@ -1,0 +1,388 @@
+"""Connections of clients that are slow, large, half closed, or too many, beside an application that needs no model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from fastgen.serving.api_keys import ApiKeys
+from fastgen.serving.http.connection import LimitedConnection, close_slow
+from fastgen.serving.http.server import HttpServer, listen
+from fastgen.serving.options import ConnectionLimits, ServeOptions
+from fastgen.serving.prometheus import ServerMetrics
+
+WAIT_S = 20.0
+"""Longer than anything here takes."""
+
+
+@dataclass
+class Application:
+    """``/echo`` gives the body back, ``/endless`` sends as much as the client takes, ``/never`` nothing."""
+
+    bodies: list[bytes] = field(default_factory=list)
+    num_sent: int = 0
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set where the client of ``/endless`` or ``/never`` has gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive())["body"]
+        self.bodies.append(body)
+        leaving = asyncio.create_task(self._leave(receive))
+        try:
+            if scope["path"] == "/never":
+                await leaving
+            headers = [(b"content-type", b"text/plain")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while scope["path"] == "/endless" and not self.gone.is_set():
+                await send({"type": "http.response.body", "body": bytes(4096), "more_body": True})
+                self.num_sent += 4096
+                await asyncio.sleep(0)
+            await send({"type": "http.response.body", "body": body})
+        finally:
+            leaving.cancel()
+
+    async def _leave(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.gone.set()
+
+
+@dataclass
+class Served:
+    app: Application
+    http: HttpServer
+    metrics: ServerMetrics
+    port: int
+
+    async def connect(self) -> Client:
+        return Client(*await asyncio.open_connection("127.0.0.1", self.port))
+
+    async def ask(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
+        client = await self.connect()
+        client.writer.write(request)
+        try:
+            return await client.response()
+        finally:
+            client.writer.close()
+
+    async def until_closed(self) -> None:
+        while self.http.server_state.connections:
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Client:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def response(self) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of a response with a length."""
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+        if "content-length" in headers:
+            body = await self.reader.readexactly(int(headers["content-length"]))
+        else:
+            body = b""
+            while size := int(await self.reader.readline(), 16):
+                body += await self.reader.readexactly(size)
+                await self.reader.readline()
+            await self.reader.readline()
+        return int(head[0].split()[1]), headers, body
+
+
+@asynccontextmanager
+async def serving(options: ServeOptions) -> AsyncIterator[Served]:
+    app, metrics = Application(), ServerMetrics(lambda: True)
+    listener = listen(options)
+    http = HttpServer(app, options, metrics)
+    tasks = [asyncio.create_task(http.serve(sockets=[listener]))]
+    tasks.append(asyncio.create_task(close_slow(http.server_state, options.connections)))
+    try:
+        while not http.started:
+            await asyncio.sleep(0.01)
+        yield Served(app, http, metrics, listener.getsockname()[1])
+    finally:
+        app.gone.set()
+        http.should_exit = http.force_exit = True
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+
+
+def check(test: Callable[[Served], Awaitable[None]], *, keys: tuple[str, ...] = (), **limits: Any) -> None:
+    """Run ``test`` beside a server with these limits; it must not take long."""
+
+    async def run() -> None:
+        options = ServeOptions(port=0, connections=ConnectionLimits(**limits), api_keys=ApiKeys(keys))
+        async with asyncio.timeout(WAIT_S), serving(options) as server:
+            await test(server)
+
+    asyncio.run(run())
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: here", f"content-length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def error_of(body: bytes) -> str:
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    message: str = error["message"]
+    return message
+
+
+def test_a_body_comes_whole() -> None:
+    async def test(server: Served) -> None:
+        body = bytes(range(256)) * 500
+        status, headers, answer = await server.ask(post("/echo", body))
+        assert (status, answer) == (200, body)
+        assert len(headers["x-request-id"]) == 32
+        chunked = (
+            b"POST /echo HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+        )
+        assert (await server.ask(chunked))[2] == b"abcde"
+
+    check(test)
+
+
+@pytest.mark.parametrize("given", ["abc-1.2", "x" * 129, "a b", "näme", ""])
+def test_a_request_keeps_its_name_where_that_is_sane(given: str) -> None:
+    async def test(server: Served) -> None:
+        _, headers, _ = await server.ask(post("/echo", b"", f"x-request-id: {given}"))
+        assert (headers["x-request-id"] == given) is (given == "abc-1.2")
+
+    check(test)
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_unread() -> None:
+    async def test(server: Served) -> None:
+        head = post("/echo", b"").replace(b"content-length: 0", b"content-length: 1001")
+        status, headers, body = await server.ask(head)
+        assert (status, headers["connection"]) == (413, "close")
+        assert "1000 bytes" in error_of(body)
+        assert (await server.ask(post("/echo", bytes(1000))))[0] == 200
+        assert server.app.bodies == [bytes(1000)]
+
+    check(test, max_body_bytes=1000)
+
+
+def test_a_body_without_a_length_is_refused_once_it_is_too_large() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(b"POST /echo HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(11):
+            client.writer.write(b"64\r\n" + bytes(100) + b"\r\n")
+        status, _, body = await client.response()
+        assert status == 413
+        error_of(body)
+        assert await client.reader.read() == b"", "and the connection is closed"
+        assert server.app.bodies == []
+
+    check(test, max_body_bytes=1000)
+
+
+def test_a_head_that_does_not_end_is_refused() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(b"GET /echo HTTP/1.1\r\n")
+        for number in range(100):
+            client.writer.write(b"x-%d: " % number + b"a" * 1000 + b"\r\n")
+        status, _, body = await client.response()
+        assert status == 413
+        error_of(body)
+        await server.until_closed()
+
+    check(test)
+
+
+def test_what_is_not_http_is_told_so() -> None:
+    async def test(server: Served) -> None:
+        status, _, body = await server.ask(b"\x16\x03\x01 is not HTTP\r\n\r\n")
+        assert status == 400
+        error_of(body)
+
+    check(test)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /echo HTT", b"POST /echo HTTP/1.1\r\nhost: he"])
+def test_a_head_that_takes_too_long_is_given_up(sent: bytes) -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(sent)
+        answer = await client.reader.read()
+        assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""
+        await server.until_closed()
+
+    check(test, header_timeout_s=0.2)
+
+
+def test_a_second_request_has_as_little_time_for_its_head() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(post("/echo", b"abc"))
+        assert (await client.response())[2] == b"abc"
+        client.writer.write(b"POST /ec")
+        assert (await client.response())[0] == 408
+        await server.until_closed()
+
+    check(test, header_timeout_s=0.3)
+
+
+def test_a_body_that_takes_too_long_is_given_up() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(post("/echo", b"abc").removesuffix(b"c"))
+        status, _, body = await client.response()
+        assert status == 408
+        error_of(body)
+        await server.until_closed()
+        assert server.app.bodies == []
+
+    check(test, body_timeout_s=0.2)
+
+
+def test_a_client_that_takes_nothing_is_cut_and_what_is_held_for_it_is_bounded() -> None:
+    async def test(server: Served) -> None:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        with sock:
+            sock.sendall(post("/endless", b""))
+            await server.app.gone.wait()
+            await server.until_closed()
+        assert 0 < server.app.num_sent < 16 << 20, "no more than the buffers of the system and 64 KiB"
+
+    check(test, write_timeout_s=0.5)
+
+
+def test_a_client_that_takes_nothing_of_a_whole_answer_is_cut_too() -> None:
+    async def test(server: Served) -> None:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        with sock:
+            body = bytes(8 << 20)
+            sock.settimeout(WAIT_S)
+            await asyncio.to_thread(sock.sendall, post("/echo", body, "connection: close"))
+            while server.app.bodies != [body]:
+                await asyncio.sleep(0.01)
+            await server.until_closed()
+
+    check(test, write_timeout_s=0.5)
+
+
+class FakeTransport(asyncio.Transport):
+    is_aborted = False
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_a_client_that_reads_slowly_but_reads_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("fastgen.serving.http.connection.time.monotonic", lambda: now_s)
+
+    async def run() -> None:
+        nonlocal now_s
+        config = uvicorn.Config(Application(), lifespan="off", log_config=None)
+        limits = ConnectionLimits(write_timeout_s=10)
+        connection = LimitedConnection(limits, config, ServerState(), {})
+        connection.connection_made(FakeTransport())
+        connection.data_received(post("/never", b""))
+        for _ in range(5):  # stuck for nine seconds again and again
+            connection.pause_writing()
+            now_s += 9
+            connection.close_if_slow(now_s)
+            connection.resume_writing()
+        assert not connection.transport.is_closing()
+        connection.pause_writing()
+        connection.close_if_slow(now_s + 9)
+        assert not connection.transport.is_closing()
+        connection.close_if_slow(now_s + 11)
+        assert connection.transport.is_closing()
+        for task in connection.tasks:
+            task.cancel()
+        await asyncio.wait(connection.tasks)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/never", "/endless"])
+def test_a_client_that_goes_is_noticed(path: str) -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(post(path, b""))
+        while not server.app.bodies:
+            await asyncio.sleep(0.01)
+        client.writer.transport.abort()
+        await server.app.gone.wait()
+        await server.until_closed()
+
+    check(test)
+
+
+def test_a_client_that_closes_its_side_is_told_that_this_ends_its_request() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(post("/never", b""))
+        client.writer.write_eof()
+        status, _, body = await client.response()
+        assert status == 400
+        assert "closed its side" in error_of(body)
+        await server.app.gone.wait()
+        await server.until_closed()
+
+    check(test)
+
+
+def test_connections_beyond_the_limit_are_told_so_and_have_room_later() -> None:
+    async def test(server: Served) -> None:
+        clients = [await server.connect() for _ in range(3)]
+        for client in clients:
+            client.writer.write(post("/echo", b"abc"))
+            assert (await client.response())[0] == 200
+        status, headers, body = await server.ask(post("/echo", b"abc"))
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert "3 connections" in error_of(body)
+        clients[0].writer.close()
+        while len(server.http.server_state.connections) > 2:
+            await asyncio.sleep(0.01)
+        assert (await server.ask(post("/echo", b"abc")))[0] == 200
+        for client in clients[1:]:
+            client.writer.close()
+
+    check(test, max_connections=3)
+
+
+def test_only_those_with_a_key_may_ask() -> None:
+    async def test(server: Served) -> None:
+        for headers, expected in [
+            ((), 401),
+            (("authorization: Bearer wrong",), 401),
+            (("authorization: Basic right",), 401),
+            (("authorization: Bearer right",), 200),
+            (("authorization: bearer also-right",), 200),
+        ]:
+            status, found, body = await server.ask(post("/echo", b"abc", *headers))
+            assert status == expected
+            if status == 401:
+                assert found["www-authenticate"] == "Bearer"
+                assert "right" not in error_of(body)
+                assert "wrong" not in error_of(body)
+        assert (await server.ask(post("/health", b"")))[0] == 200
+        assert server.app.bodies == [b"abc", b"abc", b""]
+
+    check(test, keys=("right", "also-right"))

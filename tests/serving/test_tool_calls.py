@@ -1,0 +1,143 @@
+"""Calls of tools are read out of text of every format, however it is cut; what is no call is content."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastgen.serving.tool_calls import Arguments, CallBegins, CallEnds, Content, ToolCallParser
+from fastgen.serving.tool_formats import TOOL_FORMATS, NamedCall, ObjectCall, ToolFormat, tool_format_of
+
+NAMES = ("look_up", "add")
+Call = tuple[str, str]
+
+
+def read(tool_format: ToolFormat, pieces: list[str]) -> tuple[str, list[Call]]:
+    """The content, and the name and arguments of each call; that events come in order is checked."""
+    parser = ToolCallParser(tool_format, NAMES)
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    content, calls, is_open = "", list[Call](), False
+    for event in events:
+        if isinstance(event, Content):
+            content += event.text
+        elif isinstance(event, CallBegins):
+            assert event.index == len(calls)
+            assert not is_open
+            calls.append((event.name, ""))
+            is_open = True
+        else:
+            assert event.index == len(calls) - 1
+            assert is_open
+            if isinstance(event, Arguments):
+                calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
+            is_open = not isinstance(event, CallEnds)
+    assert parser.num_calls == len(calls)
+    return content, calls
+
+
+def written(tool_format: ToolFormat, calls: list[Call]) -> str:
+    """``calls`` as a model would write them."""
+    call = tool_format.call
+    if isinstance(call, NamedCall):
+        each = [call.before + name + call.between + arguments + call.after for name, arguments in calls]
+    else:
+        each = [f'{{"{call.name_key}": "{name}", "{call.arguments_key}": {arguments}}}' for name, arguments in calls]
+    if tool_format.separator is None:
+        return ("\n" if tool_format.closing else "").join(
+            tool_format.opening + one + tool_format.closing for one in each
+        )
+    return tool_format.opening + tool_format.separator.join(each) + tool_format.closing
+
+
+formats = pytest.mark.parametrize("tool_format", TOOL_FORMATS.values(), ids=TOOL_FORMATS)
+json_objects = st.dictionaries(
+    st.text(max_size=8),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=12),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        max_leaves=8,
+    ),
+    max_size=3,
+)
+
+
+@formats
+@given(data=st.data())
+def test_calls_are_read_as_they_were_written(tool_format: ToolFormat, data: st.DataObject) -> None:
+    objects = data.draw(st.lists(st.tuples(st.sampled_from(NAMES), json_objects), min_size=1, max_size=3))
+    calls = [(name, json.dumps(each, ensure_ascii=data.draw(st.booleans()))) for name, each in objects]
+    before = data.draw(st.sampled_from(["", "I look it up."]))
+    text = before + written(tool_format, calls)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(tool_format, pieces) == (before, calls)
+    assert read(tool_format, list(text)) == (before, calls)
+
+
+@formats
+@given(text=st.text(alphabet=' \n<|>[]{}":,\\atool_cn', max_size=60))
+def test_what_is_no_call_is_content(tool_format: ToolFormat, text: str) -> None:
+    assert read(tool_format, list(text)) == (text, [])
+
+
+@formats
+@given(data=st.data())
+def test_a_call_that_breaks_off_is_content_or_a_call_begun(tool_format: ToolFormat, data: st.DataObject) -> None:
+    arguments = '{"city": "Pa\\"r}is", "n": [1, {"a": null}]}'
+    text = written(tool_format, [("look_up", arguments)])
+    end = data.draw(st.integers(1, len(text) - 1))
+    content, calls = read(tool_format, [text[:end]])
+    if calls:
+        assert calls[0][0] == "look_up"
+        assert arguments.startswith(calls[0][1])
+        assert content == ""
+    else:
+        assert content == text[:end]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("hermes", 'ok <tool_call>{"name": "nobody", "arguments": {}}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": "add", "extra": 1}</tool_call>', None, []),
+        ("hermes", '<tool_call>no <tool_call>{"name": "add"}</tool_call>', "<tool_call>no", [("add", "{}")]),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [("add", '{"a": 1}')]),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", '{"a": 1}')]),
+        ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>Done.', "Done.", [("add", "{}")]),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}, "id": "abcdefghi"}]', "", [("add", "{}")]),
+        ("llama3", '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
+        ("llama3", '\n{"type": "function", "name": "add", "parameters": {}}', "", [("add", "{}")]),
+        ("llama3", '{"answer": 4}', None, []),
+        ("llama3", 'It is {"name": "add", "parameters": {}}', None, []),
+    ],
+)
+def test_what_models_write_besides(name: str, text: str, content: str | None, calls: list[Call]) -> None:
+    assert read(TOOL_FORMATS[name], list(text)) == (text if content is None else content, calls)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{% if tools %}within <tool_call></tool_call> tags", "hermes"),
+        ("{% if tools %}[AVAILABLE_TOOLS] … [TOOL_CALLS] [", "mistral"),
+        ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral-named"),
+        ('{% if tools is not none %}{{ \'{"name": "\' + name }}{{ \'"parameters": \' }}<|python_tag|>', "llama3"),
+        ("{{ tools }}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>\n```json", "deepseek-v3"),
+        ("{{ tools }}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", "deepseek-v3.1"),
+        ("{{ available_tools or tools }}<|tool_call|>", "granite"),
+        ("{{ tools }}<|START_ACTION|>", "command"),
+        ("{{ tools }}", None),
+        ("<tool_call>", None),
+    ],
+)
+def test_the_template_decides(template: str, name: str | None) -> None:
+    assert tool_format_of(template) == (None if name is None else TOOL_FORMATS[name])
+
+
+def test_every_format_has_keys_of_its_own() -> None:
+    objects = [each.call for each in TOOL_FORMATS.values() if isinstance(each.call, ObjectCall)]
+    assert all(call.name_key != call.arguments_key for call in objects)
