@@ -124,6 +124,7 @@ def build_engine(
             else None
         ),
         drafter=drafter,
+        runs_ahead=sampler.seats is not None,
     )
 
 

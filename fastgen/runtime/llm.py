@@ -136,7 +136,14 @@ def load(
     chosen_policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(directory, checkpoint.config)
     about = bundle_flags(
-        model, torch_dtype, config.block_size, recipe=recipe, quantize=quantize, max_num_seqs=config.max_num_seqs
+        model,
+        torch_dtype,
+        config.block_size,
+        recipe=recipe,
+        quantize=quantize,
+        max_num_seqs=config.max_num_seqs,
+        revision=revision,
+        allow_config_keys=allow_config_keys,
     )
     bundle = sealed_loader(sealed, directory, found_device, about)
     kernels = choose_target(target, found_device, config, num_threads=num_threads, sealed=bundle)
