@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from itertools import count
 
 from fastgen.runtime.beam_group import BeamGroup
@@ -17,12 +16,12 @@ from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.faults import cause_of
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.metrics import EngineMetrics
-from fastgen.runtime.model_runner import LaunchedStep, ModelRunner, PromptLogprobs, StepOutput
+from fastgen.runtime.model_runner import ModelRunner, PromptLogprobs, StepOutput
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.recorder import Recorder, StepRecord, engine_facts
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.request_checks import RequestChecks
-from fastgen.runtime.run_ahead import awaited, tokens_to_come
+from fastgen.runtime.run_ahead import InFlight, awaited, tokens_to_come
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
 from fastgen.runtime.schedule import Schedule
@@ -30,26 +29,6 @@ from fastgen.runtime.scheduler import Scheduler
 from fastgen.runtime.structured_output import Grammars
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _InFlight:
-    """A step between its schedule and its tokens. What failed, of requests that are new in it or of the step itself, is
-    told when all that came before has been."""
-
-    schedule: Schedule
-    record: StepRecord
-    unprepared: list[tuple[Sequence, Exception]]
-    launched: LaunchedStep | None = None
-    error: Exception | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        return bool(self.unprepared) or self.error is not None
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [entry.seq for entry in self.schedule.entries]
 
 
 class Engine:
@@ -84,7 +63,7 @@ class Engine:
         self._drafter, self._clock, self._runs_ahead = drafter, clock, runs_ahead
         self.recorder = Recorder(engine_facts(scheduler, runs_ahead=runs_ahead), clock)
         self.metrics = EngineMetrics(scheduler)
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         self._last_end_s = -math.inf
         self.on_end: Callable[[Generation], None] | None = None
         """Told of a request whenever one of its completions has ended."""
@@ -163,13 +142,13 @@ class Engine:
         else:
             self._run(step)
 
-    def _begin(self, schedule: Schedule, began_s: float, held_back: list[Sequence] | None = None) -> _InFlight:
+    def _begin(self, schedule: Schedule, began_s: float, held_back: list[Sequence] | None = None) -> InFlight:
         """``schedule`` was made since ``began_s``. Where a request that is new in it failed, it is to be made again."""
         record = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock(), held_back)
         self.metrics.scheduled(len(schedule.preempted))
-        return _InFlight(schedule, record, self._note_admitted(record))
+        return InFlight(schedule, record, self._note_admitted(record))
 
-    def _run(self, step: _InFlight) -> None:
+    def _run(self, step: InFlight) -> None:
         """A step from its beginning to its end."""
         try:
             output = self.runner.run(step.schedule)
@@ -180,7 +159,7 @@ class Engine:
         else:
             self._end(step, output)
 
-    def _launch_ahead(self, before: _InFlight) -> _InFlight | None:
+    def _launch_ahead(self, before: InFlight) -> InFlight | None:
         """The step that follows ``before``, whose tokens are on their way, as far as it needs none of them here;
         ``None`` where there is no such step, or it cannot be made."""
         began_s = self._clock()
@@ -199,7 +178,7 @@ class Engine:
                 self._launch(step, ahead=True)
         return step
 
-    def _launch(self, step: _InFlight, *, ahead: bool) -> None:
+    def _launch(self, step: InFlight, *, ahead: bool) -> None:
         """The forward pass of ``step``."""
         try:
             step.launched = self.runner.launch(step.schedule, ahead=ahead)
@@ -207,7 +186,7 @@ class Engine:
         except Exception as error:
             step.error = error
 
-    def _sample(self, step: _InFlight) -> bool:
+    def _sample(self, step: InFlight) -> bool:
         """Launch the sampling of a step; now only its tokens are missing. ``False`` where it failed."""
         if not step.has_failed:
             assert step.launched is not None
@@ -225,18 +204,18 @@ class Engine:
             self._collect(step)
         return True
 
-    def _tell_failures(self, step: _InFlight) -> None:
+    def _tell_failures(self, step: InFlight) -> None:
         for seq, error in step.unprepared:
             self._fail([seq], error)
         if step.error is not None:
             self._fail_step(step, step.error)
 
-    def _fail_step(self, step: _InFlight, error: Exception) -> None:
+    def _fail_step(self, step: InFlight, error: Exception) -> None:
         """Nobody knows what a step did that raised ``error``."""
         self._withdraw(step.sequences, step.record)
         self._fail(step.sequences, error)
 
-    def _collect(self, step: _InFlight) -> None:
+    def _collect(self, step: InFlight) -> None:
         """Wait for the tokens of a step, and give them to its sequences."""
         assert step.launched is not None
         try:
@@ -249,7 +228,7 @@ class Engine:
             self._in_flight = None
             self._end(step, output)
 
-    def _end(self, step: _InFlight, output: StepOutput) -> None:
+    def _end(self, step: InFlight, output: StepOutput) -> None:
         """The tokens of a step are here."""
         record = step.record
         self._update(output, record)
