@@ -21,6 +21,8 @@ class BadRequestError(RefusedError):
 class UnknownModelError(RefusedError):
     """A model that is not served here."""
 
+    param = "model"
+
 
 class UnauthorizedError(RefusedError):
     """No API key, or one that is not known."""

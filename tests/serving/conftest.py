@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import fastgen
 from fastgen.serving.deployments import Deployment, deployments
 from tests.serving.server_process import ServerProcess, served
 
@@ -29,3 +30,10 @@ def deployment(server: ServerProcess) -> Deployment:
     """How clients find it."""
     (found,) = [one for one in deployments() if one.pid == server.process.pid]
     return found
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[fastgen.LLM]:
+    """The same model in this process, for what its answers should be."""
+    with fastgen.load("tiny-llama") as llm:
+        yield llm

@@ -1,0 +1,224 @@
+"""What cannot be done is refused by name: the status, and the field, in OpenAI's words."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from tests.serving.server_process import ServerProcess
+
+MODEL = "tiny-llama"
+HELLO: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+ONCE: dict[str, Any] = {"model": MODEL, "prompt": "Once"}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+
+
+def refusal(client: openai.OpenAI, path: str, body: dict[str, Any]) -> openai.APIStatusError:
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.post(path, body=body, cast_to=dict[str, Any])
+    error = refused.value
+    assert error.type == "invalid_request_error"
+    assert isinstance(error.body, dict)
+    assert set(error.body) == {"message", "type", "param", "code"}
+    assert error.response.headers["x-request-id"]
+    return error
+
+
+SHARED: list[tuple[dict[str, Any], str]] = [
+    ({"surprise": 1}, "surprise"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": [""]}, "stop[0]"),
+    ({"stop": ["a", 1]}, "stop[1]"),
+    ({"stop": "x" * 1001}, "stop"),
+    ({"logit_bias": {"a": 1}}, "logit_bias.a"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"5000": 1}}, "logit_bias"),
+    ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 10**6}, "max_tokens"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
+    ({"top_k": -1}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"stop_token_ids": [5000]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"beam_width": 0}, "beam_width"),
+    ({"beam_width": 2, "temperature": 1}, "beam_width"),
+    ({"beam_width": 2, "stop": "a"}, "beam_width"),
+    ({"beam_width": 2, "n": 3}, "n"),
+    ({"priority": 1.5}, "priority"),
+    ({"timeout_s": 0}, "timeout_s"),
+    ({"user": 5}, "user"),
+]
+COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": ["a", [1]]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [2**40]}, "prompt"),
+    ({"prompt": [5000]}, "prompt"),
+    ({"prompt": "word " * 3000}, "prompt"),
+    ({"logprobs": 6}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "end"}, "suffix"),
+    ({"messages": []}, "messages"),
+    ({"response_format": {"type": "text"}}, "response_format"),
+]
+CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "friend", "content": "a"}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "a"}]}, "messages"),
+    ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "a"}}]}, "messages[0].audio"),
+    ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"response_format": {"type": "yaml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "fish"}}}},
+        "response_format",
+    ),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+    ({"tools": [TOOL]}, "tools"),
+    ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [TOOL] * 129}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tool_choice": TOOL}, "tool_choice"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"store": True}, "store"),
+    ({"service_tier": "priority"}, "service_tier"),
+    ({"modalities": ["audio"]}, "modalities[0]"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
+    ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+    *(
+        ({name: value}, name)
+        for name, value in {
+            "audio": {"voice": "a"},
+            "function_call": "auto",
+            "functions": [],
+            "moderation": {},
+            "prediction": {"type": "content", "content": "a"},
+            "prompt_cache_options": {},
+            "reasoning_effort": "high",
+            "verbosity": "low",
+            "web_search_options": {},
+        }.items()
+    ),
+    ({"prompt": "Once"}, "prompt"),
+]
+
+
+def test_completions_are_refused_by_name(client: openai.OpenAI) -> None:
+    for fields, param in SHARED + COMPLETIONS:
+        error = refusal(client, "/completions", ONCE | fields)
+        assert (error.status_code, error.param) == (400, param), error.message
+        assert len(error.message) < 2500
+
+
+def test_chats_are_refused_by_name(client: openai.OpenAI) -> None:
+    for fields, param in SHARED + CHATS:
+        error = refusal(client, "/chat/completions", HELLO | fields)
+        assert (error.status_code, error.param) == (400, param), error.message
+
+
+def test_a_stream_that_cannot_begin_has_a_status(client: openai.OpenAI) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "fish"}}}
+    error = refusal(client, "/chat/completions", HELLO | {"response_format": schema, "stream": True})
+    assert (error.status_code, error.param) == (400, "response_format")
+
+
+def test_too_long_a_prompt_has_a_code(client: openai.OpenAI) -> None:
+    for path, body in (
+        ("/completions", ONCE | {"prompt": "word " * 3000}),
+        ("/chat/completions", HELLO | {"messages": [{"role": "user", "content": "word " * 3000}]}),
+        ("/completions", ONCE | {"max_tokens": 2048}),
+    ):
+        assert refusal(client, path, body).code == "context_length_exceeded"
+
+
+def test_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
+    for path, body in (("/completions", ONCE), ("/chat/completions", HELLO)):
+        error = refusal(client, path, body | {"model": "gpt-9"})
+        assert (error.status_code, error.param, error.code) == (404, "model", "model_not_found")
+        assert refusal(client, path, {key: body[key] for key in body if key != "model"}).param == "model"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b"null", 400),
+        (b'"text"', 400),
+        (b"\xff\xfe", 400),
+        (b"[" * 100_000, 400),
+        (b'{"model": "tiny-llama", "prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400),
+        (b'{"model": "tiny-llama", "prompt": "a", "temperature": NaN}', 400),
+        (b'{"model": "tiny-llama", "prompt": "a", "temperature": 1e999}', 400),
+        (b'{"model": "tiny-llama", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400),
+        (b'{"model": "tiny-llama", "prompt": "\\ud800"}', 400),
+        (b'{"model": "tiny-llama", "prompt": "a", "n": null, "max_tokens": 1}', 200),
+    ],
+)
+def test_bodies_that_are_no_request(server: ServerProcess, body: bytes, status: int) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    try:
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        found = json.loads(answer.read())
+    finally:
+        connection.close()
+    assert answer.status == status, found
+    if status != 200:
+        assert found["error"]["type"] == "invalid_request_error"
+        assert found["error"]["message"]
+
+
+def test_paths_and_methods_that_are_not_there(server: ServerProcess) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    try:
+        for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)):
+            connection.request(method, path)
+            answer = connection.getresponse()
+            error = json.loads(answer.read())["error"]
+            assert answer.status == status
+            assert path in error["message"]
+    finally:
+        connection.close()

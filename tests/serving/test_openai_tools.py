@@ -1,0 +1,271 @@
+"""Tools for OpenAI's own client: what templates are told, calls in answers and streams, calls that are demanded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import openai
+import pydantic
+import pytest
+from openai.types.chat import ChatCompletion
+
+import fastgen
+from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.text import TextCodec
+from fastgen.serving.tool_formats import TOOL_FORMATS, ToolFormat
+from tests.serving.scripted import MODEL, ScriptedService, openai_client, scripted_codec
+from tests.serving.test_tool_calls import written
+
+HERMES = (
+    "{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %} in <tool_call>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function.name }}({{ call.function.arguments.city }})"
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MISTRAL = "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}[TOOL_CALLS]"
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look up the weather.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "add"}},
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "How is it in Oslo?"}]
+ASKED: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+OSLO = ("look_up", '{"city": "Oslo"}')
+_T = TypeVar("_T")
+
+
+def always(codec: TextCodec, text: str, reason: FinishReason = "stop") -> ScriptedService:
+    """A service that answers ``text``, special tokens being tokens."""
+    token_ids = codec.encode_text(text, add_special_tokens=False)
+    return ScriptedService(codec, lambda prompt, sampling: (token_ids, reason))
+
+
+def ask(
+    service: ScriptedService,
+    use: Callable[[openai.AsyncOpenAI], Awaitable[_T]],
+    tool_format: ToolFormat | None = None,
+) -> _T:
+    async def run() -> _T:
+        async with openai_client(service, tool_format) as client:
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+def answer(service: ScriptedService, tool_format: ToolFormat | None = None, **fields: Any) -> ChatCompletion:
+    return ask(service, lambda client: client.chat.completions.create(**ASKED | fields), tool_format)
+
+
+def calls_of(found: ChatCompletion) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in found.choices[0].message.tool_calls or ()]
+
+
+@pytest.mark.parametrize(
+    ("template", "special_tokens", "name"),
+    [
+        (HERMES, (), "hermes"),
+        (HERMES, ("<tool_call>", "</tool_call>"), "hermes"),
+        (MISTRAL, (), "mistral"),
+        (MISTRAL, ("[TOOL_CALLS]",), "mistral"),
+        (MISTRAL + "[ARGS]", ("[TOOL_CALLS]", "[ARGS]"), "mistral-named"),
+        (MISTRAL + '{# "parameters":  #}', ("<|python_tag|>",), "mistral"),
+    ],
+)
+def test_calls_are_read_as_text_or_as_tokens(template: str, special_tokens: tuple[str, ...], name: str) -> None:
+    text = "Let me see. " + written(TOOL_FORMATS[name], [OSLO, ("add", "{}")])
+    found = answer(always(scripted_codec(template, special_tokens), text))
+    assert found.choices[0].message.content == "Let me see."
+    assert calls_of(found) == [OSLO, ("add", "{}")]
+    assert found.choices[0].finish_reason == "tool_calls"
+    ids = {call.id for call in found.choices[0].message.tool_calls or ()}
+    assert len(ids) == 2
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+def test_a_stream_of_calls_gives_name_then_arguments() -> None:
+    service = always(scripted_codec(HERMES), "Let me see. " + written(TOOL_FORMATS["hermes"], [OSLO, ("add", "{}")]))
+
+    async def use(client: openai.AsyncOpenAI) -> list[Any]:
+        stream = await client.chat.completions.create(**ASKED, stream=True)
+        return [chunk.choices[0] async for chunk in stream]
+
+    choices = ask(service, use)
+    assert "".join(choice.delta.content or "" for choice in choices) == "Let me see."
+    deltas = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    for index, (name, arguments) in enumerate([OSLO, ("add", "{}")]):
+        first, *rest = [delta for delta in deltas if delta.index == index]
+        assert (first.function.name, first.function.arguments, first.type) == (name, "", "function")
+        assert first.id
+        assert all(delta.id is None and delta.function.name is None for delta in rest)
+        assert "".join(delta.function.arguments for delta in rest) == arguments
+    assert len([delta for delta in deltas if delta.index == 0]) > 3  # in pieces
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+
+    async def helper(client: openai.AsyncOpenAI) -> Any:
+        async with client.chat.completions.stream(**ASKED) as stream:
+            return await stream.get_final_completion()
+
+    assert calls_of(ask(service, helper)) == [OSLO, ("add", "{}")]
+
+
+def test_the_template_is_told_of_tools_and_earlier_calls() -> None:
+    service = always(scripted_codec(HERMES), "Cold.")
+    call = {"id": "abc", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Oslo"}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abc", "content": "-5"},
+    ]
+    found = answer(service, messages=messages)
+    assert found.choices[0].message.content == "Cold."
+    assert found.choices[0].message.tool_calls is None
+    assert found.choices[0].finish_reason == "stop"
+    ((prompt_ids, sampling),) = service.asked
+    assert sampling.response_format is None
+    told = service.codec.tokenizer.decode(prompt_ids, skip_special_tokens=True)
+    assert '"description": "Look up the weather."' in told
+    assert "<tool_call>look_up(Oslo)" in told
+    assert told.endswith("-5")
+
+
+def test_without_tools_or_a_choice_of_them_nothing_is_read() -> None:
+    text = written(TOOL_FORMATS["hermes"], [OSLO])
+    service = always(scripted_codec(HERMES), text)
+    for fields in ({"tools": openai.omit}, {"tools": []}, {"tool_choice": "none"}):
+        found = answer(service, **fields)
+        assert found.choices[0].message.content == text
+        assert found.choices[0].finish_reason == "stop"
+    for prompt_ids, _ in service.asked:
+        assert "look_up" not in service.codec.tokenizer.decode(prompt_ids)
+
+
+def test_one_call_where_no_more_are_wanted() -> None:
+    service = always(scripted_codec(HERMES), written(TOOL_FORMATS["hermes"], [OSLO, ("add", "{}")]))
+    assert calls_of(answer(service, parallel_tool_calls=False)) == [OSLO]
+
+    async def use(client: openai.AsyncOpenAI) -> list[Any]:
+        stream = await client.chat.completions.create(**ASKED, stream=True, parallel_tool_calls=False)
+        return [chunk.choices[0] async for chunk in stream]
+
+    choices = ask(service, use)
+    assert {call.index for choice in choices for call in choice.delta.tool_calls or ()} == {0}
+    assert choices[-1].finish_reason == "tool_calls"
+    assert service.num_cancelled >= 1
+
+
+def test_a_call_that_breaks_off_has_no_other_reason() -> None:
+    text = written(TOOL_FORMATS["hermes"], [OSLO])
+    found = answer(always(scripted_codec(HERMES), text[: text.index("Oslo") + 2], "length"))
+    assert found.choices[0].finish_reason == "length"
+    assert calls_of(found) == [("look_up", '{"city": "Os')]
+
+
+def test_a_format_can_be_named() -> None:
+    llama = TOOL_FORMATS["llama3"]
+    service = always(scripted_codec(HERMES), '{"name": "add", "parameters": {"a": 1}}')
+    assert calls_of(answer(service, llama)) == [("add", '{"a": 1}')]
+    assert calls_of(answer(service)) == []
+
+
+def test_templates_without_tools_refuse_them() -> None:
+    for template in ("{% for message in messages %}{{ message.content }}{% endfor %}", "{{ tools }}{{ messages }}"):
+        with pytest.raises(openai.BadRequestError) as refused:
+            answer(always(scripted_codec(template), "Hello"))
+        assert refused.value.param == "tools"
+
+
+def test_a_template_that_fails_is_a_refusal() -> None:
+    for template in ("{{ raise_exception('no tools today') }}{{ tools }}<tool_call>", "{{ 1 // 0 }}"):
+        with pytest.raises(openai.BadRequestError) as refused:
+            answer(always(scripted_codec(template), "Hello"), **({} if "tools" in template else {"tools": openai.omit}))
+        assert refused.value.param == "messages"
+
+
+class LookUp(pydantic.BaseModel):
+    """Look up the weather."""
+
+    city: str = pydantic.Field(max_length=12)
+
+
+class Weather(pydantic.BaseModel):
+    degrees: int = pydantic.Field(ge=-99, le=99)
+
+
+def real(llm: fastgen.LLM, template: str = HERMES) -> ScriptedService:
+    """A service that answers what the model of ``llm`` does."""
+
+    def generate(prompt_ids: list[int], sampling: SamplingParams) -> tuple[list[int], FinishReason]:
+        output = llm.generate(prompt_ids, sampling)
+        return output.token_ids, output.finish_reason
+
+    return ScriptedService(scripted_codec(template), generate)
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3", "granite", "deepseek-v3"])
+def test_demanded_calls_are_made(llm: fastgen.LLM, name: str) -> None:
+    service = real(llm)
+    for seed in range(3):
+        drawn: dict[str, Any] = {"temperature": 1.5, "seed": seed, "max_tokens": 300}
+        found = answer(service, TOOL_FORMATS[name], tool_choice="required", parallel_tool_calls=False, **drawn)
+        ((called, arguments),) = calls_of(found)
+        assert found.choices[0].finish_reason == "tool_calls"
+        assert found.choices[0].message.content is None
+        assert json.loads(arguments) in ([{"city": "Oslo"}, {"city": "Rome"}] if called == "look_up" else [{}])
+        named = answer(
+            service, TOOL_FORMATS[name], tool_choice={"type": "function", "function": {"name": "look_up"}}, **drawn
+        )
+        ((called, arguments),) = calls_of(named)
+        assert called == "look_up"
+        assert json.loads(arguments)["city"] in ("Oslo", "Rome")
+
+
+def test_strict_tools_and_formats_are_kept_to(llm: fastgen.LLM) -> None:
+    service = real(llm)
+    tools = [openai.pydantic_function_tool(LookUp)]
+
+    async def use(client: openai.AsyncOpenAI) -> Any:
+        return await client.chat.completions.parse(
+            model=MODEL, messages=MESSAGES, tools=tools, response_format=Weather, temperature=1, seed=1, max_tokens=60
+        )
+
+    (choice,) = ask(service, use).choices
+    assert choice.finish_reason in ("stop", "tool_calls")
+    assert isinstance(choice.message.parsed, Weather) or isinstance(
+        choice.message.tool_calls[0].function.parsed_arguments, LookUp
+    )
+    (_, sampling) = service.asked[-1]
+    assert sampling.response_format is not None
+    assert sampling.response_format.kind == "grammar"
+
+
+def test_an_answer_that_is_json_cannot_be_told_from_bare_calls() -> None:
+    service = always(scripted_codec(HERMES), "{}")
+    with pytest.raises(openai.BadRequestError) as refused:
+        answer(service, TOOL_FORMATS["llama3"], response_format={"type": "json_object"})
+    assert refused.value.param == "response_format"
+
+
+def test_parameters_must_be_a_schema_that_can_be_kept_to(llm: fastgen.LLM) -> None:
+    for parameters, param in (
+        ({"type": "string"}, "tools[0].function.parameters"),
+        ({"x-guidance": {}}, "tools[0].function.parameters"),
+    ):
+        tool = {"type": "function", "function": {"name": "a", "parameters": parameters}}
+        with pytest.raises(openai.BadRequestError) as refused:
+            answer(real(llm), tools=[tool])
+        assert refused.value.param == param

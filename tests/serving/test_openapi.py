@@ -1,0 +1,87 @@
+"""The OpenAPI document is true: whatever is made of it is answered as it says, and never with a failure."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.generation import GenerationMode
+
+from tests.serving.server_process import ServerProcess
+
+MODEL = "tiny-llama"
+MOST_TOKENS = 3
+OPERATIONS = [
+    "POST /v1/completions",
+    "POST /v1/chat/completions",
+    "GET /v1/models",
+    "GET /v1/models/{name}",
+    "POST /tokenize",
+    "POST /detokenize",
+    "GET /version",
+]
+NOT_SAID = {
+    "positive_data_acceptance",  # what the schema allows may be refused by the vocabulary, or by another field
+    "unsupported_method",
+    "missing_required_header",
+    "ignored_auth",
+}
+"""Checks of what a document does not say, or servers with other options do."""
+
+
+@pytest.fixture(scope="module")
+def document(server: ServerProcess) -> Any:
+    document = schemathesis.openapi.from_url(f"{server.address}/openapi.json")
+    schemathesis.checks.load_all_checks()
+
+    @document.hook
+    def map_body(context: Any, body: Any) -> Any:
+        """Most requests name the model, and none wants more tokens than a test has time for."""
+        if not isinstance(body, dict):
+            return body
+        if type(body.get("model")) is str and random.Random(str(body)).random() < 0.7:
+            body["model"] = MODEL
+        for name in ("max_tokens", "max_completion_tokens"):
+            if type(body.get(name)) is int:
+                body[name] = min(body[name], MOST_TOKENS)
+        if "messages" in body and not {"max_tokens", "max_completion_tokens"} & body.keys():
+            body["max_completion_tokens"] = MOST_TOKENS
+        return body
+
+    return document
+
+
+def check(document: Any, label: str, mode: GenerationMode, max_examples: int) -> None:
+    """Send requests of operation ``label`` that are, or are not, as the document has them."""
+    operations = [result.ok() for result in document.get_all_operations()]
+    (operation,) = [each for each in operations if each.label == label]
+    excluded = [check for check in schemathesis.checks.CHECKS.get_all() if check.__name__ in NOT_SAID]
+    assert len(excluded) == len(NOT_SAID)
+
+    @settings(max_examples=max_examples, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def send(case: schemathesis.Case) -> None:
+        case.call_and_validate(excluded_checks=excluded)
+
+    send()
+
+
+def modes(label: str) -> list[GenerationMode]:
+    """What has no parameters cannot be asked wrongly."""
+    return list(GenerationMode) if label.startswith("POST") else [GenerationMode.POSITIVE]
+
+
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_what_the_document_says_holds(document: Any, label: str) -> None:
+    for mode in modes(label):
+        check(document, label, mode, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_what_the_document_says_holds_at_length(document: Any, label: str) -> None:
+    for mode in modes(label):
+        check(document, label, mode, 500)
