@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
 from fastgen.errors import GenerationError
-from fastgen.serving.http.openai_sampling import named_refusal
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
@@ -73,8 +72,6 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 def error_body(error: Exception) -> tuple[int, ErrorBody]:
     """The status and the body for a failure that was foreseen."""
-    if isinstance(error, BadRequestError) and error.param is None:
-        error = named_refusal(str(error), code=error.code)  # of the engine, which has names of its own
     for of, status, kind, code in _KINDS:
         if isinstance(error, of):
             return status, _body(

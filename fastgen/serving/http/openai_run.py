@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.serving.answers import Update
 from fastgen.serving.http.errors import error_body
 from fastgen.serving.http.openai_answers import Usage
+from fastgen.serving.http.openai_sampling import named_refusal
 from fastgen.serving.http.streaming import EventStream
 from fastgen.serving.refusals import BadRequestError, UnknownModelError
 from fastgen.serving.service import Running, Service
@@ -74,20 +75,23 @@ class Batch:
 
     async def outputs(self) -> list[GenerationOutput]:
         """All of their answers, in the order of the prompts."""
-        return [await running.output() for running in self._running]
+        with _in_openai_names():
+            return [await running.output() for running in self._running]
 
     async def updates(self) -> AsyncGenerator[list[tuple[int, Update]], None]:
         """What has come, each with the number of its prompt."""
         if len(self._running) == 1:
-            async for updates in self._running[0]:
-                yield [(0, update) for update in updates]
+            with _in_openai_names():
+                async for updates in self._running[0]:
+                    yield [(0, update) for update in updates]
             return
         news: asyncio.Queue[list[tuple[int, Update]] | BaseException | None] = asyncio.Queue()
 
         async def follow(number: int, running: Running) -> None:
             try:
-                async for updates in running:
-                    news.put_nowait([(number, update) for update in updates])
+                with _in_openai_names():
+                    async for updates in running:
+                        news.put_nowait([(number, update) for update in updates])
                 news.put_nowait(None)
             except Exception as error:
                 news.put_nowait(error)
@@ -107,6 +111,17 @@ class Batch:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _in_openai_names() -> Iterator[None]:
+    """A refusal of the engine, which has names of its own for fields, in OpenAI's."""
+    try:
+        yield
+    except BadRequestError as error:
+        if error.param is None:
+            raise named_refusal(str(error), code=error.code) from error
+        raise
 
 
 class StreamUsage:
