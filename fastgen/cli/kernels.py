@@ -193,9 +193,16 @@ def _needed(
     specs = kernel_specs(
         spec, loader, torch_dtype, weight_format=weight_format, block_size=block_size, max_num_seqs=max_num_seqs
     )
-    about = bundle_flags(model, torch_dtype, block_size, recipe=recipe, quantize=quantize, max_num_seqs=max_num_seqs)
-    about |= {"revision": revision} if revision else {}
-    about |= {"allow_config_key": " ".join(allowed)} if allowed else {}
+    about = bundle_flags(
+        model,
+        torch_dtype,
+        block_size,
+        recipe=recipe,
+        quantize=quantize,
+        max_num_seqs=max_num_seqs,
+        revision=revision,
+        allow_config_keys=allowed,
+    )
     return loader, specs, about
 
 

@@ -18,6 +18,8 @@ from fastgen.compile.thread_pool import thread_pool_spec
 from fastgen.models.builder import build
 from fastgen.models.spec import ModelSpec
 
+MAX_LOGPROBS = 20
+"""So many alternatives' log-probabilities are computed by sampling kernels of the ``triton`` target, for who asks."""
 _MAX_NUM_SEQS = 256  # of an engine on a GPU, unless it is told otherwise
 
 
@@ -56,4 +58,4 @@ def kernel_specs(
 
 def sampler_specs(vocab_size: int) -> SamplingSpecs:
     """The kernels by which the ``triton`` target samples."""
-    return sampling_specs(vocab_size, needed_by=("the sampler",))
+    return sampling_specs(vocab_size, num_top=min(MAX_LOGPROBS + 1, vocab_size), needed_by=("the sampler",))

@@ -90,6 +90,10 @@ def build_engine(
     drafter = _drafter(config, sampler.seats)
     between = ledger.size_bytes("activations")
     forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats, between)
+    if policy.observes:  # how long steps take, so none is to last longer for being the first of its kind
+        kv_cache.touch()
+        if isinstance(forward, TapedForward):
+            forward.record_sizes()
     steady = None
     if next_decodes is not None and sampler.kernel is not None and isinstance(forward, TapedForward):
         advance = NextDecodesKernel(next_decodes)
@@ -120,6 +124,7 @@ def build_engine(
             else None
         ),
         drafter=drafter,
+        runs_ahead=sampler.seats is not None,
     )
 
 

@@ -83,12 +83,16 @@ class NgramDrafter:
         sampling = sequence.request.sampling
         num_generated = sequence.num_tokens - sequence.num_prompt_tokens
         most = min(max_tokens, sampling.max_new_tokens - num_generated - 1)
-        if most < 1 or sequence.matcher is not None or sequence.request.has_beams or not self._may_draft(sequence):
+        if most < 1 or not self.may_draft(sequence):
             return ()
         drafts = self._of_sequence.get(sequence)
         if drafts is None:
             drafts = self._of_sequence[sequence] = _Drafts(self.num_draft_tokens)
         return drafts.next(sequence.token_ids, most)
+
+    def may_draft(self, sequence: Sequence) -> bool:
+        """Whether ``sequence`` is looked at at all."""
+        return sequence.matcher is None and not sequence.request.has_beams and self._may_draft(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """``sequence`` has ended."""
@@ -151,3 +155,8 @@ class DraftedSequence:
 
 SampledSequence = Sequence | DraftedSequence
 """What a row of logits is sampled for."""
+
+
+def owner(row: SampledSequence) -> Sequence:
+    """Whose row it is."""
+    return row if isinstance(row, Sequence) else row.sequence

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
 
@@ -16,10 +18,11 @@ from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.faults import cause_of
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.metrics import EngineMetrics
-from fastgen.runtime.model_runner import ModelRunner, PromptLogprobs, StepOutput
+from fastgen.runtime.model_runner import LaunchedStep, ModelRunner, PromptLogprobs, StepOutput
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.recorder import Recorder, StepRecord, engine_facts
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.run_ahead import awaited, tokens_to_come
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
 from fastgen.runtime.schedule import Schedule
@@ -29,12 +32,35 @@ from fastgen.runtime.structured_output import Grammars
 _log = logging.getLogger(__name__)
 
 
+@dataclass
+class _InFlight:
+    """A step between its schedule and its tokens. What failed, of requests that are new in it or of the step itself, is
+    told when all that came before has been."""
+
+    schedule: Schedule
+    record: StepRecord
+    unprepared: list[tuple[Sequence, Exception]]
+    launched: LaunchedStep | None = None
+    error: Exception | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.unprepared) or self.error is not None
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [entry.seq for entry in self.schedule.entries]
+
+
 class Engine:
     """Serves submitted requests step by step. Not thread-safe: whoever calls holds one lock around each call.
 
     ``new_detokenizer(prompt_ids, sampling)`` and ``grammars``, which compile what requests ask their answers to be, are
     ``None`` where the model has no tokenizer; answers are token ids then.
     The ``drafter``, if any, is the one that ``scheduler`` asks; it is told who has ended.
+
+    With ``runs_ahead`` a call of :meth:`step` gives the tokens of the step that the last call launched, and before it
+    waits for them it launches the forward pass of the next one. That takes a runner whose kernels sample on the device.
     """
 
     def __init__(
@@ -49,12 +75,16 @@ class Engine:
         grammars: Grammars | None = None,
         drafter: NgramDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        runs_ahead: bool = False,
     ):
         self.runner, self.scheduler = runner, scheduler
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
         self._new_detokenizer, self._grammars = new_detokenizer, grammars
-        self._drafter, self._clock = drafter, clock
-        self.recorder, self.metrics = Recorder(engine_facts(scheduler), clock), EngineMetrics(scheduler)
+        self._drafter, self._clock, self._runs_ahead = drafter, clock, runs_ahead
+        self.recorder = Recorder(engine_facts(scheduler, runs_ahead=runs_ahead), clock)
+        self.metrics = EngineMetrics(scheduler)
+        self._in_flight: _InFlight | None = None
+        self._last_end_s = -math.inf
         self.on_end: Callable[[Generation], None] | None = None
         """Told of a request whenever one of its completions has ended."""
         self._request_ids = count()
@@ -136,35 +166,127 @@ class Engine:
             self.cancel(generation)
 
     def step(self) -> None:
-        """Run one step, if there is anything to run.
+        """Run one step, if there is anything to run; where it runs ahead, launch one and end the one before.
 
         What fails in it ends requests with ``finish_reason="error"`` and says why, and the engine goes on. Only those
         end that the failure is of: a single one where its own token or text could not be handled, all of the step where
         that could not be run, for nothing is known of what it left of theirs.
         """
         self._expire()
+        if self._in_flight is not None:
+            ahead = self._launch_ahead(self._in_flight)
+            self._collect(self._in_flight)
+            if ahead is not None and self._sample(ahead):
+                return
         began_s = self._clock()
         schedule = self._schedule(began_s)
         if schedule is None:
             return
-        step = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock())
+        step = self._begin(schedule, began_s)
+        if step.has_failed:
+            self._tell_failures(step)
+        elif self._runs_ahead:
+            self._launch(step, ahead=False)
+            self._sample(step)
+        else:
+            self._run(step)
+
+    def _begin(self, schedule: Schedule, began_s: float, held_back: list[Sequence] | None = None) -> _InFlight:
+        """``schedule`` was made since ``began_s``. Where a request that is new in it failed, it is to be made again."""
+        record = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock(), held_back)
         self.metrics.scheduled(len(schedule.preempted))
-        if not self._note_admitted(step):
-            return
+        return _InFlight(schedule, record, self._note_admitted(record))
+
+    def _run(self, step: _InFlight) -> None:
+        """A step from its beginning to its end."""
         try:
-            output = self.runner.run(schedule)
-            step.ran(output.build_s, output.num_padding, self._clock())
-            self.scheduler.commit(schedule)
+            output = self.runner.run(step.schedule)
+            self.recorder.ran(step.record, output.build_s, output.num_padding, self._clock())
+            self.scheduler.commit(step.schedule)
         except Exception as error:
-            sequences = [entry.seq for entry in schedule.entries]
-            self._withdraw(sequences, step)
-            self._fail(sequences, error)
-            return
-        self._update(output, step)
-        step.ended_s = self._clock()
-        self.metrics.stepped(schedule, step)
+            self._fail_step(step, error)
+        else:
+            self._end(step, output)
+
+    def _launch_ahead(self, before: _InFlight) -> _InFlight | None:
+        """The step that follows ``before``, whose tokens are on their way, as far as it needs none of them here;
+        ``None`` where there is no such step, or it cannot be made."""
+        began_s = self._clock()
+        may_draft = self._drafter.may_draft if self._drafter is not None else lambda sequence: False
+        go_on, held_back = awaited(before.schedule, may_draft)
+        with tokens_to_come(go_on):
+            try:
+                schedule = self.scheduler.schedule_ahead(began_s)
+            except Exception as error:  # it is tried again when all tokens are here
+                _log.warning("a step cannot be scheduled ahead: %s", cause_of(error), exc_info=error)
+                return None
+            if schedule is None:
+                return None
+            step = self._begin(schedule, began_s, held_back)
+            if not step.has_failed:
+                self._launch(step, ahead=True)
+        return step
+
+    def _launch(self, step: _InFlight, *, ahead: bool) -> None:
+        """The forward pass of ``step``."""
         try:
-            self.scheduler.observe(schedule, step.ended_s - began_s)
+            step.launched = self.runner.launch(step.schedule, ahead=ahead)
+            self.scheduler.told(step.schedule)
+        except Exception as error:
+            step.error = error
+
+    def _sample(self, step: _InFlight) -> bool:
+        """Launch the sampling of a step; now only its tokens are missing. ``False`` where it failed."""
+        if not step.has_failed:
+            assert step.launched is not None
+            try:
+                self.runner.sample(step.launched)
+                self.scheduler.commit(step.schedule)
+            except Exception as error:
+                step.error = error
+        if step.has_failed:
+            self._tell_failures(step)
+            return False
+        if any(seq.status is SequenceStatus.RUNNING for seq in step.sequences):
+            self._in_flight = step
+        else:  # all have ended, so nobody may ask for another step
+            self._collect(step)
+        return True
+
+    def _tell_failures(self, step: _InFlight) -> None:
+        for seq, error in step.unprepared:
+            self._fail([seq], error)
+        if step.error is not None:
+            self._fail_step(step, step.error)
+
+    def _fail_step(self, step: _InFlight, error: Exception) -> None:
+        """Nobody knows what a step did that raised ``error``."""
+        self._withdraw(step.sequences, step.record)
+        self._fail(step.sequences, error)
+
+    def _collect(self, step: _InFlight) -> None:
+        """Wait for the tokens of a step, and give them to its sequences."""
+        assert step.launched is not None
+        try:
+            output = self.runner.collect(step.launched)
+            self.recorder.ran(step.record, output.build_s, output.num_padding, self._clock())
+        except Exception as error:
+            self._in_flight = None
+            self._fail_step(step, error)
+        else:
+            self._in_flight = None
+            self._end(step, output)
+
+    def _end(self, step: _InFlight, output: StepOutput) -> None:
+        """The tokens of a step are here."""
+        record = step.record
+        self._update(output, record)
+        record.ended_s = self._clock()
+        step_s = record.ended_s - max(record.began_s, self._last_end_s)
+        self._last_end_s = record.ended_s
+        self.metrics.stepped(step.schedule, record.num_padding, step_s)
+        try:
+            self.scheduler.observe(step.schedule, step_s)
         except Exception as error:  # the step is whole: it is the policy that learns nothing from it
             _log.error("the policy cannot learn from a step: %s", cause_of(error), exc_info=error)
 
@@ -319,10 +441,9 @@ class Engine:
         if self.on_end is not None:
             self.on_end(generation)
 
-    def _note_admitted(self, step: StepRecord) -> bool:
-        """Make what the requests that are new in this step need. Where that fails for one, it ends, and the step, which
-        it was to be part of, is to be made again: ``False``."""
-        is_whole = True
+    def _note_admitted(self, step: StepRecord) -> list[tuple[Sequence, Exception]]:
+        """Make what the requests that are new in this step need; returns of which request that failed, and why."""
+        failures: list[tuple[Sequence, Exception]] = []
         for (request_id, _), *_ in step.admitted:
             generation = self._generations.get(request_id)
             if generation is None or generation.left_queue_s is not None:
@@ -330,12 +451,11 @@ class Engine:
             try:
                 self._prepare(generation)
             except Exception as error:
-                is_whole = False
-                self._fail([generation.request.sequences[0]], error)
+                failures.append((generation.request.sequences[0], error))
             else:
                 generation.left_queue_s = step.scheduled_s
                 self.metrics.left_queue(step.scheduled_s - generation.request.arrival_s)
-        return is_whole
+        return failures
 
     def _prepare(self, generation: Generation) -> None:
         """It is the turn of ``generation``: make what its answers need."""

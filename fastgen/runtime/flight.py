@@ -19,7 +19,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.outputs import FinishReason
 
 FORMAT = "fastgen flight recording"
-VERSION = 3
+VERSION = 4
 _STRICT = {"extra": "forbid", "strict": True}
 """For :mod:`fastgen.runtime.flight_file`: a number is no string, and a field that is not known is an error."""
 
@@ -99,6 +99,8 @@ class EngineFacts:
     policy_parameters: dict[str, int | float | None]
     aging_s: float
     prefix_caching: bool
+    runs_ahead: bool = False
+    """Whether steps are launched before the tokens of those before them are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +177,9 @@ class Step:
     waiting: int
     blocks_free: int
     blocks_cached: int = 0
+    held_back: tuple[str, ...] | None = None
+    """Of a step that was scheduled ahead of the tokens of the step before: whoever had to wait for theirs. Its forward
+    pass runs behind that step's, so its times overlap with that one's."""
 
     @property
     def num_tokens(self) -> int:

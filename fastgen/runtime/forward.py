@@ -101,7 +101,7 @@ class TapedForward(_ReplayedForward):
         max_rows: int,
     ):
         super().__init__(model, kv_cache, pool, views, results, max_tokens=sizes[-1], max_rows=max_rows)
-        self._recurring = {*range(1, min(self.SMALL, sizes[-1]) + 1), *sizes}
+        self._sizes, self._recurring = sizes, {*range(1, min(self.SMALL, sizes[-1]) + 1), *sizes}
         # The largest comes first, so that what all others leave in between finds room where its own lies.
         with torch.inference_mode():
             self._forwards[sizes[-1]] = self._record(sizes[-1])
@@ -115,6 +115,18 @@ class TapedForward(_ReplayedForward):
         self._forwards[num_tokens].replay()
         return self._hidden[:num_tokens]
 
+    def record_sizes(self) -> None:
+        """Record now what the first step at each of the sizes would have to: some milliseconds each."""
+        with torch.inference_mode():
+            for num_tokens in reversed(self._sizes):
+                if num_tokens not in self._forwards:
+                    self._forwards[num_tokens] = self._record(num_tokens)
+            for num_rows in range(len(self._logits), 0, -1):
+                self._heads[num_rows] = self._record_head(num_rows)
+
+    def _record_head(self, num_rows: int) -> Graph:
+        return self._pool.record(f"logits of {num_rows} rows", partial(self._head_step, num_rows))
+
     def _record(self, num_tokens: int) -> Graph:
         return self._pool.record(f"a step of {num_tokens} tokens", partial(self._forward_step, num_tokens))
 
@@ -123,7 +135,7 @@ class TapedForward(_ReplayedForward):
         if len(hidden) not in self._recurring or not num_rows:
             return super().logits(hidden, batch)
         if num_rows not in self._heads:
-            self._heads[num_rows] = self._pool.record(f"logits of {num_rows} rows", partial(self._head_step, num_rows))
+            self._heads[num_rows] = self._record_head(num_rows)
         self._heads[num_rows].replay()
         return self._logits[:num_rows]
 

@@ -6,6 +6,7 @@ captured size ``T`` is a set of views of the first ``T`` entries.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from fastgen.compile.ops.next_decodes import NextDecodesKernel
 from fastgen.layers.ragged_batch import RaggedBatch
-from fastgen.runtime.drafts import DraftedSequence, SampledSequence
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.drafts import DraftedSequence, SampledSequence, owner
+from fastgen.runtime.request import TO_COME, Sequence
 from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
 
 _NUM_STAGING_BUFFERS = 2  # the host may fill one while the device still reads the other
@@ -194,13 +195,17 @@ class InputBatch:
         Whatever they are by then."""
         return self._device["logits_seats"][:num_rows], self._device["sampled_positions"][:num_rows]
 
+    def forget_sampled(self, rows: Iterable[SampledSequence]) -> None:
+        """What was sampled last for these ``rows`` is about to be overwritten."""
+        for row in rows:
+            self._noted.pop(_seat(owner(row)), None)
+
     def note_sampled(self, sequences: SequenceOf[Sequence]) -> None:
         """The next token of each of ``sequences`` is in :attr:`sampled_ids`, where the step's kernels wrote it, and the
         next step may find it there. Call before it is appended to the sequence. What follows a beam is for its search
         to say, and comes from the host.
         """
         for sequence in sequences:
-            self._noted.pop(_seat(sequence), None)
             if not sequence.request.has_beams:
                 self._noted[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
 
@@ -240,6 +245,8 @@ class InputBatch:
         host["logits_seats"][len(rows) :] = -1
         if self._noted:
             self._take_from_device(host, schedule)
+        is_known = (host["input_ids"][:size] != TO_COME) | (host["token_source"][:size] >= 0)
+        assert is_known.all(), "a token that is not known yet is not on the device either"
         return rows
 
     def _take_from_device(self, host: _HostArrays, schedule: Schedule) -> None:
@@ -248,9 +255,6 @@ class InputBatch:
             seat, position = _seat(sequence), sequence.num_computed_tokens
             if self._noted.get(seat) == (sequence, sequence.num_preemptions, position):
                 host["token_source"][host["cu_seqlens_q"][seat]] = seat
-        for chunk in schedule.chunks:
-            if chunk.drafts:  # all its rows write their token to one place
-                self._noted.pop(_seat(chunk.seq), None)
 
     def _fill_chunk(
         self, host: _HostArrays, slots: npt.NDArray[np.int64], chunk: ScheduledTokens, rows: list[SampledSequence]

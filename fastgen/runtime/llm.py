@@ -81,10 +81,10 @@ def load(
     ``"splitfuse"``, or to compare with ``"prefill_first"``, ``"orca"``, ``"dynamic"``, ``"static"``, or a
     :class:`fastgen.runtime.policies.Policy` such as ``DynamicBatching(batch_size=8, max_delay_s=0.1)``.
     ``itl_target_ms``: the longest gap between two tokens of an answer, in milliseconds, that the prompts of others may
-    cause; by default there is no bound. ``aging_s``: seconds after which a request that waits moves up a class
-    (``priority``). ``prefix_caching``: keep blocks of the KV
-    cache that are no longer in use until their room is needed, and let prompts that begin with the same tokens use
-    them again; answers do not depend on it. ``num_threads``: CPU threads, for the whole
+    cause; by default there is no bound. With one, loading writes the whole KV cache once. ``aging_s``: seconds after
+    which a request that waits moves up a class (``priority``). ``prefix_caching``: keep blocks of the KV cache that are
+    no longer in use until their room is needed, and let prompts that begin with the same tokens use them again; answers
+    do not depend on it. ``num_threads``: CPU threads, for the whole
     process; by default one a core. ``target``: whose kernels run: ``"torch"`` for the reference, ``"cpp"`` for kernels
     built for this CPU, ``"triton"`` for those of a GPU (on a CPU interpreted, in a process that was started with
     ``TRITON_INTERPRET=1``), ``"auto"`` for the device's own, on a CPU where there is a compiler. ``quantize``: what
@@ -136,7 +136,14 @@ def load(
     chosen_policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(directory, checkpoint.config)
     about = bundle_flags(
-        model, torch_dtype, config.block_size, recipe=recipe, quantize=quantize, max_num_seqs=config.max_num_seqs
+        model,
+        torch_dtype,
+        config.block_size,
+        recipe=recipe,
+        quantize=quantize,
+        max_num_seqs=config.max_num_seqs,
+        revision=revision,
+        allow_config_keys=allow_config_keys,
     )
     bundle = sealed_loader(sealed, directory, found_device, about)
     kernels = choose_target(target, found_device, config, num_threads=num_threads, sealed=bundle)

@@ -19,7 +19,6 @@ from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.prefix_cache import PrefixCacheStatistics
 
 if TYPE_CHECKING:
-    from fastgen.runtime.recorder import StepRecord
     from fastgen.runtime.schedule import Schedule
     from fastgen.runtime.scheduler import Scheduler
 
@@ -144,14 +143,13 @@ class EngineMetrics:
         for earlier_s, later_s in pairwise(token_times_s):
             self._add_gap(later_s - earlier_s)
 
-    def stepped(self, schedule: Schedule, step: StepRecord) -> None:
-        """A step was run to its end."""
-        assert step.ended_s is not None
+    def stepped(self, schedule: Schedule, num_padding: int, step_s: float) -> None:
+        """A step was run to its end; since the one before, or since it began, this took ``step_s``."""
         self._computed_tokens += schedule.num_tokens
-        self._padding_tokens += step.num_padding
+        self._padding_tokens += num_padding
         if schedule.size not in self._steps:
             self._steps[schedule.size] = _Tally(STEP_BOUNDS_S)
-        self._steps[schedule.size].add(step.ended_s - step.began_s)
+        self._steps[schedule.size].add(step_s)
 
     def finished(self, reason: FinishReason, request_s: float | None) -> None:
         """A sequence ended; with it its whole request, after ``request_s``, or not."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fastgen.errors import GenerationError
 from fastgen.layers.kv_cache import PagedKVCache
+from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
-from fastgen.runtime.drafts import SampledSequence
+from fastgen.runtime.drafts import SampledSequence, owner
 from fastgen.runtime.forward import Forward
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.outputs import Logprobs
@@ -77,6 +78,22 @@ def accept(
     return sampled, num_accepted
 
 
+@dataclass
+class LaunchedStep:
+    """A step whose forward pass was launched. ``tokens`` gives, once it was sampled, what its ``rows`` got; it waits
+    for them. Launched ``ahead``, it was while the tokens of the step before were on their way.
+    """
+
+    schedule: Schedule
+    batch: RaggedBatch
+    rows: list[SampledSequence]
+    hidden: Tensor
+    build_s: float
+    ahead: bool
+    tokens: Callable[[], list[SampledToken]] = list
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+
 class ModelRunner:
     """Owns the model and the static inputs; knows nothing of requests beyond the step it is given."""
 
@@ -95,28 +112,57 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> StepOutput:
+        """A step from its beginning to its tokens."""
         self._copy_blocks(schedule)
         if self.steady is not None and (found := self.steady.run(schedule)) is not None:
             return StepOutput(list(zip(schedule.decodes, map(sampled_token, found, schedule.decodes), strict=True)), [])
+        step = self._launch(schedule, ahead=False)
+        self.sample(step)
+        if self.steady is not None:
+            self.steady.note(schedule)
+        return self.collect(step)
+
+    @torch.inference_mode()
+    def launch(self, schedule: Schedule, *, ahead: bool) -> LaunchedStep:
+        """The forward pass of a step. One ``ahead`` takes tokens that are not known on the host from the device; what
+        :meth:`sample` needs to know is not looked at yet."""
+        self._copy_blocks(schedule)
+        return self._launch(schedule, ahead=ahead)
+
+    def _launch(self, schedule: Schedule, *, ahead: bool) -> LaunchedStep:
         began_s = time.perf_counter()
         batch, rows = self.input_batch.build(schedule)
         build_s = time.perf_counter() - began_s
-        self.sampler.prepare(rows)
-        hidden = self.forward.hidden(batch)
+        if not ahead:
+            self.sampler.prepare(rows)
+        return LaunchedStep(schedule, batch, rows, self.forward.hidden(batch), build_s, ahead)
+
+    @torch.inference_mode()
+    def sample(self, step: LaunchedStep) -> None:
+        """Launches what chooses the tokens of a step. All tokens of the steps before it are known by now; a sequence
+        that ended with them, and so has no seat any more, is sampled for nobody."""
+        rows = [row for row in step.rows if owner(row).seat is not None]
+        if step.ahead:
+            self.sampler.prepare(rows)
         self.sampler.constrain(rows)
-        logits = self.forward.logits(hidden, batch)
-        sampled, num_accepted = accept(rows, self.sampler.sample(logits, rows))
+        self.input_batch.forget_sampled(rows)
+        logits = self.forward.logits(step.hidden, step.batch)
+        step.tokens = self.sampler.launch(logits, step.rows)
         if self.sampler.seats is not None:
-            on_device = (sequence for sequence in rows if isinstance(sequence, Sequence))
-            self.input_batch.note_sampled([sequence for sequence in on_device if sequence not in num_accepted])
-        if self.steady is not None:
-            self.steady.note(schedule)
+            drafted = {owner(row) for row in rows if not isinstance(row, Sequence)}
+            self.input_batch.note_sampled([row for row in rows if isinstance(row, Sequence) and row not in drafted])
+        step.prompt_logprobs = self._prompt_logprobs(step.schedule, step.batch.cu_seqlens_q, step.hidden)
+
+    @torch.inference_mode()
+    def collect(self, step: LaunchedStep) -> StepOutput:
+        """What a sampled step gave, when it is here."""
+        sampled, num_accepted = accept(step.rows, step.tokens())
         return StepOutput(
             sampled,
-            self._prompt_logprobs(schedule, batch.cu_seqlens_q, hidden),
+            step.prompt_logprobs,
             num_accepted,
-            build_s=build_s,
-            num_padding=len(batch.input_ids) - schedule.num_tokens,
+            build_s=step.build_s,
+            num_padding=len(step.batch.input_ids) - step.schedule.num_tokens,
         )
 
     def _copy_blocks(self, schedule: Schedule) -> None:
@@ -131,9 +177,8 @@ class ModelRunner:
             sequence = entry.seq
             num_alternatives = sequence.request.sampling.prompt_logprobs
             actual = sequence.token_ids[entry.start + 1 : min(entry.end + 1, sequence.num_prompt_tokens)]
-            if num_alternatives is None or sequence.index > 0 or not actual:
+            if num_alternatives is None or sequence.index > 0 or not actual or sequence.seat is None:
                 continue
-            assert sequence.seat is not None
             first = int(cu_seqlens_q[sequence.seat])
             rows = hidden[first : first + len(actual)]
             try:

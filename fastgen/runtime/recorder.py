@@ -60,6 +60,7 @@ class StepRecord:
         "copies",
         "decodes",
         "ended_s",
+        "held_back",
         "num_padding",
         "num_running",
         "num_waiting",
@@ -73,8 +74,17 @@ class StepRecord:
         "updates",
     )
 
-    def __init__(self, number: int, schedule: Schedule, scheduler: Scheduler, began_s: float, scheduled_s: float):
+    def __init__(
+        self,
+        number: int,
+        schedule: Schedule,
+        scheduler: Scheduler,
+        began_s: float,
+        scheduled_s: float,
+        held_back: SequenceOf[Sequence] | None,
+    ):
         self.number, self.began_s, self.scheduled_s = number, began_s, scheduled_s
+        self.held_back = None if held_back is None else [seq.key for seq in held_back]
         self.build_s, self.num_padding = 0.0, 0
         self.ran_s: float | None = None
         self.ended_s: float | None = None
@@ -87,9 +97,6 @@ class StepRecord:
         self.sampled: list[_Key] = []
         self.num_running, self.num_waiting = len(scheduler.running), scheduler.num_waiting
         self.blocks_free, self.blocks_cached = scheduler.kv.pool.num_free, scheduler.kv.pool.num_cached
-
-    def ran(self, build_s: float, num_padding: int, now_s: float) -> None:
-        self.build_s, self.num_padding, self.ran_s = build_s, num_padding, now_s
 
     def step(self) -> Step:
         """The record as it stands, in names."""
@@ -117,6 +124,7 @@ class StepRecord:
             waiting=self.num_waiting,
             blocks_free=self.blocks_free,
             blocks_cached=self.blocks_cached,
+            held_back=None if self.held_back is None else tuple(map(_name, self.held_back)),
         )
 
     @property
@@ -212,16 +220,26 @@ class Recorder:
         self._early: dict[int, _Arrived] = {}
         """Arrivals that left the ring before the ends of their requests."""
         self._seated: set[_Key] = set()
-        self._last_step: StepRecord | None = None
+        self._ran: StepRecord | None = None
+        """Whose tokens came last."""
 
     def arrived(self, request: Request) -> None:
         """``request`` was queued."""
         self._open[request.request_id] = request
         self._append(_Arrived(request.request_id, request.arrival_s, request.prompt_ids, request.sampling))
 
-    def scheduled(self, schedule: Schedule, scheduler: Scheduler, began_s: float, scheduled_s: float) -> StepRecord:
-        """``scheduler`` made ``schedule`` between these two clock values. What is returned is to be filled in."""
-        record = StepRecord(self._next_step, schedule, scheduler, began_s, scheduled_s)
+    def scheduled(
+        self,
+        schedule: Schedule,
+        scheduler: Scheduler,
+        began_s: float,
+        scheduled_s: float,
+        held_back: SequenceOf[Sequence] | None = None,
+    ) -> StepRecord:
+        """``scheduler`` made ``schedule`` between these two clock values; ahead of the tokens of the step before, where
+        ``held_back`` are those that had to wait for theirs. What is returned is to be filled in.
+        """
+        record = StepRecord(self._next_step, schedule, scheduler, began_s, scheduled_s, held_back)
         self._seated.difference_update(record.preempted)
         for entry in schedule.chunks:
             if entry.seq.key not in self._seated:
@@ -229,9 +247,15 @@ class Recorder:
                 record.admitted.append((entry.seq.key, entry.seq.seat, entry.start, entry.seq.num_cached_tokens))
                 self._seated.add(entry.seq.key)
         self._next_step += 1
-        self._last_step = record
+        if held_back is None:
+            self._ran = None
         self._append(record)
         return record
+
+    def ran(self, record: StepRecord, build_s: float, num_padding: int, now_s: float) -> None:
+        """The tokens of a step are here. What ends until it is over ends by them."""
+        record.build_s, record.num_padding, record.ran_s = build_s, num_padding, now_s
+        self._ran = record
 
     def beam_moves(self, forks: BeamForks, request: Request, step: StepRecord) -> BeamMoves:
         """Stands in for ``forks`` where the search of ``request`` moves after ``step``."""
@@ -251,8 +275,7 @@ class Recorder:
         """``seq``, a completion, ended with so many tokens, as the last one of its request or not."""
         self._seated.discard(seq.key)
         request = self._open.pop(seq.request.request_id) if is_last else None
-        last = self._last_step
-        step = last.number if last is not None and last.ran_s is not None and last.ended_s is None else None
+        step = self._ran.number if self._ran is not None and self._ran.ended_s is None else None
         self._append(_Finished(seq.key, now_s, reason, num_tokens, request, step))
 
     def last_steps(self, max_steps: int) -> list[StepRecord]:
@@ -313,8 +336,8 @@ class Recorder:
                     yield Blocks(sequence=_name(seq.key), blocks=blocks)
 
 
-def engine_facts(scheduler: Scheduler) -> EngineFacts:
-    """What ``scheduler`` decides by."""
+def engine_facts(scheduler: Scheduler, *, runs_ahead: bool = False) -> EngineFacts:
+    """What ``scheduler`` decides by, in an engine that launches steps ahead or does not."""
     kv, policy = scheduler.kv, scheduler.policy
     return EngineFacts(
         token_budget=scheduler.token_budget,
@@ -327,6 +350,7 @@ def engine_facts(scheduler: Scheduler) -> EngineFacts:
         policy_parameters={name: getattr(policy, name) for name in policy.parameters},
         aging_s=scheduler.waiting.aging_s,
         prefix_caching=kv.prefix_cache is not None,
+        runs_ahead=runs_ahead,
     )
 
 

@@ -7,9 +7,10 @@ full block equal no others. A step's decision is all that the recorder keeps of 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from fastgen.errors import InvalidArgumentError
@@ -66,11 +67,9 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
             f"the recording begins at step {recording.header.first_step}, since the recorder had let go of earlier "
             "ones; only from the first step on is it known what the scheduler decided by"
         )
-    player, step = _Player(recording), None
+    player = _Player(recording)
     for event in recording.events:
-        if step is not None and not _is_outcome(event, step):
-            player.end_step(step)
-            step = None
+        player.come_to(event)
         if isinstance(event, Arrival):
             player.arrive(event)
         elif isinstance(event, Finish):
@@ -80,15 +79,24 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
         elif isinstance(event, Withdrawal):
             player.withdraw(event)
         elif isinstance(event, Step):
-            step, replayed = event, player.step(event)
+            replayed = player.step(event)
             yield event, replayed, player.scheduler
             if replayed != event:
                 return
 
 
-def _is_outcome(event: Event, step: Step) -> bool:
-    """Whether it happened while the tokens of ``step`` were handed out."""
-    return isinstance(event, Beams | Withdrawal) or (isinstance(event, Finish) and event.step == step.step)
+@dataclass
+class _Played:
+    """A recorded step that was decided alike. ``given`` are the sequences that had their token ahead of the others."""
+
+    event: Step
+    schedule: Schedule
+    given: set[str] = field(default_factory=set)
+    has_given: bool = False
+
+    def has_outcome(self, event: Event) -> bool:
+        """Whether ``event`` happened while the tokens of this step were handed out."""
+        return isinstance(event, Beams | Finish | Withdrawal) and event.step == self.event.step
 
 
 class _Player:
@@ -103,16 +111,32 @@ class _Player:
         self._block_size = recording.header.engine.block_size
         self._blocks: dict[str, deque[tuple[int, ...]]] = {}
         self._dropped: dict[str, list[tuple[int, ...]]] = defaultdict(list)
-        self._last: dict[str, tuple[int, ...]] = {}
+        self._final: dict[str, tuple[int, ...]] = {}
         for event in recording.events:
             if isinstance(event, Beams):
                 for move in event.moves:
                     self._dropped[move.sequence].append(move.dropped)
             elif isinstance(event, Blocks):
-                self._last[event.sequence] = event.blocks
+                self._final[event.sequence] = event.blocks
         self._unlike_others = count(2**31)
         self._num_drafts: dict[str, int] = {}
-        self._committed: Schedule | None = None
+        self._runs_ahead = recording.header.engine.runs_ahead
+        self._last: _Played | None = None
+        """The step committed last, as long as it is not over."""
+        self._ahead: _Played | None = None
+        """The step that was scheduled ahead of the tokens of the last, and is committed when that is over."""
+        self._last_end_s = -math.inf
+
+    def come_to(self, event: Event) -> None:
+        """``event`` is next: end what is over by now."""
+        is_over = self._last is not None and not self._last.has_outcome(event)
+        if is_over and (self._ahead is not None or not self._runs_ahead):
+            self._end_last()
+        if self._last is None and self._ahead is not None:
+            self._commit(self._ahead)
+            self._ahead = None
+        if self._runs_ahead and isinstance(event, Step) and event.held_back is None:
+            self._end_last()
 
     def arrive(self, event: Arrival) -> None:
         sampling = SamplingParams(
@@ -125,7 +149,7 @@ class _Player:
         request = Request(event.request, [0] * event.prompt_tokens, sampling, event.clock_s)
         for name, seq in zip(event.sequences, request.sequences, strict=True):
             self.sequences[name] = seq
-            lives = (*self._dropped[name], self._last.get(name, ()))
+            lives = (*self._dropped[name], self._final.get(name, ()))
             self._blocks[name] = deque(event.blocks + later for later in lives)
             seq.token_ids = self._stand_ins(name, event.prompt_tokens)
         self.scheduler.add(request)
@@ -152,10 +176,13 @@ class _Player:
             self._begin_life(name)
 
     def step(self, event: Step) -> Step | None:
-        """Schedules a step; where it is the recorded one, commits it and gives what tokens ``event`` says."""
+        """Schedules a step; where it is the recorded one, runs it."""
         self._num_drafts = {entry.sequence: entry.num_drafts for entry in event.entries}
-        self._committed = None
-        schedule = self.scheduler.schedule(event.began_s)
+        if event.held_back is None:
+            schedule = self.scheduler.schedule(event.began_s)
+        else:
+            self._give_awaited(event.held_back)
+            schedule = self.scheduler.schedule_ahead(event.began_s)
         if schedule is None:
             return None
         decided = self._recorder.scheduled(schedule, self.scheduler, event.began_s, event.scheduled_s).step()
@@ -163,24 +190,59 @@ class _Player:
         entries = tuple(entry._replace(num_sampled=given.get(entry.sequence, 0)) for entry in decided.entries)
         rest = {name: getattr(decided, name) for name in DECISIONS if name != "entries"}
         replayed = replace(event, entries=entries, **rest)
-        if replayed == event and event.ran_s is not None:
-            self.scheduler.commit(schedule)
-            self._committed = schedule
-            for entry in event.entries:
-                for _ in range(entry.num_sampled):
-                    self._give_token(entry.sequence)
+        if replayed == event and event.held_back is None:
+            self._commit(_Played(event, schedule))
+        elif replayed == event:
+            if event.ran_s is not None:
+                self.scheduler.told(schedule)
+            self._ahead = _Played(event, schedule)
+            if self._last is not None:
+                self._give_tokens(self._last)
         return replayed
 
-    def end_step(self, event: Step) -> None:
+    def _commit(self, step: _Played) -> None:
+        """Where ``step`` ran, its tokens are computed."""
+        if step.event.ran_s is None:
+            return
+        self.scheduler.commit(step.schedule)
+        self._last = step
+        if not self._runs_ahead:
+            self._give_tokens(step)
+
+    def _give_awaited(self, held_back: tuple[str, ...]) -> None:
+        """Of the last step's tokens those that are only awaited when the next one is scheduled."""
+        assert self._last is not None
+        for entry in self._last.event.entries:
+            seq = self.sequences[entry.sequence]
+            awaits = seq.status is SequenceStatus.RUNNING and not seq.num_pending_tokens
+            if awaits and entry.sequence not in held_back:
+                self._give_token(entry.sequence)
+                self._last.given.add(entry.sequence)
+
+    def _give_tokens(self, step: _Played) -> None:
+        """The tokens of ``step`` that were not given yet."""
+        for entry in step.event.entries:
+            for _ in range(entry.num_sampled - (entry.sequence in step.given)):
+                self._give_token(entry.sequence)
+        step.has_given = True
+
+    def _end_last(self) -> None:
         """What the engine does when all tokens of a step have been handed out: accept the drafts of the sequences that
         go on, and tell the policy how long it took.
         """
+        step, self._last = self._last, None
+        if step is None:
+            return
+        if not step.has_given:
+            self._give_tokens(step)
+        event = step.event
         for entry in event.entries:
             seq = self.sequences[entry.sequence]
             if entry.num_drafts and entry.num_sampled > 1 and seq.status is SequenceStatus.RUNNING:
                 self.scheduler.accept(seq, entry.num_sampled - 1)
-        if self._committed is not None and event.ended_s is not None:
-            self.scheduler.observe(self._committed, event.ended_s - event.began_s)
+        if event.ended_s is not None:
+            self.scheduler.observe(step.schedule, event.ended_s - max(event.began_s, self._last_end_s))
+            self._last_end_s = event.ended_s
 
     def _drafts(self, seq: Sequence, max_tokens: int) -> list[int]:
         """What was drafted is not recorded, only how much of it was scheduled; nor does the scheduler look at it."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fastgen.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from fastgen.runtime.sampling_params import SamplingParams
     from fastgen.runtime.structured_output import Constraint
+
+
+TO_COME: Final = -1
+"""Stands for a sequence's newest token while that has been sampled and is not known on the host."""
 
 
 class SequenceStatus(enum.Enum):

@@ -16,8 +16,9 @@ _urgency = attrgetter("urgency")
 class RunningSet:
     """At most ``max_num_seqs`` sequences, each on a seat of its own.
 
-    ``decodes`` have their newest token pending and nothing else, or are beams that have nothing pending until their
-    search has moved. ``prompts`` have more, and are in order of urgency. A decode costs nothing here from step to step.
+    ``decodes`` have their newest token pending and nothing else, or nothing at all: beams until their search has moved,
+    and, while ``some_wait``, those that are planned without, since their newest token is not known yet. ``prompts``
+    have more, and are in order of urgency. A decode costs nothing here from step to step.
 
     As long as a beam of a request runs, seats are kept for all of them.
     """
@@ -26,6 +27,7 @@ class RunningSet:
         self.max_num_seqs = max_num_seqs
         self.decodes: list[Sequence] = []
         self.prompts: list[Sequence] = []
+        self.some_wait = False
         self._searches: dict[int, Request] = {}
         """The requests of which beams run."""
         self._free_seats = list(reversed(range(max_num_seqs)))
@@ -48,7 +50,8 @@ class RunningSet:
     @property
     def due_decodes(self) -> list[Sequence]:
         """The decodes whose newest token is pending."""
-        return [seq for seq in self.decodes if seq.num_pending_tokens] if self._searches else self.decodes
+        some_wait = self.some_wait or self._searches
+        return [seq for seq in self.decodes if seq.num_pending_tokens] if some_wait else self.decodes
 
     @property
     def least_urgent(self) -> Sequence:

@@ -9,7 +9,7 @@ making it again. Where there are kernels, they sample; elsewhere torch does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -25,10 +25,11 @@ from fastgen.errors import GenerationError
 from fastgen.runtime.beam_candidates import beam_candidates
 from fastgen.runtime.beam_search import Candidate, num_candidates
 from fastgen.runtime.drafts import SampledSequence
+from fastgen.runtime.host_copy import HostCopies
 from fastgen.runtime.outputs import Logprobs
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampled_rows import PLAIN_ROW, RowHistory, is_plain
-from fastgen.runtime.seat_sampler import SeatSampler
+from fastgen.runtime.seat_sampler import SeatSampler, gives_logprobs
 
 _MAX_INT64 = 2**63 - 1
 _FP32 = torch.finfo(torch.float32)
@@ -103,15 +104,25 @@ class Sampler:
         A drawn (not greedy) sequence's request must have its seed; see ``resolve_seed``. A row that cannot be sampled
         gets an error and disturbs no other.
         """
+        return self.launch(logits, sequences)()
+
+    def launch(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> Callable[[], list[SampledToken]]:
+        """The same, given by what is returned: with ``seats`` it waits until the tokens are here, and nothing else
+        needs ``logits`` any more; elsewhere they are here already. A row whose sequence has no seat any more gets
+        anything.
+        """
         if not sequences:
-            return []
-        return self._with_candidates(self._choose(logits, sequences), logits, sequences)
+            return list
+        candidates = self._launch_candidates(logits, sequences)
+        if self.seats is not None:
+            answers = _launch_answers(logits, self.seats.chosen(sequences), sequences, self.seats)
+            return lambda: candidates(answers())
+        tokens = self._choose(logits, sequences)
+        return lambda: candidates(tokens)
 
     def _choose(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
         if self.kernel is not None:
             return self._sample_by_kernel(self.kernel, logits, sequences)
-        if self.seats is not None:
-            return _answers(logits, self.seats.token_ids(sequences), sequences)
         status = row_status(logits)
         scores = self._adjusted(logits, sequences)
         if all(sequence.request.sampling.greedy for sequence in sequences) and scores is logits:
@@ -119,29 +130,32 @@ class Sampler:
         else:
             token_ids, adjusted_status = sample(scores, _draws(sequences, logits.device))
             status = torch.where(status == RowStatus.OK, adjusted_status, status)
-        found = torch.where(status == RowStatus.OK, token_ids, -status)
-        return _answers(logits, found.tolist(), sequences)
+        return _launch_answers(logits, torch.where(status == RowStatus.OK, token_ids, -status), sequences)()
 
-    def _with_candidates(
-        self, tokens: list[SampledToken], logits: Tensor, sequences: SequenceOf[SampledSequence]
-    ) -> list[SampledToken]:
-        """``tokens``, those of beams with their candidates."""
+    def _launch_candidates(
+        self, logits: Tensor, sequences: SequenceOf[SampledSequence]
+    ) -> Callable[[list[SampledToken]], list[SampledToken]]:
+        """What gives tokens of beams their candidates, and leaves the others as they are."""
         rows = [row for row, each in enumerate(sequences) if each.request.sampling.beam_width > 1]
-        rows = [row for row in rows if tokens[row].error is None]
         if not rows:
-            return tokens
+            return lambda tokens: tokens
         beams = [sequences[row] for row in rows]
         logits, forbidden = _take(logits, rows), [self._forbidden(beam) for beam in beams]
         adjusts = any(forbidden) or any(map(_adjusts, beams))
-        found = beam_candidates(
+        candidates = beam_candidates(
             logits,
             [num_candidates(beam.request.sampling.beam_width, self._early_ids(beam)) for beam in beams],
             _adjustments(beams, forbidden, logits.shape[1], logits.device) if adjusts else None,
             [beam.request.sampling.logprobs for beam in beams],
         )
-        for row, candidates in zip(rows, found, strict=True):
-            tokens[row] = SampledToken(tokens[row].token_id, candidates=candidates)
-        return tokens
+
+        def give(tokens: list[SampledToken]) -> list[SampledToken]:
+            for row, found in zip(rows, candidates(), strict=True):
+                if tokens[row].error is None:
+                    tokens[row] = SampledToken(tokens[row].token_id, candidates=found)
+            return tokens
+
+        return give
 
     def _sample_by_kernel(
         self, kernel: SamplingKernel, logits: Tensor, sequences: SequenceOf[SampledSequence]
@@ -209,18 +223,34 @@ def _undrafted(sequences: SequenceOf[SampledSequence]) -> list[Sequence]:
     return [each for each in sequences if isinstance(each, Sequence)]
 
 
-def _answers(logits: Tensor, found: list[int], sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
-    """What was ``found`` in each row, its token or ``-status``, with the log-probabilities that are asked for."""
-    logprobs: dict[int, Logprobs] = {}
-    wanted = [
-        row for row, sequence in enumerate(sequences)
-        if found[row] >= 0 and sequence.request.sampling.logprobs is not None
-    ]  # fmt: skip
-    if wanted:
-        counts = [sequences[row].request.sampling.logprobs or 0 for row in wanted]
-        each = token_logprobs(_take(logits, wanted), [found[row] for row in wanted], counts)
-        logprobs = dict(zip(wanted, each, strict=True))
-    return [sampled_token(token_id, sequences[row], logprobs.get(row)) for row, token_id in enumerate(found)]
+def _launch_answers(
+    logits: Tensor, found: Tensor, sequences: SequenceOf[SampledSequence], seats: SeatSampler | None = None
+) -> Callable[[], list[SampledToken]]:
+    """What gives each row its token, or what its ``-status`` means, as ``found [R]`` says, with the log-probabilities
+    that are asked for: those that the kernels of ``seats`` computed, the others by torch."""
+    by_kernel: dict[int, int] = {}
+    by_torch: dict[int, int] = {}
+    for row, sequence in enumerate(sequences):
+        if (count := sequence.request.sampling.logprobs) is not None:
+            (by_kernel if seats is not None and gives_logprobs(sequence.request.sampling) else by_torch)[row] = count
+    token_ids = HostCopies([found])
+    parts: list[tuple[dict[int, int], Callable[[], list[Logprobs]]]] = []
+    if seats is not None and by_kernel:
+        computed = [_take(each, list(by_kernel)) for each in (found, *seats.logprobs(len(sequences)))]
+        parts.append((by_kernel, _copy_logprobs(computed, list(by_kernel.values()))))
+    if by_torch:
+        rows = _take(logits, list(by_torch)), _take(found, list(by_torch)).clamp(min=0).long()
+        parts.append((by_torch, _launch_logprobs(*rows, list(by_torch.values()))))
+
+    def answers() -> list[SampledToken]:
+        ids: list[int] = token_ids.wait()[0].tolist()
+        logprobs = {row: each for counts, given in parts for row, each in zip(counts, given(), strict=True)}
+        return [
+            sampled_token(token_id, sequences[row], logprobs.get(row) if token_id >= 0 else None)
+            for row, token_id in enumerate(ids)
+        ]
+
+    return answers
 
 
 def sampled_token(found: int, sequence: SampledSequence, logprobs: Logprobs | None = None) -> SampledToken:
@@ -241,15 +271,29 @@ def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceO
     temperature and filters: comparable between requests and with the prompt's. A row's token comes first, then the
     alternatives from likely to unlikely, the lower id first among equals.
     """
-    actual_ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    return _launch_logprobs(logits, torch.tensor(token_ids, dtype=torch.int64, device=logits.device), counts)()
+
+
+def _launch_logprobs(logits: Tensor, token_ids: Tensor, counts: SequenceOf[int]) -> Callable[[], list[Logprobs]]:
+    """What gives :func:`token_logprobs` when they are here."""
     most = max(counts, default=0)
     # One more than asked for, since the token itself may be among the likeliest.
     num_top = min(most + 1, logits.shape[1]) if most else 0
-    actual, top, top_ids = (item.tolist() for item in log_probabilities(logits, actual_ids, num_top))
-    return [
-        _token_first(token_id, actual[row], zip(top_ids[row], top[row], strict=True), count)
-        for row, (token_id, count) in enumerate(zip(token_ids, counts, strict=True))
-    ]
+    return _copy_logprobs([token_ids, *log_probabilities(logits, token_ids, num_top)], counts)
+
+
+def _copy_logprobs(computed: SequenceOf[Tensor], counts: SequenceOf[int]) -> Callable[[], list[Logprobs]]:
+    """What gives them when they are here: ``computed`` are each row's token, its log-probability, the likeliest ones'
+    and their ids."""
+    copies = HostCopies(computed)
+
+    def logprobs() -> list[Logprobs]:
+        return [
+            _token_first(token_id, actual, zip(top_ids, top, strict=True), count)
+            for token_id, actual, top, top_ids, count in zip(*map(Tensor.tolist, copies.wait()), counts, strict=True)
+        ]
+
+    return logprobs
 
 
 def prompt_logprobs(logits: Tensor, token_ids: SequenceOf[int], count: int) -> list[Logprobs]:
@@ -276,8 +320,8 @@ def _token_first(token_id: int, value: float, likeliest: Iterable[tuple[int, flo
     return {token_id: value, **dict(alternatives)}
 
 
-def _take(logits: Tensor, rows: list[int]) -> Tensor:
-    return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+def _take(values: Tensor, rows: list[int]) -> Tensor:
+    return values if len(rows) == len(values) else values[torch.tensor(rows, device=values.device)]
 
 
 def _adjusts(sequence: SampledSequence) -> bool:

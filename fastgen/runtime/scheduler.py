@@ -36,7 +36,7 @@ from fastgen.runtime.forks import Forks
 from fastgen.runtime.kv_cache_manager import KVCacheManager, TableEntry, held_entries
 from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
-from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.request import TO_COME, Request, Sequence, SequenceStatus
 from fastgen.runtime.running_set import RunningSet
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.schedule import Schedule, ScheduledTokens
@@ -54,7 +54,8 @@ class Scheduler:
 
     The engine's part of a step: :meth:`schedule`, run it, :meth:`commit`, then append one token to every sequence that
     was sampled for, or :meth:`finish` it. A schedule may go uncommitted where running it failed: the next one takes its
-    place, and the blocks and seats it gave stay with their sequences.
+    place, and the blocks and seats it gave stay with their sequences. Where the next step is scheduled ``ahead`` of the
+    tokens of the last, it is :meth:`told` before and committed after these were appended.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Scheduler:
         self.forks = Forks(kv, self.running, self.waiting)
         self._num_opened = 0
         self._scheduled: Schedule | None = None
+        self._is_told = self._is_ahead = False
         self._last_request_id: int | None = None
         self._now_s = 0.0
 
@@ -132,6 +134,37 @@ class Scheduler:
         """The next step, by the clock's ``now_s``. ``None`` where no sequence is left, or the policy waits for more;
         however often that is, later steps are the same.
         """
+        self._is_ahead = False
+        return self._schedule(now_s)
+
+    def schedule_ahead(self, now_s: float) -> Schedule | None:
+        """The same, while tokens of the step committed last are not known.
+
+        A sequence whose token is only awaited has :data:`TO_COME` in its place, and is scheduled like any other. One
+        that must have it first has nothing there, and is left out. ``None``, with nothing changed, where there is
+        nothing to compute without these, or somebody might have to be preempted: a step that knows all tokens may do
+        that.
+        """
+        self.running.some_wait = True
+        try:
+            schedule = self._schedule(now_s) if self._has_work_ahead() else None
+            assert schedule is None or not schedule.preempted
+        finally:
+            self.running.some_wait = False
+        self._is_ahead = schedule is not None
+        return schedule
+
+    def _has_work_ahead(self) -> bool:
+        """Whether something that runs has tokens pending, and the free blocks suffice for every decode and for the
+        first prompt, with a copy of a block that it shares, however the policy decides."""
+        due, prompts, kv = self.running.due_decodes, self.running.prompts[:1], self.kv
+        num_blocks = len(self.forks.forked) + sum(not seq.num_computed_tokens % kv.block_size for seq in due)
+        for first in prompts:
+            num_tokens = min(first.num_pending_tokens, self.token_budget)
+            num_blocks += -(-num_tokens // kv.block_size) + 2
+        return bool(due or prompts) and kv.num_groups * num_blocks <= kv.pool.num_free
+
+    def _schedule(self, now_s: float) -> Schedule | None:
         self._now_s, self.resumes_at_s = now_s, None
         if not self.running and not self.waiting:
             return None
@@ -156,19 +189,26 @@ class Scheduler:
         if self._propose_drafts is not None and decodes:
             decodes, drafted = self._draft(decodes, plan.token_budget - _num_tokens(decodes, chunks))
             chunks += drafted
-        self._scheduled = self._close(decodes, chunks, preempted)
+        self._scheduled, self._is_told = self._close(decodes, chunks, preempted), False
         return self._scheduled
 
+    def told(self, schedule: Schedule) -> None:
+        """The device has the block updates and copies of ``schedule``; what comes from now on is for the next one."""
+        assert schedule is self._scheduled, "only of the schedule made last can the device be told"
+        self._is_told = True
+        self.running.told()
+        self.kv.copies_done(schedule.block_copies)
+
     def commit(self, schedule: Schedule) -> None:
-        """``schedule`` has been run: its tokens are computed and the device has its block updates and copies. Of drafts
-        nothing is known yet; :meth:`accept` tells.
+        """``schedule`` has been run: its tokens are computed, and the device is :meth:`told`. Of drafts nothing is
+        known yet; :meth:`accept` tells.
 
         A sequence that was finished in the meantime is passed over.
         """
         assert schedule is self._scheduled, "only the schedule made last can be committed, and only once"
+        if not self._is_told:
+            self.told(schedule)
         self._scheduled = None
-        self.running.told()
-        self.kv.copies_done(schedule.block_copies)
         running, block_size = SequenceStatus.RUNNING, self.kv.block_size
         for seq, position in zip(schedule.decodes, schedule.positions, strict=True):
             if seq.status is running:
@@ -196,7 +236,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that blocks, seats and the order of urgency are all accounted for, and so is the schedule made last
-        where it is not committed.
+        where it is not committed, unless it was made ahead of its tokens.
         """
         self.kv.check_integrity(self.running)
         self.running.check_integrity()
@@ -207,8 +247,9 @@ class Scheduler:
             assert not seq.block_tables, f"{seq} waits with the blocks {seq.block_tables}"
             assert seq.num_computed_tokens == 0, f"{seq} waits"
         assert self.forks.forked <= set(self.running.decodes), f"forked: {self.forks.forked}"
-        if self._scheduled is not None and all(entry.seq.seat is not None for entry in self._scheduled.entries):
-            self._scheduled.check(self.kv, self.token_budget)
+        made = None if self._is_ahead else self._scheduled
+        if made is not None and all(entry.seq.seat is not None for entry in made.entries):
+            made.check(self.kv, self.token_budget)
 
     def _plan(self, preempted: list[Sequence]) -> StepPlan:
         num_free_seats = 0 if preempted else self.running.num_free_seats
@@ -327,7 +368,7 @@ class Scheduler:
         assert self._propose_drafts is not None
         plain, drafted = [], []
         for seq in decodes:
-            may_draft = num_places and not seq.request.has_beams
+            may_draft = num_places and not seq.request.has_beams and seq.token_ids[-1] != TO_COME
             drafts = tuple(self._propose_drafts(seq, num_places)) if may_draft else ()
             if drafts and self._allocate(seq, 1 + len(drafts)):
                 drafted.append(ScheduledTokens(seq, seq.num_computed_tokens, 1 + len(drafts), True, drafts))

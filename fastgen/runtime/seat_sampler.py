@@ -17,11 +17,12 @@ from torch import Tensor
 from fastgen.compile.ops.sampling_cpp import Biases, Uses
 from fastgen.compile.ops.sampling_triton import SamplingKernels, SeatSampling
 from fastgen.compile.target import Target
-from fastgen.models.kernels import sampler_specs
+from fastgen.models.kernels import MAX_LOGPROBS, sampler_specs
 from fastgen.runtime.drafts import SampledSequence
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampled_rows import RowHistory, is_plain, penalises
+from fastgen.runtime.sampling_params import SamplingParams
 
 EndingIds = Callable[[Sequence], frozenset[int]]
 """The ids that a sequence may not have before its ``min_new_tokens``."""
@@ -65,13 +66,19 @@ class SeatSampler:
             seats = torch.tensor(list(masks), device=rows.device)
             rows.index_copy_(0, seats, torch.from_numpy(np.stack(list(masks.values()))).to(rows.device))
 
-    def token_ids(self, sequences: SequenceOf[SampledSequence]) -> list[int]:
-        """What that step chose: an id for each, or ``-status`` of its row."""
+    def chosen(self, sequences: SequenceOf[SampledSequence]) -> Tensor:
+        """What that step chose, still on the device: an id for each, or ``-status`` of its row; i32. A sequence without
+        a seat has ended since the step was launched."""
         for sequence in sequences:
-            if isinstance(sequence, Sequence):
-                self._told[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens + 1)
-        found: list[int] = self._kernels.buffer("token_ids")[: len(sequences)].tolist()
-        return found
+            if isinstance(sequence, Sequence) and sequence.seat is not None:
+                self._told[sequence.seat] = (sequence, sequence.num_preemptions, sequence.num_tokens + 1)
+        return self._kernels.buffer("token_ids")[: len(sequences)]
+
+    def logprobs(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the rows whose sequences :func:`gives_logprobs` says: log-probabilities of the tokens chosen, of the
+        likeliest ones, and the ids of these, still on the device."""
+        logprobs, top, top_ids = map(self._kernels.buffer, ("logprobs", "top_logprobs", "top_ids"))
+        return logprobs[:num_rows], top[:num_rows], top_ids[:num_rows]
 
     def _tell(self, seat: int, sequence: Sequence, ending_ids: frozenset[int]) -> None:
         settings = SeatSampling()
@@ -89,6 +96,7 @@ class SeatSampler:
                 frequency=row.sampling.frequency,
                 masked=sequence.matcher is not None,
                 biased=len(row.biases[0]) > 0,
+                logprobs=gives_logprobs(sequence.request.sampling),
             )
             if settings.penalised:
                 self._fill("uses", seat, row.uses)
@@ -102,6 +110,11 @@ class SeatSampler:
         row = self._kernels.buffer(name)[seat].zero_()
         ids, values = (torch.from_numpy(each).to(row.device) for each in given)
         row[ids.long()] = values
+
+
+def gives_logprobs(sampling: SamplingParams) -> bool:
+    """Whether the kernels compute the log-probabilities that are asked for. More than they do come from torch."""
+    return sampling.logprobs is not None and sampling.logprobs <= MAX_LOGPROBS and sampling.beam_width == 1
 
 
 def seat_sampler(target: Target, vocab_size: int, inputs: InputBatch) -> SeatSampler | None:

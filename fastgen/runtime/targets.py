@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -117,6 +117,8 @@ def bundle_flags(
     recipe: object = None,
     quantize: str | None = None,
     max_num_seqs: int | None = None,
+    revision: str | None = None,
+    allow_config_keys: Iterable[str] = (),
 ) -> dict[str, str]:
     """What a bundle is about: the model and flags by which ``fastgen kernels build`` writes it."""
     given = {
@@ -126,6 +128,8 @@ def bundle_flags(
         "quantize": quantize,
         "block_size": block_size,
         "max_num_seqs": max_num_seqs,
+        "revision": revision,
+        "allow_config_key": " ".join(allow_config_keys) or None,
     }
     return {key: str(value) for key, value in given.items() if value is not None}
 

@@ -147,12 +147,14 @@ class TimeAccount:
         for step, is_kept in self._steps_since_arrival():
             if any(name in self._sequences for name in step.preempted):
                 waits = "preempted"
-            yield _Slice(cursor_s, step.began_s, waits or "between_steps")
-            cursor_s = step.end_s
+            # A step that was launched ahead began while the one before ran: the time until then is that one's.
+            began_s = max(step.began_s, cursor_s)
+            yield _Slice(cursor_s, began_s, waits or "between_steps")
+            cursor_s = max(step.end_s, cursor_s)
             own = [entry for entry in step.entries if entry.sequence in self._sequences]
             if own:
-                first_s = step.began_s if waits is None else step.scheduled_s
-                yield _Slice(step.began_s, first_s, waits)
+                first_s = began_s if waits is None else max(step.scheduled_s, began_s)
+                yield _Slice(began_s, first_s, waits)
                 waits = None
                 if step.ran_s is None:
                     yield _Slice(first_s, cursor_s, "between_steps")
@@ -164,10 +166,10 @@ class TimeAccount:
                     furthest[entry.sequence] = max(before, entry.end)
                 yield _Slice(first_s, cursor_s, None, step, sum(entry.num_tokens for entry in own), num_again)
             elif waits is None:
-                yield _Slice(step.began_s, cursor_s, "passed_over", step)
+                yield _Slice(began_s, cursor_s, "passed_over", step)
             else:
                 cause = waits if waits == "preempted" else self._queued_for(step, is_kept)
-                yield _Slice(step.began_s, cursor_s, cause)
+                yield _Slice(began_s, cursor_s, cause)
         yield _Slice(cursor_s, float("inf"), waits or "between_steps")
 
     def _steps_since_arrival(self) -> Iterator[tuple[Step, bool]]:

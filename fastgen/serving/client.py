@@ -66,10 +66,12 @@ def async_client(model: str | Path, *, api_key: str | None = None, protocol: Pro
 def connect(server: Deployment | str, *, api_key: str | None, protocol: Protocols) -> AsyncClient:
     """A client of the server at an address, or of a deployment on this machine, which it then may end."""
     deployment = server if isinstance(server, Deployment) else None
+    certificate = deployment.certificate if deployment else None
     if protocol == "http":
         from fastgen.serving.client_http import HttpTransport
 
-        return AsyncClient(HttpTransport(deployment.address if deployment else str(server), api_key), deployment)
+        transport: Transport = HttpTransport(deployment.address if deployment else str(server), api_key, certificate)
+        return AsyncClient(transport, deployment)
     if protocol != "grpc":
         raise InvalidArgumentError(f"protocol={protocol!r}: expected 'http' or 'grpc'")
     from fastgen.serving.client_grpc import GrpcTransport
@@ -77,7 +79,7 @@ def connect(server: Deployment | str, *, api_key: str | None, protocol: Protocol
     address = deployment.grpc_address if deployment else str(server)
     if address is None:
         raise InvalidArgumentError("this server has no gRPC; start it with a grpc_port, or use protocol='http'")
-    return AsyncClient(GrpcTransport(address, api_key), deployment)
+    return AsyncClient(GrpcTransport(address, api_key, certificate), deployment)
 
 
 def _is_address(model: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -21,15 +22,17 @@ from fastgen.serving.refusals import (
 
 
 class GrpcTransport:
-    """Talks to the server at ``address``: ``host:port``, with ``grpcs://`` before it where it speaks TLS."""
+    """Talks to the server at ``address``: ``host:port``, with ``grpcs://`` before it where it speaks TLS; it may show
+    the ``certificate`` in this file."""
 
-    def __init__(self, address: str, api_key: str | None):
+    def __init__(self, address: str, api_key: str | None, certificate: str | None = None):
         self._address = address
         self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         target = address.removeprefix("grpcs://").removeprefix("grpc://")
         options = (("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0))
         if address.startswith("grpcs://"):
-            self._channel = grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(), options)
+            roots = None if certificate is None else Path(certificate).read_bytes()
+            self._channel = grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(roots), options)
         else:
             self._channel = grpc.aio.insecure_channel(target, options)
         self._calls = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
@@ -30,9 +31,10 @@ _chunk = msgspec.json.Decoder(ChunkRecord)
 
 
 class HttpTransport:
-    """Talks to the server at ``address``, such as ``http://127.0.0.1:8000``, with ``api_key`` if there is one."""
+    """Talks to the server at ``address``, such as ``http://127.0.0.1:8000``, with ``api_key`` if there is one; it may
+    show the ``certificate`` in this file."""
 
-    def __init__(self, address: str, api_key: str | None):
+    def __init__(self, address: str, api_key: str | None, certificate: str | None = None):
         self._address = address if "://" in address else f"http://{address}"
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._http = httpx2.AsyncClient(
@@ -42,6 +44,7 @@ class HttpTransport:
                 None, connect=_CONNECT_TIMEOUT_S
             ),  # how long an answer takes is the request's to say
             limits=httpx2.Limits(max_connections=None),
+            verify=_context(certificate),
             trust_env=False,  # no proxy between this machine's own processes
         )
 
@@ -94,6 +97,14 @@ class HttpTransport:
             raise FastgenError(f"no server answers at {self._address}: {error}") from error
         except httpx2.TransportError as error:
             raise FastgenError(f"the connection to {self._address} broke: {error or type(error).__name__}") from error
+
+
+def _context(certificate: str | None) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if certificate is not None:
+        context.load_verify_locations(certificate)
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be an authority's
+    return context
 
 
 def _body(request: ClientRequest) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from itertools import count
@@ -135,7 +136,7 @@ class EngineClient:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended: asyncio.Task[int] | None = None
+        self._ended: asyncio.Future[int] | None = None
         self._directory = tempfile.TemporaryDirectory(prefix="fastgen-")
         self._keeper: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
@@ -228,7 +229,7 @@ class EngineClient:
         self._open_socket()
         self._ready = asyncio.get_running_loop().create_future()
         process = self._start_process()
-        self._ended = asyncio.create_task(asyncio.to_thread(process.wait))
+        self._ended = _end_of(process)
         awaited: set[asyncio.Future[Any]] = {self._ready, self._ended}
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         self._receive()  # what it said before it ended
@@ -378,6 +379,20 @@ class EngineClient:
         if request.num_open:
             self._watcher.request_gone(request)
         return True
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
+    """The status that ``process`` will end with. Waiting for it keeps neither the loop nor this process from ending."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def wait() -> None:
+        status = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended.set_result, status)
+
+    threading.Thread(target=wait, name="engine-process", daemon=True).start()
+    return ended
 
 
 def _how(status: int) -> str:

@@ -72,9 +72,7 @@ def _parse(file: Path, number: int, line: str) -> Property:
         if escaped[0] != "u":
             return _SHORT.get(escaped, escaped)
         if not re.fullmatch("u[0-9a-fA-F]{4}", escaped):
-            raise InvalidArgumentError(
-                f"{file}:{number}: {found[0]!r} is not a character; expected \\u and four digits"
-            )
+            raise InvalidArgumentError(f"{file}:{number}: {found[0]} is not a character; expected \\u and four digits")
         return chr(int(escaped[1:], 16))
 
     return Property(unescape(key[0]), unescape(line[separator.end() :]), number)

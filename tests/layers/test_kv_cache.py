@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import resource
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +88,20 @@ def test_copies_reach_every_layer_of_their_group_and_no_other_block(
             assert torch.equal(layer.k[block], k[copied.get(block, block)])
             assert torch.equal(layer.v[block], v[copied.get(block, block)])
     assert untouched == [(k.data_ptr(), v.data_ptr()) for k, v in cache.storage]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("feature_major", [False, True])
+def test_touched_it_has_all_of_its_memory(feature_major: bool) -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident_bytes()
+    cache = PagedKVCache(
+        [0, 0], [KVShape(4, 64)], num_blocks=1000, block_size=16, dtype=torch.float32, device=CPU,
+        feature_major=feature_major,
+    )  # fmt: skip
+    assert cache.size_bytes > 60e6
+    assert resident_bytes() - before < 0.2 * cache.size_bytes
+    cache.touch()
+    assert resident_bytes() - before > 0.9 * cache.size_bytes

@@ -9,18 +9,21 @@ from __future__ import annotations
 import random
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import cast
+from itertools import count
+from typing import Any, cast
 
 from fastgen.runtime.beam_search import BeamSearch, Candidate, num_candidates
+from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache_manager import KVCacheManager
-from fastgen.runtime.model_runner import ModelRunner, StepOutput
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.model_runner import LaunchedStep, ModelRunner, StepOutput
+from fastgen.runtime.policies import Policy
+from fastgen.runtime.request import TO_COME, Sequence
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.schedule import Schedule
+from fastgen.runtime.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduler import Scheduler
 
 EOS = 0
@@ -41,7 +44,10 @@ def candidates(token_ids: SequenceOf[int]) -> list[Candidate]:
 
 
 def next_token(token_ids: SequenceOf[int], index: int) -> int:
-    return drawn_by(token_ids, 1 + index).randrange(VOCAB_SIZE)
+    """Often what followed the same two tokens before, so that drafts are right now and then."""
+    rng = drawn_by(token_ids, 1 + index)
+    context = token_ids[-2:] if rng.random() < 0.8 else token_ids
+    return drawn_by(context, 1 + index).randrange(VOCAB_SIZE)
 
 
 class LostStepError(BaseException):
@@ -49,22 +55,97 @@ class LostStepError(BaseException):
 
 
 def build_engine(
-    kv: KVCacheManager, *, token_budget: int, max_num_seqs: int, loses_step: Callable[[], bool] = lambda: False
+    kv: KVCacheManager,
+    *,
+    token_budget: int,
+    max_num_seqs: int,
+    loses_step: Callable[[], bool] = lambda: False,
+    runs_ahead: bool = False,
+    policy: Policy | None = None,
+    drafter: NgramDrafter | None = None,
 ) -> Engine:
-    """An engine on a :class:`Device`; ``loses_step`` is asked twice a step."""
+    """An engine on a :class:`Device`; ``loses_step`` is asked at least twice a step."""
+    device, ticks = Device(kv, loses_step), count()
+    scheduler = Scheduler(
+        kv,
+        token_budget=token_budget,
+        max_num_seqs=max_num_seqs,
+        policy=policy,
+        propose_drafts=None if drafter is None else drafter.propose,
+    )
     return Engine(
-        cast(ModelRunner, Device(kv, loses_step)),
-        Scheduler(kv, token_budget=token_budget, max_num_seqs=max_num_seqs),
+        cast(ModelRunner, AheadDevice(device) if runs_ahead else device),
+        scheduler,
         vocab_size=VOCAB_SIZE,
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=frozenset({EOS}),
         new_detokenizer=None,
-        clock=lambda: 0.0,
+        drafter=drafter,
+        clock=lambda: next(ticks) * 1e-3,
+        runs_ahead=runs_ahead,
     )
+
+
+class AheadDevice:
+    """A :class:`Device` for an engine that runs ahead: a forward pass finds the tokens that the host does not know yet
+    where they were sampled, and nothing is sampled before the host knows all of those.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.num_ahead = self.num_taken = self.num_in_vain = 0
+        self._sampled: dict[int | None, tuple[Sequence, int, int, int]] = {}
+        """For each seat the token sampled last: its sequence, that one's preemptions, the position, the token."""
+
+    def launch(self, schedule: Schedule, *, ahead: bool) -> LaunchedStep:
+        self.num_ahead += ahead
+        unknown = [entry.seq for entry in schedule.entries if TO_COME in entry.seq.token_ids]
+        assert ahead or not unknown
+        taken = {}
+        for seq in unknown:
+            assert seq.token_ids.index(TO_COME) == seq.num_tokens - 1
+            assert not seq.request.has_beams
+            owner, num_preemptions, position, token_id = self._sampled[seq.seat]
+            assert (owner, num_preemptions, position) == (seq, seq.num_preemptions, seq.num_tokens - 1)
+            taken[seq] = token_id
+            self.num_taken += 1
+        self.device.write(schedule, taken)
+        step = LaunchedStep(schedule, cast(Any, None), [], cast(Any, taken), 0.0, ahead)
+        if self.device.loses_step():
+            raise self.device.error
+        return step
+
+    def sample(self, step: LaunchedStep) -> None:
+        live = [entry for entry in step.schedule.entries if entry.seq.seat is not None]
+        for entry in live:
+            assert TO_COME not in entry.seq.token_ids
+            if (token_id := cast(Any, step.hidden).get(entry.seq)) is not None:
+                assert entry.seq.token_ids[-1] == token_id, "the host was told another token"
+        self.num_in_vain += len(step.schedule.entries) - len(live)
+        if self.device.loses_step():
+            raise self.device.error
+        sampled, num_accepted = [], {}
+        for entry in live:
+            if entry.samples:
+                tokens = self.device.sample(entry)
+                sampled += [(entry.seq, token) for token in tokens]
+                if entry.drafts:
+                    num_accepted[entry.seq] = len(tokens) - 1
+                else:
+                    seq, position = entry.seq, entry.seq.num_tokens
+                    self._sampled[seq.seat] = (seq, seq.num_preemptions, position, tokens[0].token_id)
+        self.output = StepOutput(sampled, [], num_accepted)
+
+    def collect(self, step: LaunchedStep) -> StepOutput:
+        if self.device.loses_step():
+            raise self.device.error
+        return self.output
 
 
 class Device:
     """Blocks of token ids, and the block tables as they were told."""
+
+    error: type[BaseException] = LostStepError
 
     def __init__(self, kv: KVCacheManager, loses_step: Callable[[], bool]) -> None:
         self.windows, self.block_size, self.loses_step = kv.windows, kv.block_size, loses_step
@@ -75,7 +156,19 @@ class Device:
     def run(self, schedule: Schedule) -> StepOutput:
         lost_early, lost_late = self.loses_step(), self.loses_step()
         if lost_early:
-            raise LostStepError
+            raise self.error
+        self.write(schedule, {})
+        if lost_late:
+            raise self.error
+        found = [(entry, self.sample(entry)) for entry in schedule.entries if entry.samples]
+        return StepOutput(
+            sampled=[(entry.seq, token) for entry, tokens in found for token in tokens],
+            prompt_logprobs=[],
+            num_accepted={entry.seq: len(tokens) - 1 for entry, tokens in found if entry.drafts},
+        )
+
+    def write(self, schedule: Schedule, unknown: Mapping[Sequence, int]) -> None:
+        """The forward pass, with the newest tokens that the host does not know."""
         for seat, group, index, block_id in schedule.block_updates:
             self._tables[seat, group, index] = block_id
         before = dict(self._written)
@@ -83,30 +176,39 @@ class Device:
             for offset in range(self.block_size):
                 if (group, source, offset) in before:
                     self._written[group, destination, offset] = before[group, source, offset]
+        tokens = {
+            entry.seq: [*entry.seq.token_ids[: entry.end - len(entry.drafts)], *entry.drafts]
+            for entry in schedule.entries
+        }
+        for seq, token_id in unknown.items():
+            tokens[seq][-1] = token_id
         for entry in schedule.entries:
             for position in range(entry.start, entry.end):
                 for group in range(len(self.windows)):
-                    self._written[self._place(entry.seq, group, position)] = entry.seq.token_ids[position]
+                    self._written[self._place(entry.seq, group, position)] = tokens[entry.seq][position]
         for entry in schedule.entries:
             for group, window in enumerate(self.windows):
                 first = 0 if window is None else max(0, entry.start - window + 1)
                 seen = [self._written[self._place(entry.seq, group, position)] for position in range(first, entry.end)]
-                assert seen == entry.seq.token_ids[first : entry.end], f"{entry} reads {seen}"
-        if lost_late:
-            raise LostStepError
+                assert seen == tokens[entry.seq][first : entry.end], f"{entry} reads {seen}"
         self.num_computed += schedule.num_tokens
-        sampled = [(entry.seq, self._sample(entry.seq)) for entry in schedule.entries if entry.samples]
-        return StepOutput(sampled=sampled, prompt_logprobs=[])
 
     def _place(self, seq: Sequence, group: int, position: int) -> tuple[int, int, int]:
         assert seq.seat is not None
         index, offset = divmod(position, self.block_size)
         return group, self._tables[seq.seat, group, index], offset
 
-    def _sample(self, seq: Sequence) -> SampledToken:
+    def sample(self, entry: ScheduledTokens) -> list[SampledToken]:
+        """What follows the tokens of an entry, and its drafts as long as they are right."""
+        seq = entry.seq
         if seq.request.has_beams:
-            return SampledToken(0, candidates=candidates(seq.token_ids))
-        return SampledToken(next_token(seq.token_ids, seq.index))
+            return [SampledToken(0, candidates=candidates(seq.token_ids))]
+        found = [next_token(seq.token_ids, seq.index)]
+        for index, draft in enumerate(entry.drafts):
+            if draft != found[-1]:
+                break
+            found.append(next_token([*seq.token_ids, *entry.drafts[: index + 1]], seq.index))
+        return [*map(SampledToken, found)]
 
 
 def alone(prompt: list[int], sampling: SamplingParams) -> list[tuple[list[int], float | None]]:

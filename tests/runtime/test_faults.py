@@ -18,6 +18,7 @@ from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.recorder import StepRecord
 from fastgen.runtime.schedule import Schedule
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
 
@@ -38,7 +39,7 @@ RUN: dict[str, tuple[Part, str]] = {
     "prepare sampling": (lambda engine: engine.runner.sampler, "prepare"),
     "forward": (lambda engine: engine.runner.forward, "hidden"),
     "logits": (lambda engine: engine.runner.forward, "logits"),
-    "sample": (lambda engine: engine.runner.sampler, "sample"),
+    "sample": (lambda engine: engine.runner.sampler, "launch"),
     "prompt log-probabilities": (lambda engine: engine.runner, "_prompt_logprobs"),
     "commit": (lambda engine: engine.scheduler, "commit"),
     "commit: copies": (lambda engine: engine.scheduler.kv, "copies_done"),
@@ -119,7 +120,7 @@ class Fault:
         self._num_calls += self._counts
         if not self._counts or not self._first <= self._num_calls < self._end:
             return self._method(*arguments, **options)
-        scheduled = self._engine.recorder._last_step
+        scheduled = next((e for e in reversed(self._engine.recorder._ring) if isinstance(e, StepRecord)), None)
         assert scheduled is not None
         self.hit = {request_id for request_id, _ in (*scheduled.decodes, *(key for key, *_ in scheduled.chunks))}
         raise type(self._error)(*self._error.args)

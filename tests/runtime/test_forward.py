@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,16 @@ def test_a_tape_is_recorded_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     llm.generate([[5, 6, 7]], max_new_tokens=3, ignore_eos=True)
     monkeypatch.setattr(engine_of(llm).runner.forward._pool, "record", lambda *_: pytest.fail("recorded again"))
     llm.generate([[8, 9, 10]], max_new_tokens=5, ignore_eos=True)
+
+
+def test_where_gaps_are_bounded_nothing_is_recorded_under_traffic() -> None:
+    options: dict[str, Any] = {"target": "cpp", "token_budget": 128, "max_num_seqs": 6, "itl_target_ms": 50}
+    with fastgen.load("tiny-mistral", **options) as llm:
+        forward = engine_of(llm).runner.forward
+        assert isinstance(forward, TapedForward)
+        sizes, heads = dict(forward._forwards), dict(forward._heads)
+        assert sizes.keys() == set(captured_sizes(128))
+        assert heads.keys() == {*range(1, 7)}
+        llm.generate([[5] * 300, [6] * 40, [7]], max_new_tokens=9, ignore_eos=True)
+        assert {size: forward._forwards[size] for size in sizes} == sizes
+        assert forward._heads == heads

@@ -23,7 +23,7 @@ from fastgen.compile.tape import Tape
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.forward import CapturedForward, Forward
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.model_runner import StepOutput
+from fastgen.runtime.model_runner import LaunchedStep
 from fastgen.runtime.scheduler import Schedule
 from tests.reference import randomise, save
 from tests.runtime.checkpoints import small_cache
@@ -152,13 +152,13 @@ def test_at_another_budget_with_preemptions(directory: Path, certain: list[list[
     cache = small_cache(directory, SMALL_CACHE, token_budget=4, **(OPTIONS | {"target": "torch"}))
     with fastgen.load(directory, token_budget=4, kv_cache_memory=cache, **OPTIONS) as llm:
         assert llm._engine is not None
-        run = llm._engine.runner.run
+        launch = llm._engine.runner.launch
 
-        def poisoned_run(schedule: Schedule) -> StepOutput:
+        def poisoned_launch(schedule: Schedule, *, ahead: bool) -> LaunchedStep:
             poison(llm)
-            return run(schedule)
+            return launch(schedule, ahead=ahead)
 
-        llm._engine.runner.run = poisoned_run  # type: ignore[method-assign]
+        llm._engine.runner.launch = poisoned_launch  # type: ignore[method-assign]
         outputs = answers(llm, [2, 1, 0, 3])  # an order in which they do not fit
     assert sum(output.metrics.preemptions for output in outputs) >= 1
     assert_same(certain, outputs)

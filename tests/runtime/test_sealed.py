@@ -23,6 +23,7 @@ from fastgen.compile.build_cpp import CppBuilder, cpp_arch
 from fastgen.compile.build_triton import TritonBuilder
 from fastgen.compile.device import current
 from fastgen.errors import BundleError, InvalidArgumentError
+from fastgen.models import hub
 from fastgen.models.builtins import BUILTINS
 from tests.runtime.checkpoints import save_checkpoint
 
@@ -120,6 +121,17 @@ def test_interpreted_triton_kernels(bundles: BuildBundle, tmp_path: Path, monkey
     assert answer(sealed=place) == built
     with pytest.raises(BundleError, match=r"lacks 1 of \d+ kernels .*attention_plan.* --max-num-seqs 1 --output DIR"):
         fastgen.load(model, token_budget=2, max_num_seqs=1, device="cpu", sealed=place)
+
+
+def test_the_command_that_builds_it_has_what_decides_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Path(shutil.copytree(BUILTINS[MODEL], tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"odd": 1, "even": 2}))
+    monkeypatch.setattr(hub, "locate", lambda name, *, revision: model)
+    with pytest.raises(BundleError) as caught:
+        fastgen.load("some/model", revision="v1", allow_config_keys=["odd", "even"], sealed=True)
+    assert f"build some/model --target {HERE} " in str(caught.value)
+    assert " --revision v1 --allow-config-key odd --allow-config-key even --output" in str(caught.value)
 
 
 # ---- it is refused

@@ -14,6 +14,7 @@ from fastgen.compile.cache import KernelCache
 from fastgen.compile.loader import KernelLoader
 from fastgen.compile.ops.sampling_triton import SamplingKernels
 from fastgen.compile.target import Target
+from fastgen.models.kernels import MAX_LOGPROBS
 from fastgen.runtime.input_batch import InputBatch
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.response_format import ResponseFormat
@@ -31,6 +32,9 @@ WAYS: list[dict[str, object]] = [
     {"temperature": 1.0, "top_k": 9, "frequency_penalty": 0.5, "min_new_tokens": 4, "stop_token_ids": [3]},
     {"logit_bias": {5: 2.0, 3: 1.0}, "min_new_tokens": 6, "presence_penalty": 1.0},
     {"temperature": 1.4, "min_p": 0.05, "logprobs": 3},
+    {"logprobs": 0, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "logprobs": MAX_LOGPROBS},
+    {"logprobs": MAX_LOGPROBS + 9},
     {"temperature": 0.7, "min_new_tokens": 3},
     {"response_format": ResponseFormat("json_object")},
     {"response_format": ResponseFormat("json_object"), "temperature": 0.9, "top_k": 20, "logit_bias": {5: 2.0}},
@@ -108,11 +112,17 @@ def test_as_torch_samples_over_a_random_history(bench: Bench, seed: int) -> None
                 num_moved += 1
         company = [each for each in seated if draw.random() < 0.8]
         logits = logits_of(1000 * seed + step, len(company))
-        if draw.random() < 0.1:  # the step fails after its tokens were chosen, and is made again
+        if step % 9 == 4:  # the step fails after its tokens were chosen, and is made again
             bench.launch(logits, company)
             num_lost += 1
         found = bench.sample(logits, company)
-        assert found == Sampler([EOS]).sample(logits, company), f"step {step}"
+        expected = Sampler([EOS]).sample(logits, company)
+        assert [token._replace(logprobs=None) for token in found] == [
+            token._replace(logprobs=None) for token in expected
+        ]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert list(ours.logprobs or ()) == list(theirs.logprobs or ())
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
         for each, token in zip(company, found, strict=True):
             each.token_ids.append(token.token_id)
             assert bench.inputs.sampled_ids[each.seat] == token.token_id
@@ -143,7 +153,7 @@ def test_a_seat_is_told_of_its_sequence_once(loader: KernelLoader, monkeypatch: 
     for step in range(3):
         for each in company:
             bench.sampler.prepare([each])
-            bench.seats.token_ids([each])
+            bench.seats.chosen([each])
             each.token_ids.append(step)
     assert told == [0, 1, 3]
     for index, seat in enumerate((0, 1, 3)):
@@ -153,7 +163,8 @@ def test_a_seat_is_told_of_its_sequence_once(loader: KernelLoader, monkeypatch: 
 
 def test_sequences_may_draft_once_what_their_seat_knows_no_longer_changes() -> None:
     draw = random.Random(2)
-    may_draft = [True, False, False, False, True, False, True, True]  # formats are the drafter's to refuse
+    # Formats are the drafter's to refuse.
+    may_draft = [True, False, False, False, True, False, True, True, False, True, True]
     assert [SeatSampler.can_draft(sequence(0, draw, **way)) for way in WAYS] == may_draft
     late = sequence(0, draw, temperature=0.7, min_new_tokens=3)
     may = []

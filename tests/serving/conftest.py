@@ -1,18 +1,35 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 import fastgen
+from fastgen.serving.deployments import Deployment, deployments
 from tests.serving.server_process import ServerProcess, served
 
 
+@pytest.fixture(scope="session", autouse=True)
+def deployments_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers of tests are not mixed up with others of this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "FASTGEN_DEPLOYMENTS", str(tmp_path_factory.mktemp("deployments")))
+        yield
+
+
 @pytest.fixture(scope="session")
-def server() -> Iterator[ServerProcess]:
-    """A server of tiny-llama that tests share; they leave it as it was."""
-    with served("tiny-llama") as process:
+def server(deployments_directory: None) -> Iterator[ServerProcess]:
+    """A server of tiny-llama that tests share, by HTTP and gRPC; they leave it as it was."""
+    with served("tiny-llama", "--grpc-port", "0") as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def deployment(server: ServerProcess) -> Deployment:
+    """How clients find it."""
+    (found,) = [one for one in deployments() if one.pid == server.process.pid]
+    return found
 
 
 @pytest.fixture(scope="session")

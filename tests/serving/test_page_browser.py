@@ -69,6 +69,11 @@ class Visit:
     def stats(self) -> str:
         return str(self.page.locator(".stats").last.text_content())
 
+    @property
+    def num_looks(self) -> int:
+        """How often the page asked what the engine does."""
+        return sum(url.endswith("/live") for url in self.asked)
+
     def text(self, selector: str) -> str:
         return str(self.page.text_content(selector))
 
@@ -197,7 +202,7 @@ def test_a_refusal_is_told_in_words_and_nothing_is_lost(server: ServerProcess, v
         it.setting(max_tokens=5, temperature=0)
         it.page.press("#prompt", "Enter")
         assert it.answer() == greedy(server, [user(STORY)], 5)["choices"][0]["message"]["content"]
-        it.page.fill("#temperature", "5") if it.page.is_visible("#temperature") else it.setting(temperature=5)
+        it.setting(temperature=5)
         it.send("again")
         assert it.page.is_visible("#settings")  # to be put right before anything is sent
         assert it.page.input_value("#prompt") == "again"
@@ -282,16 +287,21 @@ def test_the_engine_is_shown_as_it_is(server: ServerProcess, visit: Open) -> Non
 
 def test_it_looks_only_while_it_is_looked_at(server: ServerProcess, visit: Open) -> None:
     with visit(server) as it:
+        it.page.clock.install()
+        it.page.reload()
         it.page.wait_for_selector("#state[data-state=ready]")
+        with it.page.expect_request("**/live"):
+            it.page.clock.run_for(1000)
         hide = "Object.defineProperty(document, 'hidden', {value: %s, configurable: true});"
         tell = "document.dispatchEvent(new Event('visibilitychange'))"
         it.page.evaluate(hide % "true" + tell)
-        it.page.wait_for_timeout(300)  # a look that was on its way
-        num_looks = sum(url.endswith("/live") for url in it.asked)
-        it.page.wait_for_timeout(2500)
-        assert sum(url.endswith("/live") for url in it.asked) == num_looks
+        num_looks = it.num_looks
+        for _ in range(5):
+            it.page.clock.run_for(1000)
         with it.page.expect_request("**/live"):
             it.page.evaluate(hide % "false" + tell)
+            it.page.clock.run_for(0)
+        assert it.num_looks == num_looks + 1
 
 
 def test_light_and_dark_are_the_systems_until_they_are_chosen(server: ServerProcess, visit: Open) -> None:
@@ -415,11 +425,15 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_only(locked: ServerProcess, vis
 
 def test_whoever_has_no_key_is_asked_once(locked: ServerProcess, visit: Open) -> None:
     with visit(locked, told=("401",)) as it:
+        it.page.clock.install()
+        it.page.reload()
         it.page.wait_for_selector("#key-dialog[open]")
         it.page.keyboard.press("Escape")
         it.page.wait_for_selector("#state[data-state='needs a key']")
-        it.page.wait_for_timeout(1500)
+        num_looks = it.num_looks
+        it.page.clock.run_for(5000)
         assert not it.page.is_visible("#key-dialog")
+        assert it.num_looks == num_looks
         it.page.click("#engine-note button")
         it.page.wait_for_selector("#key-dialog[open]")
         it.page.click("#key-cancel")

@@ -133,7 +133,10 @@ def conversation(request: Any) -> list[dict[str, Any]]:
     """The messages of a ``ChatRequest``, as ``LLM.chat`` takes them."""
     messages = []
     for index, message in enumerate(request.messages):
-        more = json.loads(message.more) if message.more else {}
+        try:
+            more = json.loads(message.more) if message.more else {}
+        except (ValueError, RecursionError):
+            more = None
         if not isinstance(more, dict):
             raise InvalidArgumentError(f"message {index}: more must be a JSON object")
         messages.append({**more, "role": message.role, "content": message.content})

@@ -24,7 +24,6 @@ def grouped_linear_in_features512_out_features256_bf16_scatters_block_m16_block_
     row = first_row + tl.arange(0, BLOCK_M)
     is_row = row < end_row
     row = tl.minimum(row, end_row - 1)  # rows behind the last repeat it, and are not stored
-    choice = tl.load(order_ptr + row)
     column = tl.program_id(0) % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < OUT
     column = tl.minimum(column, OUT - 1)
@@ -36,5 +35,6 @@ def grouped_linear_in_features512_out_features256_bf16_scatters_block_m16_block_
         x = tl.load(x_row + (begin + feature)[None, :])
         weight = tl.load(weight_row + (begin + feature)[None, :])
         total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+    choice = tl.load(order_ptr + row)  # not before: it would take registers all along
     out_row = out_ptr + choice.to(tl.int64)[:, None] * OUT
     tl.store(out_row + column[None, :], total.to(tl.bfloat16), is_row[:, None] & is_column[None, :])

@@ -1,4 +1,4 @@
-# sampling_scan(V=1024, block=1024, slices=1, penalties=True, mask=True, bias=True, logprobs=False, enable_fp_fusion=False, num_warps=2) for triton
+# sampling_scan(V=1024, block=1024, slices=1, penalties=True, mask=True, bias=True, logprobs=True, num_top=21, enable_fp_fusion=False, num_warps=2) for triton
 
 import triton
 import triton.language as tl
@@ -44,7 +44,7 @@ def gumbel(word):
 
 
 @triton.jit
-def sampling_scan_v1024_block1024_slices1_penalties_mask_bias(logits_ptr, seats_ptr, reals_ptr, integers_ptr, uses_ptr, mask_ptr, bias_ptr, peaks_ptr, states_ptr, peak_ids_ptr, sums_ptr, list_counts_ptr):
+def sampling_scan_v1024_block1024_slices1_penalties_mask_bias_logprobs_num_top21(logits_ptr, seats_ptr, reals_ptr, integers_ptr, uses_ptr, mask_ptr, bias_ptr, peaks_ptr, states_ptr, peak_ids_ptr, sums_ptr, raw_peaks_ptr, raw_sums_ptr, slice_top_ptr, slice_top_ids_ptr, list_counts_ptr):
     """One slice of a row: its largest score, lowest id first, sums of exponentials, and whether all is finite."""
     row = tl.program_id(0) // SLICES
     part = tl.program_id(0).to(tl.int64)
@@ -90,3 +90,16 @@ def sampling_scan_v1024_block1024_slices1_penalties_mask_bias(logits_ptr, seats_
         weights = tl.where(score > float("-inf"), tl.exp(tl.div_rn(score - peak, temperature)), 0.0)
         tl.store(sums_ptr + part, tl.sum(weights, 0))
 
+    if tl.load(integers + LOGPROBS) != 0:
+        raw_peak = tl.max(raw, 0)
+        tl.store(raw_peaks_ptr + part, raw_peak)
+        tl.store(raw_sums_ptr + part, tl.sum(tl.where(raw > float("-inf"), tl.exp(raw - raw_peak), 0.0), 0))
+        LOWEST: tl.constexpr = -2147483648
+        bits = tl.where(raw == 0, 0.0, raw).to(tl.int32, bitcast=True)
+        rank = tl.where(inside, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST)  # orders as the numbers do
+        for place in range(21):
+            best = tl.max(rank, 0)
+            best_id = tl.min(tl.where(rank == best, token, 2147483647), 0)
+            tl.store(slice_top_ptr + part * 21 + place, best)
+            tl.store(slice_top_ids_ptr + part * 21 + place, best_id)
+            rank = tl.where(token == best_id, LOWEST, rank)

@@ -1,4 +1,4 @@
-# sampling_choose(V=1024, block=1024, slices=1, chunk=8192, penalties=True, logprobs=False, not_finite=1, nothing_left=2, enable_fp_fusion=False, num_warps=16) for triton
+# sampling_choose(V=1024, block=1024, slices=1, chunk=8192, penalties=True, logprobs=True, num_top=21, not_finite=1, nothing_left=2, enable_fp_fusion=False, num_warps=16) for triton
 
 import triton
 import triton.language as tl
@@ -107,7 +107,7 @@ def lowest_ids(list_keys_ptr, list_ids_ptr, size, key, target):
 
 
 @triton.jit
-def sampling_choose_v1024_block1024_slices1_chunk8192_penalties_not_finite1_nothing_left2(seats_ptr, reals_ptr, integers_ptr, positions_ptr, seeds_ptr, peaks_ptr, states_ptr, peak_ids_ptr, drawn_ptr, drawn_ids_ptr, masses_ptr, list_keys_ptr, list_ids_ptr, list_counts_ptr, uses_ptr, token_ids_ptr, sampled_ids_ptr):
+def sampling_choose_v1024_block1024_slices1_chunk8192_penalties_logprobs_num_top21_not_finite1_nothing_left2(logits_ptr, seats_ptr, reals_ptr, integers_ptr, positions_ptr, seeds_ptr, peaks_ptr, states_ptr, peak_ids_ptr, drawn_ptr, drawn_ids_ptr, masses_ptr, list_keys_ptr, list_ids_ptr, list_counts_ptr, raw_peaks_ptr, raw_sums_ptr, slice_top_ptr, slice_top_ids_ptr, uses_ptr, token_ids_ptr, sampled_ids_ptr, logprobs_ptr, top_logprobs_ptr, top_ids_ptr):
     """The token of a row: the largest score, what the slices drew, or a draw from the list of what may be kept."""
     row = tl.program_id(0)
     seat = tl.load(seats_ptr + row)
@@ -179,3 +179,24 @@ def sampling_choose_v1024_block1024_slices1_chunk8192_penalties_not_finite1_noth
     if (tl.load(integers + ADJUSTS) & 1) != 0:
         use = uses_ptr + seat.to(tl.int64) * V + token
         tl.store(use, tl.load(use) + 2)
+
+    if tl.load(integers + LOGPROBS) != 0:
+        raw_peaks = tl.load(raw_peaks_ptr + parts, is_part, float("-inf"))
+        raw_peak = tl.max(raw_peaks, 0)
+        log_sum = tl.log(tl.sum(tl.load(raw_sums_ptr + parts, is_part, 0.0) * tl.exp(raw_peaks - raw_peak), 0))
+        raw = tl.load(logits_ptr + row.to(tl.int64) * V + token)
+        tl.store(logprobs_ptr + row, (raw - raw_peak) - log_sum)
+        # Slices lie in the order of ids, and so do equals within one: the first of equals has the lowest id.
+        LOWEST: tl.constexpr = -2147483648
+        TOP: tl.constexpr = 21
+        entry = tl.arange(0, 32)
+        rank = tl.load(slice_top_ptr + row.to(tl.int64) * (SLICES * TOP) + entry, entry < SLICES * TOP, LOWEST)
+        for place in range(TOP):
+            best_rank = tl.max(rank, 0)
+            first = tl.min(tl.where(rank == best_rank, entry, 2147483647), 0)
+            bits = tl.where(best_rank < 0, best_rank ^ 0x7FFFFFFF, best_rank)
+            top = (bits.to(tl.float32, bitcast=True) - raw_peak) - log_sum
+            tl.store(top_logprobs_ptr + row.to(tl.int64) * TOP + place, top)
+            top_id = tl.load(slice_top_ids_ptr + row.to(tl.int64) * (SLICES * TOP) + first)
+            tl.store(top_ids_ptr + row.to(tl.int64) * TOP + place, top_id)
+            rank = tl.where(entry == first, LOWEST, rank)

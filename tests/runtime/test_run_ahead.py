@@ -1,0 +1,108 @@
+"""Steps launched before the tokens of those before them are here: random histories give the answers that requests get
+alone, the forward pass takes each token that the host does not know from the device, and a replay decides alike.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from fastgen.runtime.drafts import NgramDrafter
+from fastgen.runtime.generation import Generation
+from fastgen.runtime.replay import first_difference
+from tests.runtime.histories import random_policy
+from tests.runtime.remembering_device import AheadDevice, LostStepError, alone, build_engine
+from tests.runtime.test_beam_histories import drawn_cache, drawn_request
+
+
+class StepFailedError(Exception):
+    """What a launch or a transfer raises that fails."""
+
+
+def history(seed: int, *, error: type[BaseException] | None = None) -> Counter[str]:
+    """One history, checked all along; returns how often things happened. Now and then a part of a step raises
+    ``error``."""
+    rng = random.Random(seed)
+    requests = [drawn_request(rng) for _ in range(rng.randint(2, 14))]
+    requests = [(prompt, replace(sampling, priority=rng.choice([0, 0, 1]))) for prompt, sampling in requests]
+    max_num_seqs = rng.randint(5, 16)
+    token_budget = max_num_seqs + rng.randint(0, 12)
+    kv = drawn_cache(rng, requests, token_budget)
+    engine = build_engine(
+        kv,
+        token_budget=token_budget,
+        max_num_seqs=max_num_seqs,
+        loses_step=lambda: error is not None and rng.random() < 0.02,
+        runs_ahead=True,
+        policy=random_policy(rng),
+        drafter=NgramDrafter(3) if rng.random() < 0.3 else None,
+    )
+    device = engine.runner
+    assert isinstance(device, AheadDevice)
+    device.device.error = error or LostStepError
+    happened: Counter[str] = Counter()
+    generations: list[Generation] = []
+    cancelled = set()
+    while len(generations) < len(requests) or engine.has_work:
+        act = rng.random()
+        if len(generations) < len(requests) and act < 0.4:
+            generations.append(engine.submit(*requests[len(generations)]))
+        elif act > 0.98 and generations:
+            generation = rng.choice(generations)
+            if not generation.finished:
+                cancelled.add(generation)
+            engine.cancel(generation)
+        else:
+            with suppress(LostStepError):
+                engine.step()
+        engine.check_integrity()
+    for generation, (prompt, sampling) in zip(generations, requests, strict=True):
+        outputs = generation.output().completions
+        expected = alone(prompt, sampling)
+        has_failed = any(error is not None and error.__name__ in (output.error or "") for output in outputs)
+        if generation not in cancelled and not has_failed:
+            assert [(output.token_ids, output.score) for output in outputs] == expected
+        elif sampling.beam_width == 1:
+            for output, (token_ids, _) in zip(outputs, expected, strict=True):
+                assert output.token_ids == token_ids[: len(output.token_ids)]
+        happened["failed"] += has_failed
+        happened["preemptions"] += sum(output.metrics.preemptions for output in outputs)
+        happened["accepted drafts"] += sum(output.metrics.accepted_drafts for output in outputs)
+    assert kv.pool.num_free == kv.pool.capacity
+    if error is None:
+        recording = engine.recorder.recording("m")
+        assert first_difference(recording) is None
+        happened["held back"] += sum(len(step.held_back or ()) for step in recording.steps)
+        happened["steps"] += len(recording.steps)
+    happened["ahead"] += device.num_ahead
+    happened["taken"] += device.num_taken
+    happened["in vain"] += device.num_in_vain
+    happened["cancelled"] += len(cancelled)
+    return happened
+
+
+MANY = [range(first, first + 500) for first in range(30, 1530, 500)]
+
+
+@pytest.mark.parametrize("seeds", [range(30), *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in MANY)])
+def test_answers_are_those_of_each_alone(seeds: range) -> None:
+    happened = sum(map(history, seeds), Counter[str]())
+    assert not happened.pop("failed", 0)
+    assert min(happened.values()) >= 5, happened
+    assert happened["ahead"] > 0.5 * happened["steps"]
+
+
+def test_lost_steps_are_made_again() -> None:
+    happened = sum((history(seed, error=LostStepError) for seed in range(30, 45)), Counter[str]())
+    assert happened["ahead"] > 50
+    assert not happened["failed"]
+
+
+def test_who_is_of_a_step_that_fails_ends_and_nobody_else() -> None:
+    happened = sum((history(seed, error=StepFailedError) for seed in range(50, 65)), Counter[str]())
+    assert happened["ahead"] > 50
+    assert happened["failed"] > 5

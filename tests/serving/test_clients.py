@@ -1,0 +1,234 @@
+"""The clients, by HTTP and gRPC, waiting or in asyncio, answer as the library does in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fastgen
+from fastgen import LLM, GenerationOutput, SamplingParams
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.serving.client import Client, Protocols, connect
+from fastgen.serving.deployments import Deployment, deployments
+from fastgen.serving.refusals import UnauthorizedError
+from tests.serving.server_process import served
+
+TLS = Path(__file__).with_name("tls")  # of these tests alone: a certificate for 127.0.0.1, and its key
+PROMPTS = ["Once upon a time", "There once was a fox", [5, 6, 7]]
+FIELDS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_new_tokens": 9, "temperature": 0},
+    "drawn": {"max_new_tokens": 9, "temperature": 0.8, "seed": -3, "n": 2, "logprobs": 2, "prompt_logprobs": 1},
+    "filtered": {
+        "max_new_tokens": 6,
+        "temperature": 0.8,
+        "seed": 3,
+        "top_k": 4,
+        "logprobs": 2,
+        "logit_bias": {7: -100},
+    },
+    "stopped": {"max_new_tokens": 30, "temperature": 0, "stop": ["a", "e"], "min_new_tokens": 3},
+    "beams": {"max_new_tokens": 6, "temperature": 0, "beam_width": 3, "n": 2},
+    "a pattern": {"max_new_tokens": 9, "temperature": 0, "response_format": {"type": "regex", "pattern": "[a-z ]{6}"}},
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with fastgen.load("tiny-llama") as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module", params=["http", "grpc"])
+def protocol(request: pytest.FixtureRequest) -> Protocols:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def client(deployment: Deployment, protocol: Protocols) -> Iterator[Client]:
+    with Client(lambda: connect(deployment, api_key=None, protocol=protocol)) as found:
+        yield found
+
+
+def untimed(output: GenerationOutput) -> GenerationOutput:
+    """What of an output is the same each time it is asked for."""
+    metrics = replace(
+        output.metrics, queue_s=0.0, ttft_s=0.0, gaps_s=[0.0] * len(output.metrics.gaps_s), cached_tokens=0
+    )
+    return replace(output, request_id=0, metrics=metrics, others=tuple(map(untimed, output.others)))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_generate_gives_the_same_bits(llm: LLM, client: Client, name: str) -> None:
+    wanted = llm.generate(PROMPTS, **FIELDS[name])
+    got = client.generate(PROMPTS, **FIELDS[name])
+    assert [untimed(each) for each in got] == [untimed(each) for each in wanted]
+    assert all(each.metrics.ttft_s is not None for each in got)
+
+
+def test_parameters_may_be_given_whole_and_one_each(llm: LLM, client: Client) -> None:
+    each = [SamplingParams(max_new_tokens=3), SamplingParams(max_new_tokens=5, temperature=0.5, seed=1)]
+    wanted, got = (which.generate(PROMPTS[:2], each) for which in (llm, client))
+    assert [untimed(one) for one in got] == [untimed(one) for one in wanted]
+    assert untimed(client.generate(PROMPTS[0], each[1])) == untimed(llm.generate(PROMPTS[0], each[1]))
+
+
+def test_a_list_is_answered_in_its_order_however_long(llm: LLM, client: Client) -> None:
+    prompts = [[index % 200 + 5, 9] for index in range(150)]
+    got = client.generate(prompts, max_new_tokens=1 + 2, temperature=0)
+    assert [one.prompt_token_ids for one in got] == prompts
+    wanted = llm.generate(prompts, max_new_tokens=1 + 2, temperature=0)
+    assert [one.token_ids for one in got] == [one.token_ids for one in wanted]
+    assert client.generate([], max_new_tokens=3) == []
+
+
+@pytest.mark.parametrize("name", ["drawn", "stopped", "beams"])
+def test_a_stream_adds_up_to_the_same_answer(llm: LLM, client: Client, name: str) -> None:
+    wanted = llm.generate(PROMPTS[0], **FIELDS[name])
+    with client.stream(PROMPTS[0], **FIELDS[name]) as stream:
+        chunks = list(stream)
+        assert untimed(stream.output) == untimed(wanted)
+    for completion in wanted.completions:
+        own = [chunk for chunk in chunks if chunk.index == completion.index]
+        assert "".join(chunk.text for chunk in own) == completion.text
+        assert [token_id for chunk in own for token_id in chunk.token_ids] == completion.token_ids
+        assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + [completion.finish_reason]
+
+
+def test_a_stream_comes_in_pieces(client: Client) -> None:
+    stream = client.stream(PROMPTS[0], max_new_tokens=200, temperature=0, ignore_eos=True)
+    first = next(stream)
+    assert len(first.token_ids) < 200
+    with pytest.raises(FastgenError, match="the stream has not ended"):
+        _ = stream.output
+    stream.close()
+
+
+def test_chat_is_that_of_the_library(llm: LLM, client: Client) -> None:
+    conversation = [{"role": "user", "content": "Tell me a story about a fox named Lily."}]
+    fields = {"max_new_tokens": 8, "temperature": 0}
+    wanted = llm.chat(conversation, **fields)
+    assert untimed(client.chat(conversation, **fields)) == untimed(wanted)
+    with client.stream_chat(conversation, **fields) as stream:
+        assert "".join(chunk.text for chunk in stream) == wanted.text
+    assert [untimed(one) for one in client.chat([conversation] * 2, **fields)] == [untimed(wanted)] * 2
+
+
+def test_in_asyncio_all_is_the_same(llm: LLM, deployment: Deployment, protocol: Protocols) -> None:
+    fields = FIELDS["drawn"]
+
+    async def run() -> None:
+        async with connect(deployment, api_key=None, protocol=protocol) as client:
+            wanted = llm.generate(PROMPTS, **fields)
+            one, several = await asyncio.gather(
+                client.generate(PROMPTS[0], **fields), client.generate(PROMPTS, **fields)
+            )
+            assert untimed(one) == untimed(wanted[0])
+            assert [untimed(each) for each in several] == [untimed(each) for each in wanted]
+            async with client.stream(PROMPTS[0], **fields) as stream:
+                text = "".join([chunk.text async for chunk in stream if chunk.index == 0])
+                assert text == wanted[0].text
+                assert untimed(stream.output) == untimed(wanted[0])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"temperature": -1}, "temperature must be"),
+        ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"max_new_tokens": 10**6}, "max_model_len is"),
+        ({"logit_bias": {10**6: 1.0}}, "logit_bias holds token id 1000000"),
+        ({"beam_width": 3, "temperature": 0.5}, "needs temperature=0"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids holds"),
+        ({"sampling": SamplingParams(), "n": 2}, "not both"),
+    ],
+)
+def test_refusals_are_the_librarys_in_its_words(llm: LLM, client: Client, fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=why) as of_library:
+        llm.generate(PROMPTS[0], **fields)
+    with pytest.raises(InvalidArgumentError) as of_client:
+        client.generate(PROMPTS[0], **fields)
+    assert str(of_client.value) == str(of_library.value)
+
+
+def test_a_stream_is_refused_when_it_is_asked_for(client: Client) -> None:
+    with pytest.raises(InvalidArgumentError, match="max_model_len is"):
+        next(client.stream(PROMPTS[0], max_new_tokens=10**6))
+    with pytest.raises(InvalidArgumentError, match="stream takes one prompt"):
+        client.stream(PROMPTS)
+
+
+@pytest.mark.parametrize("prompt", [None, [[1, "a"]], [5, -1], [10**6], ["a", None]])
+def test_prompts_that_are_none_are_refused(client: Client, prompt: Any) -> None:
+    with pytest.raises(InvalidArgumentError):
+        client.generate(prompt, max_new_tokens=2)
+
+
+def test_of_several_prompts_the_one_that_is_wrong_is_named(client: Client) -> None:
+    with pytest.raises(InvalidArgumentError, match="prompt 1: "):
+        client.generate(["a", [10**6], "b"], max_new_tokens=2)
+
+
+def test_what_is_served_is_told(client: Client) -> None:
+    info = client.info()
+    assert (info["model"], info["version"], info["state"]) == ("tiny-llama", fastgen.__version__, "ready")
+    assert info["vocab_size"] == 1536
+
+
+def test_an_address_will_do(deployment: Deployment, protocol: Protocols) -> None:
+    address = deployment.address if protocol == "http" else str(deployment.grpc_address)
+    with fastgen.client(address, protocol=protocol) as client:
+        assert len(client.generate(PROMPTS[0], max_new_tokens=2, ignore_eos=True).token_ids) == 2
+        with pytest.raises(UnauthorizedError, match="needs its token"):
+            client.terminate_server()
+
+
+def test_a_server_that_is_not_there_is_named(protocol: Protocols) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        unused_port = listener.getsockname()[1]
+    with (
+        fastgen.client(f"127.0.0.1:{unused_port}", protocol=protocol) as client,
+        pytest.raises(FastgenError, match=f"no server answers at .*:{unused_port}"),
+    ):
+        client.generate("a")
+
+
+def test_a_client_that_was_closed_says_so(deployment: Deployment) -> None:
+    client = fastgen.client(deployment.address)
+    client.close()
+    client.close()
+    with pytest.raises(FastgenError, match="this client is closed"):
+        client.generate("a")
+
+
+def test_keys_and_tls(protocol: Protocols, guarded: Deployment) -> None:
+    def connected(key: str | None) -> Client:
+        return Client(lambda: connect(guarded, api_key=key, protocol=protocol))
+
+    assert guarded.address.startswith("https://")
+    for wrong in (None, "open", "open-sesame-"):
+        with connected(wrong) as client:
+            for ask in (client.info, lambda: client.generate("a"), lambda: next(client.stream("a"))):
+                with pytest.raises(UnauthorizedError):
+                    ask()
+    with connected("open-sesame") as client:
+        assert client.info()["model"] == "guarded"
+        assert len(client.generate("a", max_new_tokens=2, ignore_eos=True).token_ids) == 2
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A server that wants a key and speaks TLS; it ends by the key alone."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("# of tests\nopen-sesame\n")
+    tls = ("--tls-cert", str(TLS / "certificate.pem"), "--tls-key", str(TLS / "key.pem"))
+    with served("tiny-opt", "--api-key-file", str(keys), "--grpc-port", "0", "--name", "guarded", *tls) as server:
+        (found,) = [one for one in deployments() if one.pid == server.process.pid]
+        yield found

@@ -1,0 +1,216 @@
+"""An engine's process that dies, stops, or cannot start; and requests that are given up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from fastgen.models import hub
+from fastgen.runtime.metrics import Metrics
+from fastgen.runtime.outputs import GenerationOutput
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.serving.refusals import BadRequestError, EngineDiedError, UnavailableError
+from fastgen.serving.service import Running, Service
+
+WAIT_S = 120.0
+"""Longer than anything here takes."""
+LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
+T = TypeVar("T")
+
+
+class Live:
+    """A service and the loop that it belongs to, which runs while something is awaited."""
+
+    def __init__(self, runner: asyncio.Runner, model: str | Path, **options: Any):
+        self._runner = runner
+        self.service = Service({"model": str(model), "max_num_seqs": 4, "num_threads": 1}, **options)
+        self.run(self.service.start())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(asyncio.wait_for(work, WAIT_S))
+
+    def submit(self, sampling: SamplingParams = LONG, *, is_stream: bool = True, num_prompt_tokens: int = 5) -> Running:
+        prompt_ids = list(range(5, 5 + num_prompt_tokens))
+        return self.run(self.service.submit(prompt_ids, sampling, is_stream=is_stream, request_id="r"))
+
+    def metrics(self) -> Metrics:
+        return self.run(self.service.engine.ask("metrics", Metrics))
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
+        pid = self.service.engine.pid
+        assert pid is not None
+        os.kill(pid, number)
+        return pid
+
+    def until_ready_again(self) -> None:
+        async def wait() -> None:
+            while self.service.state == "ready":
+                await asyncio.sleep(0.01)
+            while self.service.state != "ready":
+                await asyncio.sleep(0.01)
+
+        self.run(wait())
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def live(runner: asyncio.Runner) -> Iterator[Live]:
+    live = Live(runner, "tiny-llama", engine_timeout_s=3.0)
+    yield live
+    live.run(live.service.stop())
+
+
+async def first_update(running: Running) -> None:
+    async for _ in running:
+        return
+
+
+def whole(output: GenerationOutput) -> tuple[str, list[int], str]:
+    return output.text, output.token_ids, output.finish_reason
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_blocks_are_free_before_the_step_after_a_request_was_given_up(live: Live, is_stream: bool) -> None:
+    running = [live.submit(is_stream=is_stream) for _ in range(6)]  # two of them wait
+
+    async def until_all_run() -> None:
+        while not all(each._request.has_started for each in running[:4]):
+            await asyncio.sleep(0.005)
+
+    live.run(until_all_run())
+    before = live.metrics()
+    assert (before.requests_running, before.requests_waiting) == (4, 2)
+
+    async def cancel_all() -> None:
+        for each in running:
+            each.cancel()
+            each.cancel()
+
+    live.run(cancel_all())
+    # What is asked is answered in the order in which it was said, so no step lies between.
+    after = live.metrics()
+    assert (after.kv_blocks_held, after.requests_running, after.requests_waiting) == (0, 0, 0)
+    assert after.sequences_finished_total["cancelled"] - before.sequences_finished_total.get("cancelled", 0) == 6
+    assert live.service.engine.num_open == 0
+
+
+def test_what_cannot_be_served_is_refused_by_the_engine_and_nothing_is_left_of_it(live: Live) -> None:
+    running = live.submit(SamplingParams(max_new_tokens=100_000))
+    with pytest.raises(BadRequestError, match="max_model_len"):
+        live.run(running.output())
+    assert live.service.engine.num_open == 0
+
+
+def test_kill_fails_what_is_in_the_engine_and_another_gives_the_same_answers(live: Live) -> None:
+    asked = SamplingParams(max_new_tokens=20, temperature=0.9, seed=3)
+    expected = whole(live.run(live.submit(asked).output()))
+    live.run(live.service.metrics_text())
+    counted = live.service.metrics.engine()
+    assert counted is not None
+    streaming, waiting = live.submit(), live.submit(is_stream=False)
+    live.run(first_update(streaming))
+    old = live.kill()
+    for running in (streaming, waiting):
+        with pytest.raises(EngineDiedError, match="SIGKILL"):
+            live.run(running.output())
+    with pytest.raises(UnavailableError) as refused:
+        live.submit()
+    assert refused.value.retry_after_s > 0
+    live.until_ready_again()
+    assert live.service.engine.pid != old
+    answer = live.run(live.submit(asked).output())
+    assert whole(answer) == expected
+    text = live.run(live.service.metrics_text()).decode()
+    assert "fastgen_engine_restarts_total 1.0" in text
+    again = live.service.metrics.engine()
+    assert again is not None
+    assert again.generation_tokens_total >= counted.generation_tokens_total + len(answer.token_ids)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_silent_is_ended_and_started_again(live: Live) -> None:
+    running = live.submit()
+    live.run(first_update(running))
+    old = live.kill(signal.SIGSTOP)
+    with pytest.raises(EngineDiedError, match="silent"):
+        live.run(running.output())
+    live.until_ready_again()
+    assert not _exists(old)
+    assert live.run(live.submit(SamplingParams(max_new_tokens=3)).output()).finish_reason == "length"
+
+
+@pytest.mark.slow
+def test_an_idle_engine_that_is_asked_nothing_is_not_taken_for_silent(live: Live) -> None:
+    pid = live.service.engine.pid
+    live.run(asyncio.sleep(4.0))
+    time.sleep(3.5)  # nor is one that this loop had no time to listen to
+    live.run(asyncio.sleep(1.0))
+    assert (live.service.engine.pid, live.service.state) == (pid, "ready")
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_start_again_is_given_up_with_the_reason(runner: asyncio.Runner, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(hub.locate("tiny-llama"), model)
+    live = Live(runner, model)
+    try:
+        (model / "config.json").unlink()
+        live.kill()
+        failure = live.service.engine.failure
+        assert failure is not None
+        assert "3 times in a row" in live.run(asyncio.wait_for(failure, WAIT_S))
+        assert "config.json" in failure.result()
+        assert live.service.state == "failed"
+        with pytest.raises(UnavailableError):
+            live.submit()
+    finally:
+        live.run(live.service.stop())
+
+
+@pytest.mark.slow
+def test_draining_takes_no_more_and_ends_what_is_left_when_its_time_is_over(runner: asyncio.Runner) -> None:
+    live = Live(runner, "tiny-llama")
+    pid = live.service.engine.pid
+    assert pid is not None
+
+    async def drain() -> GenerationOutput:
+        short = await live.service.submit([5, 6], SamplingParams(max_new_tokens=2), is_stream=False, request_id="s")
+        long = await live.service.submit([5, 6], LONG, is_stream=True, request_id="l")
+        finishing, ending = asyncio.create_task(short.output()), asyncio.create_task(long.output())
+        await finishing
+        draining = asyncio.create_task(live.service.drain(0.01))
+        await asyncio.sleep(0)
+        assert live.service.state == "draining"
+        with pytest.raises(UnavailableError, match="ending"):
+            await live.service.submit([1], LONG, is_stream=True, request_id="r")
+        await draining
+        with pytest.raises(UnavailableError, match="ends"):
+            await ending
+        return await finishing
+
+    try:
+        assert live.run(drain()).finish_reason == "length"
+    finally:
+        live.run(live.service.stop())
+    assert not _exists(pid)
+
+
+def _exists(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,145 @@
+"""The gRPC protocol as it is shipped: compiled from its source, complete, and without loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_tools import protoc
+
+from fastgen import GenerationOutput, SamplingParams
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.outputs import RequestMetrics
+from fastgen.serving.grpc import messages
+from fastgen.serving.records import OutputRecord
+
+
+def test_the_shipped_descriptors_are_those_of_the_proto_file(tmp_path: Path) -> None:
+    source = messages.PROTOSET.with_name("fastgen.proto")
+    compiled = tmp_path / "compiled"
+    assert protoc.main(["protoc", f"-I{source.parent}", f"--descriptor_set_out={compiled}", source.name]) == 0
+    shipped, fresh = (
+        descriptor_pb2.FileDescriptorSet.FromString(file.read_bytes()) for file in (messages.PROTOSET, compiled)
+    )
+    assert shipped == fresh
+
+
+def test_every_sampling_field_has_its_place() -> None:
+    message = messages.pool.FindMessageTypeByName(f"{messages.PACKAGE}.SamplingParams")
+    assert [field.name for field in message.fields] == [field.name for field in dataclasses.fields(SamplingParams)]
+    assert all(field.has_presence or field.is_repeated for field in message.fields)
+
+
+SAMPLINGS = {
+    "defaults": SamplingParams(),
+    "all drawn": SamplingParams(
+        max_new_tokens=7,
+        min_new_tokens=2,
+        repetition_penalty=1.25,
+        presence_penalty=-2.0,
+        frequency_penalty=0.5,
+        logit_bias={3: -100.0, 9: 4.5},
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.125,
+        seed=2**64 - 1,
+        n=3,
+        stop=("x", "é\n"),
+        stop_token_ids=(1, 2),
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=2,
+        timeout_s=1.5,
+        priority=-4,
+    ),
+    "beams": SamplingParams(beam_width=4, length_penalty=-0.5, early_stopping="never"),
+    "early": SamplingParams(beam_width=4, early_stopping=True),
+    "any object": SamplingParams(response_format={"type": "json_object"}),
+    "schema": SamplingParams(response_format={"type": "json_schema", "schema": {"type": "integer"}}),
+    "pattern": SamplingParams(response_format={"type": "regex", "pattern": "[a-z]+"}),
+    "grammar": SamplingParams(response_format={"type": "grammar", "grammar": 'start: "x"'}),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_sampling_arrives_as_it_was_sent(name: str) -> None:
+    request = messages.GenerateRequest()
+    messages.set_sampling(request.sampling, vars(SAMPLINGS[name]))
+    arrived = messages.GenerateRequest.FromString(request.SerializeToString())
+    assert SamplingParams(**messages.sampling_fields(arrived.sampling)) == SAMPLINGS[name]
+
+
+def test_what_is_not_set_stays_the_servers_to_choose() -> None:
+    request = messages.GenerateRequest()
+    messages.set_sampling(request.sampling, {"temperature": 0.0})
+    assert messages.sampling_fields(request.sampling) == {"temperature": 0.0}
+
+
+def test_any_integer_is_a_seed() -> None:
+    request = messages.GenerateRequest()
+    messages.set_sampling(request.sampling, {"seed": -1})
+    assert messages.sampling_fields(request.sampling) == {"seed": 2**64 - 1}
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    with pytest.raises(InvalidArgumentError, match="priority cannot be sent by gRPC"):
+        messages.set_sampling(messages.GenerateRequest().sampling, {"priority": 2**70})
+
+
+def test_fields_of_a_newer_protocol_are_refused_at_any_depth() -> None:
+    field_31 = b"\xf8\x01\x05"
+    with pytest.raises(InvalidArgumentError, match="field 31 of GenerateRequest is not known"):
+        messages.refuse_unknown_fields(messages.GenerateRequest.FromString(field_31))
+    inner = b"\x1a" + bytes([len(field_31)]) + field_31
+    with pytest.raises(InvalidArgumentError, match="field 31 of SamplingParams is not known"):
+        messages.refuse_unknown_fields(messages.GenerateRequest.FromString(inner))
+
+
+def some_output(**given: Any) -> GenerationOutput:
+    fields: dict[str, Any] = {
+        "request_id": 5,
+        "text": "é",
+        "token_ids": [4, 5],
+        "finish_reason": "length",
+        "prompt_token_ids": [1, 2],
+        "metrics": RequestMetrics(
+            queue_s=0.25, ttft_s=0.5, gaps_s=[0.1], cached_tokens=1, accepted_drafts=2, preemptions=3
+        ),
+    }
+    return GenerationOutput(**fields | given)
+
+
+OUTPUTS = {
+    "plain": some_output(),
+    "nothing came": some_output(
+        text="", token_ids=[], finish_reason="timeout", metrics=RequestMetrics(queue_s=1.0, ttft_s=None), logprobs=[]
+    ),
+    "failed": some_output(finish_reason="error", error="NaN"),
+    "logprobs": some_output(
+        logprobs=[{9: -0.5, 3: -0.25}, {5: -math.inf, 1: 0.0}], prompt_logprobs=[None, {2: -1.5}], score=-0.125
+    ),
+    "several": some_output(
+        score=-1.0,
+        prompt_logprobs=[None, {2: -1.5}],
+        others=tuple(some_output(index=index, text=str(index), prompt_logprobs=[None, {2: -1.5}]) for index in (1, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_arrives_as_it_was_sent(name: str) -> None:
+    import msgspec
+
+    output = OUTPUTS[name]
+    by_grpc = messages.unpack_output(
+        messages.GenerateResponse.FromString(messages.pack_output(output).SerializeToString())
+    )
+    by_json = msgspec.json.decode(msgspec.json.encode(OutputRecord.of(output)), type=OutputRecord).output()
+    for arrived in (by_grpc, by_json):
+        assert arrived == output
+        assert [list(entry) for entry in arrived.logprobs or ()] == [list(entry) for entry in output.logprobs or ()]

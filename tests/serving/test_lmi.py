@@ -1,0 +1,124 @@
+"""LMI's serving.properties: what each key becomes, and that every key is told of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.serving.arguments import sort_arguments
+from fastgen.serving.lmi import Translation, translate
+
+
+def translated(folder: Path, *lines: str) -> Translation:
+    file = folder / "serving.properties"
+    file.write_text("\n".join(lines) + "\n")
+    return translate(file)
+
+
+def test_a_usual_file_is_translated_and_every_key_told_of(tmp_path: Path) -> None:
+    lines = (
+        "engine=Python",
+        "option.model_id=mistralai/Mistral-7B-v0.1",
+        "option.revision=abc123",
+        "option.trust_remote_code=true",
+        "option.rolling_batch=vllm",
+        "option.max_rolling_batch_size=32",
+        "option.max_rolling_batch_prefill_tokens=4096",
+        "option.tensor_parallel_degree=1",
+        "option.dtype=fp16",
+        "option.paged_attention=true",
+        "option.max_model_len=8192",
+        "job_queue_size=500",
+        "option.gpu_memory_utilization=0.9",
+    )
+    found = translated(tmp_path, *lines)
+    assert found.arguments == {
+        "model": "mistralai/Mistral-7B-v0.1",
+        "revision": "abc123",
+        "policy": "splitfuse",
+        "max_num_seqs": 32,
+        "token_budget": 4096,
+        "dtype": "float16",
+        "max_model_len": 8192,
+        "max_queued_requests": 500,
+    }
+    for number, line in enumerate(lines, start=1):
+        (note,) = [note for note in found.notes if note.startswith(f"{tmp_path}/serving.properties:{number}: ")]
+        assert line.partition("=")[0] in note
+    assert "not needed" in found.notes[3]
+    assert "not translated" in found.notes[-1]
+
+
+def test_what_it_becomes_are_arguments_of_serving(tmp_path: Path) -> None:
+    found = translated(tmp_path, "option.model_id=tiny-llama", "job_queue_size=7", "option.dtype=bf16")
+    load_arguments, options = sort_arguments(found.arguments)
+    assert load_arguments == {"model": "tiny-llama", "dtype": "bfloat16"}
+    assert options.limits.max_queued_requests == 7
+
+
+@pytest.mark.parametrize("rolling", [["option.rolling_batch=disable"], []])
+def test_batches_of_whole_requests_are_the_dynamic_policy(tmp_path: Path, rolling: list[str]) -> None:
+    found = translated(tmp_path, *rolling, "batch_size=8", "max_batch_delay=50")
+    assert found.arguments == {
+        "policy": {"name": "dynamic", "batch_size": 8, "max_delay_s": 0.05},
+        "max_num_seqs": 8,
+    }
+    own_size = translated(tmp_path, *rolling, "batch_size=8", "option.max_rolling_batch_size=16")
+    assert own_size.arguments["max_num_seqs"] == 16
+    assert own_size.arguments["policy"]["max_delay_s"] == 0.1
+
+
+@pytest.mark.parametrize("value", ["auto", "vllm", "lmi-dist", "trtllm"])
+def test_with_a_rolling_batch_there_is_no_batch_to_wait_for(tmp_path: Path, value: str) -> None:
+    found = translated(tmp_path, f"option.rolling_batch={value}", "batch_size=8", "max_batch_delay=50")
+    assert found.arguments == {"policy": "splitfuse"}
+    assert any("batch_size: not translated" in note for note in found.notes)
+
+
+def test_disabled_without_a_size_requests_come_and_go(tmp_path: Path) -> None:
+    assert translated(tmp_path, "option.rolling_batch=disable").arguments == {"policy": "splitfuse"}
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"), [("fp32", "float32"), ("FP16", "float16"), ("bf16", "bfloat16"), ("auto", "auto")]
+)
+def test_dtypes(tmp_path: Path, given: str, dtype: str) -> None:
+    assert translated(tmp_path, f"option.dtype={given}").arguments == {"dtype": dtype}
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("option.tensor_parallel_degree=2", "cannot be split over several devices yet"),
+        ("option.tensor_parallel_degree=0", "an integer of at least 1"),
+        ("option.max_rolling_batch_size=many", "an integer of at least 1"),
+        ("option.max_rolling_batch_prefill_tokens=-1", "an integer of at least 1"),
+        ("job_queue_size=0", "an integer of at least 1"),
+        ("option.dtype=int8", "--quantize int8"),
+        ("option.dtype=fp8", "expected one of fp32"),
+        ("option.rolling_batch=maybe", "expected one of auto"),
+        ("option.model_id=s3://bucket/model", "copy the model to a directory"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_its_line(tmp_path: Path, line: str, why: str) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        translated(tmp_path, "# said", line)
+    assert str(refused.value).startswith(f"{tmp_path}/serving.properties:2: {line}: ")
+    assert why in str(refused.value)
+
+
+def test_the_last_of_a_key_holds_as_in_java(tmp_path: Path) -> None:
+    found = translated(tmp_path, "option.dtype=fp16", "option.dtype=bf16")
+    assert found.arguments == {"dtype": "bfloat16"}
+    assert "serving.properties:1: option.dtype: given again on line 2" in found.notes[0]
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_without_a_model_id_the_model_is_what_lies_beside(tmp_path: Path, has_model: bool) -> None:
+    if has_model:
+        (tmp_path / "config.json").write_text("{}")
+    wanted: dict[str, Any] = {"model": str(tmp_path)} if has_model else {}
+    assert translated(tmp_path, "engine=MPI").arguments == wanted
