@@ -21,7 +21,7 @@ from fastgen.serving.answers import Update
 from fastgen.serving.http.errors import failure_body
 from fastgen.serving.http.openai_answers import Usage
 from fastgen.serving.http.openai_sampling import named_refusal
-from fastgen.serving.http.streaming import EventStream
+from fastgen.serving.http.streaming import EventStream, unless_gone
 from fastgen.serving.refusals import BadRequestError, UnknownModelError
 from fastgen.serving.service import Running, Service
 
@@ -146,11 +146,11 @@ class StreamUsage:
         }
 
 
-async def event_stream(events: AsyncGenerator[bytes, None]) -> Response:
-    """A response of ``events`` that begins once the first of them is there: what fails before has a status of its own.
-    What fails later is an event of its own, the last one."""
+async def event_stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
+    """A response of ``events`` that begins once the first of them is there: what fails before has a status of its own,
+    and where the client goes before, ``events`` is closed. What fails later is an event of its own, the last one."""
     try:
-        first = await anext(events)
+        first = await unless_gone(request, anext(events))
     except BaseException:
         await events.aclose()
         raise
