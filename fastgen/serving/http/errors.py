@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from fastgen.errors import GenerationError
+from fastgen.errors import FastgenError, GenerationError
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
@@ -81,6 +81,14 @@ def error_body(error: Exception) -> tuple[int, ErrorBody]:
                 str(error), kind, param=getattr(error, "param", None), code=getattr(error, "code", None) or code
             )
     return 500, _body(str(error), "server_error")
+
+
+def failure_body(error: Exception) -> ErrorBody:
+    """The body for any failure; of one that was not foreseen the log has the cause, and clients are told nothing."""
+    if isinstance(error, FastgenError):
+        return error_body(error)[1]
+    _log.error("a stream failed", exc_info=error)
+    return _body("the server failed to answer this request", "server_error")
 
 
 def error_response(error: Exception) -> JSONResponse:
