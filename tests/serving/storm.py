@@ -331,6 +331,12 @@ def quantile_ms(values_s: list[float], share: float) -> float | None:
     return round(1000 * sorted(values_s)[min(len(values_s) - 1, int(share * len(values_s)))], 2) if values_s else None
 
 
+def write(found: dict[str, Any], output: Path | None) -> None:
+    """Keep what there is so far."""
+    if output is not None:
+        output.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120)
@@ -360,6 +366,7 @@ def main() -> None:
             "gap_ms": {f"p{share:g}": quantile_ms(storm.gaps_s, share / 100) for share in (50, 90, 99)},
         }
         print(json.dumps(found["storm"], indent=1), flush=True)
+    write(found, given.output)
     with served(MODEL, *FLAGS) as server:
         kills = asyncio.run(run_kills(server, pool, num_kills=given.kills, num_clients=32, seed=given.seed))
         found["kills"] = {
@@ -371,8 +378,7 @@ def main() -> None:
             "ready_again_s": [round(seconds, 2) for seconds in kills.ready_s],
         }
         print(json.dumps(found["kills"], indent=1), flush=True)
-    if given.output is not None:
-        given.output.write_text(json.dumps(found, indent=1) + "\n")
+    write(found, given.output)
     if storm.wrong or kills.storm.wrong:
         raise SystemExit("something went wrong; see above")
 
