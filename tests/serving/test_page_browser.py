@@ -285,6 +285,22 @@ def test_the_engine_is_shown_as_it_is(server: ServerProcess, visit: Open) -> Non
         assert label == f"Of {engine['blocks']['num_blocks']} KV blocks {held} are held and {cached} cached"
 
 
+@pytest.mark.parametrize("state", ["starting", "restarting", "draining", "failed"])
+def test_a_server_that_is_not_ready_says_why(server: ServerProcess, visit: Open, state: str) -> None:
+    with visit(server) as it:
+        it.page.wait_for_selector("#state[data-state=ready]")
+        assert not it.page.is_visible("#engine-note")
+        nothing = {"model": "tiny-llama", "state": state, "restarts": 3, "has_chat_template": None, "engine": None}
+        it.page.route("**/live", lambda route: route.fulfill(json=nothing))
+        expect(it.page.locator("#state")).to_have_text(state)
+        expect(it.page.locator("#restarts")).to_have_text("3")
+        expect(it.page.locator("#engine-note")).to_be_visible()
+        assert it.text("#engine-note").startswith("The ")
+        it.page.unroute_all()
+        expect(it.page.locator("#state")).to_have_text("ready")
+        expect(it.page.locator("#engine-note")).to_be_hidden()
+
+
 def test_it_looks_only_while_it_is_looked_at(server: ServerProcess, visit: Open) -> None:
     with visit(server) as it:
         it.page.clock.install()
@@ -400,7 +416,10 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def test_a_key_is_asked_for_and_kept_for_the_tab_only(locked: ServerProcess, visit: Open) -> None:
     with visit(locked, told=("401",)) as it:
         it.page.wait_for_selector("#key-dialog[open]")
-        it.page.fill("#key-input", "not the key")
+        it.page.fill("#key-input", "no key at all")
+        it.page.press("#key-input", "Enter")
+        assert not it.page.evaluate("document.getElementById('key-input').checkValidity()")
+        it.page.fill("#key-input", "not-the-key")
         it.page.press("#key-input", "Enter")
         expect(it.page.locator("#key-note")).to_contain_text("not accepted")
         it.page.fill("#key-input", KEY)

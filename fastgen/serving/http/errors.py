@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from fastgen.errors import FastgenError, GenerationError
-from fastgen.serving.http.openai_sampling import named_refusal
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
@@ -73,8 +73,6 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 def error_body(error: Exception) -> tuple[int, ErrorBody]:
     """The status and the body for a failure that was foreseen."""
-    if isinstance(error, BadRequestError) and error.param is None:
-        error = named_refusal(str(error), code=error.code)  # of the engine, which has names of its own
     for of, status, kind, code in _KINDS:
         if isinstance(error, of):
             return status, _body(
@@ -110,6 +108,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(GenerationError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unforeseen)
 
 
@@ -132,6 +131,11 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
     message = f"{request.method} {request.url.path}: {error.detail}"
     return JSONResponse(_body(message, kind), error.status_code, error.headers)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """Nobody hears this. The status, which is nginx's, is for those who count."""
+    return Response(status_code=499)
 
 
 async def _unforeseen(request: Request, error: Exception) -> JSONResponse:

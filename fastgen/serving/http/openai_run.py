@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,7 +20,8 @@ from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.serving.answers import Update
 from fastgen.serving.http.errors import failure_body
 from fastgen.serving.http.openai_answers import Usage
-from fastgen.serving.http.streaming import EventStream
+from fastgen.serving.http.openai_sampling import named_refusal
+from fastgen.serving.http.streaming import EventStream, unless_gone
 from fastgen.serving.refusals import BadRequestError, UnknownModelError
 from fastgen.serving.service import Running, Service
 
@@ -48,12 +50,13 @@ class Batch:
         """Queue all of them. Raises ``RefusedError`` where one of them cannot be; then none is."""
         batch = cls([])
         try:
-            for prompt_ids, sampling in zip(prompts, samplings, strict=True):
-                batch._running.append(
-                    await service.submit(
-                        prompt_ids, sampling, is_stream=is_stream, request_id=request_id, spelled=spelled
+            with _in_openai_names():
+                for prompt_ids, sampling in zip(prompts, samplings, strict=True):
+                    batch._running.append(
+                        await service.submit(
+                            prompt_ids, sampling, is_stream=is_stream, request_id=request_id, spelled=spelled
+                        )
                     )
-                )
         except BaseException:
             batch.cancel()
             raise
@@ -73,20 +76,23 @@ class Batch:
 
     async def outputs(self) -> list[GenerationOutput]:
         """All of their answers, in the order of the prompts."""
-        return [await running.output() for running in self._running]
+        with _in_openai_names():
+            return [await running.output() for running in self._running]
 
     async def updates(self) -> AsyncGenerator[list[tuple[int, Update]], None]:
         """What has come, each with the number of its prompt."""
         if len(self._running) == 1:
-            async for updates in self._running[0]:
-                yield [(0, update) for update in updates]
+            with _in_openai_names():
+                async for updates in self._running[0]:
+                    yield [(0, update) for update in updates]
             return
         news: asyncio.Queue[list[tuple[int, Update]] | BaseException | None] = asyncio.Queue()
 
         async def follow(number: int, running: Running) -> None:
             try:
-                async for updates in running:
-                    news.put_nowait([(number, update) for update in updates])
+                with _in_openai_names():
+                    async for updates in running:
+                        news.put_nowait([(number, update) for update in updates])
                 news.put_nowait(None)
             except Exception as error:
                 news.put_nowait(error)
@@ -106,6 +112,17 @@ class Batch:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _in_openai_names() -> Iterator[None]:
+    """A refusal of the engine, which has names of its own for fields, in OpenAI's."""
+    try:
+        yield
+    except BadRequestError as error:
+        if error.param is None:
+            raise named_refusal(str(error), code=error.code) from error
+        raise
 
 
 class StreamUsage:
@@ -130,11 +147,11 @@ class StreamUsage:
         }
 
 
-async def event_stream(events: AsyncGenerator[bytes, None]) -> Response:
+async def event_stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
     """A response of ``events`` that begins once the first of them is there: what fails before has a status of its own.
-    What fails later is an event of its own, the last one."""
+    What fails later is an event of its own, the last one. Raises ``ClientDisconnect`` where the client goes before."""
     try:
-        first = await anext(events)
+        first = await unless_gone(request, anext(events))
     except BaseException:
         await events.aclose()
         raise

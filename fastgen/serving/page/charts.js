@@ -34,8 +34,8 @@ export function drawSteps(steps, budget) {
   describe(canvas, `Tokens of the last ${steps.length} steps: ${mean.toFixed(1)} a step, at most ${Math.max(0, ...totals)}, of a budget of ${budget}`);
 }
 
-/** The quantiles of gaps as they were at each look, the newest on the right. */
-export function drawGaps(history) {
+/** The quantiles of gaps as they were at each of at most `most` looks, the newest on the right. */
+export function drawGaps(history, most) {
   const canvas = byId("gaps-chart");
   const { context, width, height } = prepared(canvas);
   const known = history.filter(Boolean);
@@ -50,7 +50,7 @@ export function drawGaps(history) {
     context.beginPath();
     let isDown = false;
     history.forEach((gaps, place) => {
-      const x = width - 2 - ((history.length - 1 - place) * (width - plot.left - 4)) / 59;
+      const x = width - 2 - ((history.length - 1 - place) * (width - plot.left - 4)) / (most - 1);
       if (!gaps) isDown = false;
       else if (isDown) context.lineTo(x, y(gaps[name]));
       else context.moveTo(x, y(gaps[name]));

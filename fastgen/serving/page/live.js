@@ -22,7 +22,7 @@ let timer = null;
 let wasRefused = false;
 let before = null;
 let view = null;
-let gapHistory = [];
+let looks = [];
 
 async function look() {
   timer = null;
@@ -45,7 +45,7 @@ function lookAgain(afterMs) {
 function show(live) {
   byId("model").textContent = live.model;
   document.title = `${live.model} · fastgen`;
-  if (live.has_chat_template !== null) setServer(live.model, live.has_chat_template);
+  setServer(live.model, live.has_chat_template ?? true); // what is not loaded yet is taken for a chat's
   byId("restarts").textContent = live.restarts;
   showState(live.state);
   if (!live.engine) return;
@@ -95,15 +95,15 @@ function showFigures() {
   byId("steps-note").textContent = view.steps.length ? `last ${view.steps.length}` : "none yet";
   byId("gaps-note").textContent = gaps ? `last ${numbers.format(gaps.count)}` : "none yet";
   for (const name of ["p50", "p95", "p99"]) byId(`gap-${name}`).textContent = gaps ? inMs(gaps[`${name}_s`]) : "–";
-  byId("blocks-note").textContent = `${numbers.format(blocks.num_blocks)} of ${blocks.block_size} tokens${
+  byId("blocks-note").textContent = `${numbers.format(blocks.num_blocks)}, ${blocks.block_size} tokens each${
     blocks.blocks_per_cell > 1 ? `, ${blocks.blocks_per_cell} a cell` : ""
   }`;
   byId("blocks-held").textContent = numbers.format(held);
   byId("blocks-cached").textContent = numbers.format(cached);
   byId("blocks-free").textContent = numbers.format(blocks.num_blocks - held - cached);
-  if (before && view.num_generated_tokens < before.num_generated_tokens) gapHistory = []; // another engine
-  gapHistory = [...gapHistory, gaps].slice(-KEPT_LOOKS);
-  byId("gaps-span").textContent = `ms, over ${gapHistory.length} s`;
+  if (before && view.num_generated_tokens < before.num_generated_tokens) looks = []; // another engine
+  looks = [...looks, { clock_s: view.clock_s, gaps }].slice(-KEPT_LOOKS);
+  byId("gaps-span").textContent = `ms, over ${Math.round(view.clock_s - looks[0].clock_s)} s`;
 }
 
 function tokensPerSecond() {
@@ -140,7 +140,7 @@ function sequenceRow([request, index, isRunning, numPrompt, numCached, numComput
 function draw() {
   if (!view || !byId("engine").clientWidth) return; // nothing known, or out of sight
   drawSteps(view.steps, view.token_budget);
-  drawGaps(gapHistory);
+  drawGaps(looks.map((each) => each.gaps), KEPT_LOOKS);
   drawBlocks(view.blocks);
 }
 
