@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,9 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fastgen.cli import options
-from fastgen.errors import FastgenError
 
-_PACKAGES = ("fastapi", "uvicorn", "zmq", "msgspec", "prometheus_client", "grpc", "grpc_health", "grpc_reflection")
 _ARGUMENTS = {  # of fastgen.serve, where a flag is not called as they are
     "allow_origin": "allow_origins",
     "ttft_slo": "ttft_slo_s",
@@ -121,7 +118,9 @@ def serve(
     allow_config_keys: options.AllowConfigKeys = None,
 ) -> None:
     """Serve MODEL to OpenAI's clients, by gRPC and to fastgen.client, until Ctrl-C or SIGTERM."""
-    _need_extra()
+    from fastgen.serving.extra import need_extra
+
+    need_extra()
     if list_all:
         _list()
     elif stop is not None:
@@ -168,9 +167,3 @@ def _stop(name: str) -> None:
     from fastgen.serving.client import client
 
     client(name).terminate_server()
-
-
-def _need_extra() -> None:
-    for package in _PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            raise FastgenError(f"serving needs the package {package}: pip install 'fastgen[serve]'")

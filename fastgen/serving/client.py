@@ -15,6 +15,7 @@ from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts, as_token_ids, name_prompt
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.serving.deployments import Deployment, find_deployment
+from fastgen.serving.extra import need_extra
 from fastgen.serving.refusals import OverloadedError
 
 _MAX_CONCURRENCY = 64  # requests of one call that are with the server at the same time
@@ -65,6 +66,7 @@ def async_client(model: str | Path, *, api_key: str | None = None, protocol: Pro
 
 def connect(server: Deployment | str, *, api_key: str | None, protocol: Protocols) -> AsyncClient:
     """A client of the server at an address, or of a deployment on this machine, which it then may end."""
+    need_extra()
     deployment = server if isinstance(server, Deployment) else None
     certificate = deployment.certificate if deployment else None
     if protocol == "http":

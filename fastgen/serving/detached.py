@@ -19,9 +19,9 @@ from typing import Any
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.policies import Policy, policy_name
-from fastgen.serving.arguments import check_names, sort_arguments
 from fastgen.serving.client import Client, Protocols, connect
 from fastgen.serving.deployments import Deployment, make_deployments_directory
+from fastgen.serving.extra import need_extra
 from fastgen.serving.log_file import LOG_VARIABLE, move_output_to_log
 
 
@@ -35,6 +35,9 @@ def serve(model: str | Path, *, api_key: str | None = None, protocol: Protocols 
 
     Raises ``FastgenError`` with the server's own words where it cannot start.
     """
+    need_extra()
+    from fastgen.serving.arguments import check_names
+
     check_names(arguments)
     if protocol == "grpc" and arguments.get("grpc_port") is None:
         raise InvalidArgumentError("protocol='grpc' needs a grpc_port; 0 takes any that is free")
@@ -89,6 +92,7 @@ def _start(request: str, title: str) -> Deployment:
 
 
 def _main() -> None:
+    from fastgen.serving.arguments import sort_arguments
     from fastgen.serving.run import run
 
     told = int(sys.argv[1])

@@ -44,7 +44,7 @@ def translate(file: Path) -> Translation:
     for prop in given.values():
         where = f"{file}:{prop.line}: {prop.key}"
         try:
-            arguments, note = _READERS.get(prop.key, _unknown)(prop.value.strip(), given)
+            arguments, note = KEYS.get(prop.key, _unknown)(prop.value.strip(), given)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{where}={prop.value}: {error}") from None
         translation.arguments |= arguments
@@ -166,7 +166,7 @@ def _integer(text: str, minimum: int) -> int:
     return number
 
 
-_READERS: dict[str, _Reader] = {
+KEYS: dict[str, _Reader] = {
     "engine": _engine,
     "batch_size": _batch_size,
     "max_batch_delay": _max_batch_delay,
@@ -182,3 +182,4 @@ _READERS: dict[str, _Reader] = {
     "option.dtype": _dtype,
     "option.paged_attention": _paged_attention,
 }
+"""The keys that are understood, and what reads each."""

@@ -11,6 +11,7 @@ from fastgen.serving.http.openai_chat import chat_routes
 from fastgen.serving.http.openai_completions import completion_routes
 from fastgen.serving.http.openai_models import model_routes
 from fastgen.serving.http.page import live_routes, page_routes
+from fastgen.serving.http.sagemaker import sagemaker_routes
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.prometheus import CONTENT_TYPE
 from fastgen.serving.service import Service
@@ -42,6 +43,7 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
     app.include_router(model_routes(service, fastgen.__version__))
     app.include_router(completion_routes(service))
     app.include_router(chat_routes(service, tool_format))
+    app.include_router(sagemaker_routes(service))
     app.include_router(page_routes())
     app.include_router(live_routes(service))
     return app

@@ -68,6 +68,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     )
 }
 """What endpoints answer beside what they are for, for the OpenAPI document."""
+CLIENT_LEFT = 499
+"""The status, in logs and metrics, of a request whose client went before it was answered; nobody is sent it."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -108,7 +110,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(GenerationError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(Exception, _unforeseen)
 
 
@@ -133,9 +135,9 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(_body(message, kind), error.status_code, error.headers)
 
 
-async def _gone(request: Request, error: Exception) -> Response:
-    """Nobody hears this. The status, which is nginx's, is for those who count."""
-    return Response(status_code=499)
+async def _left(request: Request, error: Exception) -> Response:
+    """Nobody is there to read this; the status is for the log."""
+    return Response(status_code=CLIENT_LEFT)
 
 
 async def _unforeseen(request: Request, error: Exception) -> JSONResponse:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
@@ -16,10 +17,11 @@ from fastgen.runtime.sampling_params import MAX_N, SamplingParams
 from fastgen.serving.answers import Update
 from fastgen.serving.api_keys import bearer
 from fastgen.serving.ending import Ending
-from fastgen.serving.http.errors import ErrorBody, error_body
-from fastgen.serving.http.streaming import EventStream, unless_gone
+from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.openai_run import event_of, event_stream, json_response, request_id_of
+from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.records import ChunkRecord, OutputRecord
-from fastgen.serving.refusals import BadRequestError, RefusedError
+from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Running, Service
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -27,7 +29,6 @@ _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _StopString = Annotated[str, Field(min_length=1)]
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (400, 401, 413, 429, 500, 503)}
 
 
 class GenerateBody(BaseModel):
@@ -84,21 +85,22 @@ class InfoBody(BaseModel):
 
 def generate_routes(service: Service) -> APIRouter:
     """``/generate`` and ``/info``."""
-    router = APIRouter(responses=_ERRORS)
+    router = APIRouter(responses=ERRORS)
 
     @router.post("/generate", response_model=None)
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Go on with ``prompt`` (text or token ids), or answer ``messages``. With ``stream``, server-sent events of the
         pieces, the last of which has the whole answer as ``output``."""
+        with own_words("prompt"):
+            return await answer(body, request)
+
+    async def answer(body: GenerateBody, request: Request) -> Response:
         prompt_ids, sampling = await asyncio.to_thread(_read, service, body)
-        running = await service.submit(
-            prompt_ids, sampling, is_stream=body.stream, request_id=request.headers.get("x-request-id", "")
-        )
+        running = await service.submit(prompt_ids, sampling, is_stream=body.stream, request_id=request_id_of(request))
         if body.stream:
-            return await stream_response(request, running, _events(running))
+            return await event_stream(request, _events(running))
         async with running:
-            output = await unless_gone(request, running.output())
-        return Response(msgspec.json.encode(OutputRecord.of(output)), media_type="application/json")
+            return json_response(OutputRecord.of(await unless_gone(request, running.output())))
 
     @router.get("/info")
     async def info() -> InfoBody:
@@ -110,7 +112,7 @@ def generate_routes(service: Service) -> APIRouter:
 
 def terminate_routes(ending: Ending) -> APIRouter:
     """``/terminate``."""
-    router = APIRouter(responses=_ERRORS)
+    router = APIRouter(responses=ERRORS)
 
     @router.post("/terminate")
     async def terminate(request: Request) -> dict[str, str]:
@@ -121,43 +123,36 @@ def terminate_routes(ending: Ending) -> APIRouter:
     return router
 
 
-async def stream_response(request: Request, running: Running, events: AsyncIterator[bytes]) -> Response:
-    """The response of a stream, begun with its first event: a refusal until then is a status of its own."""
+@contextmanager
+def own_words(otherwise: str) -> Iterator[None]:
+    """A refusal in here keeps the names of ``SamplingParams``; it is about the field that it begins with, or else about
+    ``otherwise``."""
     try:
-        first = await unless_gone(request, anext(events))
-    except BaseException:
-        running.cancel()
-        raise
+        yield
+    except (BadRequestError, InvalidArgumentError) as error:
+        message, _, _ = str(error).partition(" ")
+        param = getattr(error, "param", None) or (message if message in _SAMPLING_FIELDS else otherwise)
+        raise BadRequestError(str(error), param=param) from None
 
-    async def whole() -> AsyncIterator[bytes]:
-        async with running:
-            yield first
-            try:
-                async for event in events:
-                    yield event
-            except RefusedError as error:
-                yield b"event: error\n" + _event(error_body(error)[1])
 
-    return EventStream(whole())
+_SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
 
 
 def _read(service: Service, body: GenerateBody) -> tuple[list[int], SamplingParams]:
     codec = service.codec
-    try:
-        sampling = body.sampling(codec.default_sampling)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidArgumentError("give prompt or messages, and one of them only")
-        ids = codec.encode_chat(body.messages) if body.messages is not None else codec.encode(body.prompt or "")
-    except InvalidArgumentError as error:
-        raise BadRequestError(str(error)) from None
+    sampling = body.sampling(codec.default_sampling)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidArgumentError("give prompt or messages, and one of them only")
+    ids = codec.encode_chat(body.messages) if body.messages is not None else codec.encode(body.prompt or "")
     return ids, sampling
 
 
-async def _events(running: Running) -> AsyncIterator[bytes]:
-    async for updates in running:
-        *earlier, last = updates
-        output = OutputRecord.of(await running.output()) if running.finished else None
-        yield b"".join([_event(_record(update)) for update in earlier] + [_event(_record(last, output))])
+async def _events(running: Running) -> AsyncGenerator[bytes, None]:
+    async with running:
+        async for updates in running:
+            *earlier, last = updates
+            output = OutputRecord.of(await running.output()) if running.finished else None
+            yield b"".join([event_of(_record(update)) for update in earlier] + [event_of(_record(last, output))])
 
 
 def _record(update: Update, output: OutputRecord | None = None) -> ChunkRecord:
@@ -168,7 +163,3 @@ def _record(update: Update, output: OutputRecord | None = None) -> ChunkRecord:
         finish_reason=None if update.end is None else update.end.reason,
         output=output,
     )
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"

@@ -148,8 +148,8 @@ class StreamUsage:
 
 
 async def event_stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """A response of ``events`` that begins once the first of them is there: what fails before has a status of its own.
-    What fails later is an event of its own, the last one. Raises ``ClientDisconnect`` where the client goes before."""
+    """A response of ``events`` that begins once the first of them is there: what fails before has a status of its own,
+    and where the client goes before, ``events`` is closed. What fails later is an event of its own, the last one."""
     try:
         first = await unless_gone(request, anext(events))
     except BaseException:

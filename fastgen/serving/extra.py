@@ -1,0 +1,19 @@
+"""What serving needs beside fastgen's own dependencies."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from fastgen.errors import FastgenError
+
+_PACKAGES = (
+    *("fastapi", "uvicorn", "httptools", "zmq", "msgspec", "prometheus_client", "httpx2"),
+    *("grpc", "grpc_health", "grpc_reflection"),
+)
+
+
+def need_extra() -> None:
+    """Raise ``FastgenError`` where the extra ``serve`` is not installed."""
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            raise FastgenError(f"serving needs the package {package}: pip install 'fastgen[serve]'")

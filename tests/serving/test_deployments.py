@@ -1,0 +1,141 @@
+"""Deployments: started from Python or the shell, found again, told apart, ended by who may end them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fastgen
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.runtime.policies import DynamicBatching
+from fastgen.serving.deployments import Deployment, deployments, find_deployment, process_birth, registered
+
+SCRIPT = """
+import sys, fastgen
+client = fastgen.serve("tiny-opt", port=0, grpc_port=0, name="stories", max_num_seqs=3)
+print(client.generate("Once upon a time", max_new_tokens=4, temperature=0, ignore_eos=True).token_ids)
+"""
+
+
+def stand_in(name: str, *, model: str = "m", pid: int | None = None, birth: str | None = None) -> Deployment:
+    """An entry for this process."""
+    return Deployment(
+        name=name,
+        model=model,
+        address=f"http://127.0.0.1:1/{name}",
+        grpc_address=None,
+        certificate=None,
+        pid=os.getpid() if pid is None else pid,
+        birth=birth or str(process_birth(os.getpid())),
+        token="secret",
+        log=None,
+    )
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FASTGEN_DEPLOYMENTS", str(tmp_path / "state" / "deployments"))
+    return tmp_path / "state" / "deployments"
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_it_outlives_its_script_and_is_found_again(directory: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (found,) = deployments()
+    try:
+        with fastgen.load("tiny-opt") as llm:
+            wanted = llm.generate("Once upon a time", max_new_tokens=4, temperature=0, ignore_eos=True).token_ids
+        assert json.loads(done.stdout) == wanted
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert stat.S_IMODE((directory / f"{found.pid}.json").stat().st_mode) == 0o600
+        assert found.token not in repr(found)
+        assert found.log is not None
+        assert found.address in Path(found.log).read_text()
+        for name, protocol in (("stories", "grpc"), ("tiny-opt", "http")):
+            with fastgen.client(name, protocol=protocol) as client:  # type: ignore[arg-type]
+                assert client.info()["model"] == "stories"
+                assert client.info()["max_num_seqs"] == 3
+                assert (
+                    client.generate("Once upon a time", max_new_tokens=4, temperature=0, ignore_eos=True).token_ids
+                    == wanted
+                )
+        fastgen.client("stories").terminate_server()
+        assert not found.is_alive
+        assert deployments() == []
+    finally:
+        if found.is_alive:
+            os.kill(found.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        pytest.param({"dtype": "int3"}, "dtype='int3'", marks=pytest.mark.slow),
+        pytest.param({"kv_cache_memory": "1KiB"}, "kv_cache_memory", marks=pytest.mark.slow),
+        ({"policy": DynamicBatching(batch_size=99), "max_num_seqs": 2}, "batch_size=99 is above max_num_seqs=2"),
+    ],
+)
+def test_why_it_cannot_start_is_said_in_its_own_words(directory: Path, arguments: dict[str, object], why: str) -> None:
+    with pytest.raises(FastgenError, match=why):
+        fastgen.serve("tiny-opt", port=0, **arguments)
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"prot": 1}, "'prot' is neither an argument of fastgen.load nor one of serving"),
+        ({"protocol": "grpc"}, "needs a grpc_port"),
+        ({"recipe": object()}, "cannot be handed to another process"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    directory: Path, arguments: dict[str, object], why: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=why):
+        fastgen.serve("tiny-opt", **arguments)
+    assert not directory.exists()
+
+
+def test_one_name_is_one_deployment(directory: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    other = stand_in("two", pid=sleeper.pid, birth=process_birth(sleeper.pid))
+    with registered(stand_in("one")), registered(other):
+        assert find_deployment("one").name == "one"
+        assert find_deployment("two").name == "two"
+        with pytest.raises(InvalidArgumentError, match=r"'m' is served 2 times: (one|two) at .*, (one|two) at "):
+            find_deployment("m")
+        with pytest.raises(InvalidArgumentError, match=r"'three' is not served on this machine; one at .*, two at "):
+            find_deployment("three")
+    assert deployments() == []
+
+
+def test_entries_of_dead_processes_are_removed(directory: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    with registered(stand_in("gone", pid=sleeper.pid, birth=process_birth(sleeper.pid))):
+        assert [one.name for one in deployments()] == ["gone"]
+        sleeper.kill()
+        sleeper.wait()
+        assert deployments() == []
+        assert list(directory.iterdir()) == []
+    with registered(stand_in("of another time", birth="1")):  # the same process id, but not the same process
+        assert deployments() == []
+
+
+def test_where_nothing_is_served_that_is_said(directory: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="'tiny-llama' is not served on this machine; nothing is"):
+        fastgen.client("tiny-llama")

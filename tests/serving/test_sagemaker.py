@@ -1,0 +1,160 @@
+"""SageMaker's container contract, asked as its clients ask: in OpenAI's terms, and in those of LMI and TGI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+import fastgen
+from fastgen import LLM
+from fastgen.serving.deployments import Deployment
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with fastgen.load("tiny-llama") as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def http(deployment: Deployment) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=deployment.address, trust_env=False, timeout=60) as opened:
+        yield opened
+
+
+def invoke(http: httpx2.Client, body: Any, **headers: str) -> httpx2.Response:
+    return http.post("/invocations", json=body, headers=headers)
+
+
+def test_ping_says_that_requests_are_taken(http: httpx2.Client) -> None:
+    assert http.get("/ping").status_code == 200
+
+
+def test_inputs_are_answered_greedily_by_default(http: httpx2.Client, llm: LLM) -> None:
+    answer = invoke(http, {"inputs": PROMPT}).json()
+    assert answer == {"generated_text": llm.generate(PROMPT, temperature=0, max_new_tokens=30).text}
+    answers = invoke(http, {"inputs": [PROMPT, "There was"], "parameters": {"max_new_tokens": 5}}).json()
+    wanted = llm.generate([PROMPT, "There was"], temperature=0, max_new_tokens=5)
+    assert answers == [{"generated_text": each.text} for each in wanted]
+
+
+# Their parameters, and what they mean in ours.
+PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"do_sample": True, "seed": 4}, {"temperature": 1.0, "seed": 4}),
+    ({"do_sample": True, "seed": 4, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9, "seed": 4}),
+    ({"top_k": 3, "seed": 4}, {"temperature": 1.0, "top_k": 3, "seed": 4}),
+    ({"do_sample": False, "temperature": 0.6}, {"temperature": 0}),
+    ({"do_sample": True, "top_k": -1, "seed": 4}, {"temperature": 1.0, "seed": 4}),
+    ({"stop_sequences": ["a"], "stop": ["e"]}, {"temperature": 0, "stop": ["a", "e"]}),
+    (
+        {"repetition_penalty": 1.5, "presence_penalty": 1.0},
+        {"temperature": 0, "repetition_penalty": 1.5, "presence_penalty": 1.0},
+    ),
+    ({"num_beams": 3, "length_penalty": 0.5}, {"temperature": 0, "beam_width": 3, "length_penalty": 0.5}),
+    ({"ignore_eos_token": True}, {"temperature": 0, "ignore_eos": True}),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), PARAMETERS, ids=[",".join(theirs) for theirs, _ in PARAMETERS])
+def test_their_parameters_mean_what_they_mean_there(
+    http: httpx2.Client, llm: LLM, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 12, **theirs}}
+    assert invoke(http, body).json() == {"generated_text": llm.generate(PROMPT, max_new_tokens=12, **ours).text}
+
+
+def test_details_tell_of_every_token(http: httpx2.Client, llm: LLM) -> None:
+    parameters = {
+        "max_new_tokens": 4,
+        "details": True,
+        "decoder_input_details": True,
+        "do_sample": True,
+        "seed": 1,
+        "n": 2,
+    }
+    answer = invoke(http, {"inputs": PROMPT, "parameters": parameters | {"return_full_text": True}}).json()
+    wanted = llm.generate(PROMPT, max_new_tokens=4, temperature=1.0, seed=1, n=2, logprobs=0, prompt_logprobs=0)
+    assert answer["generated_text"] == PROMPT + wanted.text
+    details = answer["details"]
+    assert (details["finish_reason"], details["generated_tokens"], details["inputs"]) == ("length", 4, PROMPT)
+    assert [token["id"] for token in details["tokens"]] == wanted.token_ids
+    assert "".join(token["text"] for token in details["tokens"]) == wanted.text
+    assert wanted.logprobs is not None
+    logprobs = [entry[token_id] for entry, token_id in zip(wanted.logprobs, wanted.token_ids, strict=True)]
+    assert [token["log_prob"] for token in details["tokens"]] == logprobs
+    assert [token["id"] for token in details["prefill"]] == wanted.prompt_token_ids
+    assert details["prefill"][0]["log_prob"] is None
+    (other,) = details["best_of_sequences"]
+    assert other["generated_text"] == PROMPT + wanted.others[0].text
+
+
+def test_why_it_ended_is_in_their_words(http: httpx2.Client, llm: LLM) -> None:
+    first = llm.generate(PROMPT, temperature=0, max_new_tokens=1).token_ids[0]
+    for parameters, reason in (
+        ({"max_new_tokens": 2, "ignore_eos_token": True}, "length"),
+        ({"stop_token_ids": [first]}, "stop_sequence"),
+        ({"max_new_tokens": 1000}, "eos_token"),
+    ):
+        answer = invoke(http, {"inputs": PROMPT, "parameters": parameters | {"details": True}}).json()
+        assert answer["details"]["finish_reason"] == reason
+
+
+@pytest.mark.parametrize("accept", ["*/*", "text/event-stream"])
+def test_a_stream_has_a_line_a_token(http: httpx2.Client, llm: LLM, accept: str) -> None:
+    wanted = llm.generate(PROMPT, temperature=0, max_new_tokens=12)
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 12}, "stream": True}
+    response = invoke(http, body, accept=accept)
+    is_sse = accept == "text/event-stream"
+    assert response.headers["content-type"].startswith("text/event-stream" if is_sse else "application/jsonlines")
+    lines = [json.loads(line.removeprefix("data:")) for line in response.text.splitlines() if line]
+    assert [line["token"]["id"] for line in lines] == wanted.token_ids
+    assert ["generated_text" in line for line in lines] == [False] * 11 + [True]
+    assert lines[-1]["generated_text"] == wanted.text
+    assert lines[-1]["details"]["finish_reason"] == "length"
+
+
+def test_openais_bodies_are_those_of_openais_paths(http: httpx2.Client) -> None:
+    sampling = {"temperature": 0, "max_tokens": 6}
+    for path, body in (
+        ("/v1/completions", {"prompt": PROMPT, **sampling}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], **sampling}),
+    ):
+        invoked, direct = invoke(http, body), http.post(path, json={"model": "tiny-llama", **body})
+        assert invoked.status_code == direct.status_code == 200
+        assert invoked.json()["choices"] == direct.json()["choices"]
+        streamed = invoke(http, body | {"stream": True})
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"inputs": PROMPT, "parameters": {"max_new_token": 3}}, "parameters.max_new_token"),
+        ({"inputs": PROMPT, "parameters": {"temperature": "hot"}}, "parameters.temperature"),
+        ({"inputs": PROMPT, "parameters": {"temperature": -1.0}}, None),
+        ({"inputs": 3}, "inputs"),
+        ({"inputs": [PROMPT, PROMPT], "stream": True}, None),
+        ({"input": PROMPT}, "inputs"),
+        ({"prompt": PROMPT, "temperature": -1.0}, "temperature"),
+        ([], None),
+    ],
+)
+def test_what_is_wrong_is_a_400_that_says_so(http: httpx2.Client, body: Any, param: str | None) -> None:
+    response = invoke(http, body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_what_is_no_json_is_a_400(http: httpx2.Client) -> None:
+    assert http.post("/invocations", content=b"{").status_code == 400
