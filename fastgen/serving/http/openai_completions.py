@@ -25,7 +25,7 @@ from fastgen.serving.http.openai_run import (
     Batch,
     StreamUsage,
     check_model,
-    encode_prompt,
+    encode_prompts,
     event_of,
     event_stream,
     json_response,
@@ -50,7 +50,7 @@ def completion_routes(service: Service) -> APIRouter:
         """Go on with one prompt or several."""
         check_model(service, body.model)
         prompts = _prompts(body.prompt)
-        prompt_ids = [await encode_prompt(service, prompt) for prompt in prompts]
+        prompt_ids = await encode_prompts(service, prompts)
         samplings = [
             completion_sampling(
                 body,
