@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastgen import errors
-    from fastgen.runtime.llm import LLM, load
+    from fastgen.runtime.llm import LLM
+    from fastgen.runtime.loading import load
     from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
     from fastgen.runtime.sampling_params import SamplingParams
     from fastgen.serving.client import async_client, client
@@ -34,7 +35,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "fastgen.runtime.llm",
-    "load": "fastgen.runtime.llm",
+    "load": "fastgen.runtime.loading",
     "GenerationChunk": "fastgen.runtime.outputs",
     "GenerationOutput": "fastgen.runtime.outputs",
     "SamplingParams": "fastgen.runtime.sampling_params",

@@ -7,22 +7,21 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from itertools import count
 
-from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.beam_group import BeamGroup
+from fastgen.runtime.deadlines import Deadlines
 from fastgen.runtime.detokenizer import Detokenizer
 from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.faults import cause_of
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.metrics import EngineMetrics
-from fastgen.runtime.model_runner import LaunchedStep, ModelRunner, PromptLogprobs, StepOutput
+from fastgen.runtime.model_runner import ModelRunner, PromptLogprobs, StepOutput
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.recorder import Recorder, StepRecord, engine_facts
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
-from fastgen.runtime.run_ahead import awaited, tokens_to_come
+from fastgen.runtime.request_checks import RequestChecks
+from fastgen.runtime.run_ahead import InFlight, awaited, tokens_to_come
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
 from fastgen.runtime.schedule import Schedule
@@ -30,26 +29,6 @@ from fastgen.runtime.scheduler import Scheduler
 from fastgen.runtime.structured_output import Grammars
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _InFlight:
-    """A step between its schedule and its tokens. What failed, of requests that are new in it or of the step itself, is
-    told when all that came before has been."""
-
-    schedule: Schedule
-    record: StepRecord
-    unprepared: list[tuple[Sequence, Exception]]
-    launched: LaunchedStep | None = None
-    error: Exception | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        return bool(self.unprepared) or self.error is not None
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [entry.seq for entry in self.schedule.entries]
 
 
 class Engine:
@@ -80,16 +59,17 @@ class Engine:
         self.runner, self.scheduler = runner, scheduler
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
         self._new_detokenizer, self._grammars = new_detokenizer, grammars
+        self._checks = RequestChecks(vocab_size, max_model_len, eos_token_ids, new_detokenizer is not None, grammars)
         self._drafter, self._clock, self._runs_ahead = drafter, clock, runs_ahead
         self.recorder = Recorder(engine_facts(scheduler, runs_ahead=runs_ahead), clock)
         self.metrics = EngineMetrics(scheduler)
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         self._last_end_s = -math.inf
         self.on_end: Callable[[Generation], None] | None = None
         """Told of a request whenever one of its completions has ended."""
         self._request_ids = count()
         self._generations: dict[int, Generation] = {}
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines = Deadlines()
 
     @property
     def has_work(self) -> bool:
@@ -103,36 +83,7 @@ class Engine:
 
     def check(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> None:
         """Refuse a request that cannot be served, saying why; nothing is changed."""
-        if not prompt_ids:
-            raise InvalidArgumentError("the prompt has no tokens; give it at least one")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
-            found = ((at, token_id) for at, token_id in enumerate(prompt_ids) if not 0 <= token_id < self.vocab_size)
-            position, token_id = next(found)
-            raise InvalidArgumentError(
-                f"prompt token {position} is id {token_id}; the model's ids are 0 to {self.vocab_size - 1}"
-            )
-        sampling.check_against(self.vocab_size)
-        if sampling.stop and self._new_detokenizer is None:
-            raise InvalidArgumentError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        if sampling.response_format is not None:
-            if self._grammars is None:
-                raise InvalidArgumentError("response_format needs a tokenizer, and this model has none")
-            self._grammars.compile(sampling.response_format)
-        num_tokens = len(prompt_ids) + sampling.max_new_tokens
-        if num_tokens > self.max_model_len:
-            room = self.max_model_len - len(prompt_ids)
-            advice = f"ask for at most {room} new tokens or shorten the prompt" if room > 0 else "shorten the prompt"
-            raise RequestTooLargeError(
-                f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={sampling.max_new_tokens} makes "
-                f"{num_tokens} tokens, max_model_len is {self.max_model_len}; {advice}",
-                room=room,
-            )
-        num_endings = len(sampling.stop_ids(self.eos_token_ids))
-        if 1 < sampling.beam_width > self.vocab_size - num_endings:
-            raise InvalidArgumentError(
-                f"beam_width={sampling.beam_width} beams cannot all go on with different tokens: of {self.vocab_size} "
-                f"in the vocabulary {num_endings} end a beam"
-            )
+        self._checks.check(prompt_ids, sampling)
         self.scheduler.check_fits(len(prompt_ids), sampling)
 
     def submit(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> Generation:
@@ -149,7 +100,7 @@ class Engine:
         self.recorder.arrived(request)
         self.metrics.arrived(len(prompt_ids))
         if sampling.timeout_s is not None:
-            heappush(self._deadlines, (request.arrival_s + sampling.timeout_s, request.request_id))
+            self._deadlines.add(request.request_id, request.arrival_s + sampling.timeout_s)
         return generation
 
     def cancel(self, generation: Generation, reason: FinishReason = "cancelled", error: str | None = None) -> None:
@@ -191,13 +142,13 @@ class Engine:
         else:
             self._run(step)
 
-    def _begin(self, schedule: Schedule, began_s: float, held_back: list[Sequence] | None = None) -> _InFlight:
+    def _begin(self, schedule: Schedule, began_s: float, held_back: list[Sequence] | None = None) -> InFlight:
         """``schedule`` was made since ``began_s``. Where a request that is new in it failed, it is to be made again."""
         record = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock(), held_back)
         self.metrics.scheduled(len(schedule.preempted))
-        return _InFlight(schedule, record, self._note_admitted(record))
+        return InFlight(schedule, record, self._note_admitted(record))
 
-    def _run(self, step: _InFlight) -> None:
+    def _run(self, step: InFlight) -> None:
         """A step from its beginning to its end."""
         try:
             output = self.runner.run(step.schedule)
@@ -208,7 +159,7 @@ class Engine:
         else:
             self._end(step, output)
 
-    def _launch_ahead(self, before: _InFlight) -> _InFlight | None:
+    def _launch_ahead(self, before: InFlight) -> InFlight | None:
         """The step that follows ``before``, whose tokens are on their way, as far as it needs none of them here;
         ``None`` where there is no such step, or it cannot be made."""
         began_s = self._clock()
@@ -227,7 +178,7 @@ class Engine:
                 self._launch(step, ahead=True)
         return step
 
-    def _launch(self, step: _InFlight, *, ahead: bool) -> None:
+    def _launch(self, step: InFlight, *, ahead: bool) -> None:
         """The forward pass of ``step``."""
         try:
             step.launched = self.runner.launch(step.schedule, ahead=ahead)
@@ -235,7 +186,7 @@ class Engine:
         except Exception as error:
             step.error = error
 
-    def _sample(self, step: _InFlight) -> bool:
+    def _sample(self, step: InFlight) -> bool:
         """Launch the sampling of a step; now only its tokens are missing. ``False`` where it failed."""
         if not step.has_failed:
             assert step.launched is not None
@@ -253,18 +204,18 @@ class Engine:
             self._collect(step)
         return True
 
-    def _tell_failures(self, step: _InFlight) -> None:
+    def _tell_failures(self, step: InFlight) -> None:
         for seq, error in step.unprepared:
             self._fail([seq], error)
         if step.error is not None:
             self._fail_step(step, step.error)
 
-    def _fail_step(self, step: _InFlight, error: Exception) -> None:
+    def _fail_step(self, step: InFlight, error: Exception) -> None:
         """Nobody knows what a step did that raised ``error``."""
         self._withdraw(step.sequences, step.record)
         self._fail(step.sequences, error)
 
-    def _collect(self, step: _InFlight) -> None:
+    def _collect(self, step: InFlight) -> None:
         """Wait for the tokens of a step, and give them to its sequences."""
         assert step.launched is not None
         try:
@@ -277,7 +228,7 @@ class Engine:
             self._in_flight = None
             self._end(step, output)
 
-    def _end(self, step: _InFlight, output: StepOutput) -> None:
+    def _end(self, step: InFlight, output: StepOutput) -> None:
         """The tokens of a step are here."""
         record = step.record
         self._update(output, record)
@@ -435,7 +386,7 @@ class Engine:
         self.metrics.finished(reason, now_s - generation.request.arrival_s if generation.finished else None)
         if generation.finished:
             del self._generations[generation.request.request_id]
-            self._drop_deadlines()
+            self._deadlines.keep(self._generations)
         elif is_broken and generation.beams is None:
             self.cancel(generation, reason, error)
         if self.on_end is not None:
@@ -464,16 +415,8 @@ class Engine:
                 request = generation.request
                 completion.detokenizer = self._new_detokenizer(request.prompt_ids, request.sampling)
 
-    def _drop_deadlines(self) -> None:
-        """Keep no more than twice as many deadlines as there are requests; those of finished ones go."""
-        if len(self._deadlines) > 2 * len(self._generations):
-            self._deadlines = [each for each in self._deadlines if each[1] in self._generations]
-            heapify(self._deadlines)
-
     def _expire(self) -> None:
         """End the requests whose ``timeout_s`` has passed, with what they have."""
-        now_s = self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, request_id = heappop(self._deadlines)
+        for request_id in self._deadlines.passed(self._clock()):
             if request_id in self._generations:
                 self.cancel(self._generations[request_id], "timeout")

@@ -1,4 +1,4 @@
-"""Which sequences can go on before the tokens that a step chose for them are known on the host.
+"""Steps that overlap, and which sequences can go on before the tokens that a step chose for them are known on the host.
 
 The forward pass of the next step reads such a token where it was sampled, on the device. All else the host does with
 it (text, stops, masks, penalties) it does while that forward pass runs, before it is sampled from.
@@ -8,9 +8,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
+from fastgen.runtime.model_runner import LaunchedStep
+from fastgen.runtime.recorder import StepRecord
 from fastgen.runtime.request import TO_COME, Sequence, SequenceStatus
 from fastgen.runtime.schedule import Schedule
+
+
+@dataclass
+class InFlight:
+    """A step between its schedule and its tokens. What failed, of requests that are new in it or of the step itself, is
+    told when all that came before has been."""
+
+    schedule: Schedule
+    record: StepRecord
+    unprepared: list[tuple[Sequence, Exception]]
+    launched: LaunchedStep | None = None
+    error: Exception | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.unprepared) or self.error is not None
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [entry.seq for entry in self.schedule.entries]
 
 
 def awaited(schedule: Schedule, may_draft: Callable[[Sequence], bool]) -> tuple[list[Sequence], list[Sequence]]:

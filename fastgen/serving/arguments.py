@@ -54,7 +54,7 @@ def check_names(given: Mapping[str, Any]) -> None:
     """Raise ``InvalidArgumentError`` for a name that is no argument at all."""
     from inspect import signature
 
-    from fastgen.runtime.llm import load
+    from fastgen.runtime.loading import load
 
     for name in given:
         if name not in SERVE_ARGUMENTS and name not in signature(load).parameters:

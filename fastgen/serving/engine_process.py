@@ -24,7 +24,8 @@ from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models import hub
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Completion, Generation
-from fastgen.runtime.llm import LLM, load
+from fastgen.runtime.llm import LLM
+from fastgen.runtime.loading import load
 from fastgen.runtime.policies import make_policy
 from fastgen.serving.live import live_view
 from fastgen.serving.log_file import move_output_to_log

@@ -21,7 +21,8 @@ from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.builder import build
 from fastgen.models.recipe import Recipe
 from fastgen.models.spec import ModelSpec, TensorSpec
-from fastgen.runtime.llm import LLM, load
+from fastgen.runtime.llm import LLM
+from fastgen.runtime.loading import load
 from fastgen.verify.reference import Prompts
 
 MAX_MODEL_LEN = 128

@@ -247,15 +247,15 @@ def test_a_timeout_ends_the_request_with_what_it_has(llm: LLM, monkeypatch: pyte
 
 def test_logits_that_are_not_numbers_end_only_their_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, marked = llm._engine.runner.sampler, [9, 9, 9]
-    sample = sampler.sample
+    launch = sampler.launch
 
     def broken(logits, sequences):  # type: ignore[no-untyped-def]
         for row, sequence in enumerate(sequences):
             if list(sequence.request.prompt_ids) == marked and sequence.num_tokens > len(marked):
                 logits[row, 5] = math.nan
-        return sample(logits, sequences)
+        return launch(logits, sequences)
 
-    monkeypatch.setattr(sampler, "sample", broken)
+    monkeypatch.setattr(sampler, "launch", broken)
     good, bad = llm.generate([PROMPT, marked], max_new_tokens=5, ignore_eos=True)
     assert (good.finish_reason, len(good.token_ids)) == ("length", 5)
     assert (bad.finish_reason, len(bad.token_ids)) == ("error", 1)

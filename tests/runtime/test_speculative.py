@@ -204,7 +204,7 @@ def test_on_interpreted_triton_kernels(tmp_path: Path) -> None:
         asked = []
 
         def propose(sequence: Sequence, max_tokens: int) -> list[int]:
-            asked.append((sequence.request.prompt_ids, sequence.num_tokens - sequence.num_prompt_tokens))
+            asked.append((list(sequence.request.prompt_ids), sequence.num_tokens - sequence.num_prompt_tokens))
             assert seats.can_draft(sequence), "before min_new_tokens it goes on ahead of its tokens, undrafted"
             return oracle.propose(sequence, max_tokens)
 

@@ -87,7 +87,8 @@ _CHUNKS: dict[str, dict[int, Tiling]] = {
     "gfx942": {128: Tiling(128, 32, 4, 2), 256: Tiling(64, 32, 4, 2), 576: Tiling(16, 32, 4, 1)},
     "interpret": {1024: Tiling(32, 16, 4, 1)},
 }
-_CHUNKS |= {"sm_86": _CHUNKS["sm_80"], "sm_89": _CHUNKS["sm_80"], "sm_100": _CHUNKS["sm_90"]}
+_CHUNKS |= {"sm_86": {80: Tiling(128, 64, 8, 3)} | _CHUNKS["sm_80"], "sm_100": _CHUNKS["sm_90"]}
+_CHUNKS |= {"sm_89": _CHUNKS["sm_86"]}
 # Query tiles of decodes have 16 rows, the least that tensor cores take; more where more heads share a KV head, so that
 # its keys and values are not read again for each 16 of them: up to 64 rows, or 32 where a head is large.
 _DECODES: dict[str, dict[int, Tiling]] = {
@@ -114,7 +115,8 @@ _DECODES: dict[str, dict[int, Tiling]] = {
 }
 _DECODES |= {"sm_89": _DECODES["sm_86"], "sm_90": _DECODES["sm_80"], "sm_100": _DECODES["sm_80"]}
 # Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise.
-_CHUNKS_GATHERED = {"sm_90": {256: Tiling(64, 32, 8, 3)}}
+_CHUNKS_GATHERED = {"sm_86": {128: Tiling(128, 32, 8, 3)}, "sm_90": {256: Tiling(64, 32, 8, 3)}}
+_CHUNKS_GATHERED |= {"sm_89": _CHUNKS_GATHERED["sm_86"]}
 _DECODES_GATHERED = {
     "sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4), 256: Tiling(16, 32, 4, 2, programs_per_sm=2)},
 }

@@ -1,0 +1,54 @@
+"""What a model can be asked, before anything of a request is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastgen.errors import InvalidArgumentError, RequestTooLargeError
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.structured_output import Grammars
+
+
+@dataclass(frozen=True)
+class RequestChecks:
+    """Of one model; ``grammars`` is ``None`` where response formats cannot be kept to, for want of a tokenizer."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    has_tokenizer: bool
+    grammars: Grammars | None
+
+    def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raise ``InvalidArgumentError`` where the model cannot answer, saying why."""
+        if not prompt_ids:
+            raise InvalidArgumentError("the prompt has no tokens; give it at least one")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
+            found = ((at, token_id) for at, token_id in enumerate(prompt_ids) if not 0 <= token_id < self.vocab_size)
+            position, token_id = next(found)
+            raise InvalidArgumentError(
+                f"prompt token {position} is id {token_id}; the model's ids are 0 to {self.vocab_size - 1}"
+            )
+        sampling.check_against(self.vocab_size)
+        if sampling.stop and not self.has_tokenizer:
+            raise InvalidArgumentError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if sampling.response_format is not None:
+            if self.grammars is None:
+                raise InvalidArgumentError("response_format needs a tokenizer, and this model has none")
+            self.grammars.compile(sampling.response_format)
+        num_tokens = len(prompt_ids) + sampling.max_new_tokens
+        if num_tokens > self.max_model_len:
+            room = self.max_model_len - len(prompt_ids)
+            advice = f"ask for at most {room} new tokens or shorten the prompt" if room > 0 else "shorten the prompt"
+            raise RequestTooLargeError(
+                f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={sampling.max_new_tokens} makes "
+                f"{num_tokens} tokens, max_model_len is {self.max_model_len}; {advice}",
+                room=room,
+            )
+        num_endings = len(sampling.stop_ids(self.eos_token_ids))
+        if 1 < sampling.beam_width > self.vocab_size - num_endings:
+            raise InvalidArgumentError(
+                f"beam_width={sampling.beam_width} beams cannot all go on with different tokens: of {self.vocab_size} "
+                f"in the vocabulary {num_endings} end a beam"
+            )
