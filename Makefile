@@ -2,7 +2,7 @@
 # `make PYTHON=python3.12 …` chooses the Python it is made with.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all matrix check format clean
+.PHONY: help setup clients demo test test-all matrix check format clean
 bin := .venv/bin
 # A process a core, not more than eight: each holds torch and transformers in memory.
 parallel := -n auto --maxprocesses 8 --dist worksteal
@@ -13,6 +13,12 @@ help:  ## show this list
 
 setup:  ## make the virtual environment, or bring it up to date
 	@tools/setup.sh
+
+clients: setup  ## an environment with lm_eval, beside our own, for the long tests of serving
+	@test -d .clients || $(bin)/python -m venv .clients
+	@$(bin)/python -c "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])" \
+		> "$$(.clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+	@.clients/bin/python -m pip install --quiet "lm_eval[api,hf]==0.4.13"
 
 demo: setup  ## the built-in models write a short story each
 	@tools/demo.sh
@@ -36,5 +42,5 @@ format: setup  ## format the code and mend what the linter can
 	@$(bin)/python -m ruff format --quiet . && $(bin)/python -m ruff check --fix --quiet .
 
 clean:  ## remove the virtual environment, caches and builds
-	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,13 +10,15 @@ from typing import Any, Literal
 
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:
-    """Have all that fastgen logs written to standard error."""
+    """Have all that the server logs written to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
-    logger = logging.getLogger("fastgen")
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+    # uvicorn's warnings are of clients' mistakes, which the clients are told.
+    for name, level in (("fastgen", logging.INFO), ("uvicorn", logging.ERROR)):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(level)
+        logger.propagate = False
 
 
 class TextLines(logging.Formatter):

@@ -39,6 +39,13 @@ def scripted_codec(template: str = "", special_tokens: tuple[str, ...] = ()) -> 
     )
 
 
+class _Piecemeal(EngineRequest):
+    """Tells of one token at a time."""
+
+    async def news(self) -> list[Progress]:
+        return [self._news.pop(0)]
+
+
 class ScriptedService:
     """What of a ``Service`` the endpoints use. ``answer`` gives the tokens, and why they end, of each request; all of
     them are kept in ``asked``."""
@@ -65,7 +72,7 @@ class ScriptedService:
         self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool, request_id: str, spelled: Any = None
     ) -> Running:
         self.asked.append((prompt_ids, sampling))
-        request = EngineRequest(len(self.asked), len(prompt_ids), sampling)
+        request = _Piecemeal(len(self.asked), len(prompt_ids), sampling)
         token_ids, reason = self._answer(prompt_ids, sampling)
         for token_id in token_ids[:-1]:
             request.add(Progress(request.number, 0, [token_id], None, None))

@@ -10,10 +10,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from fastgen.errors import GenerationError
+from fastgen.errors import FastgenError, GenerationError
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
@@ -67,6 +68,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     )
 }
 """What endpoints answer beside what they are for, for the OpenAPI document."""
+CLIENT_LEFT = 499
+"""The status, in logs and metrics, of a request whose client went before it was answered; nobody is sent it."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -78,6 +81,14 @@ def error_body(error: Exception) -> tuple[int, ErrorBody]:
                 str(error), kind, param=getattr(error, "param", None), code=getattr(error, "code", None) or code
             )
     return 500, _body(str(error), "server_error")
+
+
+def failure_body(error: Exception) -> ErrorBody:
+    """The body for any failure; of one that was not foreseen the log has the cause, and clients are told nothing."""
+    if isinstance(error, FastgenError):
+        return error_body(error)[1]
+    _log.error("a stream failed", exc_info=error)
+    return _body("the server failed to answer this request", "server_error")
 
 
 def error_response(error: Exception) -> JSONResponse:
@@ -99,6 +110,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(GenerationError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(Exception, _unforeseen)
 
 
@@ -121,6 +133,11 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
     message = f"{request.method} {request.url.path}: {error.detail}"
     return JSONResponse(_body(message, kind), error.status_code, error.headers)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    """Nobody is there to read this; the status is for the log."""
+    return Response(status_code=CLIENT_LEFT)
 
 
 async def _unforeseen(request: Request, error: Exception) -> JSONResponse:

@@ -98,7 +98,7 @@ def generate_routes(service: Service) -> APIRouter:
         prompt_ids, sampling = await asyncio.to_thread(_read, service, body)
         running = await service.submit(prompt_ids, sampling, is_stream=body.stream, request_id=request_id_of(request))
         if body.stream:
-            return await unless_gone(request, event_stream(_events(running)))
+            return await event_stream(request, _events(running))
         async with running:
             return json_response(OutputRecord.of(await unless_gone(request, running.output())))
 

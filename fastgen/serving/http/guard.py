@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastgen.serving.api_keys import bearer
-from fastgen.serving.http.errors import error_response
+from fastgen.serving.http.errors import CLIENT_LEFT, error_response
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.prometheus import ServerMetrics
 from fastgen.serving.refusals import RefusedError, RequestTimeoutError, TooLargeError, UnauthorizedError
@@ -66,7 +66,7 @@ class Guard:
             await response(scope, receive, named_send)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.http_request(route, scope["method"], status or 499)
+            self._metrics.http_request(route, scope["method"], status or CLIENT_LEFT)
             if self._options.log_requests:
                 self._note(scope, request_id, status, time.monotonic() - began_s, body)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -70,20 +71,22 @@ def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
             max_model_len=service.facts.max_model_len,
             vocab_size=service.facts.vocab_size,
         )
-        batch = await Batch.submit(
-            service,
-            [prompt_ids],
-            [sampling],
-            is_stream=bool(body.stream),
-            request_id=request_id_of(request),
-            spelled=tools.spelled if tools is not None else None,
-        )
-        writer = _Writer(service, body, tools, len(prompt_ids), f"chatcmpl-{request_id_of(request)}")
-        if body.stream:
-            return await event_stream(_events(batch, writer, body))
-        async with batch:
-            (output,) = await unless_gone(request, batch.outputs())
-            return json_response(writer.whole(output))
+        request_id = request_id_of(request)
+        writer = _Writer(service, body, tools, len(prompt_ids), f"chatcmpl-{request_id}")
+        with _about_tools(tools is not None and body.response_format is None):
+            batch = await Batch.submit(
+                service,
+                [prompt_ids],
+                [sampling],
+                is_stream=bool(body.stream),
+                request_id=request_id,
+                spelled=tools.spelled if tools is not None else None,
+            )
+            if body.stream:
+                return await event_stream(request, _events(batch, writer, body))
+            async with batch:
+                (output,) = await unless_gone(request, batch.outputs())
+        return json_response(writer.whole(output))
 
     return router
 
@@ -101,6 +104,17 @@ async def encode_chat(service: Service, messages: list[Message], tools: list[dic
         raise BadRequestError(f"messages: {error}"[:2000], param="messages") from error
     check_prompt(service, prompt_ids, "messages")
     return prompt_ids
+
+
+@contextmanager
+def _about_tools(is_theirs: bool) -> Iterator[None]:
+    """Have what is refused of an answer's format be about the tools, where the format is their grammar."""
+    try:
+        yield
+    except BadRequestError as error:
+        if is_theirs and str(error).startswith("response_format"):
+            raise BadRequestError(str(error).replace("response_format", "tools", 1), param="tools") from error
+        raise
 
 
 async def _events(batch: Batch, writer: _Writer, body: ChatRequest) -> AsyncGenerator[bytes, None]:

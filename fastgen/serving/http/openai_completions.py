@@ -61,12 +61,11 @@ def completion_routes(service: Service) -> APIRouter:
             )
             for ids in prompt_ids
         ]
-        batch = await Batch.submit(
-            service, prompt_ids, samplings, is_stream=bool(body.stream), request_id=request_id_of(request)
-        )
-        writer = _Writer(service, body, prompts, prompt_ids, f"cmpl-{request_id_of(request)}")
+        request_id = request_id_of(request)
+        writer = _Writer(service, body, prompts, prompt_ids, f"cmpl-{request_id}")
+        batch = await Batch.submit(service, prompt_ids, samplings, is_stream=bool(body.stream), request_id=request_id)
         if body.stream:
-            return await event_stream(_events(batch, writer, body))
+            return await event_stream(request, _events(batch, writer, body))
         async with batch:
             return json_response(writer.whole(await unless_gone(request, batch.outputs())))
 

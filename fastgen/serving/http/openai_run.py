@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,14 +14,14 @@ import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
-from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.outputs import GenerationOutput
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.serving.answers import Update
-from fastgen.serving.http.errors import error_body
+from fastgen.serving.http.errors import failure_body
 from fastgen.serving.http.openai_answers import Usage
 from fastgen.serving.http.openai_sampling import named_refusal
-from fastgen.serving.http.streaming import EventStream
+from fastgen.serving.http.streaming import EventStream, unless_gone
 from fastgen.serving.refusals import BadRequestError, UnknownModelError
 from fastgen.serving.service import Running, Service
 
@@ -146,27 +146,45 @@ class StreamUsage:
         }
 
 
-async def event_stream(events: AsyncGenerator[bytes, None]) -> Response:
-    """A response of ``events`` that begins once the first of them is there: what fails before has a status of its own.
-    What fails later is an event of its own, the last one."""
+async def event_stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
+    """A response of ``events`` that begins once the first of them is there: what fails before has a status of its own,
+    and where the client goes before, ``events`` is closed. What fails later is an event of its own, the last one."""
     try:
-        first = await anext(events)
+        first = await unless_gone(request, anext(events))
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(_told_to_the_end(first, events))
+    return EventStream(_WithEnd(first, events))
 
 
-async def _told_to_the_end(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
-    async with aclosing(events):
+class _WithEnd:
+    """``first``, ``events``, and how they ended. Closing it closes ``events``, though nobody has looked at them yet."""
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]):
+        self._first: bytes | None = first
+        self._events = events
+        self._has_ended = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._has_ended:
+            raise StopAsyncIteration
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
         try:
-            yield first
-            async for event in events:
-                yield event
-        except FastgenError as error:
-            yield b"event: error\n" + event_of(error_body(error)[1])
-        else:
-            yield DONE
+            return await anext(self._events)
+        except StopAsyncIteration:
+            end = DONE
+        except Exception as error:
+            end = b"event: error\n" + event_of(failure_body(error))
+        self._has_ended = True
+        return end
+
+    async def aclose(self) -> None:
+        await self._events.aclose()
 
 
 def event_of(body: Any) -> bytes:

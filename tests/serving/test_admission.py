@@ -1,0 +1,159 @@
+"""Who is let in, and what those are told who are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.metrics import Histogram, Metrics
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.serving.admission import Admission, Limits
+from fastgen.serving.messages import EngineFacts
+from fastgen.serving.refusals import OverloadedError, TooLargeError
+
+ANSWER = SamplingParams(max_new_tokens=10)
+
+
+def engine(step_s: dict[int, float]) -> Metrics:
+    """An engine that has run a hundred steps of each size, each of so many seconds."""
+    steps = {size: Histogram(bounds=(1.0,), counts=(100, 0), sum=100 * each_s) for size, each_s in step_s.items()}
+    none = Histogram(bounds=(1.0,), counts=(0, 0), sum=0.0)
+    totals = ("requests", "prompt_tokens", "generation_tokens", "computed_tokens", "padding_tokens", "preemptions")
+    caches = ("lookup_tokens", "hit_tokens", "evictions")
+    gauges = ("requests_running", "requests_waiting", "sequences_running", "sequences_waiting")
+    fields: dict[str, Any] = {f"{name}_total": 0 for name in totals}
+    fields |= {f"prefix_cache_{name}_total": 0 for name in caches} | dict.fromkeys(gauges, 0)
+    fields |= dict.fromkeys(("kv_blocks", "kv_blocks_held", "kv_blocks_cached"), 0)
+    fields |= dict.fromkeys(("queue_seconds", "ttft_seconds", "gap_seconds", "request_seconds"), none)
+    return Metrics(**fields, sequences_finished_total={}, step_seconds=steps)
+
+
+FACTS = EngineFacts(
+    directory="",
+    architecture="",
+    recipe="",
+    vocab_size=100,
+    max_model_len=8192,
+    max_num_seqs=4,
+    token_budget=512,
+    block_size=16,
+    num_blocks=10_000,
+    ledger="",
+    load_s=1.0,
+)
+
+
+class Door:
+    """An admission with a clock of its own, and why it refused."""
+
+    def __init__(self, **limits: Any):
+        self.now_s = 0.0
+        self.reasons: list[str] = []
+        self.admission = Admission(Limits(**limits), self.reasons.append, clock=lambda: self.now_s)
+        self.admission.begin(FACTS)
+
+    def refusal(self, num_prompt_tokens: int, sampling: SamplingParams = ANSWER) -> OverloadedError:
+        with pytest.raises(OverloadedError) as raised:
+            self.admission.admit(num_prompt_tokens, sampling)
+        return raised.value
+
+
+def test_so_many_requests_may_wait_for_their_first_token() -> None:
+    door = Door(max_queued_requests=2)
+    first, second = door.admission.admit(10, ANSWER), door.admission.admit(10, ANSWER)
+    refusal = door.refusal(10)
+    assert "at most 2" in str(refusal)
+    assert (refusal.retry_after_s, refusal.predicted_ttft_s) == (1.0, None), "nothing was measured yet"
+    first.started()
+    first.started()
+    third = door.admission.admit(10, ANSWER)
+    door.refusal(10)
+    second.ended()
+    second.ended()
+    third.ended()
+    third.started()
+    for _ in range(2):
+        door.admission.admit(10, ANSWER)
+    door.refusal(10)
+    assert door.reasons == ["queued_requests"] * 3
+
+
+def test_so_many_prompt_tokens_may_wait_but_one_prompt_is_always_let_in() -> None:
+    door = Door(max_queued_tokens=100)
+    long = door.admission.admit(500, ANSWER)
+    assert "500 prompt tokens" in str(door.refusal(1))
+    long.started()
+    door.admission.admit(60, ANSWER)
+    door.admission.admit(40, ANSWER)
+    door.refusal(1)
+    assert door.reasons == ["queued_tokens"] * 2
+
+
+def test_a_prompt_may_have_so_many_tokens() -> None:
+    door = Door(max_prompt_tokens=100)
+    door.admission.admit(100, ANSWER)
+    with pytest.raises(TooLargeError, match="101 tokens"):
+        door.admission.admit(101, ANSWER)
+    assert door.reasons == ["prompt_tokens"]
+
+
+def test_what_would_come_too_late_is_refused_and_told_when_it_would_have_come() -> None:
+    door = Door(ttft_slo_s=1.0)
+    door.admission.observe(engine({1: 0.01, 512: 0.1}))
+    door.admission.admit(4096, ANSWER)  # eight steps of 0.1 s
+    refusal = door.refusal(2048)  # four more
+    assert refusal.predicted_ttft_s == pytest.approx(1.2, rel=0.03)
+    assert refusal.retry_after_s == 1.0
+    door.admission.admit(512, ANSWER)
+    door.now_s += 0.4
+    later = door.admission.predict(2048)
+    assert later is not None
+    assert later.ttft_s == pytest.approx(0.9, abs=0.03), "half of the first prompt is computed by now"
+    assert door.reasons == ["ttft_slo"]
+
+
+def test_the_more_urgent_is_not_refused_for_what_stands_behind_it() -> None:
+    door = Door(ttft_slo_s=1.0)
+    door.admission.observe(engine({1: 0.01, 512: 0.1}))
+    door.admission.admit(4608, ANSWER)
+    door.refusal(1024)
+    door.admission.admit(1024, SamplingParams(max_new_tokens=10, priority=-1))
+
+
+def test_nobody_is_refused_for_times_that_are_not_known_or_known_no_more() -> None:
+    door = Door(ttft_slo_s=0.001)
+    door.admission.admit(4096, ANSWER).ended()
+    metrics = engine({1: 0.01, 512: 0.1})
+    door.admission.observe(metrics)
+    door.refusal(4096)
+    door.now_s += 100.0
+    door.admission.observe(metrics)  # no steps since
+    door.admission.admit(4096, ANSWER)
+
+
+def test_what_makes_gaps_too_long_is_refused_unless_nobody_has_any() -> None:
+    door = Door(itl_target_ms=25)
+    door.admission.observe(engine({1: 0.010, 2: 0.020, 4: 0.030}))
+    admitted = [door.admission.admit(1, ANSWER), door.admission.admit(1, ANSWER)]
+    assert "30.0 ms" in str(door.refusal(1))
+    for each in admitted:
+        each.ended()
+    door.admission.admit(1, SamplingParams(max_new_tokens=10, n=4))
+    assert door.reasons == ["itl_target"]
+
+
+def test_a_new_engine_has_nothing_in_it() -> None:
+    door = Door(max_queued_requests=1)
+    old = door.admission.admit(10, ANSWER)
+    door.admission.begin(FACTS)
+    door.admission.admit(10, ANSWER)
+    old.ended()
+    door.refusal(10)
+
+
+@pytest.mark.parametrize("limits", [{"max_queued_requests": 0}, {"ttft_slo_s": -1.0}, {"itl_target_ms": float("nan")}])
+def test_limits_that_let_nobody_in_are_refused(limits: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(limits))):
+        Limits(**limits)

@@ -1,0 +1,123 @@
+"""How a server ends: kindly, at once, or by force."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import fastgen
+from tests.serving.http_client import RawClient, get
+from tests.serving.server_process import ServerProcess, served
+from tests.serving.storm import children
+
+WAIT_S = 120.0
+BODY = {"model": "tiny-llama", "prompt": "Once upon a time", "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+async def begin(server: ServerProcess, num_tokens: int) -> RawClient:
+    """A stream that has begun."""
+    client = await RawClient.connect(server.address)
+    client.send(json.dumps(BODY | {"max_tokens": num_tokens}).encode())
+    await client.head()
+    return client
+
+
+async def rest(client: RawClient) -> bytes:
+    """All that comes until the server closes the connection."""
+    async with asyncio.timeout(WAIT_S):
+        return await client.reader.read()
+
+
+def text_of(stream: bytes) -> str:
+    """What the events of a stream say, chunks put together."""
+    events = [line.removeprefix(b"data: ") for line in stream.splitlines() if line.startswith(b"data: {")]
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+def test_a_server_that_is_told_to_end_lets_requests_finish_and_takes_no_more() -> None:
+    num_tokens = 1500
+
+    async def run(server: ServerProcess) -> bytes:
+        streams = [await begin(server, num_tokens) for _ in range(4)]
+        server.process.send_signal(signal.SIGTERM)
+        while (await get(server.address, "/ready"))[0] == 200:
+            await asyncio.sleep(0.001)
+        assert (await get(server.address, "/ready")) == (503, b"draining")
+        assert (await get(server.address, "/health"))[0] == 200
+        late = await RawClient.connect(server.address)
+        late.send(json.dumps(BODY).encode())
+        status, headers = await late.head()
+        assert (status, headers["retry-after"].isdecimal()) == (503, True)
+        answers = [await rest(stream) for stream in streams]
+        assert len(set(map(text_of, answers))) == 1
+        return answers[0]
+
+    with served("tiny-llama", "--drain-timeout", "100") as server:
+        answer = asyncio.run(run(server))
+        assert server.process.wait(WAIT_S) == 0
+    assert b"data: [DONE]" in answer
+    with fastgen.load("tiny-llama") as llm:
+        expected = llm.generate("Once upon a time", max_new_tokens=num_tokens, temperature=0, ignore_eos=True)
+    assert text_of(answer) == expected.text
+
+
+@pytest.mark.slow
+def test_streams_that_take_too_long_end_with_an_error() -> None:
+    async def run(server: ServerProcess) -> list[bytes]:
+        streams = [await begin(server, 2000) for _ in range(8)]
+        server.process.send_signal(signal.SIGTERM)
+        return [await rest(stream) for stream in streams]
+
+    with served("tiny-llama", "--drain-timeout", "0.01") as server:
+        answers = asyncio.run(run(server))
+        assert server.process.wait(WAIT_S) == 0
+    for answer in answers:
+        assert b"event: error\n" in answer
+        assert b"the server ends" in answer
+        assert b"[DONE]" not in answer
+        assert answer.endswith(b"0\r\n\r\n"), "and the response itself is whole"
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once() -> None:
+    async def run(server: ServerProcess) -> None:
+        streams = [await begin(server, 2000) for _ in range(8)]
+        server.process.send_signal(signal.SIGTERM)
+        while (await get(server.address, "/ready"))[0] == 200:
+            await asyncio.sleep(0.001)
+        server.process.send_signal(signal.SIGINT)
+        began_s = time.monotonic()
+        await asyncio.to_thread(server.process.wait, WAIT_S)
+        assert time.monotonic() - began_s < 60, "which is less than the time to drain"
+        for stream in streams:
+            stream.leave()
+
+    with served("tiny-llama", "--drain-timeout", "600") as server:
+        engines = children(server.process.pid)
+        asyncio.run(run(server))
+    assert not any(Path(f"/proc/{engine}").exists() for engine in engines)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_leaves_no_engine_behind() -> None:
+    with served("tiny-llama") as server:
+        (engine,) = children(server.process.pid)
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(WAIT_S)
+        end_s = time.monotonic() + WAIT_S
+        while _runs(engine):
+            assert time.monotonic() < end_s, "the engine runs on without its server"
+            time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,66 @@
+"""docs/openai-api.md is true: what it shows runs, and its tables have every field and format there is."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastgen.serving.http.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
+from fastgen.serving.tool_formats import TOOL_FORMATS
+from tests.serving.server_process import ServerProcess
+
+PAGE = Path(__file__).parents[2] / "docs" / "openai-api.md"
+TEXT = PAGE.read_text("utf-8")
+SHOWN = "http://127.0.0.1:8000"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def table(heading: str) -> list[str]:
+    """The first column of the table after ``heading``, one entry a row."""
+    rows = TEXT.split(heading, 1)[1].split("|", 1)[1].split("\n\n", 1)[0].split("\n")
+    return [re.split(r"(?<!\\)\|", row)[1] for row in rows[2:]]
+
+
+@pytest.mark.parametrize("command", blocks("bash"))
+def test_its_commands_run(server: ServerProcess, command: str) -> None:
+    assert SHOWN in command
+    typed = command.replace(SHOWN, server.address).replace("curl ", "curl --fail-with-body ", 1)
+    done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout
+    if "data: " in done.stdout:
+        *events, last = [line.removeprefix("data: ") for line in done.stdout.split("\n\n") if line]
+        assert last == "[DONE]"
+        assert json.loads(events[-1])["usage"]["completion_tokens"] == 20
+    else:
+        assert json.loads(done.stdout)
+
+
+def test_its_python_runs(server: ServerProcess) -> None:
+    (code,) = blocks("python")
+    code = code.replace(SHOWN, server.address)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 10
+
+
+@pytest.mark.parametrize(
+    ("heading", "fields"),
+    [
+        ("Of both endpoints:", set(SamplingRequest.model_fields)),
+        ("Of completions:", CompletionRequest.model_fields.keys() - SamplingRequest.model_fields.keys()),
+        ("Of chats:", ChatRequest.model_fields.keys() - SamplingRequest.model_fields.keys()),
+        ("## Tools", set(TOOL_FORMATS)),
+    ],
+)
+def test_its_tables_are_whole(heading: str, fields: set[str]) -> None:
+    named = [name for row in table(heading) for name in re.findall(r"`([^`]+)`", row)]
+    assert len(named) == len(set(named))
+    assert set(named) == fields

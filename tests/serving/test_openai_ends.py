@@ -1,0 +1,132 @@
+"""Answers that end otherwise than by themselves: errors before and in the middle of a stream, timeouts, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import httpx2
+import openai
+import pytest
+
+from fastgen.runtime.outputs import FinishReason
+from fastgen.serving.refusals import BadRequestError, EngineDiedError, OverloadedError, RefusedError
+from tests.serving.scripted import MODEL, ScriptedService, openai_client, scripted_codec
+
+HELLO: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+ONCE: dict[str, Any] = {"model": MODEL, "prompt": "Once"}
+_T = TypeVar("_T")
+
+
+def ending(reason: FinishReason) -> ScriptedService:
+    codec = scripted_codec()
+    token_ids = codec.encode_text("One two three four.", add_special_tokens=False)
+    return ScriptedService(codec, lambda prompt, sampling: (token_ids, reason))
+
+
+def refusing(error: RefusedError, after: int = 0) -> ScriptedService:
+    """A service that takes so many requests, and then no more."""
+    service = ending("stop")
+    answer = service._answer
+
+    def refuse(prompt: list[int], sampling: Any) -> Any:
+        if len(service.asked) > after:
+            raise error
+        return answer(prompt, sampling)
+
+    service._answer = refuse
+    return service
+
+
+def ask(service: ScriptedService, use: Callable[[openai.AsyncOpenAI], Awaitable[_T]]) -> _T:
+    async def run() -> _T:
+        async with openai_client(service) as client:
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+def post(service: ScriptedService, path: str, body: dict[str, Any]) -> httpx2.Response:
+    """The answer as it comes over the wire."""
+
+    async def use(client: openai.AsyncOpenAI) -> httpx2.Response:
+        return await client._client.post(f"http://scripted/v1/{path}", json=body)
+
+    return ask(service, use)
+
+
+both = pytest.mark.parametrize(("path", "body"), [("completions", ONCE), ("chat/completions", HELLO)])
+
+
+@both
+def test_a_request_that_fails_while_it_runs_is_a_500(path: str, body: dict[str, Any]) -> None:
+    found = post(ending("error"), path, body)
+    assert (found.status_code, found.json()["error"]["code"]) == (500, "generation_failed")
+
+
+@both
+def test_a_stream_that_fails_ends_with_an_error_event(path: str, body: dict[str, Any]) -> None:
+    found = post(ending("error"), path, body | {"stream": True})
+    *events, last = found.text.split("\n\n")[:-1]
+    assert found.status_code == 200
+    assert found.headers["content-type"].startswith("text/event-stream")
+    assert len(events) > 2
+    assert all(event.startswith("data: {") for event in events)
+    assert last.startswith('event: error\ndata: {"error":{')
+    assert "[DONE]" not in found.text
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        async for _ in await client.chat.completions.create(**HELLO, stream=True):
+            pass
+
+    with pytest.raises(openai.APIError, match="failed while it ran"):
+        ask(ending("error"), use)
+
+
+@both
+def test_a_stream_that_does_not_fail_says_that_it_is_done(path: str, body: dict[str, Any]) -> None:
+    text = post(ending("stop"), path, body | {"stream": True}).text
+    assert text.endswith("data: [DONE]\n\n")
+    assert text.count("[DONE]") == 1
+
+
+@both
+def test_a_timeout_keeps_what_there_is(path: str, body: dict[str, Any]) -> None:
+    (choice,) = post(ending("timeout"), path, body).json()["choices"]
+    assert choice["finish_reason"] == "timeout"
+    assert "One two" in str(choice)
+
+
+@both
+def test_a_request_that_the_server_ended_is_a_503(path: str, body: dict[str, Any]) -> None:
+    assert post(ending("cancelled"), path, body).status_code == 503
+
+
+@both
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_have_a_status(path: str, body: dict[str, Any], stream: bool) -> None:
+    overloaded = OverloadedError("too much", retry_after_s=2.2, predicted_ttft_s=3.5)
+    found = post(refusing(overloaded), path, body | {"stream": stream})
+    assert (found.status_code, found.headers["retry-after"]) == (429, "3")
+    assert found.headers["x-predicted-ttft-s"] == "3.500"
+    assert found.json()["error"]["code"] == "rate_limit_exceeded"
+    found = post(refusing(EngineDiedError("gone")), path, body | {"stream": stream})
+    assert (found.status_code, found.json()["error"]["code"]) == (500, "engine_died")
+    found = post(refusing(BadRequestError("min_new_tokens must be less")), path, body | {"stream": stream})
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "min_tokens")
+    assert found.json()["error"]["message"] == "min_tokens must be less"
+
+
+def test_of_several_prompts_all_run_or_none() -> None:
+    service = refusing(OverloadedError("too much", retry_after_s=1), after=2)
+    assert post(service, "completions", ONCE | {"prompt": ["a", "b", "c", "d"]}).status_code == 429
+    assert (len(service.asked), service.num_cancelled) == (3, 2)
+
+
+def test_a_tools_schema_that_the_engine_refuses_is_about_tools() -> None:
+    service = refusing(BadRequestError("response_format (grammar) is refused: no"))
+    service.codec.tokenizer.chat_template = "{{ tools }}<tool_call>"
+    tools = [{"type": "function", "function": {"name": "add", "strict": True}}]
+    error = post(service, "chat/completions", HELLO | {"tools": tools}).json()["error"]
+    assert (error["param"], error["message"]) == ("tools", "tools (grammar) is refused: no")

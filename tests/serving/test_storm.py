@@ -1,0 +1,54 @@
+"""A small storm, and an engine that is killed once under load; the large ones are slow."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from tests.serving.server_process import served
+from tests.serving.storm import FLAGS, MODEL, Known, draw_pool, run_kills, run_storm
+
+
+@pytest.fixture(scope="module")
+def pool() -> list[Known]:
+    return draw_pool(random.Random(1), 20)
+
+
+def check_storm(pool: list[Known], *, seconds: float, num_clients: int) -> None:
+    with served(MODEL, *FLAGS) as server:
+        storm = asyncio.run(run_storm(server, pool, seconds=seconds, num_clients=num_clients, seed=1))
+    assert storm.wrong == []
+    assert storm.happened["stream: right"] > num_clients / 4
+    assert storm.happened["whole: right"] > 0
+    assert sum(number for what, number in storm.happened.items() if what.endswith("refused")) > 0
+    allowed = ("400 the client closed its side",)
+    assert all(error.startswith(allowed) for error in storm.errors), storm.errors
+
+
+def check_kills(pool: list[Known], *, num_kills: int, num_clients: int) -> None:
+    with served(MODEL, *FLAGS) as server:
+        kills = asyncio.run(run_kills(server, pool, num_kills=num_kills, num_clients=num_clients, seed=1))
+    assert kills.storm.wrong == []
+    assert len(kills.ready_s) == num_kills
+    assert sum(number for what, number in kills.storm.happened.items() if what.endswith("right")) > 0
+    assert all("the engine" in error for error in kills.storm.errors), kills.storm.errors
+
+
+def test_a_small_storm(pool: list[Known]) -> None:
+    check_storm(pool, seconds=4, num_clients=20)
+
+
+def test_a_kill_under_load(pool: list[Known]) -> None:
+    check_kills(pool, num_kills=1, num_clients=8)
+
+
+@pytest.mark.slow
+def test_a_storm(pool: list[Known]) -> None:
+    check_storm(pool, seconds=120, num_clients=200)
+
+
+@pytest.mark.slow
+def test_twenty_kills_under_load(pool: list[Known]) -> None:
+    check_kills(pool, num_kills=20, num_clients=32)
