@@ -150,7 +150,8 @@ class _Writer:
                 _extend(logprobs, self._logprobs[index].write(update.token_ids, update.logprobs or []))
         if not (text or finish or (logprobs is not None and logprobs["tokens"])):
             return []
-        usage = None
+        options = self._body.stream_options
+        usage = self._usage.usage() if options is not None and options.tells_usage_always else None
         return [self._completion([self._choice(number, update.index, text, logprobs, finish)], usage)]
 
     def last(self) -> Completion:
