@@ -148,11 +148,12 @@ class Admission:
             self._told = (now_s, self.predict(1))
         found = self._told[1]
         predicted_s = None if found is None else found.ttft_s
+        expected = "" if predicted_s is None else f"a first token would come after about {predicted_s:.2f} s; "
         assert self._load is not None
         # A place is free when the first of those who wait has its token.
         retry_s = 1.0 if predicted_s is None else max(1.0, predicted_s / max(1, self._load.num_waiting))
         return OverloadedError(
-            f"{what}, and this server lets at most {limit} wait; try again later",
+            f"{what}, and this server lets at most {limit} wait; {expected}try again later",
             retry_after_s=retry_s,
             predicted_ttft_s=predicted_s,
         )

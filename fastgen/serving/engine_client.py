@@ -177,7 +177,8 @@ class EngineClient:
     def cancel(self, request: EngineRequest) -> None:
         """Nobody waits for ``request`` any more. It is gone before the next step."""
         if self._drop(request) and request.num_open and self.state == "ready":
-            self._send(Cancel(request.number))
+            with contextlib.suppress(UnavailableError):
+                self._send(Cancel(request.number))
 
     def finish(self, request: EngineRequest) -> None:
         """All that was told of ``request`` was taken."""
@@ -188,8 +189,8 @@ class EngineClient:
         self.check_ready()
         number = next(self._numbers)
         self._asked[number] = answer = asyncio.get_running_loop().create_future()
-        self._send(Ask(number, what))
         try:
+            self._send(Ask(number, what))
             return msgspec.msgpack.decode(await answer, type=kind)
         finally:
             self._asked.pop(number, None)
@@ -214,7 +215,8 @@ class EngineClient:
         if self._ended is not None and not self._ended.done():
             assert self._process is not None
             if was_ready:
-                self._send(Stop())
+                with contextlib.suppress(UnavailableError):
+                    self._send(Stop())
                 await asyncio.wait({self._ended}, timeout=timeout_s)
             self._process.kill()
             await self._ended
@@ -321,8 +323,12 @@ class EngineClient:
     # --- what is said
 
     def _send(self, message: ToEngine) -> None:
+        """Raises ``UnavailableError`` where the process is gone, though that was not noticed yet."""
         assert self._socket is not None
-        self._socket.send(encoder.encode(message), zmq.NOBLOCK)
+        try:
+            self._socket.send(encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise UnavailableError("the engine's process has ended; another starts, try again in a moment") from None
         # The descriptor tells of a change only, and sending may have seen and forgotten one.
         asyncio.get_running_loop().call_soon(self._receive)
 

@@ -8,6 +8,7 @@ ADDRESS PARENT``, with the arguments of ``fastgen.load`` as JSON on standard inp
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import math
 import os
@@ -211,8 +212,10 @@ def main() -> None:
             socket.send(encoder.encode(LoadFailed(str(error))))
             sys.exit(1)
         move_output_to_log()
+        gc.freeze()  # what is there now stays; looking through it again and again would hold up steps
         socket.send(encoder.encode(Ready(_facts(llm, str(directory), time.monotonic() - began_s))))
         EngineLoop(llm.release_engine(), socket, is_orphan=lambda: os.getppid() != parent).run()
+        gc.unfreeze()
 
 
 def _end_with_parent() -> None:

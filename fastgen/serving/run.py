@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import secrets
@@ -59,6 +60,7 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
     try:
         await by_grpc.start()
         if await endings.first_or(service.start()):
+            gc.freeze()  # what is there now stays; looking through it again and again would hold up streams
             address = _address(options, listener)
             deployment = this_deployment(
                 name=service.model_name,
@@ -83,6 +85,7 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
         http.force_exit = True
         await serving
         closing.cancel()
+        gc.unfreeze()
 
 
 class _Endings:

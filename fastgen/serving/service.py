@@ -100,16 +100,19 @@ class Service:
 
         ``spelled`` are special tokens that have a text in the answer.
         """
+        admitted = None
         try:
             if self._is_draining:
                 raise UnavailableError("the server is ending and takes no more requests", retry_after_s=5.0)
             self.engine.check_ready()
+            answers = Answers(prompt_ids, sampling, self.codec, spelled)
+            admitted = self._watch.admission.admit(len(prompt_ids), sampling)
+            request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream)
         except UnavailableError:
             self.metrics.refused("unavailable")
+            if admitted is not None:
+                admitted.ended()
             raise
-        answers = Answers(prompt_ids, sampling, self.codec, spelled)
-        admitted = self._watch.admission.admit(len(prompt_ids), sampling)
-        request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream)
         self._watch.submitted(request, admitted)
         return Running(self, request, answers, request_id)
 

@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.http.connection import LimitedConnection, close_slow
 from fastgen.serving.http.server import HttpServer, listen
+from fastgen.serving.log import set_up_logging
 from fastgen.serving.options import ConnectionLimits, ServeOptions
 from fastgen.serving.prometheus import ServerMetrics
 
@@ -118,11 +119,12 @@ async def serving(options: ServeOptions) -> AsyncIterator[Served]:
         await asyncio.wait(tasks)
 
 
-def check(test: Callable[[Served], Awaitable[None]], *, keys: tuple[str, ...] = (), **limits: Any) -> None:
-    """Run ``test`` beside a server with these limits; it must not take long."""
+def check(test: Callable[[Served], Awaitable[None]], options: ServeOptions | None = None, **limits: Any) -> None:
+    """Run ``test`` beside a server with these options, or these limits; it must not take long."""
 
     async def run() -> None:
-        options = ServeOptions(port=0, connections=ConnectionLimits(**limits), api_keys=ApiKeys(keys))
+        nonlocal options
+        options = options or ServeOptions(port=0, connections=ConnectionLimits(**limits))
         async with asyncio.timeout(WAIT_S), serving(options) as server:
             await test(server)
 
@@ -385,4 +387,47 @@ def test_only_those_with_a_key_may_ask() -> None:
         assert (await server.ask(post("/health", b"")))[0] == 200
         assert server.app.bodies == [b"abc", b"abc", b""]
 
-    check(test, keys=("right", "also-right"))
+    check(test, ServeOptions(port=0, api_keys=ApiKeys(("right", "also-right"))))
+
+
+def test_pages_of_other_sites_may_ask_only_where_that_was_said() -> None:
+    async def test(server: Served) -> None:
+        for origin, allowed in [("https://a.example", "https://a.example"), ("https://b.example", None)]:
+            _, headers, _ = await server.ask(post("/echo", b"", f"origin: {origin}"))
+            assert headers.get("access-control-allow-origin") == allowed
+        preflight = b"OPTIONS /echo HTTP/1.1\r\nhost: here\r\norigin: https://a.example\r\n"
+        preflight += b"access-control-request-method: POST\r\naccess-control-request-headers: authorization\r\n\r\n"
+        status, headers, _ = await server.ask(preflight)
+        assert (status, headers["access-control-allow-origin"]) == (200, "https://a.example"), "asked without a key"
+        assert "authorization" in headers["access-control-allow-headers"]
+
+    keys = ApiKeys(("right",))
+    check(test, ServeOptions(port=0, api_keys=keys, allow_origins=("https://a.example",)))
+
+    async def closed(server: Served) -> None:
+        _, headers, _ = await server.ask(post("/echo", b"", "origin: https://a.example"))
+        assert not any(name.startswith("access-control") for name in headers)
+
+    check(closed)
+
+
+@pytest.mark.parametrize(("log_requests", "log_prompts"), [(False, False), (True, False), (True, True)])
+def test_a_request_is_logged_where_that_is_asked_for_and_its_prompt_and_key_are_not(
+    log_requests: bool, log_prompts: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def test(server: Served) -> None:
+        set_up_logging("json")
+        await server.ask(post("/echo", b"a secret", "authorization: Bearer right", "x-request-id: r-1"))
+        await server.ask(post("/echo", b"a secret", "authorization: Bearer wrong"))
+
+    options = ServeOptions(port=0, api_keys=ApiKeys(("right",)), log_requests=log_requests, log_prompts=log_prompts)
+    check(test, options)
+    told = capsys.readouterr().err
+    lines = [json.loads(line) for line in told.splitlines()]
+    assert [line["status"] for line in lines] == ([200, 401] if log_requests else [])
+    if log_requests:
+        assert (lines[0]["request_id"], lines[0]["method"], lines[0]["path"]) == ("r-1", "POST", "/echo")
+        assert (lines[0].get("body") == "a secret") is log_prompts
+    assert ("secret" in told) is log_prompts
+    assert "right" not in told
+    assert "wrong" not in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import fastgen
+from fastgen.models import hub
 from tests.serving.http_client import RawClient, get
 from tests.serving.server_process import ServerProcess, served
 from tests.serving.storm import children
@@ -114,6 +116,21 @@ def test_a_server_that_is_killed_leaves_no_engine_behind() -> None:
         while _runs(engine):
             assert time.monotonic() < end_s, "the engine runs on without its server"
             time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_server_whose_engine_cannot_start_again_ends_with_the_reason(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(hub.locate("tiny-llama"), model)
+    with served(str(model)) as server:
+        (model / "config.json").unlink()
+        os.kill(children(server.process.pid)[0], signal.SIGKILL)
+        assert server.process.wait(WAIT_S) != 0
+    told = capfd.readouterr().err
+    assert "3 times in a row" in told
+    assert "config.json" in told
 
 
 def _runs(pid: int) -> bool:

@@ -123,6 +123,9 @@ def test_kill_fails_what_is_in_the_engine_and_another_gives_the_same_answers(liv
     streaming, waiting = live.submit(), live.submit(is_stream=False)
     live.run(first_update(streaming))
     old = live.kill()
+    time.sleep(0.3)  # the process is gone, and this loop was not told yet
+    with pytest.raises((UnavailableError, EngineDiedError)):
+        live.run(live.submit().output())
     for running in (streaming, waiting):
         with pytest.raises(EngineDiedError, match="SIGKILL"):
             live.run(running.output())
