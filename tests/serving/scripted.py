@@ -43,12 +43,14 @@ class _Piecemeal(EngineRequest):
     """Tells of one token at a time."""
 
     async def news(self) -> list[Progress]:
+        if not self._news:
+            return await super().news()
         return [self._news.pop(0)]
 
 
 class ScriptedService:
-    """What of a ``Service`` the endpoints use. ``answer`` gives the tokens, and why they end, of each request; all of
-    them are kept in ``asked``."""
+    """What of a ``Service`` the endpoints use. ``answer`` gives the tokens, and why they end, of each request, and none
+    for one that waits for ever; all requests are kept in ``asked``."""
 
     model_name = MODEL
 
@@ -76,19 +78,25 @@ class ScriptedService:
         token_ids, reason = self._answer(prompt_ids, sampling)
         for token_id in token_ids[:-1]:
             request.add(Progress(request.number, 0, [token_id], None, None))
-        end = End(reason, None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1))
-        request.add(Progress(request.number, 0, token_ids[-1:], None, end))
+        if token_ids:
+            end = End(reason, None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1))
+            request.add(Progress(request.number, 0, token_ids[-1:], None, end))
         return Running(self, request, Answers(prompt_ids, sampling, self.codec, spelled), request_id)  # type: ignore[arg-type]
 
 
-@asynccontextmanager
-async def openai_client(service: Any, tool_format: ToolFormat | None = None) -> AsyncIterator[openai.AsyncOpenAI]:
-    """A client of OpenAI's own, of an application over ``service``."""
+def application(service: Any, tool_format: ToolFormat | None = None) -> FastAPI:
+    """OpenAI's endpoints over ``service``."""
     app = FastAPI()
     add_error_handlers(app)
     app.include_router(model_routes(service, "0"))
     app.include_router(completion_routes(service))
     app.include_router(chat_routes(service, tool_format))
-    transport = httpx2.ASGITransport(app=app)
+    return app
+
+
+@asynccontextmanager
+async def openai_client(service: Any, tool_format: ToolFormat | None = None) -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of OpenAI's own, of an application over ``service``."""
+    transport = httpx2.ASGITransport(app=application(service, tool_format))
     async with httpx2.AsyncClient(transport=transport) as http:
         yield openai.AsyncOpenAI(base_url="http://scripted/v1", api_key="none", max_retries=0, http_client=http)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 import fastgen
@@ -107,6 +109,21 @@ def test_a_stream_comes_in_pieces(client: Client) -> None:
     with pytest.raises(FastgenError, match="the stream has not ended"):
         _ = stream.output
     stream.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_stream_that_is_left_leaves_nothing_behind(client: Client, deployment: Deployment, how: str) -> None:
+    stream = client.stream(PROMPTS[0], max_new_tokens=1900, temperature=0, ignore_eos=True, n=4)
+    next(stream)
+    if how == "closed":
+        stream.close()
+    del stream
+    deadline_s = time.monotonic() + 60
+    while True:
+        engine = httpx2.get(f"{deployment.address}/live", trust_env=False).json()["engine"]
+        if engine["num_running"] == engine["num_waiting"] == sum(engine["blocks"]["held"]) == 0:
+            break
+        assert time.monotonic() < deadline_s, "the request goes on"
 
 
 def test_chat_is_that_of_the_library(llm: LLM, client: Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import pytest
 
 from fastgen.runtime.outputs import FinishReason
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, OverloadedError, RefusedError
-from tests.serving.scripted import MODEL, ScriptedService, openai_client, scripted_codec
+from tests.serving.scripted import MODEL, ScriptedService, application, openai_client, scripted_codec
 
 HELLO: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 ONCE: dict[str, Any] = {"model": MODEL, "prompt": "Once"}
@@ -130,3 +131,32 @@ def test_a_tools_schema_that_the_engine_refuses_is_about_tools() -> None:
     tools = [{"type": "function", "function": {"name": "add", "strict": True}}]
     error = post(service, "chat/completions", HELLO | {"tools": tools}).json()["error"]
     assert (error["param"], error["message"]) == ("tools", "tools (grammar) is refused: no")
+
+
+@both
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_while_it_waits_is_cancelled(path: str, body: dict[str, Any], stream: bool) -> None:
+    service = ScriptedService(scripted_codec(), lambda prompt, sampling: ([], "stop"))
+    messages = [
+        {"type": "http.request", "body": json.dumps(body | {"stream": stream}).encode(), "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> dict[str, Any]:
+        while len(messages) == 1 and not service.asked:
+            await asyncio.sleep(0)
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": f"/v1/{path}",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    asyncio.run(asyncio.wait_for(application(service)(scope, receive, send), 30))
+    assert (len(service.asked), service.num_cancelled) == (1, 1)

@@ -189,11 +189,22 @@ def test_templates_without_tools_refuse_them() -> None:
         assert refused.value.param == "tools"
 
 
-def test_a_template_that_fails_is_a_refusal() -> None:
-    for template in ("{{ raise_exception('no tools today') }}{{ tools }}<tool_call>", "{{ 1 // 0 }}"):
-        with pytest.raises(openai.BadRequestError) as refused:
-            answer(always(scripted_codec(template), "Hello"), **({} if "tools" in template else {"tools": openai.omit}))
-        assert refused.value.param == "messages"
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('not today') }}",
+        "{{ 1 // 0 }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% for number in range(1000000) %}a{% endfor %}",
+    ],
+)
+def test_a_template_that_fails_or_leaves_its_sandbox_is_a_refusal(template: str) -> None:
+    service = always(scripted_codec(template), "Hello")
+    with pytest.raises(openai.BadRequestError) as refused:
+        answer(service, tools=openai.omit)
+    assert refused.value.param == "messages"
+    assert service.asked == []
 
 
 class LookUp(pydantic.BaseModel):

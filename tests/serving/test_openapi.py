@@ -84,4 +84,4 @@ def test_what_the_document_says_holds(document: Any, label: str) -> None:
 @pytest.mark.parametrize("label", OPERATIONS)
 def test_what_the_document_says_holds_at_length(document: Any, label: str) -> None:
     for mode in modes(label):
-        check(document, label, mode, 500)
+        check(document, label, mode, 150)

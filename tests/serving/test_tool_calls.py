@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgen.serving.tool_calls import Arguments, CallBegins, CallEnds, Content, ToolCallParser
@@ -65,6 +65,7 @@ json_objects = st.dictionaries(
 
 
 @formats
+@settings(max_examples=40)
 @given(data=st.data())
 def test_calls_are_read_as_they_were_written(tool_format: ToolFormat, data: st.DataObject) -> None:
     objects = data.draw(st.lists(st.tuples(st.sampled_from(NAMES), json_objects), min_size=1, max_size=3))
@@ -78,12 +79,14 @@ def test_calls_are_read_as_they_were_written(tool_format: ToolFormat, data: st.D
 
 
 @formats
+@settings(max_examples=40)
 @given(text=st.text(alphabet=' \n<|>[]{}":,\\atool_cn', max_size=60))
 def test_what_is_no_call_is_content(tool_format: ToolFormat, text: str) -> None:
     assert read(tool_format, list(text)) == (text, [])
 
 
 @formats
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_call_that_breaks_off_is_content_or_a_call_begun(tool_format: ToolFormat, data: st.DataObject) -> None:
     arguments = '{"city": "Pa\\"r}is", "n": [1, {"a": null}]}'

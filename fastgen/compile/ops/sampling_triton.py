@@ -90,7 +90,7 @@ def sampling_specs(
     mask: bool = True,
     bias: bool = True,
     block: int = 4096,
-    chunk: int = 8192,
+    chunk: int = 4096,
     needed_by: tuple[str, ...] = (),
 ) -> SamplingSpecs:
     """The kernels for a vocabulary, for :class:`SamplingKernels`.
@@ -129,7 +129,7 @@ def sampling_specs(
         scan=spec(
             "sampling_scan",
             {**adjusting, **logging},
-            block,
+            2 * block if num_top else block,  # more warps: the likeliest tokens take registers
             [*logits, *settings, *_read(*adjustments)],
             _written(*found, ("peak_ids", "i32"), ("sums", "fp32"), *raw_parts, ("list_counts", "i32")),
         ),

@@ -139,6 +139,7 @@ class _Writer:
         self._codec, self._tools = service.codec, tools
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._tells_usage_always = body.stream_options is not None and body.stream_options.tells_usage_always
         self._n = body.n or 1
         self._head: dict[str, Any] = {"id": completion_id, "created": now(), "model": service.model_name}
         self._usage = StreamUsage(num_prompt_tokens)
@@ -224,7 +225,7 @@ class _Writer:
         choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
         chunk: Any = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         if self._includes_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self._usage.usage() if self._tells_usage_always else None
         return chunk  # type: ignore[no-any-return]
 
 

@@ -25,7 +25,7 @@ from fastgen.serving.http.openai_run import (
     Batch,
     StreamUsage,
     check_model,
-    encode_prompt,
+    encode_prompts,
     event_of,
     event_stream,
     json_response,
@@ -50,7 +50,7 @@ def completion_routes(service: Service) -> APIRouter:
         """Go on with one prompt or several."""
         check_model(service, body.model)
         prompts = _prompts(body.prompt)
-        prompt_ids = [await encode_prompt(service, prompt) for prompt in prompts]
+        prompt_ids = await encode_prompts(service, prompts)
         samplings = [
             completion_sampling(
                 body,
@@ -150,7 +150,8 @@ class _Writer:
                 _extend(logprobs, self._logprobs[index].write(update.token_ids, update.logprobs or []))
         if not (text or finish or (logprobs is not None and logprobs["tokens"])):
             return []
-        usage = None
+        options = self._body.stream_options
+        usage = self._usage.usage() if options is not None and options.tells_usage_always else None
         return [self._completion([self._choice(number, update.index, text, logprobs, finish)], usage)]
 
     def last(self) -> Completion:

@@ -96,8 +96,14 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool | None = None
     """A last chunk without choices tells what the request took."""
+    continuous_usage_stats: bool | None = None
+    """With it, every chunk tells what it took until then; not OpenAI's, but load generators ask for it."""
     include_obfuscation: bool | None = None
     """Taken, and nothing is added: padding against eavesdroppers is for networks that others can watch."""
+
+    @property
+    def tells_usage_always(self) -> bool:
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 class SamplingRequest(Strict):

@@ -50,12 +50,13 @@ class Batch:
         """Queue all of them. Raises ``RefusedError`` where one of them cannot be; then none is."""
         batch = cls([])
         try:
-            for prompt_ids, sampling in zip(prompts, samplings, strict=True):
-                batch._running.append(
-                    await service.submit(
-                        prompt_ids, sampling, is_stream=is_stream, request_id=request_id, spelled=spelled
+            with _in_openai_names():
+                for prompt_ids, sampling in zip(prompts, samplings, strict=True):
+                    batch._running.append(
+                        await service.submit(
+                            prompt_ids, sampling, is_stream=is_stream, request_id=request_id, spelled=spelled
+                        )
                     )
-                )
         except BaseException:
             batch.cancel()
             raise
@@ -196,17 +197,22 @@ def json_response(body: Any) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-async def encode_prompt(service: Service, prompt: str | list[int], *, param: str = "prompt") -> list[int]:
-    """The token ids of a prompt that has room for an answer. Raises ``BadRequestError`` about ``param``."""
+async def encode_prompts(
+    service: Service, prompts: Sequence[str | list[int]], *, param: str = "prompt"
+) -> list[list[int]]:
+    """The token ids of each prompt, with room for an answer. Raises ``BadRequestError`` about ``param``."""
+
+    def encode() -> list[list[int]]:
+        return [service.codec.encode(prompt) for prompt in prompts]
+
     try:
-        if isinstance(prompt, str) and len(prompt) >= _LONG_CHARACTERS:
-            prompt_ids = await asyncio.to_thread(service.codec.encode, prompt)
-        else:
-            prompt_ids = service.codec.encode(prompt)
+        is_long = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) >= _LONG_CHARACTERS
+        encoded = await asyncio.to_thread(encode) if is_long else encode()
     except InvalidArgumentError as error:
         raise BadRequestError(str(error), param=param) from error
-    check_prompt(service, prompt_ids, param)
-    return prompt_ids
+    for prompt_ids in encoded:
+        check_prompt(service, prompt_ids, param)
+    return encoded
 
 
 def check_prompt(service: Service, prompt_ids: list[int], param: str) -> None:

@@ -19,7 +19,7 @@ from fastgen.runtime.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.serving.http.errors import ERRORS, invalid_request
 from fastgen.serving.http.generate import own_words
-from fastgen.serving.http.openai_run import Batch, encode_prompt, json_response, request_id_of
+from fastgen.serving.http.openai_run import Batch, encode_prompts, json_response, request_id_of
 from fastgen.serving.http.streaming import EventStream, unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
@@ -141,7 +141,7 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
     sampling = invocation.parameters.sampling()
     if invocation.stream and (len(texts) != 1 or sampling.n > 1):
         raise BadRequestError("stream: one text and one answer at a time", param="stream")
-    prompts = [await encode_prompt(service, text, param="inputs") for text in texts]
+    prompts = await encode_prompts(service, texts, param="inputs")
     batch = await Batch.submit(
         service,
         prompts,

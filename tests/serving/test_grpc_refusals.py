@@ -1,0 +1,137 @@
+"""What a server refuses, as gRPC says it and as the client hears it: statuses, health, and when to come again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fastgen import SamplingParams
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.serving.api_keys import ApiKeys
+from fastgen.serving.client import ClientRequest
+from fastgen.serving.client_grpc import GrpcTransport
+from fastgen.serving.ending import Ending
+from fastgen.serving.grpc.server import GrpcServer
+from fastgen.serving.options import ServeOptions
+from fastgen.serving.refusals import (
+    BadRequestError,
+    EngineDiedError,
+    OverloadedError,
+    RefusedError,
+    TooLargeError,
+    UnavailableError,
+)
+
+
+class Refusing:
+    """A service that refuses everything with ``error``, in ``state``."""
+
+    state = "draining"
+    error: RefusedError
+
+    class codec:  # noqa: N801
+        default_sampling = SamplingParams()
+
+        @staticmethod
+        def encode(prompt: Any) -> list[int]:
+            return [1]
+
+    async def submit(self, *arguments: Any, **more: Any) -> Any:
+        raise self.error
+
+
+REFUSALS: list[tuple[RefusedError, grpc.StatusCode, type[FastgenError], int | None]] = [
+    (BadRequestError("no"), grpc.StatusCode.INVALID_ARGUMENT, InvalidArgumentError, None),
+    (TooLargeError("no"), grpc.StatusCode.INVALID_ARGUMENT, InvalidArgumentError, None),
+    (OverloadedError("no", retry_after_s=2.5), grpc.StatusCode.RESOURCE_EXHAUSTED, OverloadedError, 2500),
+    (UnavailableError("no", retry_after_s=5.0), grpc.StatusCode.UNAVAILABLE, UnavailableError, 5000),
+    (EngineDiedError("no"), grpc.StatusCode.ABORTED, EngineDiedError, None),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "heard", "retry_ms"), REFUSALS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_refusals_are_statuses_and_heard_as_what_they_are(
+    error: RefusedError, status: grpc.StatusCode, heard: type[FastgenError], retry_ms: int | None, is_stream: bool
+) -> None:
+    service: Any = Refusing()
+    service.error = error
+
+    async def run() -> None:
+        server = GrpcServer(service, ServeOptions(grpc_port=0), Ending("token", ApiKeys(), lambda: None))
+        await server.start()
+        transport = GrpcTransport(str(server.address), None)
+        request = ClientRequest({}, prompt="a")
+        try:
+            answer: Any = anext(transport.stream(request)) if is_stream else transport.generate(request)
+            with pytest.raises(heard, match="no") as told:
+                await answer
+            if retry_ms is not None:
+                assert told.value.retry_after_s == retry_ms / 1000
+            async with grpc.aio.insecure_channel(str(server.address)) as channel:
+                call = channel.unary_unary("/fastgen.v1.Generation/Generate")(b"\x0a\x01a")
+                assert await call.code() == status
+                assert await call.details() == "no"
+                assert dict(await call.trailing_metadata()).get("retry-after-ms") == (retry_ms and str(retry_ms))
+                health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+                assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        finally:
+            await transport.close()
+            await server.stop(0.0)
+
+    asyncio.run(run())
+
+
+def test_who_watches_hears_of_a_change() -> None:
+    service: Any = Refusing()
+
+    async def run() -> None:
+        server = GrpcServer(service, ServeOptions(grpc_port=0), Ending("token", ApiKeys(), lambda: None))
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(str(server.address)) as channel:
+                watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+                told = [(await watching.read()).status]
+                service.state = "ready"
+                told.append((await watching.read()).status)
+                assert told == [health_pb2.HealthCheckResponse.NOT_SERVING, health_pb2.HealthCheckResponse.SERVING]
+                watching.cancel()
+        finally:
+            await server.stop(0.0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("keys", [ApiKeys(), ApiKeys(["known"])], ids=["no keys", "keys"])
+def test_the_token_or_a_key_ends_a_server(keys: ApiKeys) -> None:
+    ends: list[None] = []
+    ending = Ending("token", keys, lambda: ends.append(None))
+    for wrong in (None, "", "toke", "tokens", "unknown", "\udcff"):
+        with pytest.raises(RefusedError):
+            ending.ask(wrong)
+    assert ends == []
+    ending.ask("token")
+    assert len(ends) == 1
+    if keys:
+        ending.ask("known")
+        assert len(ends) == 2
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    async def run() -> None:
+        service: Any = Refusing()
+        ending = Ending("token", ApiKeys(), lambda: None)
+        first = GrpcServer(service, ServeOptions(grpc_port=0), ending)
+        await first.start()
+        try:
+            port = int(str(first.address).rpartition(":")[2])
+            with pytest.raises(InvalidArgumentError, match=f"cannot listen on 127.0.0.1:{port} for gRPC"):
+                await GrpcServer(service, ServeOptions(grpc_port=port), ending).start()
+        finally:
+            await first.stop(0.0)
+
+    asyncio.run(run())
