@@ -6,7 +6,8 @@ one thread for kernels each, so that the server and its client have the other co
 is timed every answer of the one is compared with the other's.
 
 Throughput is that of 128 requests that come at once, 32 of which run at a time, 64 tokens of prompt and 128 of answer
-each, from the first request to the last answer. The time to the first token is that of single requests to an idle engine.
+each, from the first request to the last answer. The time to the first token is that of single requests to an idle
+engine.
 """
 
 from __future__ import annotations
