@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from fastgen.runtime.loading import load
     from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
     from fastgen.runtime.sampling_params import SamplingParams
-    from fastgen.serving.client import async_client, client
-    from fastgen.serving.detached import serve
+    from fastgen.serving.clients.client import async_client, client
+    from fastgen.serving.clients.detached import serve
 
     __version__: str
 
@@ -39,9 +39,9 @@ _HOMES = {
     "GenerationChunk": "fastgen.runtime.outputs",
     "GenerationOutput": "fastgen.runtime.outputs",
     "SamplingParams": "fastgen.runtime.sampling_params",
-    "client": "fastgen.serving.client",
-    "async_client": "fastgen.serving.client",
-    "serve": "fastgen.serving.detached",
+    "client": "fastgen.serving.clients.client",
+    "async_client": "fastgen.serving.clients.client",
+    "serve": "fastgen.serving.clients.detached",
 }
 
 

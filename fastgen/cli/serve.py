@@ -147,7 +147,7 @@ def _serve(ctx: typer.Context) -> None:
 
 def _translated(file: Path) -> dict[str, Any]:
     """What ``file`` asks for; what became of each of its keys is told."""
-    from fastgen.serving.lmi import translate
+    from fastgen.serving.lmi.translate import translate
 
     translation = translate(file)
     for note in translation.notes:
@@ -156,7 +156,7 @@ def _translated(file: Path) -> dict[str, Any]:
 
 
 def _list() -> None:
-    from fastgen.serving.deployments import deployments
+    from fastgen.serving.clients.deployments import deployments
 
     for one in deployments():
         by_grpc = "" if one.grpc_address is None else f"  gRPC {one.grpc_address}"
@@ -164,6 +164,6 @@ def _list() -> None:
 
 
 def _stop(name: str) -> None:
-    from fastgen.serving.client import client
+    from fastgen.serving.clients.client import client
 
     client(name).terminate_server()

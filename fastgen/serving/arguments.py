@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.serving.admission import Limits
+from fastgen.serving.admission.admission import Limits
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.options import ConnectionLimits, ServeOptions, parse_log_format
 

@@ -28,7 +28,6 @@ from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.loading import load
 from fastgen.runtime.policies import make_policy
-from fastgen.serving.live import live_view
 from fastgen.serving.log_file import move_output_to_log
 from fastgen.serving.messages import (
     Ask,
@@ -49,6 +48,7 @@ from fastgen.serving.messages import (
     to_engine,
     unpack_sampling,
 )
+from fastgen.serving.monitoring.live import live_view
 
 STATUS_S = 0.25
 """How often a status is told at least, and how long an idle engine sleeps at most."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.serving.admission import Limits
+from fastgen.serving.admission.admission import Limits
 from fastgen.serving.api_keys import ApiKeys
-from fastgen.serving.tool_formats import tool_format_named
+from fastgen.serving.tools.formats import tool_format_named
 
 
 @dataclass(frozen=True, kw_only=True)

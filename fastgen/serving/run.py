@@ -14,14 +14,14 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from fastgen.errors import FastgenError
-from fastgen.serving.deployments import Deployment, registered, this_deployment
+from fastgen.serving.clients.deployments import Deployment, registered, this_deployment
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.http.app import create_app
 from fastgen.serving.http.connection import close_slow
 from fastgen.serving.http.generate import terminate_routes
 from fastgen.serving.http.server import FLUSH_S, HttpServer, listen
-from fastgen.serving.log import set_up_logging
+from fastgen.serving.monitoring.log import set_up_logging
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 

@@ -14,13 +14,13 @@ from fastgen.models.checkpoint_files import read_json_object
 from fastgen.runtime.outputs import GenerationOutput
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.text import TextCodec
-from fastgen.serving.admission import Limits
+from fastgen.serving.admission.admission import Limits
 from fastgen.serving.answers import Answers, Update
 from fastgen.serving.engine_client import EngineClient, EngineRequest
 from fastgen.serving.messages import EngineFacts
-from fastgen.serving.prometheus import ServerMetrics
+from fastgen.serving.monitoring.prometheus import ServerMetrics
+from fastgen.serving.monitoring.watch import Watch
 from fastgen.serving.refusals import UnavailableError
-from fastgen.serving.watch import Watch
 
 State = Literal["starting", "ready", "restarting", "draining", "stopped", "failed"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastgen.serving import run as serving_run
-from fastgen.serving.deployments import registered, this_deployment
+from fastgen.serving.clients.deployments import registered, this_deployment
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import UnauthorizedError
 from tests.cli.conftest import Run

@@ -57,7 +57,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastgen").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
-    beside = {"grpc/fastgen.proto", "grpc/fastgen.protoset", "page/index.html", "grafana/fastgen.json"}
+    beside = {"grpc/fastgen.proto", "grpc/fastgen.protoset", "page/index.html", "monitoring/grafana/fastgen.json"}
     assert {f"fastgen/serving/{name}" for name in beside} <= set(names)
     recipes = {path.name for path in (ROOT / "recipes").glob("*.yaml")}
     assert {Path(name).name for name in names if name.startswith("fastgen/recipes/")} == recipes

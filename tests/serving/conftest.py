@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 import fastgen
-from fastgen.serving.deployments import Deployment, deployments
+from fastgen.serving.clients.deployments import Deployment, deployments
 from tests.serving.server_process import ServerProcess, served
 
 

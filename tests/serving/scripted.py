@@ -24,7 +24,7 @@ from fastgen.serving.http.openai_completions import completion_routes
 from fastgen.serving.http.openai_models import model_routes
 from fastgen.serving.messages import End, Progress
 from fastgen.serving.service import Running
-from fastgen.serving.tool_formats import ToolFormat
+from fastgen.serving.tools.formats import ToolFormat
 
 MODEL = "scripted"
 

@@ -16,8 +16,8 @@ import pytest
 import fastgen
 from fastgen import LLM, GenerationOutput, SamplingParams
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.serving.client import Client, Protocols, connect
-from fastgen.serving.deployments import Deployment, deployments
+from fastgen.serving.clients.client import Client, Protocols, connect
+from fastgen.serving.clients.deployments import Deployment, deployments
 from fastgen.serving.refusals import UnauthorizedError
 from tests.serving.server_process import served
 

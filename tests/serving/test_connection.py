@@ -18,9 +18,9 @@ from uvicorn.server import ServerState
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.http.connection import LimitedConnection, close_slow
 from fastgen.serving.http.server import HttpServer, listen
-from fastgen.serving.log import set_up_logging
+from fastgen.serving.monitoring.log import set_up_logging
+from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ConnectionLimits, ServeOptions
-from fastgen.serving.prometheus import ServerMetrics
 
 WAIT_S = 20.0
 """Longer than anything here takes."""

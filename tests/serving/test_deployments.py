@@ -16,7 +16,7 @@ import pytest
 import fastgen
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.policies import DynamicBatching
-from fastgen.serving.deployments import Deployment, deployments, find_deployment, process_birth, registered
+from fastgen.serving.clients.deployments import Deployment, deployments, find_deployment, process_birth, registered
 
 SCRIPT = """
 import sys, fastgen

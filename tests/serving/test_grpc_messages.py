@@ -14,8 +14,8 @@ from grpc_tools import protoc
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.outputs import RequestMetrics
+from fastgen.serving.clients.records import OutputRecord
 from fastgen.serving.grpc import messages
-from fastgen.serving.records import OutputRecord
 
 
 def test_the_shipped_descriptors_are_those_of_the_proto_file(tmp_path: Path) -> None:

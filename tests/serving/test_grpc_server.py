@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_tools import protoc
 
-from fastgen.serving.deployments import Deployment
+from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.grpc import messages
 
 LONG = 1900  # tokens that take the server far longer than any deadline here

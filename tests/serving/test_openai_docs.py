@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastgen.serving.http.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
-from fastgen.serving.tool_formats import TOOL_FORMATS
+from fastgen.serving.tools.formats import TOOL_FORMATS
 from tests.serving.server_process import ServerProcess
 
 PAGE = Path(__file__).parents[2] / "docs" / "openai-api.md"

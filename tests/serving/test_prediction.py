@@ -11,7 +11,7 @@ import pytest
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
-from fastgen.serving.prediction import EngineSize, Load, Pending, Prediction
+from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Prediction
 
 COST = CostModel(step_s=0.008, token_s=4e-5, context_s=2e-7, pair_s=1e-9, noise=0.05)
 BLOCK_SIZE = 16

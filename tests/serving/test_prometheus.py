@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastgen.runtime.metrics import Histogram, Metrics
-from fastgen.serving.prometheus import HELP, ServerMetrics
+from fastgen.serving.monitoring.prometheus import HELP, ServerMetrics
 from tests.runtime.histories import random_history
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -134,7 +134,7 @@ def test_the_servers_own_numbers(server: ServerMetrics) -> None:
 
 
 def dashboard_expressions() -> list[str]:
-    text = (Path(str(resources.files("fastgen.serving"))) / "grafana" / "fastgen.json").read_text()
+    text = (Path(str(resources.files("fastgen.serving"))) / "monitoring" / "grafana" / "fastgen.json").read_text()
     panels = json.loads(text)["panels"]
     return [target["expr"] for panel in panels for target in panel["targets"]]
 

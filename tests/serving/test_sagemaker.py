@@ -11,7 +11,7 @@ import pytest
 
 import fastgen
 from fastgen import LLM
-from fastgen.serving.deployments import Deployment
+from fastgen.serving.clients.deployments import Deployment
 
 PROMPT = "Once upon a time"
 

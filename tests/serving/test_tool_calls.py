@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.serving.tool_calls import Arguments, CallBegins, CallEnds, Content, ToolCallParser
-from fastgen.serving.tool_formats import TOOL_FORMATS, NamedCall, ObjectCall, ToolFormat, tool_format_of
+from fastgen.serving.tools.calls import Arguments, CallBegins, CallEnds, Content, ToolCallParser
+from fastgen.serving.tools.formats import TOOL_FORMATS, NamedCall, ObjectCall, ToolFormat, tool_format_of
 
 NAMES = ("look_up", "add")
 Call = tuple[str, str]

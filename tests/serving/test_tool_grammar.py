@@ -8,8 +8,8 @@ import llguidance
 import pytest
 
 from fastgen.runtime.response_format import ResponseFormat
-from fastgen.serving.tool_formats import TOOL_FORMATS, ToolFormat
-from fastgen.serving.tool_grammar import ToolSchema, tool_grammar
+from fastgen.serving.tools.formats import TOOL_FORMATS, ToolFormat
+from fastgen.serving.tools.grammar import ToolSchema, tool_grammar
 from tests.serving.scripted import scripted_codec
 from tests.serving.test_tool_calls import written
 

@@ -12,10 +12,10 @@ from fastgen.serving.http.openai_completions import completion_routes
 from fastgen.serving.http.openai_models import model_routes
 from fastgen.serving.http.page import live_routes, page_routes
 from fastgen.serving.http.sagemaker import sagemaker_routes
+from fastgen.serving.monitoring.prometheus import CONTENT_TYPE
 from fastgen.serving.options import ServeOptions
-from fastgen.serving.prometheus import CONTENT_TYPE
 from fastgen.serving.service import Service
-from fastgen.serving.tool_formats import tool_format_named
+from fastgen.serving.tools.formats import tool_format_named
 
 
 def create_app(service: Service, options: ServeOptions) -> FastAPI:

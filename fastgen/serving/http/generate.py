@@ -16,11 +16,11 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.sampling_params import MAX_N, SamplingParams
 from fastgen.serving.answers import Update
 from fastgen.serving.api_keys import bearer
+from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.openai_run import event_of, event_stream, json_response, request_id_of
 from fastgen.serving.http.streaming import unless_gone
-from fastgen.serving.records import ChunkRecord, OutputRecord
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Running, Service
 

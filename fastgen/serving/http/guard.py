@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastgen.serving.api_keys import bearer
 from fastgen.serving.http.errors import CLIENT_LEFT, error_response
+from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
-from fastgen.serving.prometheus import ServerMetrics
 from fastgen.serving.refusals import RefusedError, RequestTimeoutError, TooLargeError, UnauthorizedError
 
 OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/version", "/terminate")

@@ -46,7 +46,7 @@ from fastgen.serving.http.openai_tools import for_template as tools_for_template
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
-from fastgen.serving.tool_formats import ToolFormat
+from fastgen.serving.tools.formats import ToolFormat
 
 
 def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:

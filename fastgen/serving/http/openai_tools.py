@@ -15,9 +15,9 @@ from fastgen.serving.http.openai_answers import ToolCallDelta, ToolCallOfMessage
 from fastgen.serving.http.openai_messages import NamedTool, Tool
 from fastgen.serving.http.openai_requests import ChatRequest
 from fastgen.serving.refusals import BadRequestError
-from fastgen.serving.tool_calls import Arguments, CallBegins, CallEnds, Content, ToolCallParser
-from fastgen.serving.tool_formats import ToolFormat, tool_format_of
-from fastgen.serving.tool_grammar import ToolSchema, tool_grammar
+from fastgen.serving.tools.calls import Arguments, CallBegins, CallEnds, Content, ToolCallParser
+from fastgen.serving.tools.formats import ToolFormat, tool_format_of
+from fastgen.serving.tools.grammar import ToolSchema, tool_grammar
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fastgen.serving.live import LiveView
+from fastgen.serving.monitoring.live import LiveView
 from fastgen.serving.refusals import RefusedError, UnavailableError
 from fastgen.serving.service import Service, State
 

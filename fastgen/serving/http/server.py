@@ -16,8 +16,8 @@ from starlette.types import ASGIApp
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.http.connection import LimitedConnection
 from fastgen.serving.http.guard import Guard
+from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
-from fastgen.serving.prometheus import ServerMetrics
 
 FLUSH_S = 5.0
 """How long the last words of a server that ends may take to reach their clients."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fastgen.serving.tool_formats import NamedCall, ObjectCall, ToolFormat
+from fastgen.serving.tools.formats import NamedCall, ObjectCall, ToolFormat
 
 _MAX_NAME = 64
 _OTHER_KEYS = ("type", "id", "tool_call_id")

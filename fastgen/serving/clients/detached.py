@@ -19,8 +19,8 @@ from typing import Any
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.policies import Policy, policy_name
-from fastgen.serving.client import Client, Protocols, connect
-from fastgen.serving.deployments import Deployment, make_deployments_directory
+from fastgen.serving.clients.client import Client, Protocols, connect
+from fastgen.serving.clients.deployments import Deployment, make_deployments_directory
 from fastgen.serving.extra import need_extra
 from fastgen.serving.log_file import LOG_VARIABLE, move_output_to_log
 
@@ -64,7 +64,7 @@ def _start(request: str, title: str) -> Deployment:
     heard, told = os.pipe()
     with os.fdopen(descriptor, "wb") as out, os.fdopen(heard) as answer:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fastgen.serving.detached", str(told)],
+            [sys.executable, "-m", "fastgen.serving.clients.detached", str(told)],
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=None if sys.stderr.isatty() else out,

@@ -17,7 +17,7 @@ from prometheus_client import Histogram as OwnHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from fastgen.runtime.metrics import REQUEST_BOUNDS_S, Histogram, Metrics
-from fastgen.serving.goodput import RATES, good_rates
+from fastgen.serving.monitoring.goodput import RATES, good_rates
 
 PREFIX = "fastgen_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

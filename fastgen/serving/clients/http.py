@@ -14,8 +14,8 @@ import msgspec
 from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.response_format import ResponseFormat
-from fastgen.serving.client import ClientRequest
-from fastgen.serving.records import ChunkRecord, OutputRecord
+from fastgen.serving.clients.client import ClientRequest
+from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.refusals import (
     EngineDiedError,
     OverloadedError,

@@ -14,7 +14,7 @@ from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts, as_token_ids, name_prompt
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.serving.deployments import Deployment, find_deployment
+from fastgen.serving.clients.deployments import Deployment, find_deployment
 from fastgen.serving.extra import need_extra
 from fastgen.serving.refusals import OverloadedError
 
@@ -70,13 +70,13 @@ def connect(server: Deployment | str, *, api_key: str | None, protocol: Protocol
     deployment = server if isinstance(server, Deployment) else None
     certificate = deployment.certificate if deployment else None
     if protocol == "http":
-        from fastgen.serving.client_http import HttpTransport
+        from fastgen.serving.clients.http import HttpTransport
 
         transport: Transport = HttpTransport(deployment.address if deployment else str(server), api_key, certificate)
         return AsyncClient(transport, deployment)
     if protocol != "grpc":
         raise InvalidArgumentError(f"protocol={protocol!r}: expected 'http' or 'grpc'")
-    from fastgen.serving.client_grpc import GrpcTransport
+    from fastgen.serving.clients.grpc import GrpcTransport
 
     address = deployment.grpc_address if deployment else str(server)
     if address is None:

@@ -1,7 +1,7 @@
 """When the first token of a request would come: what the engine has to do, gone through before it is done.
 
 A server knows of each request in its engine how long its prompt is, how many tokens it asked for and whether its first
-has come; and how long steps of each size take (:class:`~fastgen.serving.step_speed.StepSpeed`). From these
+has come; and how long steps of each size take (:class:`~fastgen.serving.admission.step_speed.StepSpeed`). From these
 :meth:`Load.predict` goes through what the engine will do as SplitFuse does it: those with a seat decode, one token each
 a step; what the budget leaves goes to prompts, those of the same or a more urgent class first, in even shares; who
 waits comes in where an answer that ends leaves a seat and room in the KV cache. Many steps are taken at once, as long
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.policies.splitfuse import captured_sizes
-from fastgen.serving.step_speed import StepSpeed
+from fastgen.serving.admission.step_speed import StepSpeed
 
 _LATE = 0.02
 """The weight of one more answer in the mean share of its length that answers reach."""

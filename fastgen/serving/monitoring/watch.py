@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 from fastgen.runtime.metrics import Metrics
-from fastgen.serving.admission import Admission, Admitted, Limits
+from fastgen.serving.admission.admission import Admission, Admitted, Limits
 from fastgen.serving.engine_client import EngineRequest
 from fastgen.serving.messages import EngineFacts, Progress
-from fastgen.serving.prometheus import ServerMetrics
+from fastgen.serving.monitoring.prometheus import ServerMetrics
 
 
 class Watch:

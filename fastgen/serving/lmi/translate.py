@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.serving.properties import Property, read_properties
+from fastgen.serving.lmi.properties import Property, read_properties
 
 _DTYPES = {
     **{"fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16"},

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen.runtime.response_format import JSON_OPTIONS, ResponseFormat
-from fastgen.serving.tool_formats import NamedCall, ToolFormat
+from fastgen.serving.tools.formats import NamedCall, ToolFormat
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -1,0 +1,1 @@
+"""Who is let in, and when an answer to them would begin."""

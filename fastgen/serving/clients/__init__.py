@@ -1,0 +1,1 @@
+"""Clients of servers, and the servers that a user has on a machine."""

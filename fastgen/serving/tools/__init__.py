@@ -1,0 +1,1 @@
+"""How models call tools: what each format looks like, calls read from text, grammars that demand them."""
