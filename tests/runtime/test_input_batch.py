@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -79,8 +80,11 @@ def embedded_ids(batch: RaggedBatch) -> list[int]:
     return ids
 
 
-def sample_on_device(inputs: InputBatch, tokens: dict[Sequence, int]) -> None:
-    """As kernels do that sample there, and the model runner."""
+def sample_on_device(
+    inputs: InputBatch, tokens: dict[Sequence, int], also_sampled: Iterable[SampledSequence] = ()
+) -> None:
+    """As kernels do that sample there, and the model runner. ``also_sampled`` are rows whose token nobody may take."""
+    inputs.forget_sampled([*tokens, *also_sampled])
     for sequence, token_id in tokens.items():
         assert sequence.seat is not None
         inputs.sampled_ids[sequence.seat] = token_id
@@ -291,14 +295,14 @@ class History:
         poison(self.inputs)
         batch, rows = self.inputs.build(schedule)
         self.check(schedule, batch, rows)
-        self.on_device -= {chunk.seq for chunk in schedule.chunks if chunk.drafts}
         fails = self.rng.random() < self.failure_rate
         if fails and self.rng.random() < 0.6:  # before sampling
             return True
         tokens = [SampledToken(self.token_before(row)) for row in [*rows[1:], None][: len(rows)]]
         sampled, num_accepted = accept(rows, tokens)
         undrafted = {seq: token.token_id for seq, token in sampled if seq not in num_accepted}
-        sample_on_device(self.inputs, undrafted)
+        sample_on_device(self.inputs, undrafted, rows)
+        self.on_device -= {chunk.seq for chunk in schedule.chunks if chunk.drafts}  # all of it went to one place
         if fails:  # after it: these tokens are forgotten, and others will be sampled
             self.on_device -= set(undrafted)
             return True
