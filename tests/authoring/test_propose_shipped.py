@@ -98,10 +98,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return checkpoint
 
 
-FAST: Final = frozenset(
-    ("gpt2", "opt", "falcon", "phi", "gemma2", "olmo2", "cohere", "qwen3", "mixtral", "deepseek_v3")
-)
-"""Each kind of structure once: these are proposed in every run, renamed; all the others where time is no matter."""
+FAST: Final = frozenset(("gpt2", "opt", "falcon", "phi", "cohere", "qwen3", "deepseek_v3"))
+"""Most kinds of structure once: these are proposed in every run, renamed; all the others where time is no matter."""
 
 
 @pytest.mark.parametrize(

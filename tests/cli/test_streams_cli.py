@@ -30,7 +30,12 @@ def shell(arguments: str, redirection: str) -> subprocess.CompletedProcess[str]:
         ("recipe schema", ">/dev/full", "standard input or output fails: No space left on device"),
         ("--version", ">/dev/full", "standard input or output fails: No space left on device"),
         ("generate tiny-llama hi --max-new-tokens 2", ">/dev/full", "standard input or output fails: No space left"),
-        ("chat tiny-llama --max-new-tokens 2", ">/dev/full", "standard input or output fails: No space left"),
+        pytest.param(
+            "chat tiny-llama --max-new-tokens 2",
+            ">/dev/full",
+            "standard input or output fails: No space left",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_stream_that_is_closed_or_full_is_told_in_one_line(arguments: str, redirection: str, message: str) -> None:

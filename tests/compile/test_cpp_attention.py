@@ -132,8 +132,14 @@ def loaders() -> dict[str, KernelLoader]:
     return {arch: KernelLoader(CppBuilder(arch)) for arch in ARCHES}
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("feature", [None, *FEATURES])
+@pytest.mark.parametrize(
+    ("arch", "feature"),
+    [
+        pytest.param(arch, feature, marks=() if feature is None or arch == HERE else pytest.mark.slow)
+        for arch in ARCHES
+        for feature in (None, *FEATURES)
+    ],
+)
 def test_drawn_batches(loaders: dict[str, KernelLoader], arch: str, feature: str | None) -> None:
     shape = with_features(*([feature] if feature else []))
     for seed in range(5):

@@ -96,7 +96,10 @@ def test_opt(like_350m: bool) -> None:
     check_family(config, OPTForCausalLM, OPTIONS, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", ["gemma2", "phi", "qwen3_moe", "deepseek_v3"])
 def test_weights_in_16_bits(name: str, dtype: torch.dtype) -> None:
     """Both sides differ from the exact answer of the same weights in fp32; here only what is cached is rounded."""

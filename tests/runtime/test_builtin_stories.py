@@ -27,7 +27,9 @@ def parsed_share(llm: LLM, prompts: list[list[int]]) -> float:
     return rates["rate"]
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral", "tiny-opt"])
+@pytest.mark.parametrize(
+    "name", ["tiny-llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny-mistral", "tiny-opt"))]
+)
 def test_nine_of_ten_sentences_parse(name: str) -> None:
     """From the start of the context, and after 1500 tokens of other stories."""
     assert name in BUILTINS

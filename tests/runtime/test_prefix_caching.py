@@ -179,7 +179,7 @@ def generate(llm: LLM, prompts: list[list[int]], samplings: list[SamplingParams]
     return outputs
 
 
-FAST = ("Llama", "Gemma2", "DeepseekV3")
+FAST = ("Gemma2",)
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f in FAST else pytest.mark.slow) for f in cpp.FAMILIES])

@@ -55,7 +55,7 @@ def answers(llm: LLM, seed: int) -> list[GenerationOutput]:
     return [by_index[index] for index in range(NUM_REQUESTS)]
 
 
-@pytest.mark.parametrize("token_budget", [8, 48, 512])
+@pytest.mark.parametrize("token_budget", [pytest.param(8, marks=pytest.mark.slow), 48, 512])
 def test_among_forty_others_in_a_drawn_order(directory: Path, alone: list[GenerationOutput], token_budget: int) -> None:
     with fastgen.load(directory, target="torch", token_budget=token_budget, kv_cache_memory="1MiB") as llm:
         assert_same(alone, answers(llm, token_budget))

@@ -70,7 +70,9 @@ def expected() -> tuple[list[int], str]:
 # ---- it runs
 
 
-@pytest.mark.parametrize("target", dict.fromkeys((HERE, "portable")))
+@pytest.mark.parametrize(
+    "target", [HERE, *(pytest.param(target, marks=pytest.mark.slow) for target in {"portable"} - {HERE})]
+)
 def test_a_process_without_compiler_cache_and_home_gives_the_same_answer(
     target: str, bundles: BuildBundle, expected: tuple[list[int], str], tmp_path: Path
 ) -> None:

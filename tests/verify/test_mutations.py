@@ -74,6 +74,7 @@ def test_a_recipe_that_refuses_what_the_reference_reads_is_missed(hunt: Hunt) ->
     assert fate(hunt, requiring("not (qk_layernorm | default(false))")) == "missed"
 
 
+@pytest.mark.slow
 def test_a_recipe_that_refuses_what_the_reference_refuses_is_set_apart(hunt: Hunt) -> None:
     normed = "qk_layernorm | default(false)"  # by norms of a size that transformers makes of the hidden size
     assert fate(hunt, requiring(f"not ({normed}) or head_dim == hidden_size / num_heads")) == "apart"
