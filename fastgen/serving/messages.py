@@ -142,8 +142,11 @@ _DEFAULTS = vars(SamplingParams())
 
 
 def pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """The fields of ``sampling`` that are not the defaults."""
-    return {name: value for name, value in vars(sampling).items() if value != _DEFAULTS[name]}
+    """The fields of ``sampling`` that are not the defaults; the seed as what it is taken as, which has 64 bits."""
+    fields = {name: value for name, value in vars(sampling).items() if value != _DEFAULTS[name]}
+    if sampling.seed is not None:
+        fields["seed"] = sampling.seed % 2**64
+    return fields
 
 
 def unpack_sampling(fields: dict[str, Any]) -> SamplingParams:

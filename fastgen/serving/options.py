@@ -77,6 +77,10 @@ class ServeOptions:
     """With what was asked in it."""
 
     def __post_init__(self) -> None:
+        for name in ("port", "grpc_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port <= 65535:
+                raise InvalidArgumentError(f"{name}={port}: expected a port, 1 to 65535, or 0 for any that is free")
         if self.tool_format is not None:
             tool_format_named(self.tool_format)
         if (self.tls_cert is None) != (self.tls_key is None):

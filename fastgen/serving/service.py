@@ -108,8 +108,9 @@ class Service:
             answers = Answers(prompt_ids, sampling, self.codec, spelled)
             admitted = self._watch.admission.admit(len(prompt_ids), sampling)
             request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream)
-        except UnavailableError:
-            self.metrics.refused("unavailable")
+        except Exception as error:
+            if isinstance(error, UnavailableError):
+                self.metrics.refused("unavailable")
             if admitted is not None:
                 admitted.ended()
             raise

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+import pytest
+
 import fastgen
+from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.serving.messages import encoder, pack_sampling, unpack_sampling
+from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 
 
@@ -46,3 +52,16 @@ def test_answers_are_those_of_the_library() -> None:
 
 def _answer(output: fastgen.GenerationOutput) -> tuple[object, ...]:
     return (output.index, output.text, output.token_ids, output.finish_reason, output.logprobs, output.score)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1, 2**70 + 3, -(2**70)])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    packed = msgspec.msgpack.decode(encoder.encode(pack_sampling(SamplingParams(temperature=1.0, seed=seed))))
+    assert unpack_sampling(packed) == SamplingParams(temperature=1.0, seed=seed % 2**64)
+
+
+@pytest.mark.parametrize("name", ["port", "grpc_port"])
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_what_is_no_port_is_refused(name: str, port: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{name}={port}: expected a port"):
+        ServeOptions(**{name: port})
