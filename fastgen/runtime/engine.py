@@ -123,7 +123,8 @@ class Engine:
         end that the failure is of: a single one where its own token or text could not be handled, all of the step where
         that could not be run, for nothing is known of what it left of theirs.
         """
-        self._expire()
+        if len(self._deadlines):
+            self._expire()
         if self._in_flight is not None:
             ahead = self._launch_ahead(self._in_flight)
             self._collect(self._in_flight)

@@ -144,8 +144,8 @@ class TapedForward(_ReplayedForward):
 
         def step() -> None:
             prepare()
-            self._forward_step(num_rows)
-            self.model.logits(self._hidden[:num_rows], out=self._logits[:num_rows])
+            hidden = self.model(self._views(num_rows, 0), self.kv_cache)
+            self.model.logits(hidden, out=self._logits[:num_rows])
             sample(self._logits[:num_rows])
 
         return self._pool.record(f"a step of {num_rows} decodes", step)

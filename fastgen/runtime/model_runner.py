@@ -110,12 +110,16 @@ class ModelRunner:
     def kv_cache(self) -> PagedKVCache:
         return self.forward.kv_cache
 
-    @torch.inference_mode()
     def run(self, schedule: Schedule) -> StepOutput:
         """A step from its beginning to its tokens."""
-        self._copy_blocks(schedule)
+        if schedule.block_copies:
+            self._copy_blocks(schedule)
         if self.steady is not None and (found := self.steady.run(schedule)) is not None:
             return StepOutput(list(zip(schedule.decodes, map(sampled_token, found, schedule.decodes), strict=True)), [])
+        return self._run_built(schedule)
+
+    @torch.inference_mode()
+    def _run_built(self, schedule: Schedule) -> StepOutput:
         step = self._launch(schedule, ahead=False)
         self.sample(step)
         if self.steady is not None:
@@ -165,6 +169,7 @@ class ModelRunner:
             num_padding=len(step.batch.input_ids) - step.schedule.num_tokens,
         )
 
+    @torch.inference_mode()
     def _copy_blocks(self, schedule: Schedule) -> None:
         for group in {copy.group for copy in schedule.block_copies}:
             copies = [copy for copy in schedule.block_copies if copy.group == group]

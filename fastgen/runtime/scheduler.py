@@ -166,8 +166,8 @@ class Scheduler:
 
     def _schedule(self, now_s: float) -> Schedule | None:
         self._now_s, self.resumes_at_s = now_s, None
-        if not self.running and not self.waiting:
-            return None
+        if not self.running.prompts and not self.waiting:
+            return self._schedule_decodes()
         if not self.running and (until_s := self._plan([]).until_s) is not None:
             self.resumes_at_s = until_s
             return None
@@ -186,11 +186,15 @@ class Scheduler:
                 plan = self._plan(preempted)
             if plan.runs_decodes or not decodes:
                 chunks = self._give_prompts(plan, may_admit=not preempted)
-        if self._propose_drafts is not None and decodes:
-            decodes, drafted = self._draft(decodes, plan.token_budget - _num_tokens(decodes, chunks))
-            chunks += drafted
-        self._scheduled, self._is_told = self._close(decodes, chunks, preempted), False
-        return self._scheduled
+        return self._close(decodes, chunks, preempted, plan.token_budget)
+
+    def _schedule_decodes(self) -> Schedule | None:
+        """The next step where decodes are all there is: nothing is to be shared out, so no policy is asked."""
+        if not self.running.decodes:
+            return None
+        preempted: list[Sequence] = []
+        self._give_decodes(preempted)
+        return self._close(self.running.due_decodes, [], preempted, self.token_budget)
 
     def told(self, schedule: Schedule) -> None:
         """The device has the block updates and copies of ``schedule``; what comes from now on is for the next one."""
@@ -377,15 +381,22 @@ class Scheduler:
                 plain.append(seq)
         return plain, drafted
 
-    def _close(self, decodes: list[Sequence], chunks: list[ScheduledTokens], preempted: list[Sequence]) -> Schedule:
-        """The schedule, with the assertions that cost little; :meth:`Schedule.check` has all."""
+    def _close(
+        self, decodes: list[Sequence], chunks: list[ScheduledTokens], preempted: list[Sequence], token_budget: int
+    ) -> Schedule:
+        """The schedule, with drafts as far as the ``token_budget`` has room, and the assertions that cost little;
+        :meth:`Schedule.check` has all."""
+        if self._propose_drafts is not None and decodes:
+            decodes, drafted = self._draft(decodes, token_budget - _num_tokens(decodes, chunks))
+            chunks += drafted
         positions = tuple([seq.num_computed_tokens for seq in decodes])
         if sum(map(len, map(_token_ids, decodes))) != sum(positions) + len(decodes):
             caught_up = [seq for seq in decodes if seq.num_pending_tokens != 1]
             raise AssertionError(f"neither given a token nor finished after their last step: {caught_up}")
         num_tokens = _num_tokens(decodes, chunks)
         assert 0 < num_tokens <= self.token_budget, f"{self.policy} made a step of {num_tokens} tokens"
-        return Schedule(
+        self._is_told = False
+        self._scheduled = Schedule(
             decodes=tuple(decodes),
             positions=positions,
             chunks=tuple(chunks),
@@ -395,6 +406,7 @@ class Scheduler:
             num_tokens=num_tokens,
             size=smallest_size(num_tokens, self.sizes),
         )
+        return self._scheduled
 
     def _allocate(self, seq: Sequence, num_tokens: int) -> bool:
         """Blocks for the next tokens of ``seq``; the device will be told where it has a seat."""

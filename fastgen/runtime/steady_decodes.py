@@ -66,18 +66,24 @@ class SteadyDecodes:
             return None
         num_rows = len(decodes)
         if num_rows not in self._tapes:
-            prepare = partial(self._prepare, num_rows)
-            self._tapes[num_rows] = self._forward.record_decodes(num_rows, prepare, self._sampling.sample_held)
+            self.record(num_rows)
         self._inputs.update_tables(schedule.block_updates)
         self._tapes[num_rows].replay()
         self._expect(decodes, positions)
         found = self._sampling.chosen(num_rows)
         return [found[place] for place in self._places]
 
+    @torch.inference_mode()
+    def record(self, num_rows: int) -> None:
+        """Make the tape of so many decodes."""
+        prepare = partial(self._prepare, num_rows)
+        self._tapes[num_rows] = self._forward.record_decodes(num_rows, prepare, self._sampling.sample_held)
+
     def _expect(self, decodes: SequenceOf[Sequence], positions: SequenceOf[int]) -> None:
         """Nothing but one more token of each of ``decodes`` continues what the batch holds."""
         self._decodes, self._next_positions = decodes, tuple([position + 1 for position in positions])
 
+    @torch.inference_mode()
     def _hold(self, decodes: SequenceOf[Sequence]) -> bool:
         """Keep for the tape what it does not find in the batch: seats, tokens and rows, in the batch's order."""
         if not all(map(_can_be_held, decodes)):
