@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +41,7 @@ class PromptLogprobs:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one step produced: a token for every sequence that caught up, one more for each draft of it that was
     accepted, and prompt log-probabilities where asked. ``num_accepted`` says how many drafts that were, for each
     sequence that had some.
@@ -50,7 +51,7 @@ class StepOutput:
 
     sampled: list[tuple[Sequence, SampledToken]]
     prompt_logprobs: list[PromptLogprobs]
-    num_accepted: Mapping[Sequence, int] = field(default_factory=dict)
+    num_accepted: Mapping[Sequence, int] = MappingProxyType({})
     build_s: float = 0.0
     num_padding: int = 0
 

@@ -26,7 +26,7 @@ since whoever waits comes to the head of the most urgent class one day, every se
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from operator import attrgetter
@@ -43,6 +43,7 @@ from fastgen.runtime.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
 _urgency, _token_ids = attrgetter("urgency"), attrgetter("token_ids")
+_num_computed_tokens = attrgetter("num_computed_tokens")
 
 
 class Scheduler:
@@ -201,7 +202,8 @@ class Scheduler:
         assert schedule is self._scheduled, "only of the schedule made last can the device be told"
         self._is_told = True
         self.running.told()
-        self.kv.copies_done(schedule.block_copies)
+        if schedule.block_copies:
+            self.kv.copies_done(schedule.block_copies)
 
     def commit(self, schedule: Schedule) -> None:
         """``schedule`` has been run: its tokens are computed, and the device is :meth:`told`. Of drafts nothing is
@@ -389,7 +391,7 @@ class Scheduler:
         if self._propose_drafts is not None and decodes:
             decodes, drafted = self._draft(decodes, token_budget - _num_tokens(decodes, chunks))
             chunks += drafted
-        positions = tuple([seq.num_computed_tokens for seq in decodes])
+        positions = tuple(map(_num_computed_tokens, decodes))
         if sum(map(len, map(_token_ids, decodes))) != sum(positions) + len(decodes):
             caught_up = [seq for seq in decodes if seq.num_pending_tokens != 1]
             raise AssertionError(f"neither given a token nor finished after their last step: {caught_up}")
@@ -457,5 +459,5 @@ class Scheduler:
         self.forks.forked.discard(seq)
 
 
-def _num_tokens(decodes: SequenceOf[Sequence], chunks: Iterable[ScheduledTokens]) -> int:
-    return len(decodes) + sum(chunk.num_tokens for chunk in chunks)
+def _num_tokens(decodes: SequenceOf[Sequence], chunks: SequenceOf[ScheduledTokens]) -> int:
+    return len(decodes) + (sum(chunk.num_tokens for chunk in chunks) if chunks else 0)

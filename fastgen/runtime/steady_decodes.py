@@ -26,6 +26,8 @@ from fastgen.runtime.schedule import Schedule
 RowsOf = Callable[[SequenceOf[Sequence]], SequenceOf[SampledRow]]
 """How the next token of each sequence is sampled."""
 
+_NEXT = (1).__add__
+
 
 class SteadyDecodes:
     """Continues the step before: :meth:`note` what ran otherwise, and :meth:`run` where that is enough.
@@ -61,7 +63,7 @@ class SteadyDecodes:
         """
         decodes, positions = schedule.decodes, schedule.positions
         is_next = decodes == self._decodes and positions == self._next_positions and not schedule.chunks
-        self._expect((), ())  # whether it runs here or is built: a step that does not come to its end is not continued
+        self._decodes = ()  # whether it runs here or is built: a step that does not come to its end is not continued
         if not is_next or not (self._places or self._hold(decodes)):
             return None
         num_rows = len(decodes)
@@ -81,7 +83,7 @@ class SteadyDecodes:
 
     def _expect(self, decodes: SequenceOf[Sequence], positions: SequenceOf[int]) -> None:
         """Nothing but one more token of each of ``decodes`` continues what the batch holds."""
-        self._decodes, self._next_positions = decodes, tuple([position + 1 for position in positions])
+        self._decodes, self._next_positions = decodes, tuple(map(_NEXT, positions))
 
     @torch.inference_mode()
     def _hold(self, decodes: SequenceOf[Sequence]) -> bool:
