@@ -69,11 +69,12 @@ class SteadyDecodes:
         num_rows = len(decodes)
         if num_rows not in self._tapes:
             self.record(num_rows)
-        self._inputs.update_tables(schedule.block_updates)
+        if schedule.block_updates:
+            self._inputs.update_tables(schedule.block_updates)
         self._tapes[num_rows].replay()
         self._expect(decodes, positions)
         found = self._sampling.chosen(num_rows)
-        return [found[place] for place in self._places]
+        return list(map(found.__getitem__, self._places))
 
     @torch.inference_mode()
     def record(self, num_rows: int) -> None:
