@@ -108,6 +108,7 @@ class EngineLoop:
         self._refused: list[Refused] = []
         self._ended: list[Generation] = []
         engine.on_end = self._ended.append
+        engine.gives_text = False  # the server makes it of the tokens, and no step waits for that
         self._num_steps, self._told_s, self._is_stopped = 0, 0.0, False
 
     def run(self) -> None:
