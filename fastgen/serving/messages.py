@@ -151,6 +151,7 @@ def has_come(socket: zmq.Socket[bytes]) -> bool:
     """Whether there is a message to be received. Costs less than to try, and to be told by an exception."""
     return bool(socket.getsockopt(zmq.EVENTS) & _READABLE)  # type: ignore[operator]  # of this option it is a number
 
+
 _DEFAULTS = vars(SamplingParams())
 
 
