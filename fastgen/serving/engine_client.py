@@ -30,7 +30,7 @@ from fastgen.errors import FastgenError, GenerationError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.serving.api_keys import API_KEY_VARIABLE
-from fastgen.serving.engine_request import EngineRequest, EngineWatcher, Pace
+from fastgen.serving.engine_request import EngineRequest, EngineWatcher
 from fastgen.serving.messages import (
     Ask,
     Cancel,
@@ -77,7 +77,6 @@ class EngineClient:
         self._heard_s = time.monotonic()
         self._numbers, self._num_processes = count(), 0
         self._requests: dict[int, EngineRequest] = {}
-        self._pace = Pace()
         self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._ready: asyncio.Future[EngineFacts] | None = None
         self._context = zmq.Context()
@@ -314,8 +313,7 @@ class EngineClient:
             if (request := self._requests.get(number)) is not None:
                 if not request.has_started:
                     self._start(request)
-                if request.add_token(token_id, self._heard_s):
-                    self._pace.add(request)
+                request.add_token(token_id)
         for progress in report.progress:
             if (request := self._requests.get(progress.number)) is not None:
                 if progress.token_ids and not request.has_started:

@@ -55,8 +55,9 @@ from fastgen.serving.monitoring.live import live_view
 
 STATUS_S = 0.25
 """How often a status is told at least, and how long an idle engine sleeps at most."""
-STARTED_S = 0.02
-"""How often the first tokens are looked for of requests that are no streams: nobody waits for them but who counts."""
+PACE_S = 0.005
+"""Steps that take less than this are not told of one by one, for that would cost as much as they do: of streams that
+have begun, tokens may wait for so long, and for the end of a step. First tokens and ends never do."""
 
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
@@ -71,12 +72,10 @@ ANSWERS: dict[str, Callable[[Engine], Any]] = {
 class _Open:
     """A request that has not ended, and how much of it was told."""
 
-    __slots__ = ("generation", "has_started", "is_plain", "is_stream", "num_told", "number", "token_ids")
+    __slots__ = ("generation", "is_plain", "is_stream", "num_told", "number", "token_ids")
 
     def __init__(self, number: int, generation: Generation, *, is_stream: bool):
         self.number, self.generation, self.is_stream = number, generation, is_stream
-        self.has_started = False
-        """Whether its first token was told of, if it is no stream."""
         sampling = generation.request.sampling
         self.is_plain = sampling.n == 1 and sampling.logprobs is None and sampling.prompt_logprobs is None
         """Whether there is nothing to tell of it but tokens, until it ends."""
@@ -129,11 +128,13 @@ class EngineLoop:
         self._by_request_id: dict[int, _Open] = {}
         self._streams: dict[int, _Open] = {}
         """Those that are streams, by the engine's number too."""
+        self._unheard: dict[int, _Open] = {}
+        """Those of which no token has come, likewise."""
         self._refused: list[Refused] = []
         self._ended: list[Generation] = []
         engine.on_end = self._ended.append
         engine.gives_text = False  # the server makes it of the tokens, and no step waits for that
-        self._num_steps, self._told_s, self._looked_s, self._is_stopped = 0, 0.0, 0.0, False
+        self._num_steps, self._told_s, self._streamed_s, self._is_stopped = 0, 0.0, 0.0, False
 
     def run(self) -> None:
         """Take, step, tell, until it is told to stop."""
@@ -172,10 +173,13 @@ class EngineLoop:
             why = f"the engine failed to queue this request: {cause_of(error)}"
             self._refused.append(Refused(message.number, why, is_failure=True))
             return
-        opened = _Open(message.number, generation, is_stream=message.is_stream)
-        self._open[message.number] = self._by_request_id[generation.request.request_id] = opened
+        opened, request_id = (
+            _Open(message.number, generation, is_stream=message.is_stream),
+            generation.request.request_id,
+        )
+        self._open[message.number] = self._by_request_id[request_id] = self._unheard[request_id] = opened
         if message.is_stream:
-            self._streams[generation.request.request_id] = opened
+            self._streams[request_id] = opened
 
     def _reply(self, message: Ask) -> Reply:
         try:
@@ -189,6 +193,7 @@ class EngineLoop:
         request_id = opened.generation.request.request_id
         del self._open[opened.number], self._by_request_id[request_id]
         self._streams.pop(request_id, None)
+        self._unheard.pop(request_id, None)
 
     def _cancel(self, number: int) -> None:
         opened = self._open.get(number)
@@ -200,10 +205,13 @@ class EngineLoop:
         """Send what the last step gave, and how much is to be done."""
         now_s = time.monotonic()
         is_due = now_s - self._told_s >= STATUS_S
-        tokens, progress = self._streamed()
-        started: list[int] = []
-        if now_s - self._looked_s >= STARTED_S:
-            started, self._looked_s = self._started(), now_s
+        begun = self._begun()
+        tokens: list[int] = []
+        progress: list[Progress] = []
+        if begun or self._ended or now_s - self._streamed_s >= PACE_S or self._engine.idle_s:
+            tokens, progress = self._streamed()
+            self._streamed_s = now_s
+        started = [opened.number for opened in begun if not opened.is_stream]
         for generation in self._ended:
             opened = self._by_request_id.get(generation.request.request_id)
             if opened is not None:
@@ -235,17 +243,15 @@ class EngineLoop:
                 others[opened.number] = opened
         return tokens, [news for opened in others.values() for news in opened.news()]
 
-    def _started(self) -> list[int]:
-        """Of the requests that are no streams, those whose first token came."""
-        started = []
-        for sequence in self._engine.scheduler.running:
-            opened = self._by_request_id.get(sequence.request.request_id)
-            if opened is None or opened.is_stream or opened.has_started:
-                continue
-            if opened.generation.completions[0].token_ids:
-                opened.has_started = True
-                started.append(opened.number)
-        return started
+    def _begun(self) -> list[_Open]:
+        """The requests whose first token the last step gave."""
+        begun = []
+        for sequence in self._engine.scheduler.running if self._unheard else ():
+            opened = self._unheard.get(sequence.request.request_id)
+            if opened is not None and opened.generation.completions[0].token_ids:
+                del self._unheard[sequence.request.request_id]
+                begun.append(opened)
+        return begun
 
     def _send(self, message: ToServer) -> None:
         self._socket.send(encoder.encode(message))

@@ -10,10 +10,6 @@ from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.serving.messages import EngineFacts, Progress
 
-_PACE_S = 0.005
-"""Who was woken for a token is woken for another no sooner than after this: a writing of each token of a model that
-gives several within this time would cost as much as the model."""
-
 
 class EngineRequest:
     """A request in the engine. Its news are there to be taken as they come; a failure comes as an exception."""
@@ -28,7 +24,6 @@ class EngineRequest:
         self._news: list[Progress] = []
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._woken_s = 0.0
 
     async def news(self) -> list[Progress]:
         """What has come since the last call, at least something; one at a time may ask. Raises what it failed with."""
@@ -41,50 +36,26 @@ class EngineRequest:
         return news
 
     def add(self, progress: Progress) -> None:
-        """There are news, to be told at once."""
+        """There are news."""
         self._news.append(progress)
-        self.wake(time.monotonic())
+        self._wake()
 
-    def add_token(self, token_id: int, now_s: float) -> bool:
-        """The next token of a stream of which there is nothing else to tell. Returns whether somebody waits who was
-        woken only just before, and is to be woken in a moment; see :class:`Pace`."""
+    def add_token(self, token_id: int) -> None:
+        """The next token of a stream of which there is nothing else to tell."""
         if self._news:
             self._news[-1].token_ids.append(token_id)  # nobody has come for the last yet
-            return False
-        self._news.append(Progress(self.number, 0, [token_id], None, None))
-        if now_s - self._woken_s < _PACE_S:
-            return True
-        self.wake(now_s)
-        return False
+        else:
+            self._news.append(Progress(self.number, 0, [token_id], None, None))
+            self._wake()
 
     def fail(self, failure: Exception) -> None:
         """End it: ``failure`` is raised where its news are awaited."""
         self._failure = failure
-        self.wake(time.monotonic())
-
-    def wake(self, now_s: float) -> None:
-        """Have it look at its news."""
-        self._woken_s = now_s
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-class Pace:
-    """Wakes, all at once and a moment later, those requests that were woken only just before."""
-
-    def __init__(self) -> None:
-        self._late: list[EngineRequest] = []
-
-    def add(self, request: EngineRequest) -> None:
-        if not self._late:
-            asyncio.get_running_loop().call_later(_PACE_S, self._wake)
-        self._late.append(request)
+        self._wake()
 
     def _wake(self) -> None:
-        now_s, late = time.monotonic(), self._late
-        self._late = []
-        for request in late:
-            request.wake(now_s)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class EngineWatcher(Protocol):
