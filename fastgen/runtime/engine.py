@@ -67,6 +67,8 @@ class Engine:
         self._last_end_s = -math.inf
         self.on_end: Callable[[Generation], None] | None = None
         """Told of a request whenever one of its completions has ended."""
+        self.gives_text = True
+        """Whether answers have a text. Without, only those are decoded that a stop string may end."""
         self._request_ids = count()
         self._generations: dict[int, Generation] = {}
         self._deadlines = Deadlines()
@@ -412,9 +414,9 @@ class Engine:
 
     def _prepare(self, generation: Generation) -> None:
         """It is the turn of ``generation``: make what its answers need."""
-        if self._new_detokenizer is not None:
+        request = generation.request
+        if self._new_detokenizer is not None and (self.gives_text or request.sampling.stop):
             for completion in generation.completions:
-                request = generation.request
                 completion.detokenizer = self._new_detokenizer(request.prompt_ids, request.sampling)
 
     def _expire(self) -> None:
