@@ -39,8 +39,8 @@ def embedding_spec(
     """The Triton kernel for :class:`EmbeddingKernel`: ``scale * table[id] + position_table[position + offset]``.
 
     Rows of ``size`` features; tables hold ``table_dtype``, which is ``dtype`` unless given, and each operation is
-    rounded to ``dtype``. With one of :data:`fastgen.compile.ops.quantization.WeightOnlyFormat` for ``table_dtype`` the
-    table of tokens is in few bits, and that of positions in ``dtype``. Ids are :func:`resolve_token_ids`'s. Without a ``position_offset`` no positions are added.
+    rounded to ``dtype``. ``table_dtype`` may also be how :class:`QuantizedWeight` keeps the table of tokens; positions
+    are then in ``dtype``. Ids are :func:`resolve_token_ids`'s. Without a ``position_offset`` no positions are added.
     """
     parameters: dict[str, Value] = {"H": size, "dtype": dtype, "table_dtype": table_dtype or dtype, "resolve": True}
     parameters |= {"scale": None if scale == 1 else scale, "offset": position_offset}

@@ -90,7 +90,7 @@ class QuantizedWeight:
 
 def quantized(weight: Tensor, weight_format: WeightOnlyFormat) -> QuantizedWeight:
     """``weight [out, in]`` of a float dtype, rounded to the format's values."""
-    stored = QuantizedWeight(weight_format, *weight.shape, weight.device)
+    stored = QuantizedWeight(weight_format, weight.shape[0], weight.shape[1], weight.device)
     stored.write(0, weight)
     return stored
 
