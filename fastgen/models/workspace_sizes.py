@@ -12,7 +12,7 @@ from torch import Tensor
 from fastgen.compile.ops.attention import AttentionPlan
 from fastgen.compile.ops.attention_cpp import scratch_bytes
 from fastgen.compile.ops.attention_specs import AttentionShape, attention_specs
-from fastgen.compile.ops.few_row_linear import FewRowShape, few_row_specs
+from fastgen.compile.ops.few_row_linear import FewRowFormat, FewRowShape, few_row_specs
 from fastgen.compile.ops.linear import linear_workspace_bytes
 from fastgen.compile.ops.linear_triton import row_tiles
 from fastgen.compile.ops.moe_triton import grouped_tilings
@@ -84,8 +84,9 @@ class WorkspaceSizes:
 
     def _few_row_shapes(self) -> Iterator[FewRowShape]:
         dtype, head = dtype_name(self._build.dtype), self._spec.head.weight or self._spec.embedding.tokens
-        weight = self._build.weight_only or "plain"
-        yield FewRowShape(*head.shape, dtype, weight, out_dtype="fp32")
+        weight: FewRowFormat = self._build.weight_only or "plain"
+        num_rows, size = head.shape
+        yield FewRowShape(num_rows, size, dtype, weight, out_dtype="fp32")
         for linear in stacked_linears(self._spec):
             if linear.num_groups == 1:
                 shape = FewRowShape(linear.out_features, linear.in_features, dtype, weight, bias=linear.biased)
