@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgen.compile.ops.linear import LinearKernel
 from fastgen.compile.ops.packed_weight import PackedWeight
+from fastgen.compile.ops.quantized_weight import QuantizedWeight
 from fastgen.layers.embedding import EmbeddingTable
 from fastgen.layers.latent_attention import HeadLinear
 from fastgen.layers.linear import Linear
@@ -46,8 +47,9 @@ def _weights(model: nn.Module) -> dict[str, int]:
     for module in model.modules():
         own = [*module._parameters.values(), *module._buffers.values()]
         size = _bytes(each for each in own if each is not None)
-        packed = getattr(module, "packed", None)
-        size += packed.size_bytes if isinstance(packed, PackedWeight) else 0
+        for name in ("packed", "weight"):
+            weight = getattr(module, name, None)
+            size += weight.size_bytes if isinstance(weight, PackedWeight | QuantizedWeight) else 0
         if isinstance(module, EmbeddingTable):
             held["embedding and head"] += size
         elif isinstance(module, Linear | GroupedLinear | HeadLinear):
