@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgen.compile.ops.linear import LinearKernel
+from fastgen.compile.ops.linear_triton import TritonLinear
 from fastgen.compile.ops.packed_weight import PackedWeight
 from fastgen.compile.ops.quantized_weight import QuantizedWeight
 from fastgen.layers.embedding import EmbeddingTable
@@ -68,6 +69,10 @@ def _workspaces(model: Any) -> int:
         kernel = getattr(module, "kernel", None)
         if isinstance(kernel, LinearKernel):
             found[id(kernel)] = kernel._workspace
+        plain = getattr(module, "plain_kernel", None)
+        if isinstance(plain, TritonLinear):
+            rooms = [plain._whole, *(few._workspace for few in plain._few.values())]
+            found |= {id(room): room for room in rooms if room is not None}
     plans = [each for plan in model.plans for each in vars(plan).values() if isinstance(each, Tensor)]
     return _bytes(found.values()) + _bytes(plans)
 
