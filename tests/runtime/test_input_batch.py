@@ -206,7 +206,7 @@ class LateCopy:
 
 
 def test_inputs_are_not_overwritten_before_a_late_device_has_them(example: tuple[InputBatch, list[Sequence]]) -> None:
-    inputs, (chunk, long, short) = example
+    inputs, (chunk, *_) = example
     schedules = [step(pending(chunk, 1)), step(pending(chunk, 2)), step(pending(chunk, 3)), step(pending(chunk, 4))]
     for schedule in schedules[:2]:
         inputs.build(schedule)
