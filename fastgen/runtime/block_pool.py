@@ -103,10 +103,11 @@ class BlockPool:
         self._references[block_id] += 1
         self._cached.pop(block_id, None)
 
-    def publish(self, block_id: int) -> None:
-        """Keep what the held ``block_id`` contains, also when its last reference is gone, until it is evicted."""
-        assert self._holds(block_id), f"block {block_id} is published and nobody holds it"
-        self._is_published[block_id] = True
+    def publish(self, block_ids: Iterable[int]) -> None:
+        """Keep what the held ``block_ids`` contain, also when its last reference is gone, until it is evicted."""
+        for block_id in block_ids:
+            assert self._references[block_id], f"block {block_id} is published and nobody holds it"
+            self._is_published[block_id] = True
 
     def withdraw(self, block_id: int) -> None:
         """Keep what the published ``block_id`` contains for nobody else: it is free when its last reference is gone."""

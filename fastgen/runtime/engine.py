@@ -95,7 +95,7 @@ class Engine:
         request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock(), constraint)
         beams = BeamGroup(request, sampling.stop_ids(self.eos_token_ids)) if request.has_beams else None
         generation = Generation(request, beams)
-        self.scheduler.add(request)
+        self.scheduler.enqueue(request)
         self._generations[request.request_id] = generation
         self.recorder.arrived(request)
         self.metrics.arrived(len(prompt_ids))

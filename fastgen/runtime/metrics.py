@@ -162,7 +162,7 @@ class EngineMetrics:
         cache = scheduler.kv.prefix_cache
         prefix_cache = PrefixCacheStatistics() if cache is None else cache.statistics
         running = {sequence.request.request_id for sequence in scheduler.running}
-        waiting = {sequence.request.request_id for sequence in scheduler.unfinished} - running
+        waiting = scheduler.waiting.request_ids - running
         return Metrics(
             requests_running=len(running),
             requests_waiting=len(waiting),

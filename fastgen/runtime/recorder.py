@@ -38,7 +38,6 @@ from fastgen.runtime.policies import policy_name
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
-    from fastgen.runtime.sampling_params import SamplingParams
     from fastgen.runtime.schedule import Schedule
     from fastgen.runtime.scheduler import Scheduler
 
@@ -133,17 +132,6 @@ class StepRecord:
         return 600 + 20 * len(self.decodes) + 150 * (len(self.chunks) + len(self.updates) + len(self.copies))
 
 
-class _Arrived(NamedTuple):
-    request_id: int
-    clock_s: float
-    prompt_ids: SequenceOf[int]
-    sampling: SamplingParams
-
-    @property
-    def num_bytes(self) -> int:
-        return 300 + _BYTES_PER_TOKEN * len(self.prompt_ids)
-
-
 class _Finished(NamedTuple):
     key: _Key
     clock_s: float
@@ -195,7 +183,7 @@ class BeamMoves:
         return 300 + sum(200 + _BYTES_PER_TOKEN * len(token_ids) for _, _, token_ids, _ in self.moves)
 
 
-_RingEvent = StepRecord | _Arrived | _Finished | _Withdrawn | BeamMoves
+_RingEvent = StepRecord | Request | _Finished | _Withdrawn | BeamMoves
 
 
 class Recorder:
@@ -217,7 +205,7 @@ class Recorder:
         self._num_bytes = 0
         self._next_step = self._first_step = 0
         self._open: dict[int, Request] = {}
-        self._early: dict[int, _Arrived] = {}
+        self._early: dict[int, Request] = {}
         """Arrivals that left the ring before the ends of their requests."""
         self._seated: set[_Key] = set()
         self._ran: StepRecord | None = None
@@ -226,7 +214,7 @@ class Recorder:
     def arrived(self, request: Request) -> None:
         """``request`` was queued."""
         self._open[request.request_id] = request
-        self._append(_Arrived(request.request_id, request.arrival_s, request.prompt_ids, request.sampling))
+        self._append(request, _arrival_bytes(request))
 
     def scheduled(
         self,
@@ -249,7 +237,7 @@ class Recorder:
         self._next_step += 1
         if held_back is None:
             self._ran = None
-        self._append(record)
+        self._append(record, record.num_bytes)
         return record
 
     def ran(self, record: StepRecord, build_s: float, num_padding: int, now_s: float) -> None:
@@ -265,18 +253,20 @@ class Recorder:
         """The beams of ``request`` made these moves, and each was given a token."""
         beams = [seq for seq in request.sequences if seq.status is SequenceStatus.RUNNING and seq.num_pending_tokens]
         moves.given = [seq.key for seq in beams]
-        self._append(moves)
+        self._append(moves, moves.num_bytes)
 
     def withdrawn(self, request: Request, step: StepRecord) -> None:
         """After ``step`` what was computed for ``request`` left the prefix cache."""
-        self._append(_Withdrawn(request.request_id, step.number))
+        event = _Withdrawn(request.request_id, step.number)
+        self._append(event, event.num_bytes)
 
     def finished(self, seq: Sequence, reason: FinishReason, now_s: float, *, num_tokens: int, is_last: bool) -> None:
         """``seq``, a completion, ended with so many tokens, as the last one of its request or not."""
         self._seated.discard(seq.key)
         request = self._open.pop(seq.request.request_id) if is_last else None
         step = self._ran.number if self._ran is not None and self._ran.ended_s is None else None
-        self._append(_Finished(seq.key, now_s, reason, num_tokens, request, step))
+        event = _Finished(seq.key, now_s, reason, num_tokens, request, step)
+        self._append(event, event.num_bytes)
 
     def last_steps(self, max_steps: int) -> list[StepRecord]:
         """The records of the last ``max_steps`` steps, oldest first; fewer where a great deal else happened in between,
@@ -297,20 +287,22 @@ class Recorder:
         )
         return Recording(header, tuple(self._events()))
 
-    def _append(self, event: _RingEvent) -> None:
+    def _append(self, event: _RingEvent, num_bytes: int) -> None:
         self._ring.append(event)
-        self._num_bytes += event.num_bytes
+        self._num_bytes += num_bytes
         while self._next_step - self._first_step > self.max_steps or (
             self._num_bytes > self.max_bytes and len(self._ring) > 1
         ):
             self._let_go(self._ring.popleft())
 
     def _let_go(self, event: _RingEvent) -> None:
+        if isinstance(event, Request):
+            self._num_bytes -= _arrival_bytes(event)
+            self._early[event.request_id] = event
+            return
         self._num_bytes -= event.num_bytes
         if isinstance(event, StepRecord):
             self._first_step = event.number + 1
-        elif isinstance(event, _Arrived):
-            self._early[event.request_id] = event
         elif isinstance(event, _Finished) and event.request is not None:
             del self._early[event.key[0]]
 
@@ -320,7 +312,7 @@ class Recorder:
         for event in (*self._early.values(), *self._ring):
             if isinstance(event, StepRecord):
                 yield event.step()
-            elif isinstance(event, _Arrived):
+            elif isinstance(event, Request):
                 yield _arrival(event, numbers.of(event.prompt_ids) if self.engine.prefix_caching else ())
             elif isinstance(event, BeamMoves):
                 yield _beams(event, numbers)
@@ -378,12 +370,17 @@ def _name(key: _Key) -> str:
     return f"{key[0]}.{key[1]}"
 
 
-def _arrival(event: _Arrived, blocks: tuple[int, ...]) -> Arrival:
-    sampling = event.sampling
+def _arrival_bytes(request: Request) -> int:
+    """About what is kept of ``request`` from its arrival on."""
+    return 300 + _BYTES_PER_TOKEN * len(request.prompt_ids)
+
+
+def _arrival(request: Request, blocks: tuple[int, ...]) -> Arrival:
+    sampling = request.sampling
     return Arrival(
-        clock_s=event.clock_s,
-        request=event.request_id,
-        prompt_tokens=len(event.prompt_ids),
+        clock_s=request.arrival_s,
+        request=request.request_id,
+        prompt_tokens=len(request.prompt_ids),
         max_new_tokens=sampling.max_new_tokens,
         n=sampling.n,
         beam_width=sampling.beam_width,

@@ -43,6 +43,8 @@ from fastgen.runtime.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
 _urgency, _token_ids = attrgetter("urgency"), attrgetter("token_ids")
+_MANY_TIMES = 4
+"""How many times more decodes than usual come to a new block in a step that does nothing for others."""
 
 
 class Scheduler:
@@ -91,6 +93,7 @@ class Scheduler:
         self._scheduled: Schedule | None = None
         self._is_told = self._is_ahead = False
         self._last_request_id: int | None = None
+        self._next_spare = 0
         self._now_s = 0.0
 
     @property
@@ -108,6 +111,10 @@ class Scheduler:
         :raises RequestTooLargeError: where a sequence could never finish; nothing is queued then.
         """
         self.check_fits(len(request.prompt_ids), request.sampling)
+        self.enqueue(request)
+
+    def enqueue(self, request: Request) -> None:
+        """The same, of a request that is known to fit."""
         if self._last_request_id is not None and request.request_id <= self._last_request_id:
             raise InvalidArgumentError(f"{request} comes after request {self._last_request_id}: ids must ascend")
         self._last_request_id = request.request_id
@@ -172,6 +179,8 @@ class Scheduler:
             self.resumes_at_s = until_s
             return None
         self.waiting.age(now_s)  # that leaves the head of the queue, so the policy does not wait now either
+        if self.running.prompts or (self.waiting and self.running.num_free_seats):
+            self.kv.settle()  # so that prompts have what blocks and prefixes there are
         preempted: list[Sequence] = []
         self._make_way(preempted)
         plan = self._plan(preempted)
@@ -210,11 +219,15 @@ class Scheduler:
             self.told(schedule)
         self._scheduled = None
         running, block_size = SequenceStatus.RUNNING, self.kv.block_size
+        full: list[Sequence] = []
         for seq, position in zip(schedule.decodes, schedule.positions, strict=True):
             if seq.status is running:
                 seq.num_computed_tokens = end = position + 1
                 if not end % block_size:
-                    self.kv.advance(seq)
+                    full.append(seq)
+        self.kv.advance_later(full)
+        if len(full) <= _MANY_TIMES * self._share(schedule.decodes):
+            self.kv.catch_up(self._share(schedule.decodes))
         for chunk in schedule.chunks:
             seq = chunk.seq
             if seq.status is running:
@@ -283,7 +296,10 @@ class Scheduler:
     def _give_decodes(self, preempted: list[Sequence]) -> None:
         """Blocks for the next token of every decode, or for that of as many as there are blocks for."""
         block_size = self.kv.block_size
-        wanting = [seq for seq in self.running.due_decodes if not seq.num_computed_tokens % block_size]
+        decodes = self.running.due_decodes
+        wanting = [seq for seq in decodes if not seq.num_computed_tokens % block_size]
+        num_wanting = len(wanting)
+        wanting = self.kv.use_spares(wanting)
         if self.forks.forked:
             wanting += [seq for seq in self.forks.forked if seq.num_computed_tokens % block_size]
         wanting.sort(key=_urgency)
@@ -292,6 +308,21 @@ class Scheduler:
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
                 preempted += self._preempt_least_urgent()
         self.forks.forked.clear()
+        if num_wanting <= _MANY_TIMES * self._share(decodes) and not self.running.prompts and not preempted:
+            self._give_spares(decodes)
+
+    def _give_spares(self, decodes: SequenceOf[Sequence]) -> None:
+        """The next block for some of ``decodes``, in turn, where there are free blocks enough for everybody."""
+        kv, share = self.kv, self._share(decodes)
+        if kv.pool.num_free < 2 * kv.num_groups * len(decodes):
+            return
+        first = self._next_spare if self._next_spare < len(decodes) else 0
+        self._next_spare = first + share
+        self.running.tell_all(kv.give_spares(decodes[first : self._next_spare]))
+
+    def _share(self, decodes: SequenceOf[Sequence]) -> int:
+        """How many of ``decodes`` are looked after in a step, so that it is everybody's turn once a block."""
+        return 1 + len(decodes) // max(1, self.kv.block_size - 1)
 
     def _give_prompts(self, plan: StepPlan, *, may_admit: bool) -> list[ScheduledTokens]:
         """Chunks of the most urgent prompts, until places or blocks run out."""
