@@ -128,6 +128,11 @@ class KVCacheManager:
         self._spares: set[Sequence] = set()
         """Those whose tables end with a block that their next token does not go into."""
 
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now, spares included."""
+        return self.pool.num_free + self.num_groups * len(self._spares)
+
     # What fits
 
     def blocks_needed(self, num_tokens: int) -> int:
@@ -159,8 +164,8 @@ class KVCacheManager:
 
     def max_tokens(self, seq: Sequence) -> int:
         """How many tokens beyond those computed ``seq`` has places for, counting the blocks now free as its own."""
-        num_held = len(seq.block_tables[0]) if seq.block_tables else 0
-        num_free = self.pool.num_free - len(self._shared_entries(seq))
+        num_held = (len(seq.block_tables[0]) if seq.block_tables else 0) - (seq in self._spares)
+        num_free = self.num_free - len(self._shared_entries(seq))
         if num_free < 0:  # not even the copies that its next token needs
             return 0
         return (num_held + num_free // self.num_groups) * self.block_size - seq.num_computed_tokens
@@ -285,6 +290,7 @@ class KVCacheManager:
             seq
             for seq in decodes
             if seq not in spares
+            and seq.num_computed_tokens % block_size  # else it comes to the block that it has just been given
             and len(seq.block_tables[0]) * block_size + 1 < seq.num_prompt_tokens + seq.request.sampling.max_new_tokens
         ]
         unused = iter(self.pool.allocate(len(lacking) * self.num_groups) or ())
@@ -383,7 +389,7 @@ class KVCacheManager:
             self.copies_done([copy for copy, owner in self._pending_copies.items() if owner is seq])
         tables = reversed(list(zip(*seq.block_tables, strict=True)))
         self.pool.free(block_id for row in tables for block_id in row if block_id != PADDING_BLOCK)
-        seq.block_tables = ()
+        seq.block_tables = []
         self.may_share.discard(seq)
         self._looked_up.discard(seq)
         self._private.discard(seq)

@@ -179,7 +179,7 @@ class EngineMetrics:
             prefix_cache_evictions_total=prefix_cache.evictions,
             preemptions_total=self._preemptions,
             kv_blocks=pool.capacity,
-            kv_blocks_held=pool.capacity - pool.num_free,
+            kv_blocks_held=pool.capacity - scheduler.kv.num_free,
             kv_blocks_cached=pool.num_cached,
             step_seconds={size: tally.histogram() for size, tally in sorted(self._steps.items())},
             queue_seconds=self._queue.histogram(),

@@ -95,7 +95,7 @@ class StepRecord:
         self.admitted: list[tuple[_Key, int, int, int]] = []
         self.sampled: list[_Key] = []
         self.num_running, self.num_waiting = len(scheduler.running), scheduler.num_waiting
-        self.blocks_free, self.blocks_cached = scheduler.kv.pool.num_free, scheduler.kv.pool.num_cached
+        self.blocks_free, self.blocks_cached = scheduler.kv.num_free, scheduler.kv.pool.num_cached
 
     def step(self) -> Step:
         """The record as it stands, in names."""

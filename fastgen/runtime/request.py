@@ -30,7 +30,7 @@ class Request:
     its ``beam_width`` where that is above 1.
 
     ``request_id`` numbers requests in order of arrival; ``arrival_s`` is when this one came (seconds).
-    ``constraint`` is its compiled ``response_format``, if it has one. ``turn`` is given by the queue it waits in.
+    ``constraint`` is its compiled ``response_format``, if it has one.
 
     Its sequences are made when somebody asks for them, which is when its turn is near: however many wait, a request is
     one object.
@@ -61,6 +61,12 @@ class Request:
         if self._sequences is None:
             self._sequences = tuple([Sequence(self, index) for index in range(self.num_sequences)])
         return self._sequences
+
+    def queue(self, turn: int) -> None:
+        """It came to wait as number ``turn``."""
+        self.turn = turn
+        for seq in self._sequences or ():
+            seq.urgency = (self.sampling.priority, turn, seq.index)
 
     @property
     def num_sequences(self) -> int:
@@ -115,7 +121,7 @@ class Sequence:
         self.token_ids = list(request.prompt_ids)
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0
-        self.block_tables: SequenceOf[list[int]] = ()
+        self.block_tables: list[list[int]] = []
         self.seat: int | None = None
         self.status = SequenceStatus.WAITING
         self.num_preemptions = 0

@@ -43,6 +43,8 @@ from fastgen.runtime.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
 _urgency, _token_ids = attrgetter("urgency"), attrgetter("token_ids")
+SPREADS_FROM = 64
+"""With fewer decodes it takes no time to speak of where all of them fill a block in the same step."""
 _MANY_TIMES = 4
 """How many times more decodes than usual come to a new block in a step that does nothing for others."""
 
@@ -93,6 +95,7 @@ class Scheduler:
         self._scheduled: Schedule | None = None
         self._is_told = self._is_ahead = False
         self._last_request_id: int | None = None
+        self.spreads_from = SPREADS_FROM
         self._next_spare = 0
         self._now_s = 0.0
 
@@ -169,7 +172,7 @@ class Scheduler:
         for first in prompts:
             num_tokens = min(first.num_pending_tokens, self.token_budget)
             num_blocks += -(-num_tokens // kv.block_size) + 2
-        return bool(due or prompts) and kv.num_groups * num_blocks <= kv.pool.num_free
+        return bool(due or prompts) and kv.num_groups * num_blocks <= kv.num_free
 
     def _schedule(self, now_s: float) -> Schedule | None:
         self._now_s, self.resumes_at_s = now_s, None
@@ -226,8 +229,11 @@ class Scheduler:
                 if not end % block_size:
                     full.append(seq)
         self.kv.advance_later(full)
-        if len(full) <= _MANY_TIMES * self._share(schedule.decodes):
-            self.kv.catch_up(self._share(schedule.decodes))
+        num_decodes = len(schedule.decodes)
+        if num_decodes < self.spreads_from:
+            self.kv.catch_up()
+        elif len(full) <= _MANY_TIMES * self._share(num_decodes):
+            self.kv.catch_up(self._share(num_decodes))
         for chunk in schedule.chunks:
             seq = chunk.seq
             if seq.status is running:
@@ -308,21 +314,22 @@ class Scheduler:
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
                 preempted += self._preempt_least_urgent()
         self.forks.forked.clear()
-        if num_wanting <= _MANY_TIMES * self._share(decodes) and not self.running.prompts and not preempted:
+        is_quiet = num_wanting <= _MANY_TIMES * self._share(len(decodes)) and not self.running.prompts
+        if len(decodes) >= self.spreads_from and is_quiet and not preempted:
             self._give_spares(decodes)
 
     def _give_spares(self, decodes: SequenceOf[Sequence]) -> None:
         """The next block for some of ``decodes``, in turn, where there are free blocks enough for everybody."""
-        kv, share = self.kv, self._share(decodes)
-        if kv.pool.num_free < 2 * kv.num_groups * len(decodes):
+        kv, num_decodes = self.kv, len(decodes)
+        if kv.pool.num_free < 2 * kv.num_groups * num_decodes:
             return
-        first = self._next_spare if self._next_spare < len(decodes) else 0
-        self._next_spare = first + share
+        first = self._next_spare if self._next_spare < num_decodes else 0
+        self._next_spare = first + self._share(num_decodes)
         self.running.tell_all(kv.give_spares(decodes[first : self._next_spare]))
 
-    def _share(self, decodes: SequenceOf[Sequence]) -> int:
-        """How many of ``decodes`` are looked after in a step, so that it is everybody's turn once a block."""
-        return 1 + len(decodes) // max(1, self.kv.block_size - 1)
+    def _share(self, num_decodes: int) -> int:
+        """How many of them are looked after in a step, so that it is everybody's turn before the next block."""
+        return 1 + num_decodes // max(1, self.kv.block_size - 1)
 
     def _give_prompts(self, plan: StepPlan, *, may_admit: bool) -> list[ScheduledTokens]:
         """Chunks of the most urgent prompts, until places or blocks run out."""
@@ -362,7 +369,7 @@ class Scheduler:
         nothing changed. ``num_places`` are left of the ``num_prompt_tokens`` of the step.
         """
         waits = seq.status is SequenceStatus.WAITING
-        if waits and self.kv.pool.num_free < self.kv.num_groups:  # whatever others have computed: it is not looked up
+        if waits and self.kv.num_free < self.kv.num_groups:  # whatever others have computed: it is not looked up
             return None
         chunk = None
         try:
@@ -392,7 +399,7 @@ class Scheduler:
         if not seq.num_preemptions or not len(self.running):
             return True
         needed = self.forks.blocks_needed(seq.num_prompt_tokens, seq.num_tokens, seq.request.sampling.beam_width)
-        return needed - len(held_entries(seq)) + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
+        return needed - len(held_entries(seq)) + self.kv.num_groups * len(self.running) <= self.kv.num_free
 
     def _draft(self, decodes: list[Sequence], num_places: int) -> tuple[list[Sequence], list[ScheduledTokens]]:
         """The decodes without drafts (beams have none), and those with, as chunks; at most ``num_places`` drafts."""

@@ -115,7 +115,7 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """``request`` came: its first sequence stands behind all others of its class, the others are held."""
-        request.turn = next(self._turns)
+        request.queue(next(self._turns))
         self._class(request.sampling.priority).came[request] = None
         self._since_s[request] = request.arrival_s
         if request.num_sequences > 1:
