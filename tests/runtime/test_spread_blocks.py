@@ -22,7 +22,7 @@ class Twins:
         self.rng = rng = random.Random(seed)
         self.windows = rng.choice([(None,), (None, None), (6, None)])
         # Which cached blocks are given up may differ, so there are enough of them where there is a cache.
-        self.num_blocks = 5000 if prefix_caching else rng.choice([40, 90, 400])
+        self.num_blocks = 700 if prefix_caching else rng.choice([40, 90, 400])
         self.spreading, self.plain = (self.scheduler(prefix_caching) for _ in range(2))
         self.spreading.spreads_from = 1
         self.open: list[tuple[Sequence, Sequence]] = []
@@ -91,9 +91,9 @@ def decisions(schedule: Schedule | None) -> object:
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_every_decision_is_what_it_would_be_without(prefix_caching: bool) -> None:
     num_spares = num_due = num_preemptions = num_cached = 0
-    for seed in range(25):
+    for seed in range(10):
         twins = Twins(seed, prefix_caching=prefix_caching)
-        for _ in range(120):
+        for _ in range(80):
             if twins.rng.random() < 0.15:
                 twins.add()
             if twins.open and twins.rng.random() < 0.03:
@@ -107,7 +107,7 @@ def test_every_decision_is_what_it_would_be_without(prefix_caching: bool) -> Non
         num_cached += sum(seq.num_cached_tokens for seq in twins.seen)
         num_spares += twins.num_spares
         num_due += twins.num_due
-    assert min(num_spares, num_due, num_cached if prefix_caching else num_preemptions) > 100
+    assert min(num_spares, num_due, num_cached if prefix_caching else num_preemptions) >= 10
 
 
 def test_many_decodes_that_fill_blocks_together_are_looked_after_in_turn() -> None:
