@@ -68,6 +68,21 @@ class BlockPool:
         """Every block that is kept for what it contains, or will be when its last reference is gone."""
         return {block_id for block_id, is_published in enumerate(self._is_published) if is_published}
 
+    @property
+    def free_order(self) -> list[int]:
+        """The free blocks, the next to be handed out last."""
+        return list(self._free)
+
+    def restore(self, free: list[int], cached: list[int], held: Iterable[int], published: Iterable[int]) -> None:
+        """Be, new, as another was: with the blocks ``free`` in this :attr:`order <free_order>`, ``cached`` and
+        ``published`` ones, and ``held`` as often as they are named.
+        """
+        self._free, self._cached = free, OrderedDict.fromkeys(cached)
+        for block_id in held:
+            self._references[block_id] += 1
+        for block_id in published:
+            self._is_published[block_id] = True
+
     def map(self, blocks_per_cell: int) -> tuple[list[int], list[int]]:
         """How many blocks are held, and how many cached, among blocks 1 to ``blocks_per_cell``, among as many that
         follow, and so on; the last of these cells may have fewer. A fraction of a millisecond for 100,000 blocks.

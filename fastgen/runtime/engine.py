@@ -125,10 +125,13 @@ class Engine:
         """
         self._expire()
         if self._in_flight is not None:
-            ahead = self._launch_ahead(self._in_flight)
+            # A snapshot wants a moment at which no step is under way.
+            ahead = None if self.recorder.wants_snapshot else self._launch_ahead(self._in_flight)
             self._collect(self._in_flight)
             if ahead is not None and self._sample(ahead):
                 return
+        if self.recorder.wants_snapshot:
+            self.recorder.snapshot(self.scheduler)
         began_s = self._clock()
         schedule = self._schedule(began_s)
         if schedule is None:

@@ -85,6 +85,20 @@ class Allocation:
     copies: list[BlockCopy] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class KVState:
+    """What a manager goes by, beside the tables of the sequences and the tree of prefixes."""
+
+    free: list[int]
+    cached: list[int]
+    nodes: dict[Sequence, PrefixNode]
+    private: list[Sequence]
+    may_share: list[Sequence]
+    due: list[Sequence]
+    spares: list[Sequence]
+    copies: list[tuple[BlockCopy, Sequence]]
+
+
 class KVCacheManager:
     """Block tables over one pool of ``num_blocks`` blocks of ``block_size`` tokens, which all KV groups share.
 
@@ -395,6 +409,33 @@ class KVCacheManager:
         self._private.discard(seq)
         self._stand_at(seq, None)
 
+    def state(self) -> KVState:
+        """What it goes by now, between two steps."""
+        assert not self._looked_up
+        return KVState(
+            free=self.pool.free_order,
+            cached=self.pool.cached,
+            nodes=dict(self._nodes),
+            private=list(self._private),
+            may_share=list(self.may_share),
+            due=list(self._due),
+            spares=list(self._spares),
+            copies=list(self._pending_copies.items()),
+        )
+
+    def restore(self, state: KVState, held: Iterable[int]) -> None:
+        """Be, new, as another was, whose sequences held the blocks ``held``; the tree of prefixes is there already."""
+        published = [] if self.prefix_cache is None else self.prefix_cache.named
+        sources = [copy.source for copy, _ in state.copies]
+        self.pool.restore(state.free, state.cached, [*held, *sources], published)
+        for seq, node in state.nodes.items():
+            self._stand_at(seq, node)
+        self._private.update(state.private)
+        self.may_share.update(state.may_share)
+        self._due.update(dict.fromkeys(state.due))
+        self._spares.update(state.spares)
+        self._pending_copies.update(state.copies)
+
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that ``sequences`` and pending copies account for every reference, that tables hold what is computed
         and not left behind, and that the prefix cache agrees.
@@ -422,9 +463,7 @@ class KVCacheManager:
         for seq in self._spares:
             num_places = (len(seq.block_tables[0]) - 1) * self.block_size
             assert seq.num_computed_tokens <= num_places, f"{seq}: uses its spare"
-        known = self.may_share.union(
-            self._nodes, self._private, self._pending_copies.values(), self._due, self._spares
-        )
+        known = self.may_share.union(self._nodes, self._private, self._pending_copies.values(), self._due, self._spares)
         holders = {seq for seq in sequences if seq.block_tables}
         assert known <= holders, f"remembered and hold nothing: {known - holders}"
         if self.prefix_cache is not None:

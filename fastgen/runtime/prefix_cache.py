@@ -57,6 +57,11 @@ class PrefixNode:
         self.parent, self.key, self.depth, self.block_ids, self.prefix = parent, key, depth, block_ids, prefix
         self.num_children = self.num_users = 0
 
+    @property
+    def token_ids(self) -> array[int]:
+        """Of its own block."""
+        return array("I", self.key[_PREFIX_BYTES:])
+
 
 class PrefixCache:
     """The tree over blocks of ``block_size`` tokens in ``len(windows)`` KV groups.
@@ -116,18 +121,35 @@ class PrefixCache:
         key = self._key(node, token_ids)
         child = self._nodes.get(key)
         if child is None:
-            prefix = next(self._numbers).to_bytes(_PREFIX_BYTES, "little")
-            self._nodes[key] = child = PrefixNode(node, key, node.depth + 1, block_ids, prefix)
-            node.num_children += 1
-            added: Iterable[int] = block_ids
-        else:
-            had = child.block_ids
-            child.block_ids = tuple(map(_first_block, had, block_ids))
-            added = [own for own, before in zip(block_ids, had, strict=True) if before == PADDING_BLOCK]
-        for block_id in added:
-            if block_id != PADDING_BLOCK:
+            return self._add(node, key, block_ids)
+        for block_id, before in zip(block_ids, child.block_ids, strict=True):
+            if before == PADDING_BLOCK != block_id:
                 self._node_of_block[block_id] = child
+        child.block_ids = tuple(map(_first_block, child.block_ids, block_ids))
         return child
+
+    @property
+    def nodes(self) -> Iterable[PrefixNode]:
+        """All nodes but the root, parents before their children."""
+        return self._nodes.values()
+
+    @property
+    def named(self) -> list[int]:
+        """All blocks that a node names."""
+        return list(self._node_of_block)
+
+    def add(self, parent: PrefixNode, token_ids: Iterable[int], block_ids: tuple[int, ...]) -> PrefixNode:
+        """A new node below ``parent``, whose own block has ``token_ids``, as one was elsewhere."""
+        return self._add(parent, parent.prefix + array("I", token_ids).tobytes(), block_ids)
+
+    def _add(self, parent: PrefixNode, key: bytes, block_ids: tuple[int, ...]) -> PrefixNode:
+        prefix = next(self._numbers).to_bytes(_PREFIX_BYTES, "little")
+        self._nodes[key] = node = PrefixNode(parent, key, parent.depth + 1, block_ids, prefix)
+        parent.num_children += 1
+        for block_id in block_ids:
+            if block_id != PADDING_BLOCK:
+                self._node_of_block[block_id] = node
+        return node
 
     def forget(self, block_id: int) -> None:
         """The pool has given up what ``block_id`` contained."""

@@ -8,7 +8,7 @@ is bounded in steps and in bytes. A request whose arrival it has let go is still
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -36,6 +36,7 @@ from fastgen.runtime.flight import (
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.policies import policy_name
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.snapshot import SchedulerState
 
 if TYPE_CHECKING:
     from fastgen.runtime.schedule import Schedule
@@ -183,7 +184,9 @@ class BeamMoves:
         return 300 + sum(200 + _BYTES_PER_TOKEN * len(token_ids) for _, _, token_ids, _ in self.moves)
 
 
-_RingEvent = StepRecord | Request | _Finished | _Withdrawn | BeamMoves
+_RingEvent = StepRecord | Request | _Finished | _Withdrawn | BeamMoves | SchedulerState
+_SNAPSHOTS = 4
+"""How many times a ring is gone through a snapshot is taken, so that one is left when the rest has gone."""
 
 
 class Recorder:
@@ -204,6 +207,9 @@ class Recorder:
         self._ring: deque[_RingEvent] = deque()
         self._num_bytes = 0
         self._next_step = self._first_step = 0
+        self._bytes_seen = 0
+        self._last_snapshot = (0, 0)
+        """Before which step it was taken, and the bytes seen by then."""
         self._open: dict[int, Request] = {}
         self._early: dict[int, Request] = {}
         """Arrivals that left the ring before the ends of their requests."""
@@ -215,6 +221,27 @@ class Recorder:
         """``request`` was queued."""
         self._open[request.request_id] = request
         self._append(request, _arrival_bytes(request))
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """Whether the ring would soon begin with nothing that a replay can begin with."""
+        step, num_bytes = self._last_snapshot
+        return (
+            _SNAPSHOTS * (self._next_step - step) >= self.max_steps
+            or _SNAPSHOTS * (self._bytes_seen - num_bytes) >= self.max_bytes
+        )
+
+    def snapshot(self, scheduler: Scheduler) -> None:
+        """Keep the state of ``scheduler``, all of whose steps are over. One that would take more of the ring than lies
+        between two of them is not kept."""
+        state = SchedulerState(scheduler, self._next_step)
+        if _SNAPSHOTS * state.num_bytes < self.max_bytes:
+            self._append(state, state.num_bytes)
+        self._last_snapshot = (self._next_step, self._bytes_seen)
+
+    def begin_with(self, seated: Iterable[Sequence]) -> None:
+        """Record from here on, where these have their seats."""
+        self._seated.update(seq.key for seq in seated)
 
     def scheduled(
         self,
@@ -290,6 +317,7 @@ class Recorder:
     def _append(self, event: _RingEvent, num_bytes: int) -> None:
         self._ring.append(event)
         self._num_bytes += num_bytes
+        self._bytes_seen += num_bytes
         while self._next_step - self._first_step > self.max_steps or (
             self._num_bytes > self.max_bytes and len(self._ring) > 1
         ):
@@ -316,6 +344,8 @@ class Recorder:
                 yield _arrival(event, numbers.of(event.prompt_ids) if self.engine.prefix_caching else ())
             elif isinstance(event, BeamMoves):
                 yield _beams(event, numbers)
+            elif isinstance(event, SchedulerState):
+                yield event.snapshot(numbers.number)
             elif isinstance(event, _Withdrawn):
                 yield Withdrawal(request=event.request_id, step=event.step)
             else:
@@ -325,7 +355,7 @@ class Recorder:
         if self.engine.prefix_caching:
             for seq in (seq for _, request in sorted(requests.items()) for seq in request.sequences):
                 if blocks := numbers.behind_prompt(seq.token_ids, seq.num_prompt_tokens):
-                    yield Blocks(sequence=_name(seq.key), blocks=blocks)
+                    yield Blocks(sequence=seq.name, blocks=blocks)
 
 
 def engine_facts(scheduler: Scheduler, *, runs_ahead: bool = False) -> EngineFacts:
@@ -356,10 +386,13 @@ class _BlockNumbers:
     def of(self, token_ids: SequenceOf[int]) -> tuple[int, ...]:
         numbers, previous = [], -1
         for end in range(self._block_size, len(token_ids) + 1, self._block_size):
-            block = (previous, tuple(token_ids[end - self._block_size : end]))
-            previous = self._numbers.setdefault(block, len(self._numbers))
+            previous = self.number(previous, tuple(token_ids[end - self._block_size : end]))
             numbers.append(previous)
         return tuple(numbers)
+
+    def number(self, previous: int, token_ids: tuple[int, ...]) -> int:
+        """That of a block behind the block with the number ``previous``."""
+        return self._numbers.setdefault((previous, token_ids), len(self._numbers))
 
     def behind_prompt(self, token_ids: SequenceOf[int], num_prompt_tokens: int) -> tuple[int, ...]:
         """Those of the blocks that the prompt does not fill by itself."""

@@ -130,6 +130,11 @@ class Sequence:
         self.matcher = None if request.constraint is None else request.constraint.matcher()
 
     @property
+    def name(self) -> str:
+        """The key as recordings spell it."""
+        return f"{self.key[0]}.{self.index}"
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -105,6 +105,23 @@ class RunningSet:
         """The device has been told all."""
         self._updates.clear()
 
+    @property
+    def free_seats(self) -> tuple[int, ...]:
+        """The next to be given last, those kept for beams among them."""
+        return tuple(self._free_seats)
+
+    def restore(
+        self,
+        decodes: list[Sequence],
+        prompts: list[Sequence],
+        free_seats: Iterable[int],
+        untold: Iterable[BlockUpdate],
+    ) -> None:
+        """Be, new, as another was."""
+        self.decodes, self.prompts, self._free_seats = decodes, prompts, list(free_seats)
+        self._searches = {seq.key[0]: seq.request for seq in self if seq.request.has_beams}
+        self.tell_all(untold)
+
     def check_integrity(self) -> None:
         """Assert that seats and order are accounted for."""
         running = list(self)

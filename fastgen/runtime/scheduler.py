@@ -100,6 +100,16 @@ class Scheduler:
         self._now_s = 0.0
 
     @property
+    def place(self) -> tuple[int, int, float]:
+        """Where it is beside sequences and blocks: admissions that are open, whose turn it is to be given a spare, and
+        the clock."""
+        return self._num_opened, self._next_spare, self._now_s
+
+    @place.setter
+    def place(self, place: tuple[int, int, float]) -> None:
+        self._num_opened, self._next_spare, self._now_s = place
+
+    @property
     def num_waiting(self) -> int:
         """Those that have no seat."""
         return len(self.waiting) + self.waiting.num_held

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import merge
 from itertools import count
 from operator import attrgetter
@@ -181,6 +181,22 @@ class WaitingQueue:
                 seq.urgency = (level, next(self._turns), seq.index)
                 self._class(level).came[seq] = None
                 self._since_s[seq] = now_s
+
+    @property
+    def entries(self) -> list[tuple[_Waiting, float]]:
+        """Who waits, in the order in which they came into their classes, and when that was."""
+        return list(self._since_s.items())
+
+    def restore(self, entries: Iterable[tuple[Sequence, float]], held: Iterable[Sequence]) -> None:
+        """Be, new, as another was; the sequences have their urgency."""
+        entries = list(entries)
+        self._since_s = OrderedDict(entries)
+        everybody = sorted((seq for seq, _ in entries), key=_urgency)
+        for seq in everybody:
+            self._class(seq.urgency[0]).returned.append(seq)
+        self._turns = count(1 + max((seq.urgency[1] for seq in everybody), default=0))
+        for seq in held:
+            self.hold(seq)
 
     def check_integrity(self) -> None:
         """Assert that classes, order and times agree."""

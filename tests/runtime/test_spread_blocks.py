@@ -30,9 +30,7 @@ class Twins:
         self.num_requests = self.num_spares = self.num_due = 0
 
     def scheduler(self, prefix_caching: bool) -> Scheduler:
-        kv = KVCacheManager(
-            self.num_blocks, BLOCK_SIZE, self.windows, max_chunk=32, prefix_caching=prefix_caching
-        )
+        kv = KVCacheManager(self.num_blocks, BLOCK_SIZE, self.windows, max_chunk=32, prefix_caching=prefix_caching)
         return Scheduler(kv, token_budget=32, max_num_seqs=16)
 
     def add(self) -> None:
