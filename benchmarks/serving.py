@@ -1,31 +1,33 @@
 """What HTTP adds to the library: throughput and the time to the first token of both, in one run.
 
-``python -m benchmarks.serving [--models MODELS] [--rounds N] [--output FILE]`` takes turns, a fresh process each:
-``LLM`` in its own process, and ``fastgen serve`` with a client of bare sockets beside it. Both get the same token ids,
-one thread for kernels each, so that the server and its client have the other core of a small machine. Before anything
-is timed every answer of the one is compared with the other's.
+``python -m benchmarks.serving [--models MODELS] [--rounds N] [--output FILE]`` starts two processes for each model:
+``LLM``, and ``fastgen serve``, asked over bare sockets. In every round they take turns, in an order of its own, while
+the others sleep, so that a machine whose speed moves from minute to minute moves for all. Both get the same token ids
+and one thread for kernels, so that the server and its client have the other core of a small machine. Every answer of
+the one is compared with the other's.
 
 Throughput is that of 128 requests that come at once, 32 of which run at a time, 64 tokens of prompt and 128 of answer
 each, from the first request to the last answer. The time to the first token is that of single requests to an idle
-engine.
+engine. What is told of HTTP is the median over rounds of what it came to beside the library in the same round.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import random
 import re
+import selectors
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -42,6 +44,7 @@ NUM_SINGLE = 40
 LOAD: dict[str, Any] = {"max_num_seqs": 32, "prefix_caching": False, "num_threads": 1}
 FLAGS = ("--max-num-seqs", "32", "--no-prefix-caching", "--num-threads", "1")
 SIDES = ("library", "http", "http stream")
+TOLD = ("throughput_loss_percent", "ttft_added_ms")
 
 
 @dataclass
@@ -55,11 +58,13 @@ class Measured:
     first_token_s: list[float] = field(default_factory=list)
 
     @property
-    def figures(self) -> dict[str, float]:
-        return {
-            "tokens_per_s": round(NUM_REQUESTS * NUM_ANSWER / self.seconds, 1),
-            "median_ttft_ms": round(1000 * statistics.median(self.first_token_s), 3),
-        }
+    def tokens_per_s(self) -> float:
+        return NUM_REQUESTS * NUM_ANSWER / self.seconds
+
+    @property
+    def ttft_ms(self) -> float:
+        """The median."""
+        return 1000 * statistics.median(self.first_token_s)
 
 
 def prompts(number: int) -> list[list[int]]:
@@ -68,57 +73,110 @@ def prompts(number: int) -> list[list[int]]:
     return [[rng.randrange(10, 250) for _ in range(NUM_PROMPT)] for _ in range(number)]
 
 
-def measure_library(model: str) -> Measured:
-    """Both figures of ``LLM`` in this process, after the same prompts have warmed it up."""
-    measured = Measured()
+def serve_library(model: str) -> None:
+    """Measure ``LLM`` in this process, once for each line that comes, and tell each time what came of it."""
     fields: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     with fastgen.load(model, **LOAD) as llm:
-        llm.generate(prompts(NUM_REQUESTS), max_new_tokens=4, **fields)
-        began_s = time.perf_counter()
-        outputs = llm.generate(prompts(NUM_REQUESTS), max_new_tokens=NUM_ANSWER, **fields)
-        measured.seconds = time.perf_counter() - began_s
-        measured.texts = [output.text for output in outputs]
-        for prompt in prompts(NUM_SINGLE):
+        print(flush=True)
+        for _ in sys.stdin:
+            measured = Measured()
+            llm.generate(prompts(NUM_REQUESTS), max_new_tokens=4, **fields)
             began_s = time.perf_counter()
-            stream = llm.stream(prompt, max_new_tokens=4, **fields)
-            next(stream)
-            measured.first_token_s.append(time.perf_counter() - began_s)
-            list(stream)
-    return measured
+            outputs = llm.generate(prompts(NUM_REQUESTS), max_new_tokens=NUM_ANSWER, **fields)
+            measured.seconds = time.perf_counter() - began_s
+            measured.texts = [output.text for output in outputs]
+            for prompt in prompts(NUM_SINGLE):
+                began_s = time.perf_counter()
+                stream = llm.stream(prompt, max_new_tokens=4, **fields)
+                next(stream)
+                measured.first_token_s.append(time.perf_counter() - began_s)
+                list(stream)
+            print(json.dumps(vars(measured)), flush=True)
 
 
-async def measure_http(port: int, model: str, *, is_stream: bool) -> Measured:
+@contextmanager
+def library(model: str) -> Iterator[Callable[[], Measured]]:
+    """What measures ``LLM`` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.serving", "--library", model]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()  # it is loaded
+
+        def measure() -> Measured:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(file=process.stdin, flush=True)
+            return Measured(**json.loads(process.stdout.readline()))
+
+        try:
+            yield measure
+        finally:
+            process.stdin.close()
+
+
+def measure_http(port: int, model: str, *, is_stream: bool) -> Measured:
     """Both figures of the server at ``port``, after the same prompts have warmed it up."""
     measured = Measured()
     body = {"model": model, "temperature": 0, "ignore_eos": True, "stream": is_stream}
     bodies = [json.dumps(body | {"prompt": each, "max_tokens": NUM_ANSWER}).encode() for each in prompts(NUM_REQUESTS)]
     short = [json.dumps(body | {"prompt": each, "max_tokens": 4}).encode() for each in prompts(NUM_REQUESTS)]
-    await asyncio.gather(*(ask(port, each) for each in short))
+    ask_all(port, short)
     began_s = time.perf_counter()
-    answers = await asyncio.gather(*(ask(port, each) for each in bodies))
+    answers = ask_all(port, bodies)
     measured.seconds = time.perf_counter() - began_s
-    measured.texts = [text_of(answer) for answer, _ in answers]
+    measured.texts = [text_of(answer.body) for answer in answers]
     for prompt in prompts(NUM_SINGLE):
-        single = body | {"prompt": prompt, "max_tokens": 4, "stream": True}
+        single = json.dumps(body | {"prompt": prompt, "max_tokens": 4, "stream": True}).encode()
         began_s = time.perf_counter()
-        _, first_s = await ask(port, json.dumps(single).encode())
-        measured.first_token_s.append(first_s - began_s)
+        (answer,) = ask_all(port, [single])
+        measured.first_token_s.append(answer.first_s - began_s)
     return measured
 
 
-async def ask(port: int, body: bytes) -> tuple[bytes, float]:
-    """The body of the response, undone of its chunks, and when its first piece came."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: here\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
-    writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
-    answer = await reader.readuntil(b"\r\n\r\n")
-    if not answer.startswith(b"HTTP/1.1 200 "):
-        raise RuntimeError(f"the server answers {answer!r} {await reader.read()!r}")
-    first = await reader.read(1 << 16)
-    first_s = time.perf_counter()
-    rest = first + await reader.read()
-    writer.close()
-    return re.sub(rb"[0-9a-f]+\r\n(.*?)\r\n", rb"\1", rest, flags=re.DOTALL) if b"chunked" in answer else rest, first_s
+class Answer:
+    """A response as it comes over ``socket``, a connection of its own."""
+
+    def __init__(self, port: int, body: bytes):
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self._pieces: list[bytes] = []
+        self.first_s = 0.0
+        """When the first piece of its body was there."""
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: here\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        self.socket.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+
+    def take(self) -> bool:
+        """Take what has come; whether that was the last of it."""
+        piece = self.socket.recv(1 << 18)
+        self._pieces.append(piece)
+        if not self.first_s and (len(self._pieces) > 1 or not piece.endswith(b"\r\n\r\n") or b"data: " in piece):
+            self.first_s = time.perf_counter()
+        return not piece
+
+    @property
+    def body(self) -> bytes:
+        """Undone of its chunks. Raises ``RuntimeError`` where it is an error."""
+        head, _, rest = b"".join(self._pieces).partition(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200 "):
+            raise RuntimeError(f"the server answers {head!r} {rest!r}")
+        return re.sub(rb"[0-9a-f]+\r\n(.*?)\r\n", rb"\1", rest, flags=re.DOTALL) if b"chunked" in head else rest
+
+
+def ask_all(port: int, bodies: list[bytes]) -> list[Answer]:
+    """The answers to requests that come at once. It looks at nothing but whether they have ended: what a client costs
+    is not what is measured, and it has the same core as the server.
+    """
+    answers = []
+    with selectors.DefaultSelector() as selector:
+        for body in bodies:
+            answers.append(Answer(port, body))
+            selector.register(answers[-1].socket, selectors.EVENT_READ, answers[-1])
+        while selector.get_map():
+            for key, _ in selector.select():
+                if key.data.take():
+                    selector.unregister(key.fileobj)
+                    key.data.socket.close()
+    return answers
 
 
 def text_of(body: bytes) -> str:
@@ -147,42 +205,35 @@ def served(model: str) -> Iterator[int]:
             process.send_signal(signal.SIGTERM)
 
 
-def measure(side: str, model: str) -> Measured:
-    """``side`` in fresh processes."""
-    if side == "library":
-        command = [sys.executable, "-m", "benchmarks.serving", "--library", model]
-        found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-        return Measured(**found)
-    with served(model) as port:
-        return asyncio.run(measure_http(port, model, is_stream=side == "http stream"))
-
-
 def compare(model: str, name: str, num_rounds: int) -> dict[str, Any]:
     """All sides in turns. Raises ``RuntimeError`` where answers differ."""
-    rounds: dict[str, list[Measured]] = {side: [] for side in SIDES}
-    for number in range(num_rounds):
-        for side in SIDES:
-            measured = measure(side, model)
-            if measured.texts != (rounds["library"] or [measured])[0].texts:
-                raise RuntimeError(f"{side} answers otherwise than the library; nothing is timed")
-            rounds[side].append(measured)
-            print(f"{name} round {number + 1}, {side}: {measured.figures}", file=sys.stderr, flush=True)
-    medians = {
-        side: {
-            what: statistics.median(each.figures[what] for each in every) for what in ("tokens_per_s", "median_ttft_ms")
+    rounds: list[dict[str, Measured]] = []
+    with library(model) as measure_library, served(model) as port:
+        sides: dict[str, Callable[[], Measured]] = {
+            "library": measure_library,
+            "http": lambda: measure_http(port, model, is_stream=False),
+            "http stream": lambda: measure_http(port, model, is_stream=True),
         }
-        for side, every in rounds.items()
-    }
-    library = medians["library"]
-    found: dict[str, Any] = {
-        "model": name,
-        "rounds": {side: [m.figures for m in every] for side, every in rounds.items()},
-    }
-    for side in SIDES[1:]:
+        for number in range(num_rounds):
+            first = number % len(SIDES)
+            measured = {side: sides[side]() for side in SIDES[first:] + SIDES[:first]}
+            for side in SIDES:
+                if measured[side].texts != measured["library"].texts:
+                    raise RuntimeError(f"{side} answers otherwise than the library")
+                told = f"{measured[side].tokens_per_s:.0f} tokens/s, first token {measured[side].ttft_ms:.2f} ms"
+                print(f"{name} round {number + 1}, {side}: {told}", file=sys.stderr, flush=True)
+            rounds.append(measured)
+    found: dict[str, Any] = {"model": name}
+    for side in SIDES:
         found[side] = {
-            "throughput_loss_percent": round(100 * (1 - medians[side]["tokens_per_s"] / library["tokens_per_s"]), 2),
-            "ttft_added_ms": round(medians[side]["median_ttft_ms"] - library["median_ttft_ms"], 3),
+            "tokens_per_s": [round(each[side].tokens_per_s, 1) for each in rounds],
+            "median_ttft_ms": [round(each[side].ttft_ms, 3) for each in rounds],
         }
+    for side in SIDES[1:]:
+        lost = [100 * (1 - each[side].tokens_per_s / each["library"].tokens_per_s) for each in rounds]
+        added = [each[side].ttft_ms - each["library"].ttft_ms for each in rounds]
+        found[side]["throughput_loss_percent"] = round(statistics.median(lost), 2)
+        found[side]["ttft_added_ms"] = round(statistics.median(added), 3)
     return found
 
 
@@ -194,14 +245,15 @@ def main() -> None:
     parser.add_argument("--library", metavar="MODEL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.library is not None:
-        print(json.dumps(vars(measure_library(arguments.library))))
+        serve_library(arguments.library)
         return
     with tempfile.TemporaryDirectory() as directory:
         found = []
         for name in arguments.models.split(","):
             model = str(write_model(name, Path(directory))) if name.startswith("llama-") else name
             found.append(compare(model, name, arguments.rounds))
-            print(json.dumps({name: {side: found[-1][side] for side in SIDES[1:]}}), flush=True)
+            told = {side: [found[-1][side][what] for what in TOLD] for side in SIDES[1:]}
+            print(f"{name}, {' and '.join(TOLD)}: {told}", flush=True)
     if arguments.output is not None:
         machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
         about = {"machine": machine, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "fastgen": fastgen.__version__}

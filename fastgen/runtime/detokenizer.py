@@ -9,6 +9,7 @@ all that decoders look at (is this the start of the text, is there a half charac
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -18,6 +19,13 @@ REPLACEMENT = "\ufffd"
 """What stands in decoded text for bytes that are no character (yet)."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_JOINING = (
+    ["ByteLevel"],
+    ["Metaspace"],
+    ["Replace", "ByteFallback", "Fuse"],
+    ["Replace", "ByteFallback", "Fuse", "Strip"],
+)
+"""The steps of decoders that put tokens together one by one."""
 _MIN_CONTEXT = 8
 _MAX_CONTEXT = 16
 """Tokens decoded together: cut back to the minimum when there are more than the maximum. An unfinished character has
@@ -42,6 +50,25 @@ class TokenDecoder:
             if match and token_id in self._text_ids and self.decode([token_id]) != token
         }
         """Byte-fallback tokens ``<0x00>`` to ``<0xFF>``: id to byte. Empty where such spellings are ordinary text."""
+        self._joins = _joins_pieces(tokenizer)
+        self._pieces: dict[int, str | None] = {}
+
+    def piece(self, token_id: int) -> str | None:
+        """What the token adds to every text that has begun and ends in a whole character; ``None`` where that depends
+        on its neighbours, or is not known not to.
+        """
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            self._pieces[token_id] = piece = self._find_piece(token_id)
+            return piece
+
+    def _find_piece(self, token_id: int) -> str | None:
+        if not self._joins or not self.is_text(token_id) or token_id in self.byte_values:
+            return None
+        # Behind itself, so that a space with which the token begins is not taken for the start of the text.
+        once, twice = self.decode([token_id]), self.decode([token_id, token_id])
+        return None if REPLACEMENT in twice else twice[len(once) :]
 
     def is_text(self, token_id: int) -> bool:
         """Whether the id contributes to the text: known to the tokenizer and not special."""
@@ -50,6 +77,24 @@ class TokenDecoder:
     def decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+
+def _joins_pieces(tokenizer: Any) -> bool:
+    """Whether the tokenizer decodes by putting together what each token stands for, but for the start of a text and for
+    characters that several tokens make up.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
+        return False
+    from transformers import PreTrainedTokenizerFast
+
+    if getattr(type(tokenizer), "_decode", None) is not PreTrainedTokenizerFast._decode:  # it has rules of its own
+        return False
+    state = json.loads(backend.decoder.__getstate__())
+    parts = state.get("decoders", [state])
+    if any(part["type"] == "Strip" and part["stop"] for part in parts):
+        return False
+    return [part["type"] for part in parts] in _JOINING
 
 
 class Detokenizer:
@@ -132,6 +177,14 @@ class _Characters:
         self._half_is_prompts = self._holds_half
 
     def append(self, token_id: int) -> str:
+        if not (self._decoded == "" or self._bytes or self._holds_half):  # the text has begun, and no half is held
+            piece = self._decoder.piece(token_id)
+            if piece is not None:
+                self._context.append(token_id)
+                self._decoded = None
+                if len(self._context) > _MAX_CONTEXT:
+                    del self._context[:-_MIN_CONTEXT]
+                return piece
         if not self._decoder.is_text(token_id):
             return ""
         if len(self._context) > _MAX_CONTEXT:
@@ -206,6 +259,8 @@ class _StopStrings:
 
     def feed(self, text: str) -> str:
         """Take more text; return what is certain to stand before any stop string."""
+        if not self._strings:
+            return text
         if self.met:
             return ""
         text, start = self._held + text, len(self._held)

@@ -67,6 +67,8 @@ class Engine:
         self._last_end_s = -math.inf
         self.on_end: Callable[[Generation], None] | None = None
         """Told of a request whenever one of its completions has ended."""
+        self.gives_text = True
+        """Whether answers have a text. Without, only those are decoded that a stop string may end."""
         self._request_ids = count()
         self._generations: dict[int, Generation] = {}
         self._deadlines = Deadlines()
@@ -123,7 +125,8 @@ class Engine:
         end that the failure is of: a single one where its own token or text could not be handled, all of the step where
         that could not be run, for nothing is known of what it left of theirs.
         """
-        self._expire()
+        if len(self._deadlines):
+            self._expire()
         if self._in_flight is not None:
             # A snapshot wants a moment at which no step is under way.
             ahead = None if self.recorder.wants_snapshot else self._launch_ahead(self._in_flight)
@@ -148,8 +151,9 @@ class Engine:
     def _begin(self, schedule: Schedule, began_s: float, held_back: list[Sequence] | None = None) -> InFlight:
         """``schedule`` was made since ``began_s``. Where a request that is new in it failed, it is to be made again."""
         record = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock(), held_back)
-        self.metrics.scheduled(len(schedule.preempted))
-        return InFlight(schedule, record, self._note_admitted(record))
+        if schedule.preempted:
+            self.metrics.preempted(len(schedule.preempted))
+        return InFlight(schedule, record, self._note_admitted(record) if record.admitted else [])
 
     def _run(self, step: InFlight) -> None:
         """A step from its beginning to its end."""
@@ -300,7 +304,7 @@ class Engine:
             except Exception as error:
                 self._fail([sequence], error)
             previous = sequence
-        for sequence, num_drafts in output.num_accepted.items():
+        for sequence, num_drafts in output.num_accepted.items() if output.num_accepted else ():
             if sequence.status is SequenceStatus.RUNNING and num_drafts:
                 try:
                     self.scheduler.accept(sequence, num_drafts)
@@ -413,9 +417,9 @@ class Engine:
 
     def _prepare(self, generation: Generation) -> None:
         """It is the turn of ``generation``: make what its answers need."""
-        if self._new_detokenizer is not None:
+        request = generation.request
+        if self._new_detokenizer is not None and (self.gives_text or request.sampling.stop):
             for completion in generation.completions:
-                request = generation.request
                 completion.detokenizer = self._new_detokenizer(request.prompt_ids, request.sampling)
 
     def _expire(self) -> None:

@@ -42,6 +42,8 @@ def as_token_ids(prompt: object) -> list[int]:
     items = as_list(prompt)
     if items is None:
         raise InvalidArgumentError(f"a prompt is a string or a list of token ids, not {prompt!r:.40}")
+    if set(map(type, items)) <= {int}:
+        return items
     for position, token_id in enumerate(items):
         if isinstance(token_id, bool) or not isinstance(token_id, Integral):
             raise InvalidArgumentError(f"prompt token {position} is {token_id!r:.40}, not a token id (an integer)")

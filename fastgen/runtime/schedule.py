@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from fastgen.runtime.kv_cache_manager import BlockCopy, BlockUpdate, KVCacheManager
 from fastgen.runtime.request import Sequence
@@ -46,8 +47,7 @@ class ScheduledTokens:
             assert self.end <= len(table) * kv.block_size, f"{self} has only the blocks {table}"
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """What one step computes: one token of each of the ``decodes``, which all sample, and the ``chunks``.
 
     ``positions`` has for each decode where its token stands. Chunks of prompts come in order of urgency, and behind

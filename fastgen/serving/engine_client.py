@@ -21,21 +21,21 @@ import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import zmq
 
-from fastgen.errors import FastgenError
+from fastgen.errors import FastgenError, GenerationError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.serving.api_keys import API_KEY_VARIABLE
+from fastgen.serving.engine_request import EngineRequest, EngineWatcher
 from fastgen.serving.messages import (
     Ask,
     Cancel,
     EngineFacts,
     LoadFailed,
-    Progress,
     Ready,
     Reply,
     Report,
@@ -44,6 +44,7 @@ from fastgen.serving.messages import (
     Submit,
     ToEngine,
     encoder,
+    has_come,
     pack_sampling,
     to_server,
 )
@@ -57,61 +58,6 @@ _BEAT_S = 0.5
 """How often the engine's counters are asked for, and its silence is looked at."""
 _MOST_STARTS = 3
 """How often in a row the engine may fail to start before nothing more is tried."""
-
-
-class EngineRequest:
-    """A request in the engine. Its news are there to be taken as they come; a failure comes as an exception."""
-
-    def __init__(self, number: int, num_prompt_tokens: int, sampling: SamplingParams):
-        self.number, self.num_prompt_tokens, self.sampling = number, num_prompt_tokens, sampling
-        self.submitted_s = time.monotonic()
-        self.has_started = False
-        """Whether a token of it came."""
-        self.num_open = sampling.n
-        """Completions that have not ended."""
-        self._news: list[Progress] = []
-        self._failure: Exception | None = None
-        self._has_news = asyncio.Event()
-
-    async def news(self) -> list[Progress]:
-        """What has come since the last call, at least something. Raises ``RefusedError`` where it failed."""
-        await self._has_news.wait()
-        if self._failure is not None and not self._news:
-            raise self._failure
-        if self._failure is None:
-            self._has_news.clear()
-        news, self._news = self._news, []
-        return news
-
-    def add(self, progress: Progress) -> None:
-        self._news.append(progress)
-        self._has_news.set()
-
-    def fail(self, failure: Exception) -> None:
-        self._failure = failure
-        self._has_news.set()
-
-
-class EngineWatcher(Protocol):
-    """Hears of what happens to an engine and the requests in it."""
-
-    def engine_ready(self, facts: EngineFacts) -> None:
-        """A process is ready that has done nothing yet."""
-
-    def engine_counted(self, metrics: Metrics) -> None:
-        """What the process has counted so far."""
-
-    def engine_ended(self) -> None:
-        """The process is no more, nor anything that was in it."""
-
-    def request_started(self, request: EngineRequest) -> None:
-        """Its first token came."""
-
-    def completion_ended(self, request: EngineRequest, progress: Progress) -> None:
-        """``progress`` is the last of one of its completions."""
-
-    def request_gone(self, request: EngineRequest) -> None:
-        """It has ended, or was cancelled or refused. Told once."""
 
 
 class EngineClient:
@@ -135,6 +81,7 @@ class EngineClient:
         self._ready: asyncio.Future[EngineFacts] | None = None
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        self._will_receive = False
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Future[int] | None = None
         self._directory = tempfile.TemporaryDirectory(prefix="fastgen-")
@@ -185,7 +132,8 @@ class EngineClient:
         self._drop(request)
 
     async def ask(self, what: str, kind: type[_T]) -> _T:
-        """What the engine answers, between two steps, when asked for ``what``, a key of ``engine_process.ANSWERS``."""
+        """What the engine answers, between two steps, when asked for ``what``, a key of ``engine_process.ANSWERS``.
+        Raises ``GenerationError`` where it cannot tell."""
         self.check_ready()
         number = next(self._numbers)
         self._asked[number] = answer = asyncio.get_running_loop().create_future()
@@ -282,7 +230,7 @@ class EngineClient:
 
     async def count(self) -> None:
         """Have the watcher told what the engine has counted, if it is there."""
-        with contextlib.suppress(UnavailableError, EngineDiedError):
+        with contextlib.suppress(UnavailableError, EngineDiedError, GenerationError):
             self._watcher.engine_counted(await self.ask("metrics", Metrics))
 
     def _let_go(self, failure: Exception) -> None:
@@ -330,22 +278,25 @@ class EngineClient:
         except zmq.Again:
             raise UnavailableError("the engine's process has ended; another starts, try again in a moment") from None
         # The descriptor tells of a change only, and sending may have seen and forgotten one.
-        asyncio.get_running_loop().call_soon(self._receive)
+        if not self._will_receive:
+            self._will_receive = True
+            asyncio.get_running_loop().call_soon(self._receive)
 
     def _receive(self) -> None:
         """Take all that has come."""
-        while self._socket is not None:
-            try:
-                message = to_server.decode(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
+        self._will_receive = False
+        while self._socket is not None and has_come(self._socket):
+            message = to_server.decode(self._socket.recv())
             self._heard_s = time.monotonic()
             match message:
                 case Report():
                     self._take(message)
                 case Reply():
                     if (asked := self._asked.get(message.number)) is not None and not asked.done():
-                        asked.set_result(message.body)
+                        if message.error is None:
+                            asked.set_result(message.body)
+                        else:
+                            asked.set_exception(GenerationError(message.error))
                 case Ready():
                     if self._ready is not None and not self._ready.done():
                         self._ready.set_result(message.facts)
@@ -357,6 +308,12 @@ class EngineClient:
         for number in report.started:
             if (request := self._requests.get(number)) is not None:
                 self._start(request)
+        tokens = iter(report.tokens)
+        for number, token_id in zip(tokens, tokens, strict=True):
+            if (request := self._requests.get(number)) is not None:
+                if not request.has_started:
+                    self._start(request)
+                request.add_token(token_id)
         for progress in report.progress:
             if (request := self._requests.get(progress.number)) is not None:
                 if progress.token_ids and not request.has_started:
@@ -369,7 +326,8 @@ class EngineClient:
                 request.add(progress)
         for refused in report.refused:
             if (request := self._requests.get(refused.number)) is not None:
-                request.fail(BadRequestError(refused.error))
+                failure = GenerationError(refused.error) if refused.is_failure else BadRequestError(refused.error)
+                request.fail(failure)
                 self._drop(request)
         if report.status is not None:
             self.status = report.status

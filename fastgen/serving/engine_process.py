@@ -8,8 +8,8 @@ ADDRESS PARENT``, with the arguments of ``fastgen.load`` as JSON on standard inp
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
+import logging
 import math
 import os
 import signal
@@ -24,10 +24,12 @@ import zmq
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models import hub
 from fastgen.runtime.engine import Engine
+from fastgen.runtime.faults import cause_of
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.loading import load
 from fastgen.runtime.policies import make_policy
+from fastgen.serving.garbage import rarely_collected
 from fastgen.serving.log_file import move_output_to_log
 from fastgen.serving.messages import (
     Ask,
@@ -45,6 +47,7 @@ from fastgen.serving.messages import (
     Submit,
     ToServer,
     encoder,
+    has_come,
     to_engine,
     unpack_sampling,
 )
@@ -52,8 +55,12 @@ from fastgen.serving.monitoring.live import live_view
 
 STATUS_S = 0.25
 """How often a status is told at least, and how long an idle engine sleeps at most."""
+PACE_S = 0.005
+"""Steps that take less than this are not told of one by one, for that would cost as much as they do: of streams that
+have begun, tokens may wait for so long, and for the end of a step. First tokens and ends never do."""
 
 _PR_SET_PDEATHSIG = 1
+_log = logging.getLogger(__name__)
 
 ANSWERS: dict[str, Callable[[Engine], Any]] = {
     "live": live_view,
@@ -65,14 +72,28 @@ ANSWERS: dict[str, Callable[[Engine], Any]] = {
 class _Open:
     """A request that has not ended, and how much of it was told."""
 
-    __slots__ = ("generation", "has_started", "is_stream", "num_told", "number")
+    __slots__ = ("generation", "is_plain", "is_stream", "num_told", "number", "token_ids")
 
     def __init__(self, number: int, generation: Generation, *, is_stream: bool):
         self.number, self.generation, self.is_stream = number, generation, is_stream
-        self.has_started = False
-        """Whether its first token was told of, if it is no stream."""
-        self.num_told: list[int | None] = [0] * generation.request.sampling.n
+        sampling = generation.request.sampling
+        self.is_plain = sampling.n == 1 and sampling.logprobs is None and sampling.prompt_logprobs is None
+        """Whether there is nothing to tell of it but tokens, until it ends."""
+        self.num_told: list[int | None] = [0] * sampling.n
         """Tokens of each completion; ``None`` once its end was told."""
+        self.token_ids: list[int] | None = None
+        """Those of the first completion."""
+
+    def add_tokens(self, tokens: list[int]) -> None:
+        """To ``tokens``, what was not told yet of a plain one: its number and a token id, again and again."""
+        if self.token_ids is None:
+            self.token_ids = self.generation.completions[0].token_ids
+        start = self.num_told[0]
+        assert start is not None
+        if start < len(self.token_ids):
+            for token_id in self.token_ids[start:]:
+                tokens += (self.number, token_id)
+            self.num_told[0] = len(self.token_ids)
 
     def news(self) -> list[Progress]:
         """What was not told yet."""
@@ -105,10 +126,15 @@ class EngineLoop:
         self._engine, self._socket, self._is_orphan = engine, socket, is_orphan
         self._open: dict[int, _Open] = {}
         self._by_request_id: dict[int, _Open] = {}
+        self._streams: dict[int, _Open] = {}
+        """Those that are streams, by the engine's number too."""
+        self._unheard: dict[int, _Open] = {}
+        """Those of which no token has come, likewise."""
         self._refused: list[Refused] = []
         self._ended: list[Generation] = []
         engine.on_end = self._ended.append
-        self._num_steps, self._told_s, self._is_stopped = 0, 0.0, False
+        engine.gives_text = False  # the server makes it of the tokens, and no step waits for that
+        self._num_steps, self._told_s, self._streamed_s, self._is_stopped = 0, 0.0, 0.0, False
 
     def run(self) -> None:
         """Take, step, tell, until it is told to stop."""
@@ -124,19 +150,15 @@ class EngineLoop:
         if not self._engine.has_work or self._engine.idle_s:
             idle_s = min(self._engine.idle_s, STATUS_S) if self._engine.has_work else STATUS_S
             self._socket.poll(math.ceil(1000 * idle_s))
-        while not self._is_stopped:
-            try:
-                message = to_engine.decode(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
+        while not self._is_stopped and has_come(self._socket):
+            message = to_engine.decode(self._socket.recv())
             match message:
                 case Submit():
                     self._submit(message)
                 case Cancel():
                     self._cancel(message.number)
                 case Ask():
-                    body = msgspec.Raw(encoder.encode(ANSWERS[message.what](self._engine)))
-                    self._send(Reply(message.number, body))
+                    self._send(self._reply(message))
                 case Stop():
                     self._is_stopped = True
 
@@ -146,46 +168,90 @@ class EngineLoop:
         except InvalidArgumentError as error:
             self._refused.append(Refused(message.number, str(error)))
             return
-        opened = _Open(message.number, generation, is_stream=message.is_stream)
-        self._open[message.number] = self._by_request_id[generation.request.request_id] = opened
+        except Exception as error:  # what is in the engine already has nothing to do with it
+            _log.error("a request cannot be queued: %s", cause_of(error), exc_info=error)
+            why = f"the engine failed to queue this request: {cause_of(error)}"
+            self._refused.append(Refused(message.number, why, is_failure=True))
+            return
+        opened, request_id = (
+            _Open(message.number, generation, is_stream=message.is_stream),
+            generation.request.request_id,
+        )
+        self._open[message.number] = self._by_request_id[request_id] = self._unheard[request_id] = opened
+        if message.is_stream:
+            self._streams[request_id] = opened
+
+    def _reply(self, message: Ask) -> Reply:
+        try:
+            return Reply(message.number, msgspec.Raw(encoder.encode(ANSWERS[message.what](self._engine))), None)
+        except Exception as error:
+            _log.error("%s cannot be told: %s", message.what, cause_of(error), exc_info=error)
+            return Reply(message.number, msgspec.Raw(encoder.encode(None)), cause_of(error))
+
+    def _drop(self, opened: _Open) -> None:
+        """Nothing more is to be told of it."""
+        request_id = opened.generation.request.request_id
+        del self._open[opened.number], self._by_request_id[request_id]
+        self._streams.pop(request_id, None)
+        self._unheard.pop(request_id, None)
 
     def _cancel(self, number: int) -> None:
-        opened = self._open.pop(number, None)
+        opened = self._open.get(number)
         if opened is not None:
-            del self._by_request_id[opened.generation.request.request_id]
+            self._drop(opened)
             self._engine.cancel(opened.generation)
 
     def _tell(self) -> None:
         """Send what the last step gave, and how much is to be done."""
+        now_s = time.monotonic()
+        is_due = now_s - self._told_s >= STATUS_S
+        begun = self._begun()
+        tokens: list[int] = []
         progress: list[Progress] = []
-        started: list[int] = []
-        for request_id in dict.fromkeys(sequence.request.request_id for sequence in self._engine.scheduler.running):
-            opened = self._by_request_id.get(request_id)
-            if opened is None:
-                continue
-            if opened.is_stream:
-                progress += opened.news()
-            elif not opened.has_started and opened.generation.completions[0].token_ids:
-                opened.has_started = True
-                started.append(opened.number)
+        if begun or self._ended or now_s - self._streamed_s >= PACE_S or self._engine.idle_s:
+            tokens, progress = self._streamed()
+            self._streamed_s = now_s
+        started = [opened.number for opened in begun if not opened.is_stream]
         for generation in self._ended:
             opened = self._by_request_id.get(generation.request.request_id)
             if opened is not None:
                 progress += opened.news()
                 if generation.finished:
-                    del self._open[opened.number], self._by_request_id[generation.request.request_id]
+                    self._drop(opened)
         self._ended.clear()
-        now_s = time.monotonic()
-        is_due = now_s - self._told_s >= STATUS_S
-        if not (progress or started or self._refused or is_due):
+        if not (tokens or progress or started or self._refused or is_due):
             return
         status = None
         if is_due:
             scheduler = self._engine.scheduler
             status = Status(len(scheduler.running), scheduler.num_waiting, self._num_steps)
             self._told_s = now_s
-        self._send(Report(progress, started, self._refused, status))
+        self._send(Report(tokens, progress, started, self._refused, status))
         self._refused = []
+
+    def _streamed(self) -> tuple[list[int], list[Progress]]:
+        """What the streams that run have got since they were last told of; see :class:`Report`."""
+        tokens: list[int] = []
+        others: dict[int, _Open] = {}
+        for sequence in self._engine.scheduler.running if self._streams else ():
+            opened = self._streams.get(sequence.request.request_id)
+            if opened is None:
+                continue
+            if opened.is_plain:
+                opened.add_tokens(tokens)
+            else:
+                others[opened.number] = opened
+        return tokens, [news for opened in others.values() for news in opened.news()]
+
+    def _begun(self) -> list[_Open]:
+        """The requests whose first token the last step gave."""
+        begun = []
+        for sequence in self._engine.scheduler.running if self._unheard else ():
+            opened = self._unheard.get(sequence.request.request_id)
+            if opened is not None and opened.generation.completions[0].token_ids:
+                del self._unheard[sequence.request.request_id]
+                begun.append(opened)
+        return begun
 
     def _send(self, message: ToServer) -> None:
         self._socket.send(encoder.encode(message))
@@ -212,10 +278,9 @@ def main() -> None:
             socket.send(encoder.encode(LoadFailed(str(error))))
             sys.exit(1)
         move_output_to_log()
-        gc.freeze()  # what is there now stays; looking through it again and again would hold up steps
-        socket.send(encoder.encode(Ready(_facts(llm, str(directory), time.monotonic() - began_s))))
-        EngineLoop(llm.release_engine(), socket, is_orphan=lambda: os.getppid() != parent).run()
-        gc.unfreeze()
+        with rarely_collected():
+            socket.send(encoder.encode(Ready(_facts(llm, str(directory), time.monotonic() - began_s))))
+            EngineLoop(llm.release_engine(), socket, is_orphan=lambda: os.getppid() != parent).run()
 
 
 def _end_with_parent() -> None:

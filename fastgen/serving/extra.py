@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from fastgen.errors import FastgenError
 
 _PACKAGES = (
-    *("fastapi", "uvicorn", "httptools", "zmq", "msgspec", "prometheus_client", "httpx2"),
+    *("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "msgspec", "prometheus_client", "httpx2"),
     *("grpc", "grpc_health", "grpc_reflection"),
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import zmq
 
 from fastgen.runtime.outputs import FinishReason, RequestMetrics
 from fastgen.runtime.response_format import ResponseFormat
@@ -104,6 +105,8 @@ class Refused(msgspec.Struct, array_like=True):
 
     number: int
     error: str
+    is_failure: bool = False
+    """Whether that is no fault of the request's."""
 
 
 class Status(msgspec.Struct, array_like=True):
@@ -118,6 +121,8 @@ class Status(msgspec.Struct, array_like=True):
 class Report(msgspec.Struct, tag="report", array_like=True):
     """What has happened since the last one."""
 
+    tokens: list[int]
+    """Of streams that have one completion and nothing else to tell: number and token id, number and token id, …"""
     progress: list[Progress]
     started: list[int]
     """Requests that are not streams whose first token came."""
@@ -126,10 +131,11 @@ class Report(msgspec.Struct, tag="report", array_like=True):
 
 
 class Reply(msgspec.Struct, tag="reply", array_like=True):
-    """The answer to an :class:`Ask`: MessagePack of what was asked for."""
+    """The answer to an :class:`Ask`: MessagePack of what was asked for, or why there is none."""
 
     number: int
     body: msgspec.Raw
+    error: str | None
 
 
 ToServer = Ready | LoadFailed | Report | Reply
@@ -137,6 +143,14 @@ ToServer = Ready | LoadFailed | Report | Reply
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 to_server = msgspec.msgpack.Decoder(ToServer)
 encoder = msgspec.msgpack.Encoder()
+
+_READABLE = int(zmq.POLLIN)
+
+
+def has_come(socket: zmq.Socket[bytes]) -> bool:
+    """Whether there is a message to be received. Costs less than to try, and to be told by an exception."""
+    return bool(socket.getsockopt(zmq.EVENTS) & _READABLE)  # type: ignore[operator]  # of this option it is a number
+
 
 _DEFAULTS = vars(SamplingParams())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import secrets
@@ -13,9 +12,12 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+import uvloop
+
 from fastgen.errors import FastgenError
 from fastgen.serving.clients.deployments import Deployment, registered, this_deployment
 from fastgen.serving.ending import Ending
+from fastgen.serving.garbage import rarely_collected
 from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.http.app import create_app
 from fastgen.serving.http.connection import close_slow
@@ -38,7 +40,8 @@ def run(
     cannot start, or its engine cannot be started again.
     """
     set_up_logging(options.log_format)
-    asyncio.run(_run(arguments, options, on_ready or (lambda deployment: None)))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(arguments, options, on_ready or (lambda deployment: None)))
 
 
 async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Callable[[Deployment], None]) -> None:
@@ -60,7 +63,6 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
     try:
         await by_grpc.start()
         if await endings.first_or(service.start()):
-            gc.freeze()  # what is there now stays; looking through it again and again would hold up streams
             address = _address(options, listener)
             deployment = this_deployment(
                 name=service.model_name,
@@ -70,7 +72,7 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
                 certificate=options.tls_cert,
                 token=ending.token,
             )
-            with registered(deployment):
+            with rarely_collected(), registered(deployment):
                 _announce(service, deployment)
                 on_ready(deployment)
                 await endings.first_or(_failure(service))
@@ -85,7 +87,6 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
         http.force_exit = True
         await serving
         closing.cancel()
-        gc.unfreeze()
 
 
 class _Endings:

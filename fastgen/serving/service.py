@@ -16,7 +16,8 @@ from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.text import TextCodec
 from fastgen.serving.admission.admission import Limits
 from fastgen.serving.answers import Answers, Update
-from fastgen.serving.engine_client import EngineClient, EngineRequest
+from fastgen.serving.engine_client import EngineClient
+from fastgen.serving.engine_request import EngineRequest
 from fastgen.serving.messages import EngineFacts
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.monitoring.watch import Watch

@@ -17,7 +17,7 @@ from fastgen.runtime.outputs import FinishReason, RequestMetrics
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.text import TextCodec
 from fastgen.serving.answers import Answers
-from fastgen.serving.engine_client import EngineRequest
+from fastgen.serving.engine_request import EngineRequest
 from fastgen.serving.http.errors import add_error_handlers
 from fastgen.serving.http.openai_chat import chat_routes
 from fastgen.serving.http.openai_completions import completion_routes

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from fastgen.serving.http.errors import error_response
+from fastgen.serving.http.streaming import Gone
 from fastgen.serving.options import ConnectionLimits
 from fastgen.serving.refusals import BadRequestError, OverloadedError, RequestTimeoutError, TooLargeError
 
@@ -33,6 +34,7 @@ class LimitedConnection(HttpToolsProtocol):
     ):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
+        self._gone = Gone()
         self._is_one_too_many = False
         self._head_since_s: float | None = None
         """Since when the head of a request is awaited."""
@@ -66,7 +68,12 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_since_s, self._num_head_bytes = None, 0
+        self.scope["state"]["gone"] = self._gone
         super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._gone.set()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(BadRequestError("this is not HTTP/1.1"))
@@ -108,6 +115,7 @@ class LimitedConnection(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        self._gone.set()
         self.transport.write(b"".join([*content, b"\r\n", response.body]))
         self.transport.close()
 

@@ -99,8 +99,8 @@ def generate_routes(service: Service) -> APIRouter:
         running = await service.submit(prompt_ids, sampling, is_stream=body.stream, request_id=request_id_of(request))
         if body.stream:
             return await event_stream(request, _events(running))
-        async with running:
-            return json_response(OutputRecord.of(await unless_gone(request, running.output())))
+        async with running, unless_gone(request):
+            return json_response(OutputRecord.of(await running.output()))
 
     @router.get("/info")
     async def info() -> InfoBody:

@@ -84,8 +84,8 @@ def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
             )
             if body.stream:
                 return await event_stream(request, _events(batch, writer, body))
-            async with batch:
-                (output,) = await unless_gone(request, batch.outputs())
+            async with batch, unless_gone(request):
+                (output,) = await batch.outputs()
         return json_response(writer.whole(output))
 
     return router

@@ -66,8 +66,8 @@ def completion_routes(service: Service) -> APIRouter:
         batch = await Batch.submit(service, prompt_ids, samplings, is_stream=bool(body.stream), request_id=request_id)
         if body.stream:
             return await event_stream(request, _events(batch, writer, body))
-        async with batch:
-            return json_response(writer.whole(await unless_gone(request, batch.outputs())))
+        async with batch, unless_gone(request):
+            return json_response(writer.whole(await batch.outputs()))
 
     return router
 

@@ -56,7 +56,7 @@ def _prompt(value: Any) -> Any:
         raise PydanticCustomError("too_many_prompts", "at most {max} prompts at once", {"max": MAX_PROMPTS})
     for item in items:
         is_text = isinstance(item, str)
-        if not is_text and not (isinstance(item, list) and item and all(type(token_id) is int for token_id in item)):
+        if not is_text and not (isinstance(item, list) and item and set(map(type, item)) == {int}):
             raise _bad_prompt()
         if not is_text and not (min(item) >= 0 and max(item) <= _MAX_INT32):
             raise PydanticCustomError("not_a_token", "a token id is 0 or more, and less than the vocabulary's size")

@@ -151,7 +151,8 @@ async def event_stream(request: Request, events: AsyncGenerator[bytes, None]) ->
     """A response of ``events`` that begins once the first of them is there: what fails before has a status of its own,
     and where the client goes before, ``events`` is closed. What fails later is an event of its own, the last one."""
     try:
-        first = await unless_gone(request, anext(events))
+        async with unless_gone(request):
+            first = await anext(events)
     except BaseException:
         await events.aclose()
         raise

@@ -152,9 +152,10 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
     words = _Words(service, invocation.parameters)
     if invocation.stream:
         lines = _Lines(batch, words, texts[0], is_sse="text/event-stream" in request.headers.get("accept", ""))
-        return await unless_gone(request, lines.response())
-    async with batch:
-        outputs = await unless_gone(request, batch.outputs())
+        async with unless_gone(request):
+            return await lines.response()
+    async with batch, unless_gone(request):
+        outputs = await batch.outputs()
     answers = [words.answer(text, output) for text, output in zip(texts, outputs, strict=True)]
     return json_response(answers[0] if isinstance(invocation.inputs, str) else answers)
 

@@ -3,28 +3,76 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-_T = TypeVar("_T")
+
+class Gone:
+    """Whether the client of a connection has gone, told to who asked for it. A connection leaves it in
+    ``scope["state"]["gone"]``."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    def set(self) -> None:
+        """It has gone."""
+        self.is_set = True
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def add(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once it goes."""
+        self._callbacks.append(callback)
+
+    def discard(self, callback: Callable[[], None]) -> None:
+        if callback in self._callbacks:
+            self._callbacks.remove(callback)
 
 
-async def unless_gone(request: Request, result: Awaitable[_T]) -> _T:
-    """``await result``, cancelled where the client goes meanwhile, which raises ``ClientDisconnect``."""
-    work, gone = asyncio.ensure_future(result), asyncio.ensure_future(_gone(request.receive))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        raise ClientDisconnect
-    finally:
-        for task in (work, gone):
-            task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+class unless_gone:  # noqa: N801 (used as a statement, like asyncio.timeout)
+    """``async with unless_gone(request):`` leaves the block with ``ClientDisconnect`` where the client goes meanwhile:
+    what it awaits is cancelled.
+    """
+
+    def __init__(self, request: Request):
+        self._gone: Gone | None = getattr(request.state, "gone", None)
+        self._receive = request.receive
+        self._listening: asyncio.Task[None] | None = None
+        self._was_called = False
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._num_cancelled = task, task.cancelling()
+        if self._gone is None:  # the server is not ours
+            self._gone = Gone()
+            self._listening = asyncio.create_task(_listen(self._receive, self._gone))
+        elif self._gone.is_set:
+            raise ClientDisconnect
+        self._gone.add(self._cancel)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._gone is not None
+        self._gone.discard(self._cancel)
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.wait({self._listening})
+        if self._was_called and self._task.uncancel() <= self._num_cancelled and kind is asyncio.CancelledError:
+            raise ClientDisconnect from error
+
+    def _cancel(self) -> None:
+        self._was_called = True
+        self._task.cancel()
 
 
 class EventStream(Response):
@@ -39,27 +87,20 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work, gone = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_gone(receive))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-        finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-
-    async def _send(self, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for piece in self._events:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with unless_gone(Request(scope, receive)):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                async for piece in self._events:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ClientDisconnect:
+            pass
         finally:
             if (close := getattr(self._events, "aclose", None)) is not None:
                 await close()
 
 
-async def _gone(receive: Receive) -> None:
+async def _listen(receive: Receive, gone: Gone) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    gone.set()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from fastgen.runtime.metrics import Metrics
 from fastgen.serving.admission.admission import Admission, Admitted, Limits
-from fastgen.serving.engine_client import EngineRequest
+from fastgen.serving.engine_request import EngineRequest
 from fastgen.serving.messages import EngineFacts, Progress
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 
