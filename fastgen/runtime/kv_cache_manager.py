@@ -28,9 +28,9 @@ padding block, and tables keep their length. With ``P = 4`` and ``w = 6``, after
 What a window leaves behind is freed whenever a sequence has filled a block, not token by token.
 
 **Spreading.** Many decodes may fill a block in the same step, and what is to be done then takes longer than the rest of
-scheduling. So a few in each step are given a *spare*: the block they will come to next. And what a full block asks for,
-to publish it and to free what a window leaves behind, may be *due* for some steps. Nobody can tell the difference:
-spares are taken back where anybody else wants the block, and what is due is done before anybody looks for it.
+scheduling. So where there are many, a few in each step are given a *spare*, the block they will come to next, which is
+taken back where anybody else wants it. The blocks of an answer are published when it ends, or its sequence is preempted
+or forked, and not while it is made; with windows, which leave blocks behind, that is *due* for a few in each step too.
 """
 
 from __future__ import annotations
@@ -287,8 +287,11 @@ class KVCacheManager:
             seq.block_tables[entry.group][entry.table_index] = PADDING_BLOCK
 
     def advance_later(self, decodes: Iterable[Sequence]) -> None:
-        """Each of ``decodes`` has filled a block: :meth:`advance` is due for it."""
-        self._due.update(dict.fromkeys(decodes))
+        """Each of ``decodes`` has filled a block: :meth:`advance` is due for it. Where no window leaves blocks behind,
+        that is when it ends, is preempted or forked: nobody asks for an answer that is not there yet.
+        """
+        if self._has_windows:
+            self._due.update(dict.fromkeys(decodes))
 
     def catch_up(self, most: int | None = None) -> None:
         """Do what is due, for ``most`` sequences at most."""
@@ -353,8 +356,7 @@ class KVCacheManager:
         parent has computed, windows must not have left behind what the child needs.
         """
         assert not child.block_tables, f"{child} holds blocks already"
-        if parent in self._due:
-            self.advance(parent)
+        self._publish_all(parent)
         assert 0 < num_tokens <= parent.num_computed_tokens, f"{num_tokens} tokens of {parent} are not computed"
         assert parent not in self._pending_copies.values(), f"{parent} awaits copies"
         num_full, end = num_tokens // self.block_size, -(-num_tokens // self.block_size)
@@ -396,8 +398,8 @@ class KVCacheManager:
 
     def free(self, seq: Sequence) -> None:
         """Take back all that ``seq`` holds; of what stays cached, its last blocks will be evicted first."""
-        if seq in self._due:
-            self.advance(seq)
+        self._publish_all(seq)
+        self._due.pop(seq, None)
         self._spares.discard(seq)
         if self._pending_copies:
             self.copies_done([copy for copy, owner in self._pending_copies.items() if owner is seq])
@@ -506,6 +508,11 @@ class KVCacheManager:
         if node is not start:
             self._nodes[seq] = node
             cache.move_user_down(before, node)
+
+    def _publish_all(self, seq: Sequence) -> None:
+        """Publish what of ``seq`` was left for later."""
+        if self.prefix_cache is not None and seq.block_tables:
+            self._publish(seq, seq.num_computed_tokens // self.block_size)
 
     def _stand_at(self, seq: Sequence, node: PrefixNode | None) -> None:
         """Remember the node below which ``seq`` publishes its next block; ``None`` where it holds nothing any more."""

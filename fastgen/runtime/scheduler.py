@@ -244,12 +244,14 @@ class Scheduler:
                 seq.num_computed_tokens = end = position + 1
                 if not end % block_size:
                     full.append(seq)
-        self.kv.advance_later(full)
         num_decodes = len(schedule.decodes)
         if num_decodes < self.spreads_from:
-            self.kv.catch_up()
-        elif len(full) <= _MANY_TIMES * self._share(num_decodes):
-            self.kv.catch_up(self._share(num_decodes))
+            for seq in full:
+                self.kv.advance(seq)
+        else:
+            self.kv.advance_later(full)
+            if len(full) <= _MANY_TIMES * self._share(num_decodes):
+                self.kv.catch_up(self._share(num_decodes))
         for chunk in schedule.chunks:
             seq = chunk.seq
             if seq.status is running:
