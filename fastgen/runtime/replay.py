@@ -75,17 +75,9 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
     :raises InvalidArgumentError: where a recording without its beginning has no snapshot, or the engine had a policy
         that is not one of fastgen's own.
     """
-    events = recording.events
-    begin = 0
-    if recording.header.first_step:
-        begin = next((place for place, event in enumerate(events) if isinstance(event, Snapshot)), len(events))
-        if begin == len(events):
-            raise InvalidArgumentError(
-                f"the recording begins at step {recording.header.first_step}, since the recorder had let go of earlier "
-                "ones, and has no snapshot to begin with: its ring was too small for the scheduler's state"
-            )
+    begin = _beginning(recording)
     player = _Player(recording, begin)
-    for event in events[begin:]:
+    for event in recording.events[begin:]:
         player.come_to(event)
         if isinstance(event, Arrival):
             player.arrive(event)
@@ -100,6 +92,27 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
             yield event, replayed, player.scheduler
             if replayed != event:
                 return
+
+
+def num_replayed(recording: Recording) -> int:
+    """How many steps of ``recording`` a replay makes again, if none differs.
+
+    :raises InvalidArgumentError: where there can be no replay, for want of a beginning.
+    """
+    return sum(isinstance(event, Step) for event in recording.events[_beginning(recording) :])
+
+
+def _beginning(recording: Recording) -> int:
+    """With which event a replay begins."""
+    if not recording.header.first_step:
+        return 0
+    for place, event in enumerate(recording.events):
+        if isinstance(event, Snapshot):
+            return place
+    raise InvalidArgumentError(
+        f"the recording begins at step {recording.header.first_step}, since the recorder had let go of earlier "
+        "ones, and has no snapshot to begin with: its ring was too small for the scheduler's state"
+    )
 
 
 @dataclass
