@@ -64,6 +64,14 @@ class Policy(ABC):
     observes: ClassVar[bool] = False
     """Whether it is told how long steps took."""
 
+    @property
+    def learned(self) -> tuple[float, ...]:
+        """What it goes by of all that it has observed."""
+        return ()
+
+    def recall(self, learned: tuple[float, ...]) -> None:  # noqa: B027
+        """Go by what another of its kind has :attr:`learned`."""
+
     def check(self, max_num_seqs: int) -> None:  # noqa: B027
         """Refuse what cannot work where at most ``max_num_seqs`` sequences run at once."""
 
