@@ -10,17 +10,6 @@ import typer
 
 from fastgen.cli import options
 
-_ARGUMENTS = {  # of fastgen.serve, where a flag is not called as they are
-    "allow_origin": "allow_origins",
-    "ttft_slo": "ttft_slo_s",
-    "header_timeout": "header_timeout_s",
-    "body_timeout": "body_timeout_s",
-    "write_timeout": "write_timeout_s",
-    "keep_alive": "keep_alive_s",
-    "drain_timeout": "drain_timeout_s",
-    "engine_timeout": "engine_timeout_s",
-}
-
 
 def serve(
     ctx: typer.Context,
@@ -133,7 +122,8 @@ def _serve(ctx: typer.Context) -> None:
     from fastgen.serving.arguments import SERVE_ARGUMENTS, sort_arguments
     from fastgen.serving.run import run
 
-    named = {_ARGUMENTS.get(flag, flag): value for flag, value in ctx.params.items() if value is not None}
+    arguments = {flag: argument for argument, flag in options.FLAG_NAMES.items()}
+    named = {arguments.get(flag, flag): value for flag, value in ctx.params.items() if value is not None}
     given = options.given_load_arguments(ctx) | {
         name: named[name] for name in ("model", *SERVE_ARGUMENTS) if name in named
     }
