@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -136,10 +137,10 @@ def _serve(ctx: typer.Context) -> None:
 
 
 def _translated(file: Path) -> dict[str, Any]:
-    """What ``file`` asks for; what became of each of its keys is told."""
+    """What ``file`` and the environment ask for; what became of each key is told."""
     from fastgen.serving.lmi.translate import translate
 
-    translation = translate(file)
+    translation = translate(file, os.environ)
     for note in translation.notes:
         print(note, file=sys.stderr)
     return translation.arguments

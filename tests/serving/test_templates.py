@@ -70,9 +70,10 @@ def test_what_costs_too_much_or_fails_is_refused_and_the_next_is_rendered(
 ) -> None:
     codec = TextCodec(tokenizer, eos_token_ids=frozenset(), default_sampling=SamplingParams())
     codec.render_chat = renderer.render
-    with monkeypatch.context() as patch, pytest.raises(InvalidArgumentError, match=why):
+    with monkeypatch.context() as patch:
         patch.setattr(tokenizer, "chat_template", template)
-        codec.encode_chat(MESSAGES[:2])
+        with pytest.raises(InvalidArgumentError, match=why):
+            codec.encode_chat(MESSAGES[:2])
     assert codec.encode_chat(MESSAGES[1:2])
 
 
