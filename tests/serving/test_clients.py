@@ -111,19 +111,24 @@ def test_a_stream_comes_in_pieces(client: Client) -> None:
     stream.close()
 
 
-@pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_a_stream_that_is_left_leaves_nothing_behind(client: Client, deployment: Deployment, how: str) -> None:
+@pytest.mark.parametrize("how", ["closed", "dropped", "closed unread", "dropped unread"])
+def test_a_stream_runs_at_once_and_leaves_nothing_behind_where_it_is_left(
+    client: Client, deployment: Deployment, how: str
+) -> None:
+    def until(holds: Callable[[dict[str, Any]], bool]) -> None:
+        deadline_s = time.monotonic() + 60
+        while not holds(httpx2.get(f"{deployment.address}/live", trust_env=False).json()["engine"]):
+            assert time.monotonic() < deadline_s
+
     stream = client.stream(PROMPTS[0], max_new_tokens=1900, temperature=0, ignore_eos=True, n=4)
-    next(stream)
-    if how == "closed":
+    if "unread" in how:
+        until(lambda engine: engine["num_running"] > 0)
+    else:
+        next(stream)
+    if "closed" in how:
         stream.close()
     del stream
-    deadline_s = time.monotonic() + 60
-    while True:
-        engine = httpx2.get(f"{deployment.address}/live", trust_env=False).json()["engine"]
-        if engine["num_running"] == engine["num_waiting"] == sum(engine["blocks"]["held"]) == 0:
-            break
-        assert time.monotonic() < deadline_s, "the request goes on"
+    until(lambda engine: engine["num_running"] == engine["num_waiting"] == sum(engine["blocks"]["held"]) == 0)
 
 
 def test_chat_is_that_of_the_library(llm: LLM, client: Client) -> None:

@@ -145,5 +145,5 @@ def test_variables_stand_for_keys_that_the_file_does_not_have(tmp_path: Path) ->
     assert set(told) - {str(tmp_path / "serving.properties")} == set(environment) - {"OPTIONAL"}
     assert "not taken, for" in told["OPTION_DTYPE"]
     assert "not translated" in told["OPTION_ENTRYPOINT"]
-    with pytest.raises(InvalidArgumentError, match="^OPTION_DTYPE=int8: weights in 8 bits"):
+    with pytest.raises(InvalidArgumentError, match=r"^OPTION_DTYPE=int8: weights in 8 bits"):
         translated(tmp_path, environment={"OPTION_DTYPE": "int8"})

@@ -147,8 +147,8 @@ class AsyncClient:
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> AsyncStream:
-        """Answer one prompt piece by piece. The request is sent when the first piece is asked for; closing the stream
-        cancels it."""
+        """Answer one prompt piece by piece; to be called in the event loop. The request is sent at once; closing the
+        stream, or dropping it, cancels it."""
         items, single = as_prompts(prompt)
         if not single:
             raise InvalidArgumentError("stream takes one prompt: a string or a list of token ids")
@@ -214,9 +214,14 @@ class AsyncStream(AsyncIterator[GenerationChunk]):
     def __init__(self, items: AsyncIterator[GenerationChunk | GenerationOutput]):
         self._items = items
         self._output: GenerationOutput | None = None
+        self._first: asyncio.Task[GenerationChunk | GenerationOutput] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._first = self._loop.create_task(_next(items))
+        self._first.add_done_callback(_heard)
 
     async def __anext__(self) -> GenerationChunk:
-        item = await anext(self._items)
+        first, self._first = self._first, None
+        item = await (anext(self._items) if first is None else first)
         if isinstance(item, GenerationChunk):
             return item
         self._output = item
@@ -232,7 +237,15 @@ class AsyncStream(AsyncIterator[GenerationChunk]):
 
     async def aclose(self) -> None:
         """Cancel what is not finished."""
+        if self._first is not None:
+            self._first.cancel()
+            await asyncio.wait({self._first})
+            self._first = None
         await cast(Any, self._items).aclose()
+
+    def __del__(self) -> None:
+        if self._first is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._first.cancel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -241,6 +254,16 @@ class AsyncStream(AsyncIterator[GenerationChunk]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+async def _next(items: AsyncIterator[_T]) -> _T:
+    return await anext(items)
+
+
+def _heard(task: asyncio.Task[Any]) -> None:
+    """Who does not ask for what ``task`` came to does not want to be told that it failed."""
+    if not task.cancelled():
+        task.exception()
 
 
 class Client:
@@ -293,14 +316,23 @@ class Client:
         return self._wait(self._inner.chat(messages, sampling, **fields))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> ClientStream:
-        """Answer one prompt piece by piece. Closing the stream, or dropping it, cancels the request."""
-        return ClientStream(self, self._inner.stream(prompt, sampling, **fields))
+        """Answer one prompt piece by piece. The request is sent at once; closing the stream, or dropping it, cancels
+        it."""
+
+        async def begin() -> AsyncStream:
+            return self._inner.stream(prompt, sampling, **fields)
+
+        return ClientStream(self, self._wait(begin()))
 
     def stream_chat(
         self, messages: Conversation, sampling: SamplingParams | None = None, **fields: Any
     ) -> ClientStream:
         """Answer one conversation piece by piece; see :meth:`stream`."""
-        return ClientStream(self, self._inner.stream_chat(messages, sampling, **fields))
+
+        async def begin() -> AsyncStream:
+            return self._inner.stream_chat(messages, sampling, **fields)
+
+        return ClientStream(self, self._wait(begin()))
 
     def info(self) -> dict[str, Any]:
         """See :meth:`AsyncClient.info`."""

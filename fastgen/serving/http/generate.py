@@ -87,7 +87,16 @@ def generate_routes(service: Service) -> APIRouter:
     """``/generate`` and ``/info``."""
     router = APIRouter(responses=ERRORS)
 
-    @router.post("/generate", response_model=None)
+    @router.post(
+        "/generate",
+        response_model=None,
+        responses={
+            200: {
+                "content": {"application/json": {}, "text/event-stream": {}},
+                "description": "An answer, or its stream",
+            }
+        },
+    )
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Go on with ``prompt`` (text or token ids), or answer ``messages``. With ``stream``, server-sent events of the
         pieces, the last of which has the whole answer as ``output``."""

@@ -189,7 +189,7 @@ def _unknown(value: str, given: dict[str, Given]) -> _Read:
     return {}, "not translated: nothing here is like it"
 
 
-def _batches(given: dict[str, Property]) -> bool:
+def _batches(given: dict[str, Given]) -> bool:
     """Whether the file asks for batches of whole requests: by ``batch_size``, where no rolling batch is named."""
     rolling = given["option.rolling_batch"].value if "option.rolling_batch" in given else "disable"
     return rolling == "disable" and "batch_size" in given and given["batch_size"].value != "1"
