@@ -125,6 +125,10 @@ class Service:
         self._watch.submitted(request, admitted)
         return Running(self, request, answers, request_id)
 
+    async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
+        """Why such a request would be refused; ``None`` where it would not. Nothing is run."""
+        return await self.engine.refusal(prompt_ids, sampling)
+
     async def metrics_text(self) -> bytes:
         """All counters, as they are now, in Prometheus' text format; the engine's as of its last word if it has no time
         to answer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,3 +254,20 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     with served("tiny-opt", "--api-key-file", str(keys), "--grpc-port", "0", "--name", "guarded", *tls) as server:
         (found,) = [one for one in deployments() if one.pid == server.process.pid]
         yield found
+
+
+def test_all_of_a_list_are_checked_before_any_runs(client: Client, deployment: Deployment) -> None:
+    def taken() -> str:
+        text = httpx2.get(f"{deployment.address}/metrics", trust_env=False).text
+        return next(line for line in text.splitlines() if line.startswith("fastgen_requests_total "))
+
+    before = taken()
+    prompts = [[5, 6]] * 20 + [[10**6]] + [[5, 6]] * 3
+    with pytest.raises(InvalidArgumentError, match=r"^prompt 20: .*1000000"):
+        client.generate(prompts, max_new_tokens=2)
+    samplings = [SamplingParams(max_new_tokens=2), SamplingParams(max_new_tokens=10**6)]
+    with pytest.raises(InvalidArgumentError, match=r"^prompt 1: .*max_new_tokens=1000000"):
+        client.generate([[5, 6]] * 2, samplings)
+    with pytest.raises(InvalidArgumentError, match=r"^prompt 1: "):
+        client.chat([[{"role": "user", "content": "hello"}], [{"content": "hello"}]], max_new_tokens=2)
+    assert taken() == before

@@ -19,6 +19,7 @@ from fastgen.serving.extra import need_extra
 from fastgen.serving.refusals import OverloadedError
 
 _MAX_CONCURRENCY = 64  # requests of one call that are with the server at the same time
+_MAX_CHECKED = 16  # that are checked by one message, which must not grow too large
 _T = TypeVar("_T")
 
 Protocols = Literal["http", "grpc"]
@@ -40,6 +41,10 @@ class Transport(Protocol):
 
     def stream(self, request: ClientRequest) -> AsyncIterator[GenerationChunk | GenerationOutput]:
         """The chunks, and after the last the whole output."""
+        ...
+
+    async def check(self, requests: Sequence[ClientRequest]) -> list[str | None]:
+        """Of each why it would be refused, or ``None``."""
         ...
 
     async def info(self) -> dict[str, Any]: ...
@@ -116,7 +121,8 @@ class AsyncClient:
     ) -> GenerationOutput | list[GenerationOutput]:
         """Answer one prompt, or several at once; see :meth:`LLM.generate <fastgen.runtime.llm.LLM.generate>`.
 
-        Of several, the first that is refused ends the call, and with it the others.
+        Of several, all are checked before any is sent to be answered; one that the server refuses later, for it has
+        too much to do for longer than can be waited or is ending, ends the call, and with it the others.
         """
         items, single = as_prompts(prompts)
         outputs = await self._run(_requests(items, sampling, fields, _prompt))
@@ -183,7 +189,18 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    async def _check(self, requests: list[ClientRequest]) -> None:
+        for start in range(0, len(requests), _MAX_CHECKED):
+            errors = await self._transport.check(requests[start : start + _MAX_CHECKED])
+            for index, why in enumerate(errors, start):
+                if why is not None:
+                    error = InvalidArgumentError(why)
+                    name_prompt(error, index, len(requests))
+                    raise error
+
     async def _run(self, requests: list[ClientRequest]) -> list[GenerationOutput]:
+        if len(requests) > 1:
+            await self._check(requests)
         places = asyncio.Semaphore(_MAX_CONCURRENCY)
 
         async def one(index: int, request: ClientRequest) -> GenerationOutput:

@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -32,13 +33,15 @@ def render(conversation: Conversation) -> Rendered:
         {name: value for name, value in message.items() if value is not None} for message in conversation.messages
     ]
     try:
-        (text,), _ = render_jinja_template(
+        tools: list[Any] | None = conversation.tools
+        found: Any = render_jinja_template(
             conversations=[messages],
-            tools=conversation.tools,
+            tools=tools,
             chat_template=conversation.template,
             add_generation_prompt=True,
             **conversation.special_tokens,
         )
+        ((text,), _) = found
     except MemoryError:
         return Rendered(None, f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory")
     except Exception as error:  # the template's: division by zero, endless recursion, anything
