@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import multiprocessing
-import os
 import platform
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import cycle
 from pathlib import Path
 from typing import Any, get_args
@@ -29,6 +28,7 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.cpu.machine_limits import Limits, Machine, is_steady
+from benchmarks.cpu.neighbour import neighbour_on
 from fastgen.compile import device
 from fastgen.compile.build_cpp import CppBuilder, CppKernel, cpp_arch
 from fastgen.compile.loader import KernelLoader
@@ -159,12 +159,6 @@ def summarise(
     }
 
 
-def keep_busy(core: int) -> None:
-    os.sched_setaffinity(0, {core})
-    while True:
-        pass
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", default=list(get_args(WeightFormat)))
@@ -183,17 +177,10 @@ def main() -> None:
     pool.resize(options.num_threads)
     cases = make_cases(options.formats, options.rows, tuple(options.shape), arch, loader)
     machine = Machine(arch)
-    neighbour = None
-    if options.busy_core is not None:
-        neighbour = multiprocessing.get_context("spawn").Process(
-            target=keep_busy, args=(options.busy_core,), daemon=True
-        )
-        neighbour.start()
-    try:
-        found = summarise(cases, *measure(cases, machine, options.num_threads, options.rounds))
-    finally:
+    with nullcontext() if options.busy_core is None else neighbour_on(options.busy_core) as neighbour:
         if neighbour is not None:
-            neighbour.terminate()
+            neighbour.resume()
+        found = summarise(cases, *measure(cases, machine, options.num_threads, options.rounds))
     print(
         f"{here.name}, {pool.num_threads} threads, {arch}: {found['read_gbs']} GB/s, {found['fp32_gflops']} GFLOP/s in "
         f"fp32; {found['steady_rounds']} of {found['rounds']} rounds counted"

@@ -44,7 +44,8 @@ class Launch:
     arguments: tuple[Any, ...]
 
     def run(self) -> None:
-        self.kernel.launch(self.grid, *self.arguments)
+        with torch.inference_mode():
+            self.kernel.launch(self.grid, *self.arguments)
 
     def __str__(self) -> str:
         return self.kernel.spec.name
@@ -65,7 +66,8 @@ class LibraryCall:
     kwargs: dict[str, Any]
 
     def run(self) -> None:
-        self.function(*self.args, **self.kwargs)
+        with torch.inference_mode():
+            self.function(*self.args, **self.kwargs)
 
     def __str__(self) -> str:
         return str(getattr(self.function, "__name__", self.function))
@@ -92,9 +94,8 @@ class Tape:
         """Raises :class:`CaptureError` when it is closed, :class:`KernelError` where a launch fails."""
         if self._closed:
             raise CaptureError(f"{self.name} is replayed after it was closed")
-        with torch.inference_mode():
-            for run in self._stretches:
-                run()
+        for run in self._stretches:
+            run()
 
     def difference(self, other: Tape) -> str | None:
         """The first thing in which another recording of the same step differs from this one; ``None`` if nothing.
@@ -239,7 +240,7 @@ def _stretches(entries: Sequence[Entry], runner: CppKernel | None) -> list[Calla
     def end_native() -> None:
         if native:
             assert runner is not None
-            stretches.append(_NativeStretch(runner, native).run)
+            stretches.append(_native_stretch(runner, native))
             native.clear()
 
     for entry in entries:
@@ -252,17 +253,14 @@ def _stretches(entries: Sequence[Entry], runner: CppKernel | None) -> list[Calla
     return stretches
 
 
-class _NativeStretch:
+def _native_stretch(runner: CppKernel, launches: Sequence[Launch]) -> Callable[[], None]:
     """Launches of C++ kernels, laid out for one call: for each the function's address and its arguments' block."""
-
-    def __init__(self, runner: CppKernel, launches: Sequence[Launch]):
-        blocks, calls = [], []
-        for launch in launches:
-            assert isinstance(launch.kernel, CppKernel)
-            blocks.append(torch.tensor(launch.kernel.slots(launch.arguments), dtype=torch.int64))
-            calls.append((launch.kernel.entry_point, blocks[-1].data_ptr()))
-        self._blocks = blocks  # alive for as long as their addresses are in calls
-        self._launch = runner.bind((), torch.tensor(calls, dtype=torch.int64), len(calls))
-
-    def run(self) -> None:
-        self._launch()
+    slots: list[int] = []
+    calls: list[int] = []
+    for launch in launches:
+        assert isinstance(launch.kernel, CppKernel)
+        calls += launch.kernel.entry_point, len(slots)
+        slots += launch.kernel.slots(launch.arguments)
+    table = torch.tensor(calls + slots, dtype=torch.int64)
+    table[1 : len(calls) : 2] = table[1 : len(calls) : 2] * table.itemsize + table[len(calls) :].data_ptr()
+    return runner.bind((), table, len(launches))

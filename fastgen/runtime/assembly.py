@@ -98,6 +98,7 @@ def build_engine(
     if next_decodes is not None and sampler.kernel is not None and isinstance(forward, TapedForward):
         advance = NextDecodesKernel(next_decodes)
         steady = SteadyDecodes(forward, input_batch, sampler.kernel, advance, sampler.rows)
+        steady.record(1)
     return Engine(
         ModelRunner(forward, input_batch, sampler, steady),
         Scheduler(

@@ -125,7 +125,8 @@ class Engine:
         end that the failure is of: a single one where its own token or text could not be handled, all of the step where
         that could not be run, for nothing is known of what it left of theirs.
         """
-        self._expire()
+        if len(self._deadlines):
+            self._expire()
         if self._in_flight is not None:
             ahead = self._launch_ahead(self._in_flight)
             self._collect(self._in_flight)
@@ -147,8 +148,9 @@ class Engine:
     def _begin(self, schedule: Schedule, began_s: float, held_back: list[Sequence] | None = None) -> InFlight:
         """``schedule`` was made since ``began_s``. Where a request that is new in it failed, it is to be made again."""
         record = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock(), held_back)
-        self.metrics.scheduled(len(schedule.preempted))
-        return InFlight(schedule, record, self._note_admitted(record))
+        if schedule.preempted:
+            self.metrics.preempted(len(schedule.preempted))
+        return InFlight(schedule, record, self._note_admitted(record) if record.admitted else [])
 
     def _run(self, step: InFlight) -> None:
         """A step from its beginning to its end."""
@@ -299,7 +301,7 @@ class Engine:
             except Exception as error:
                 self._fail([sequence], error)
             previous = sequence
-        for sequence, num_drafts in output.num_accepted.items():
+        for sequence, num_drafts in output.num_accepted.items() if output.num_accepted else ():
             if sequence.status is SequenceStatus.RUNNING and num_drafts:
                 try:
                     self.scheduler.accept(sequence, num_drafts)

@@ -102,9 +102,12 @@ class TapedForward(_ReplayedForward):
     ):
         super().__init__(model, kv_cache, pool, views, results, max_tokens=sizes[-1], max_rows=max_rows)
         self._sizes, self._recurring = sizes, {*range(1, min(self.SMALL, sizes[-1]) + 1), *sizes}
-        # The largest comes first, so that what all others leave in between finds room where its own lies.
+        # The largest comes first, so that what all others leave in between finds room where its own lies. Then those of
+        # a request by itself, whose second token would come late otherwise.
         with torch.inference_mode():
-            self._forwards[sizes[-1]] = self._record(sizes[-1])
+            for num_tokens in (sizes[-1], 1):
+                self._forwards[num_tokens] = self._record(num_tokens)
+            self._heads[1] = self._record_head(1)
 
     def hidden(self, batch: RaggedBatch) -> Tensor:
         num_tokens = len(batch.input_ids)
@@ -144,8 +147,8 @@ class TapedForward(_ReplayedForward):
 
         def step() -> None:
             prepare()
-            self._forward_step(num_rows)
-            self.model.logits(self._hidden[:num_rows], out=self._logits[:num_rows])
+            hidden = self.model(self._views(num_rows, 0), self.kv_cache)
+            self.model.logits(hidden, out=self._logits[:num_rows])
             sample(self._logits[:num_rows])
 
         return self._pool.record(f"a step of {num_rows} decodes", step)

@@ -185,10 +185,9 @@ class InputBatch:
         )
 
     def update_tables(self, updates: SequenceOf[BlockUpdate]) -> None:
-        """Enter ``updates`` at once, on a CPU, where no copy need carry them."""
-        if updates:
-            entry, block = self._enter(updates)
-            self._flat_tables.numpy()[entry] = block
+        """Enter ``updates``, of which there are some, at once, on a CPU, where no copy need carry them."""
+        entry, block = self._enter(updates)
+        self._flat_tables.numpy()[entry] = block
 
     def sampled_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """For each row that needs logits its seat, −1 behind the last row in use, and where its token will stand; i32.

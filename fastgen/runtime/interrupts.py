@@ -4,27 +4,52 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 
-@contextmanager
-def interrupt_deferred() -> Iterator[None]:
+def interrupt_deferred() -> InterruptDeferral:
     """Hold back Ctrl-C until the block has ended, where it would raise in the middle of it.
 
     That is on the main thread, if a Python function handles the signal (``KeyboardInterrupt`` comes from one). Where it
-    ends the process, or is ignored, there is nothing to hold back.
+    ends the process, or is ignored, there is nothing to hold back. Within another such block it is that one's to raise,
+    and this one costs next to nothing.
     """
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
-    received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if received:
-            previous(*received[0])
+    return InterruptDeferral()
+
+
+class InterruptDeferral:
+    """What :func:`interrupt_deferred` enters."""
+
+    __slots__ = ("_previous", "_received")
+
+    _outermost: InterruptDeferral | None = None
+
+    def __init__(self) -> None:
+        self._previous: Callable[[int, FrameType | None], Any] | None = None
+        self._received: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> Self:
+        if InterruptDeferral._outermost is None and threading.current_thread() is threading.main_thread():
+            previous = signal.getsignal(signal.SIGINT)
+            if callable(previous):
+                self._previous = previous
+                signal.signal(signal.SIGINT, lambda number, frame: self._received.append((number, frame)))
+                InterruptDeferral._outermost = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._previous is not None:
+            InterruptDeferral._outermost = None
+            signal.signal(signal.SIGINT, self._previous)
+            self.raise_received()
+
+    def raise_received(self) -> None:
+        """Between two acts of a long block: raise now what was held back."""
+        if self._received:
+            assert self._previous is not None
+            received, self._received = self._received[0], []
+            self._previous(*received)

@@ -210,9 +210,11 @@ class LLM:
                 with self._engine_lock() as engine:
                     generations.append(engine.submit(prompt, sampling))
             num_finished = 0  # of the oldest; requests are served in order, so this is nearly all of them
-            with progress_bar("prompts", enabled=len(prompts) >= _PROGRESS_FROM) as progress:
+            bar = progress_bar("prompts", enabled=len(prompts) >= _PROGRESS_FROM)
+            with bar as progress, interrupt_deferred() as deferral:  # once, for it costs a step of a small model time
                 while num_finished < len(generations):
                     self._step()
+                    deferral.raise_received()
                     while num_finished < len(generations) and generations[num_finished].finished:
                         num_finished += 1
                     progress(num_finished, len(generations))
@@ -249,13 +251,18 @@ class LLM:
     def _engine_lock(self) -> Iterator[Engine]:
         """The engine, for one act that neither another thread nor Ctrl-C divides."""
         with self._lock, interrupt_deferred():
-            if self._engine is None:
-                raise FastgenError("this LLM is closed; load the model again")
+            yield self._open_engine()
+
+    def _open_engine(self) -> Engine:
+        if self._engine is None:
+            raise FastgenError("this LLM is closed; load the model again")
+        if self._streams:
             self._cancel_abandoned(self._engine)
-            yield self._engine
+        return self._engine
 
     def _step(self) -> None:
-        with self._engine_lock() as engine:
+        with self._lock, interrupt_deferred():
+            engine = self._open_engine()
             engine.step()
             idle_s = engine.idle_s
         if idle_s:

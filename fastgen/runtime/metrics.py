@@ -119,9 +119,9 @@ class EngineMetrics:
         self._requests += 1
         self._prompt_tokens += num_prompt_tokens
 
-    def scheduled(self, num_preempted: int) -> None:
-        """A step was scheduled, whether or not it runs to its end."""
-        self._preemptions += num_preempted
+    def preempted(self, num_sequences: int) -> None:
+        """So many lost their seats for a step, whether or not that runs to its end."""
+        self._preemptions += num_sequences
 
     def left_queue(self, seconds: float) -> None:
         """A request's first token was scheduled, so long after it came."""

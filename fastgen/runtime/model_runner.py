@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +41,7 @@ class PromptLogprobs:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one step produced: a token for every sequence that caught up, one more for each draft of it that was
     accepted, and prompt log-probabilities where asked. ``num_accepted`` says how many drafts that were, for each
     sequence that had some.
@@ -50,7 +51,7 @@ class StepOutput:
 
     sampled: list[tuple[Sequence, SampledToken]]
     prompt_logprobs: list[PromptLogprobs]
-    num_accepted: Mapping[Sequence, int] = field(default_factory=dict)
+    num_accepted: Mapping[Sequence, int] = MappingProxyType({})
     build_s: float = 0.0
     num_padding: int = 0
 
@@ -110,12 +111,16 @@ class ModelRunner:
     def kv_cache(self) -> PagedKVCache:
         return self.forward.kv_cache
 
-    @torch.inference_mode()
     def run(self, schedule: Schedule) -> StepOutput:
         """A step from its beginning to its tokens."""
-        self._copy_blocks(schedule)
+        if schedule.block_copies:
+            self._copy_blocks(schedule)
         if self.steady is not None and (found := self.steady.run(schedule)) is not None:
             return StepOutput(list(zip(schedule.decodes, map(sampled_token, found, schedule.decodes), strict=True)), [])
+        return self._run_built(schedule)
+
+    @torch.inference_mode()
+    def _run_built(self, schedule: Schedule) -> StepOutput:
         step = self._launch(schedule, ahead=False)
         self.sample(step)
         if self.steady is not None:
@@ -165,6 +170,7 @@ class ModelRunner:
             num_padding=len(step.batch.input_ids) - step.schedule.num_tokens,
         )
 
+    @torch.inference_mode()
     def _copy_blocks(self, schedule: Schedule) -> None:
         for group in {copy.group for copy in schedule.block_copies}:
             copies = [copy for copy in schedule.block_copies if copy.group == group]

@@ -13,6 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastgen.runtime.beam_group import BeamForks
@@ -39,10 +40,11 @@ from fastgen.runtime.request import Request, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from fastgen.runtime.sampling_params import SamplingParams
-    from fastgen.runtime.schedule import Schedule
+    from fastgen.runtime.schedule import Schedule, ScheduledTokens
     from fastgen.runtime.scheduler import Scheduler
 
 _Key = tuple[int, int]
+_key_of: Callable[[Sequence], _Key] = attrgetter("key")
 _BYTES_PER_TOKEN = 40
 """Of a list of token ids: a pointer and an integer."""
 
@@ -90,9 +92,9 @@ class StepRecord:
         self.ended_s: float | None = None
         self.size, self.updates = schedule.size, schedule.block_updates
         self.copies, self.positions = schedule.block_copies, schedule.positions
-        self.decodes = [seq.key for seq in schedule.decodes]
-        self.chunks = [(each.seq.key, each.start, each.num_tokens, len(each.drafts)) for each in schedule.chunks]
-        self.preempted = [seq.key for seq in schedule.preempted]
+        self.decodes = list(map(_key_of, schedule.decodes))
+        self.chunks = [_chunk(each) for each in schedule.chunks] if schedule.chunks else []
+        self.preempted = list(map(_key_of, schedule.preempted))
         self.admitted: list[tuple[_Key, int, int, int]] = []
         self.sampled: list[_Key] = []
         self.num_running, self.num_waiting = len(scheduler.running), scheduler.num_waiting
@@ -372,6 +374,10 @@ class _BlockNumbers:
     def behind_prompt(self, token_ids: SequenceOf[int], num_prompt_tokens: int) -> tuple[int, ...]:
         """Those of the blocks that the prompt does not fill by itself."""
         return self.of(token_ids)[num_prompt_tokens // self._block_size :]
+
+
+def _chunk(chunk: ScheduledTokens) -> tuple[_Key, int, int, int]:
+    return chunk.seq.key, chunk.start, chunk.num_tokens, len(chunk.drafts)
 
 
 def _name(key: _Key) -> str:

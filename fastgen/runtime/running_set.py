@@ -60,6 +60,8 @@ class RunningSet:
     @property
     def block_updates(self) -> tuple[BlockUpdate, ...]:
         """All entries of block tables that the device has not been told."""
+        if not self._updates:
+            return ()
         return tuple([update for updates in self._updates.values() for update in updates.values()])
 
     def add_prompt(self, seq: Sequence) -> None:

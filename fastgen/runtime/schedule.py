@@ -56,8 +56,7 @@ class ScheduledTokens:
             assert self.end <= len(table) * kv.block_size, f"{self} has only the blocks {table}"
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """What one step computes: one token of each of the ``decodes``, which all sample, and the ``chunks``.
 
     ``positions`` has for each decode where its token stands. Chunks of prompts come in order of urgency, and behind

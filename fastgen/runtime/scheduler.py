@@ -26,7 +26,7 @@ since whoever waits comes to the head of the most urgent class one day, every se
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from operator import attrgetter
@@ -43,6 +43,7 @@ from fastgen.runtime.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
 _urgency, _token_ids = attrgetter("urgency"), attrgetter("token_ids")
+_num_computed_tokens = attrgetter("num_computed_tokens")
 
 
 class Scheduler:
@@ -166,8 +167,8 @@ class Scheduler:
 
     def _schedule(self, now_s: float) -> Schedule | None:
         self._now_s, self.resumes_at_s = now_s, None
-        if not self.running and not self.waiting:
-            return None
+        if not self.running.prompts and not self.waiting:
+            return self._schedule_decodes()
         if not self.running and (until_s := self._plan([]).until_s) is not None:
             self.resumes_at_s = until_s
             return None
@@ -186,18 +187,23 @@ class Scheduler:
                 plan = self._plan(preempted)
             if plan.runs_decodes or not decodes:
                 chunks = self._give_prompts(plan, may_admit=not preempted)
-        if self._propose_drafts is not None and decodes:
-            decodes, drafted = self._draft(decodes, plan.token_budget - _num_tokens(decodes, chunks))
-            chunks += drafted
-        self._scheduled, self._is_told = self._close(decodes, chunks, preempted), False
-        return self._scheduled
+        return self._close(decodes, chunks, preempted, plan.token_budget)
+
+    def _schedule_decodes(self) -> Schedule | None:
+        """The next step where decodes are all there is: nothing is to be shared out, so no policy is asked."""
+        if not self.running.decodes:
+            return None
+        preempted: list[Sequence] = []
+        self._give_decodes(preempted)
+        return self._close(self.running.due_decodes, [], preempted, self.token_budget)
 
     def told(self, schedule: Schedule) -> None:
         """The device has the block updates and copies of ``schedule``; what comes from now on is for the next one."""
         assert schedule is self._scheduled, "only of the schedule made last can the device be told"
         self._is_told = True
         self.running.told()
-        self.kv.copies_done(schedule.block_copies)
+        if schedule.block_copies:
+            self.kv.copies_done(schedule.block_copies)
 
     def commit(self, schedule: Schedule) -> None:
         """``schedule`` has been run: its tokens are computed, and the device is :meth:`told`. Of drafts nothing is
@@ -377,15 +383,22 @@ class Scheduler:
                 plain.append(seq)
         return plain, drafted
 
-    def _close(self, decodes: list[Sequence], chunks: list[ScheduledTokens], preempted: list[Sequence]) -> Schedule:
-        """The schedule, with the assertions that cost little; :meth:`Schedule.check` has all."""
-        positions = tuple([seq.num_computed_tokens for seq in decodes])
+    def _close(
+        self, decodes: list[Sequence], chunks: list[ScheduledTokens], preempted: list[Sequence], token_budget: int
+    ) -> Schedule:
+        """The schedule, with drafts as far as the ``token_budget`` has room, and the assertions that cost little;
+        :meth:`Schedule.check` has all."""
+        if self._propose_drafts is not None and decodes:
+            decodes, drafted = self._draft(decodes, token_budget - _num_tokens(decodes, chunks))
+            chunks += drafted
+        positions = tuple(map(_num_computed_tokens, decodes))
         if sum(map(len, map(_token_ids, decodes))) != sum(positions) + len(decodes):
             caught_up = [seq for seq in decodes if seq.num_pending_tokens != 1]
             raise AssertionError(f"neither given a token nor finished after their last step: {caught_up}")
         num_tokens = _num_tokens(decodes, chunks)
         assert 0 < num_tokens <= self.token_budget, f"{self.policy} made a step of {num_tokens} tokens"
-        return Schedule(
+        self._is_told = False
+        self._scheduled = Schedule(
             decodes=tuple(decodes),
             positions=positions,
             chunks=tuple(chunks),
@@ -395,6 +408,7 @@ class Scheduler:
             num_tokens=num_tokens,
             size=smallest_size(num_tokens, self.sizes),
         )
+        return self._scheduled
 
     def _allocate(self, seq: Sequence, num_tokens: int) -> bool:
         """Blocks for the next tokens of ``seq``; the device will be told where it has a seat."""
@@ -445,5 +459,5 @@ class Scheduler:
         self.forks.forked.discard(seq)
 
 
-def _num_tokens(decodes: SequenceOf[Sequence], chunks: Iterable[ScheduledTokens]) -> int:
-    return len(decodes) + sum(chunk.num_tokens for chunk in chunks)
+def _num_tokens(decodes: SequenceOf[Sequence], chunks: SequenceOf[ScheduledTokens]) -> int:
+    return len(decodes) + (sum(chunk.num_tokens for chunk in chunks) if chunks else 0)

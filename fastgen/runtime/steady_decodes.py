@@ -26,6 +26,8 @@ from fastgen.runtime.schedule import Schedule
 RowsOf = Callable[[SequenceOf[Sequence]], SequenceOf[SampledRow]]
 """How the next token of each sequence is sampled."""
 
+_NEXT = (1).__add__
+
 
 class SteadyDecodes:
     """Continues the step before: :meth:`note` what ran otherwise, and :meth:`run` where that is enough.
@@ -61,23 +63,30 @@ class SteadyDecodes:
         """
         decodes, positions = schedule.decodes, schedule.positions
         is_next = decodes == self._decodes and positions == self._next_positions and not schedule.chunks
-        self._expect((), ())  # whether it runs here or is built: a step that does not come to its end is not continued
+        self._decodes = ()  # whether it runs here or is built: a step that does not come to its end is not continued
         if not is_next or not (self._places or self._hold(decodes)):
             return None
         num_rows = len(decodes)
         if num_rows not in self._tapes:
-            prepare = partial(self._prepare, num_rows)
-            self._tapes[num_rows] = self._forward.record_decodes(num_rows, prepare, self._sampling.sample_held)
-        self._inputs.update_tables(schedule.block_updates)
+            self.record(num_rows)
+        if schedule.block_updates:
+            self._inputs.update_tables(schedule.block_updates)
         self._tapes[num_rows].replay()
         self._expect(decodes, positions)
         found = self._sampling.chosen(num_rows)
-        return [found[place] for place in self._places]
+        return list(map(found.__getitem__, self._places))
+
+    @torch.inference_mode()
+    def record(self, num_rows: int) -> None:
+        """Make the tape of so many decodes."""
+        prepare = partial(self._prepare, num_rows)
+        self._tapes[num_rows] = self._forward.record_decodes(num_rows, prepare, self._sampling.sample_held)
 
     def _expect(self, decodes: SequenceOf[Sequence], positions: SequenceOf[int]) -> None:
         """Nothing but one more token of each of ``decodes`` continues what the batch holds."""
-        self._decodes, self._next_positions = decodes, tuple([position + 1 for position in positions])
+        self._decodes, self._next_positions = decodes, tuple(map(_NEXT, positions))
 
+    @torch.inference_mode()
     def _hold(self, decodes: SequenceOf[Sequence]) -> bool:
         """Keep for the tape what it does not find in the batch: seats, tokens and rows, in the batch's order."""
         if not all(map(_can_be_held, decodes)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -157,5 +156,5 @@ def test_blocks_are_copied_before_the_forward_pass() -> None:
     schedule = bench.scheduler.schedule()
     assert schedule is not None
     copies = (BlockCopy(0, 0, 5, 7), BlockCopy(1, 2, 2, 3), BlockCopy(0, 1, 1, 8))
-    bench.runner.run(replace(schedule, block_copies=copies))
+    bench.runner.run(schedule._replace(block_copies=copies))
     assert model.seen == [0, 1, 2, 2, 4, 5, 6, 5, 1]

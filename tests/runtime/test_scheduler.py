@@ -577,7 +577,7 @@ def test_check_sees_a_broken_schedule():
     first, second = good.chunks
 
     def broken(*chunks, size=good.size):
-        return dataclasses.replace(good, chunks=chunks, size=size, num_tokens=sum(chunk.num_tokens for chunk in chunks))
+        return good._replace(chunks=chunks, size=size, num_tokens=sum(chunk.num_tokens for chunk in chunks))
 
     for schedule, complaint in [
         (broken(first, second, size=8), "11 tokens at size 8"),
@@ -586,7 +586,7 @@ def test_check_sees_a_broken_schedule():
         (broken(size=16), "0 tokens"),
         (broken(second, first), "stands behind"),
         (broken(first, first), "seats"),
-        (dataclasses.replace(good, num_tokens=12), "11 tokens are said to be 12"),
+        (good._replace(num_tokens=12), "11 tokens are said to be 12"),
         (broken(dataclasses.replace(first, num_tokens=0), second), "not what is pending"),
         (broken(dataclasses.replace(first, num_tokens=6)), "not what is pending"),
         (broken(dataclasses.replace(first, start=1, num_tokens=4)), "not what is pending"),

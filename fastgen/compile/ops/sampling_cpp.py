@@ -161,7 +161,7 @@ class SamplingKernel:
         self._workspaces = torch.empty(max_threads, _workspace_numel(vocab_size, num_slices))
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64)
         """``[R]``: what was chosen last, or ``-status``."""
-        self._found = self.token_ids.numpy()
+        self._found = self.token_ids.numpy().data
         greedy = RowSampling()
         self._greedy = (
             torch.tensor([greedy.reals] * max_rows),
