@@ -13,12 +13,12 @@ from fastgen.compile.ops.embedding import resolve_token_ids
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.drafts import DraftedSequence, SampledSequence
 from fastgen.runtime.input_batch import InputBatch
-from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.kv_cache_manager import BlockUpdate, KVCacheManager
 from fastgen.runtime.model_runner import accept
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
+from fastgen.runtime.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduler import Scheduler
 
 CPU = torch.device("cpu")
