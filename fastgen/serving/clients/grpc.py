@@ -63,8 +63,11 @@ class GrpcTransport:
 
     async def check(self, requests: Sequence[ClientRequest]) -> list[str | None]:
         asked = messages.CheckRequest()
-        for request in requests:  # of one call, so all of one kind
-            (asked.prompts if request.messages is None else asked.chats).append(_message(request))
+        for index, request in enumerate(requests):  # of one call, so all of one kind
+            try:
+                (asked.prompts if request.messages is None else asked.chats).append(_message(request))
+            except InvalidArgumentError as error:  # it cannot even be asked
+                return [*[None] * index, str(error)]
         return [why or None for why in (await self._unary("Check", asked)).errors]
 
     async def info(self) -> dict[str, Any]:
