@@ -51,7 +51,13 @@ PrefixCaching = Annotated[
 ]
 NumThreads = Annotated[int | None, typer.Option(help="Threads that compute on a CPU.")]
 Target = Annotated[str | None, typer.Option(help="Whose kernels run: torch (the reference), cpp, or auto.")]
-Quantize = Annotated[str | None, typer.Option(help="Keep matrices in int8, int4 or int8_weight_only. On a CPU.")]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        help="Keep matrices in few bits: int8_weight_only; by kernels for a CPU also int8 and int4, by those for a GPU "
+        "int4_weight_only and fp8_weight_only."
+    ),
+]
 Speculative = Annotated[str | None, typer.Option(help="ngram: draft what comes next from what stands there already.")]
 NumDraftTokens = Annotated[int | None, typer.Option(help="With --speculative: most drafts a step and answer.")]
 Sealed = Annotated[

@@ -97,7 +97,7 @@ class Engine:
         request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock(), constraint)
         beams = BeamGroup(request, sampling.stop_ids(self.eos_token_ids)) if request.has_beams else None
         generation = Generation(request, beams)
-        self.scheduler.add(request)
+        self.scheduler.enqueue(request)
         self._generations[request.request_id] = generation
         self.recorder.arrived(request)
         self.metrics.arrived(len(prompt_ids))
@@ -128,10 +128,13 @@ class Engine:
         if len(self._deadlines):
             self._expire()
         if self._in_flight is not None:
-            ahead = self._launch_ahead(self._in_flight)
+            # A snapshot wants a moment at which no step is under way.
+            ahead = None if self.recorder.wants_snapshot else self._launch_ahead(self._in_flight)
             self._collect(self._in_flight)
             if ahead is not None and self._sample(ahead):
                 return
+        if self.recorder.wants_snapshot:
+            self.recorder.snapshot(self.scheduler)
         began_s = self._clock()
         schedule = self._schedule(began_s)
         if schedule is None:
@@ -185,8 +188,9 @@ class Engine:
     def _launch(self, step: InFlight, *, ahead: bool) -> None:
         """The forward pass of ``step``."""
         try:
-            step.launched = self.runner.launch(step.schedule, ahead=ahead)
+            launched = self.runner.launch(step.schedule, ahead=ahead)
             self.scheduler.told(step.schedule)
+            step.launched = launched
         except Exception as error:
             step.error = error
 
@@ -196,9 +200,9 @@ class Engine:
             assert step.launched is not None
             try:
                 self.runner.sample(step.launched)
-                self.scheduler.commit(step.schedule)
             except Exception as error:
                 step.error = error
+            self.scheduler.commit(step.schedule)
         if step.has_failed:
             self._tell_failures(step)
             return False
@@ -215,7 +219,11 @@ class Engine:
             self._fail_step(step, step.error)
 
     def _fail_step(self, step: InFlight, error: Exception) -> None:
-        """Nobody knows what a step did that raised ``error``."""
+        """Nobody knows what a step did that raised ``error``. If it was launched, the scheduler took it for computed,
+        and so must who reads its record."""
+        if step.launched is not None:
+            num_padding = step.schedule.size - step.schedule.num_tokens
+            self.recorder.ran(step.record, step.launched.build_s, num_padding, self._clock())
         self._withdraw(step.sequences, step.record)
         self._fail(step.sequences, error)
 

@@ -13,12 +13,12 @@ from fastgen.compile.ops.embedding import resolve_token_ids
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.drafts import DraftedSequence, SampledSequence
 from fastgen.runtime.input_batch import InputBatch
-from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.kv_cache_manager import BlockUpdate, KVCacheManager
 from fastgen.runtime.model_runner import accept
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
+from fastgen.runtime.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduler import Scheduler
 
 CPU = torch.device("cpu")
@@ -193,6 +193,31 @@ def test_a_step_is_one_copy_to_addresses_that_never_change(
         copies.clear()
         assert addresses(inputs.build(step(pending(chunk), size=size))[0]) == first
         assert [tensor.data_ptr() for tensor in copies] == [inputs._packed.data_ptr()]
+
+
+class LateCopy:
+    """In the place of an event behind a copy out of ``staging``: the device reads it when it is waited for."""
+
+    def __init__(self, staging: Tensor):
+        self._staging, self.found = staging, torch.empty(0)
+
+    def synchronize(self) -> None:
+        self.found = self._staging.clone()
+
+
+def test_inputs_are_not_overwritten_before_a_late_device_has_them(example: tuple[InputBatch, list[Sequence]]) -> None:
+    inputs, (chunk, *_) = example
+    schedules = [step(pending(chunk, 1)), step(pending(chunk, 2)), step(pending(chunk, 3)), step(pending(chunk, 4))]
+    for schedule in schedules[:2]:
+        inputs.build(schedule)
+    given = [each.clone() for each in inputs._staging]
+    copies = [LateCopy(each) for each in inputs._staging]
+    inputs._copied = list(copies)  # type: ignore[arg-type]
+    for schedule in schedules[2:]:
+        inputs.build(schedule)
+    for before, copy, after in zip(given, copies, inputs._staging, strict=True):
+        assert torch.equal(copy.found, before)
+        assert not torch.equal(after, before)
 
 
 def test_a_token_on_the_device_is_taken_only_as_long_as_the_seat_is_the_sequences_own(

@@ -138,7 +138,7 @@ def _paged_attention(value: str, given: dict[str, Given]) -> _Read:
 def _dtype(value: str, given: dict[str, Given]) -> _Read:
     if value.lower() == "int8":
         raise InvalidArgumentError(
-            "weights in 8 bits are asked for by --quantize int8 or int8_weight_only; leave it out"
+            "weights in 8 bits are asked for by --quantize int8_weight_only, or on a CPU int8; leave it out"
         )
     if value.lower() not in _DTYPES:
         raise InvalidArgumentError(f"expected one of {', '.join(_DTYPES)}")
