@@ -36,15 +36,19 @@ def why(
 def replay(recording: RecordingFile, as_json: AsJson = False) -> None:
     """Run the scheduler again over FILE and compare every decision. Exit status 1 where one differs."""
     from fastgen.runtime.flight_file import read_recording
-    from fastgen.runtime.replay import first_difference
+    from fastgen.runtime.replay import first_difference, num_replayed
 
     found = read_recording(recording)
     difference = first_difference(found)
+    num_steps = num_replayed(found)
     if as_json:
-        facts = {"steps": len(found.steps), "equal": difference is None}
+        facts = {"steps": num_steps, "equal": difference is None}
         print(json.dumps(facts | ({} if difference is None else {"difference": asdict(difference)})))
     elif difference is None:
-        print(f"{len(found.steps):,} steps of {len(found.arrivals):,} requests: every decision is the same")
+        left_out = (
+            f", from the first snapshot on ({len(found.steps):,} were recorded)" if found.header.first_step else ""
+        )
+        print(f"{num_steps:,} steps of {len(found.arrivals):,} requests{left_out}: every decision is the same")
     else:
         print("\n".join(_difference_lines(difference)))
     if difference is not None:

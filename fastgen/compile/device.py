@@ -8,6 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -69,6 +70,12 @@ def return_freed_memory() -> None:
     """Give memory that was freed back to the system, where the C library keeps it (glibc does, for what was large)."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def being_current(device: torch.device) -> AbstractContextManager[object]:
+    """Within the block ``device``, if a GPU, is this thread's current one, where Triton loads and launches kernels and
+    where events are recorded."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

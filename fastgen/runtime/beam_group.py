@@ -36,7 +36,7 @@ class BeamGroup:
         )
         self.token_times_s: list[float] = []
         """When the search moved; the n-th tokens of all beams have the n-th time."""
-        self._live = request.sequences[:1]
+        self._live = list(request.sequences[:1])
         self._candidates: dict[Sequence, list[Candidate]] = {}
 
     def report(self, sequence: Sequence, candidates: list[Candidate]) -> None:

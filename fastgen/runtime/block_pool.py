@@ -68,6 +68,21 @@ class BlockPool:
         """Every block that is kept for what it contains, or will be when its last reference is gone."""
         return {block_id for block_id, is_published in enumerate(self._is_published) if is_published}
 
+    @property
+    def free_order(self) -> list[int]:
+        """The free blocks, the next to be handed out last."""
+        return list(self._free)
+
+    def restore(self, free: list[int], cached: list[int], held: Iterable[int], published: Iterable[int]) -> None:
+        """Be, new, as another was: with the blocks ``free`` in this :attr:`order <free_order>`, ``cached`` and
+        ``published`` ones, and ``held`` as often as they are named.
+        """
+        self._free, self._cached = free, OrderedDict.fromkeys(cached)
+        for block_id in held:
+            self._references[block_id] += 1
+        for block_id in published:
+            self._is_published[block_id] = True
+
     def map(self, blocks_per_cell: int) -> tuple[list[int], list[int]]:
         """How many blocks are held, and how many cached, among blocks 1 to ``blocks_per_cell``, among as many that
         follow, and so on; the last of these cells may have fewer. A fraction of a millisecond for 100,000 blocks.
@@ -103,10 +118,11 @@ class BlockPool:
         self._references[block_id] += 1
         self._cached.pop(block_id, None)
 
-    def publish(self, block_id: int) -> None:
-        """Keep what the held ``block_id`` contains, also when its last reference is gone, until it is evicted."""
-        assert self._holds(block_id), f"block {block_id} is published and nobody holds it"
-        self._is_published[block_id] = True
+    def publish(self, block_ids: Iterable[int]) -> None:
+        """Keep what the held ``block_ids`` contain, also when its last reference is gone, until it is evicted."""
+        for block_id in block_ids:
+            assert self._references[block_id], f"block {block_id} is published and nobody holds it"
+            self._is_published[block_id] = True
 
     def withdraw(self, block_id: int) -> None:
         """Keep what the published ``block_id`` contains for nobody else: it is free when its last reference is gone."""

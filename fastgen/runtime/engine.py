@@ -97,7 +97,7 @@ class Engine:
         request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock(), constraint)
         beams = BeamGroup(request, sampling.stop_ids(self.eos_token_ids)) if request.has_beams else None
         generation = Generation(request, beams)
-        self.scheduler.add(request)
+        self.scheduler.enqueue(request)
         self._generations[request.request_id] = generation
         self.recorder.arrived(request)
         self.metrics.arrived(len(prompt_ids))
@@ -128,10 +128,13 @@ class Engine:
         if len(self._deadlines):
             self._expire()
         if self._in_flight is not None:
-            ahead = self._launch_ahead(self._in_flight)
+            # A snapshot wants a moment at which no step is under way.
+            ahead = None if self.recorder.wants_snapshot else self._launch_ahead(self._in_flight)
             self._collect(self._in_flight)
             if ahead is not None and self._sample(ahead):
                 return
+        if self.recorder.wants_snapshot:
+            self.recorder.snapshot(self.scheduler)
         began_s = self._clock()
         schedule = self._schedule(began_s)
         if schedule is None:

@@ -19,7 +19,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.outputs import FinishReason
 
 FORMAT = "fastgen flight recording"
-VERSION = 4
+VERSION = 5
 _STRICT = {"extra": "forbid", "strict": True}
 """For :mod:`fastgen.runtime.flight_file`: a number is no string, and a field that is not known is an error."""
 
@@ -252,7 +252,73 @@ class Withdrawal:
     step: int
 
 
-Event = Arrival | Step | Finish | Blocks | Beams | Withdrawal
+class SequenceState(NamedTuple):
+    """A sequence between two steps. ``node`` is where it publishes its next block, the root being 0 and the nodes of
+    the snapshot following; ``None`` where nothing of it is published. ``seat`` is ``None`` where it waits.
+    """
+
+    sequence: str
+    num_tokens: int
+    num_computed: int
+    cached_tokens: int
+    num_preemptions: int
+    urgency: tuple[int, int, int]
+    seat: int | None
+    tables: tuple[tuple[int, ...], ...]
+    node: int | None
+
+
+class PrefixState(NamedTuple):
+    """A block of the prefix cache: behind which other (0 is the beginning), the number of its tokens, and which block
+    has them in each KV group; 0 for none."""
+
+    parent: int
+    number: int
+    blocks: tuple[int, ...]
+
+
+class Waiting(NamedTuple):
+    """Who waits for a seat, since when in its class, and its urgency: class, turn, index."""
+
+    sequence: str
+    since_s: float
+    urgency: tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The scheduler's state before ``step``, from where a replay can begin; :mod:`fastgen.runtime.snapshot` has what
+    each field is made of. Order matters everywhere, also of free and of cached blocks.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    kind: Literal["snapshot"] = "snapshot"
+    step: int
+    num_opened: int
+    next_spare: int
+    now_s: float
+    policy: tuple[float, ...]
+    """What the policy has learned."""
+    free: tuple[int, ...]
+    cached: tuple[int, ...]
+    nodes: tuple[PrefixState, ...]
+    sequences: tuple[SequenceState, ...]
+    """All that run, and of those that wait who has run before or is not the first of its request."""
+    decodes: tuple[str, ...]
+    prompts: tuple[str, ...]
+    free_seats: tuple[int, ...]
+    untold: tuple[BlockEntry, ...]
+    waiting: tuple[Waiting, ...]
+    held: tuple[str, ...]
+    forked: tuple[str, ...]
+    copies: tuple[tuple[str, Copy], ...]
+    private: tuple[str, ...]
+    may_share: tuple[str, ...]
+    due: tuple[str, ...]
+    spares: tuple[str, ...]
+
+
+Event = Arrival | Step | Finish | Blocks | Beams | Withdrawal | Snapshot
 
 
 @dataclass(frozen=True)

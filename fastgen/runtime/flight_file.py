@@ -26,6 +26,7 @@ from fastgen.runtime.flight import (
     Finish,
     Header,
     Recording,
+    Snapshot,
     Step,
     Withdrawal,
 )
@@ -109,6 +110,12 @@ def _sequences(event: Event) -> Iterator[str]:
         yield from event.preempted
     elif isinstance(event, Finish | Blocks):
         yield event.sequence
+    elif isinstance(event, Snapshot):
+        yield from (state.sequence for state in event.sequences)
+        yield from (each.sequence for each in event.waiting)
+        yield from (name for names in (event.decodes, event.prompts, event.held, event.forked) for name in names)
+        yield from (name for names in (event.private, event.may_share, event.due, event.spares) for name in names)
+        yield from (name for name, _ in event.copies)
     elif isinstance(event, Withdrawal):
         yield f"{event.request}.0"
     elif isinstance(event, Beams):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 
 from fastgen.runtime.beam_group import BeamGroup
@@ -102,6 +101,8 @@ class Completion:
 class Generation:
     """A submitted request: its completions and what they have in common. With ``beams`` these find the completions."""
 
+    __slots__ = ("_completions", "_num_finished", "beams", "left_queue_s", "prompt_logprobs", "request")
+
     def __init__(self, request: Request, beams: BeamGroup | None = None):
         self.request = request
         self.beams = beams
@@ -110,12 +111,15 @@ class Generation:
         )
         self.left_queue_s: float | None = None
         """When a token of it was first scheduled, or it ended without."""
+        self._completions: list[Completion] | None = None
         self._num_finished = 0
 
-    @cached_property
+    @property
     def completions(self) -> list[Completion]:
         """All ``n``. Of a request that waits nobody asks for them, so they cost nothing there."""
-        return [Completion(sequence) for sequence in self.request.sequences[: self.request.sampling.n]]
+        if self._completions is None:
+            self._completions = [Completion(sequence) for sequence in self.request.sequences[: self.request.sampling.n]]
+        return self._completions
 
     @property
     def finished(self) -> bool:

@@ -20,8 +20,9 @@ from fastgen.compile.device import to_device
 from fastgen.compile.ops.next_decodes import NextDecodesKernel
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.drafts import DraftedSequence, SampledSequence, owner
+from fastgen.runtime.kv_cache_manager import BlockUpdate
 from fastgen.runtime.request import TO_COME, Sequence
-from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
+from fastgen.runtime.schedule import Schedule, ScheduledTokens
 
 _NUM_STAGING_BUFFERS = 2  # the host may fill one while the device still reads the other
 _ALIGNMENT = 16  # bytes

@@ -26,6 +26,11 @@ padding block, and tables keep their length. With ``P = 4`` and ``w = 6``, after
     table [       0       |       2       |       5       |  9
 
 What a window leaves behind is freed whenever a sequence has filled a block, not token by token.
+
+**Spreading.** Many decodes may fill a block in the same step, and what is to be done then takes longer than the rest of
+scheduling. So where there are many, a few in each step are given a *spare*, the block they will come to next, which is
+taken back where anybody else wants it. The blocks of an answer are published when it ends, or its sequence is preempted
+or forked, and not while it is made; with windows, which leave blocks behind, that is *due* for a few in each step too.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
@@ -46,6 +52,15 @@ from fastgen.runtime.request import Sequence
 class TableEntry(NamedTuple):
     """``block_tables[group][table_index]`` of a sequence is ``block_id`` now."""
 
+    group: int
+    table_index: int
+    block_id: int
+
+
+class BlockUpdate(NamedTuple):
+    """``block_tables[group, seat, table_index] = block_id`` on the device."""
+
+    seat: int
     group: int
     table_index: int
     block_id: int
@@ -68,6 +83,20 @@ class Allocation:
 
     appended: list[TableEntry] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class KVState:
+    """What a manager goes by, beside the tables of the sequences and the tree of prefixes."""
+
+    free: list[int]
+    cached: list[int]
+    nodes: dict[Sequence, PrefixNode]
+    private: list[Sequence]
+    may_share: list[Sequence]
+    due: list[Sequence]
+    spares: list[Sequence]
+    copies: list[tuple[BlockCopy, Sequence]]
 
 
 class KVCacheManager:
@@ -96,7 +125,7 @@ class KVCacheManager:
         self.prefix_cache = PrefixCache(block_size, windows) if prefix_caching else None
         self.pool = BlockPool(num_blocks, self.prefix_cache.forget if self.prefix_cache else None)
         self.block_size, self.windows, self.max_chunk = block_size, tuple(windows), max_chunk
-        self.num_groups = len(self.windows)
+        self.num_groups, self._has_windows = len(self.windows), any(self.windows)
         self._nodes: dict[Sequence, PrefixNode] = {}
         """Of each sequence that holds blocks, the node of the last block it has published, or took from the cache."""
         self._private: set[Sequence] = set()
@@ -108,6 +137,15 @@ class KVCacheManager:
         """For whom each copy is that is due; it holds a reference on its source."""
         self._looked_up: set[Sequence] = set()
         """Those attached to what the cache has of them, but not given places for more yet."""
+        self._due: dict[Sequence, None] = {}
+        """Decodes that have filled a block since they were advanced, in that order."""
+        self._spares: set[Sequence] = set()
+        """Those whose tables end with a block that their next token does not go into."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now, spares included."""
+        return self.pool.num_free + self.num_groups * len(self._spares)
 
     # What fits
 
@@ -140,8 +178,8 @@ class KVCacheManager:
 
     def max_tokens(self, seq: Sequence) -> int:
         """How many tokens beyond those computed ``seq`` has places for, counting the blocks now free as its own."""
-        num_held = len(seq.block_tables[0]) if seq.block_tables else 0
-        num_free = self.pool.num_free - len(self._shared_entries(seq))
+        num_held = (len(seq.block_tables[0]) if seq.block_tables else 0) - (seq in self._spares)
+        num_free = self.num_free - len(self._shared_entries(seq))
         if num_free < 0:  # not even the copies that its next token needs
             return 0
         return (num_held + num_free // self.num_groups) * self.block_size - seq.num_computed_tokens
@@ -157,6 +195,7 @@ class KVCacheManager:
         """
         if self._looks_up(seq):
             assert self.prefix_cache is not None
+            self.catch_up()
             assert not seq.num_computed_tokens, f"{seq} has computed tokens already"
             node = self.prefix_cache.find(seq.token_ids, (seq.num_tokens - 1) // self.block_size)
             seq.num_computed_tokens = node.depth * self.block_size
@@ -191,7 +230,12 @@ class KVCacheManager:
         num_appended = max(0, end - num_held) * self.num_groups
         block_ids = self.pool.allocate(num_appended + len(shared))
         if block_ids is None:
-            return None
+            if not self._due and not self._spares:
+                return None
+            self.settle()
+            return self.allocate(seq, num_new_tokens)
+        if end >= num_held:
+            self._spares.discard(seq)
         self.may_share.discard(seq)
         if seq in self._looked_up:
             self._note_lookup(seq)
@@ -227,8 +271,11 @@ class KVCacheManager:
         later token sees. There is nothing to do unless a block has been filled since the last call.
         """
         num_full = seq.num_computed_tokens // self.block_size
+        self._due.pop(seq, None)
         if self.prefix_cache is not None:
             self._publish(seq, num_full)
+        if not self._has_windows:
+            return
         left: list[TableEntry] = []
         for group, (table, window) in enumerate(zip(seq.block_tables, self.windows, strict=True)):
             index = first_seen_block(num_full, window, self.block_size)
@@ -238,6 +285,58 @@ class KVCacheManager:
         self.pool.free(entry.block_id for entry in sorted(left, key=lambda entry: -entry.table_index))
         for entry in left:
             seq.block_tables[entry.group][entry.table_index] = PADDING_BLOCK
+
+    def advance_later(self, decodes: Iterable[Sequence]) -> None:
+        """Each of ``decodes`` has filled a block: :meth:`advance` is due for it. Where no window leaves blocks behind,
+        that is when it ends, is preempted or forked: nobody asks for an answer that is not there yet.
+        """
+        if self._has_windows:
+            self._due.update(dict.fromkeys(decodes))
+
+    def catch_up(self, most: int | None = None) -> None:
+        """Do what is due, for ``most`` sequences at most."""
+        for seq in tuple(islice(self._due, most)) if self._due else ():
+            self.advance(seq)
+
+    def give_spares(self, decodes: Iterable[Sequence]) -> list[BlockUpdate]:
+        """Give a spare to each of ``decodes`` that has none and will come to it; nothing where free blocks do not
+        suffice. Returns what the device is to be told.
+        """
+        block_size, spares = self.block_size, self._spares
+        lacking = [
+            seq
+            for seq in decodes
+            if seq not in spares
+            and seq.num_computed_tokens % block_size  # else it comes to the block that it has just been given
+            and len(seq.block_tables[0]) * block_size + 1 < seq.num_prompt_tokens + seq.request.sampling.max_new_tokens
+        ]
+        unused = iter(self.pool.allocate(len(lacking) * self.num_groups) or ())
+        updates = []
+        for seq, block_id in zip(lacking, unused, strict=False):
+            assert seq.seat is not None
+            for group, table in enumerate(seq.block_tables):
+                if group:
+                    block_id = next(unused)
+                updates.append(BlockUpdate(seq.seat, group, len(table), block_id))
+                table.append(block_id)
+            spares.add(seq)
+        return updates
+
+    def use_spares(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Each of ``decodes`` comes to a new block: those that have no spare for it."""
+        if not self._spares:
+            return decodes
+        lacking = [seq for seq in decodes if seq not in self._spares]
+        self._spares.difference_update(decodes)
+        return lacking
+
+    def settle(self) -> None:
+        """Do all that is due, and take back all spares."""
+        self.catch_up()
+        if self._spares:
+            spares = sorted(self._spares, key=_key)
+            self.pool.free(table.pop() for seq in spares for table in seq.block_tables)
+            self._spares.clear()
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
         """Whether ``parent`` has computed its first ``num_tokens`` tokens, and still has what :meth:`fork` needs."""
@@ -257,6 +356,7 @@ class KVCacheManager:
         parent has computed, windows must not have left behind what the child needs.
         """
         assert not child.block_tables, f"{child} holds blocks already"
+        self._publish_all(parent)
         assert 0 < num_tokens <= parent.num_computed_tokens, f"{num_tokens} tokens of {parent} are not computed"
         assert parent not in self._pending_copies.values(), f"{parent} awaits copies"
         num_full, end = num_tokens // self.block_size, -(-num_tokens // self.block_size)
@@ -285,6 +385,7 @@ class KVCacheManager:
         """
         if self.prefix_cache is None or not seq.block_tables:
             return
+        self.catch_up()
         node = self._nodes.get(seq, self.prefix_cache.root)
         branch = set() if node is self.prefix_cache.root else self.prefix_cache.branch(node)
         block_ids = sorted(block_id for each in branch for block_id in each.block_ids if block_id != PADDING_BLOCK)
@@ -297,7 +398,11 @@ class KVCacheManager:
 
     def free(self, seq: Sequence) -> None:
         """Take back all that ``seq`` holds; of what stays cached, its last blocks will be evicted first."""
-        self.copies_done([copy for copy, owner in self._pending_copies.items() if owner is seq])
+        self._publish_all(seq)
+        self._due.pop(seq, None)
+        self._spares.discard(seq)
+        if self._pending_copies:
+            self.copies_done([copy for copy, owner in self._pending_copies.items() if owner is seq])
         tables = reversed(list(zip(*seq.block_tables, strict=True)))
         self.pool.free(block_id for row in tables for block_id in row if block_id != PADDING_BLOCK)
         seq.block_tables = []
@@ -305,6 +410,33 @@ class KVCacheManager:
         self._looked_up.discard(seq)
         self._private.discard(seq)
         self._stand_at(seq, None)
+
+    def state(self) -> KVState:
+        """What it goes by now, between two steps."""
+        assert not self._looked_up
+        return KVState(
+            free=self.pool.free_order,
+            cached=self.pool.cached,
+            nodes=dict(self._nodes),
+            private=list(self._private),
+            may_share=list(self.may_share),
+            due=list(self._due),
+            spares=list(self._spares),
+            copies=list(self._pending_copies.items()),
+        )
+
+    def restore(self, state: KVState, held: Iterable[int]) -> None:
+        """Be, new, as another was, whose sequences held the blocks ``held``; the tree of prefixes is there already."""
+        published = [] if self.prefix_cache is None else self.prefix_cache.named
+        sources = [copy.source for copy, _ in state.copies]
+        self.pool.restore(state.free, state.cached, [*held, *sources], published)
+        for seq, node in state.nodes.items():
+            self._stand_at(seq, node)
+        self._private.update(state.private)
+        self.may_share.update(state.may_share)
+        self._due.update(dict.fromkeys(state.due))
+        self._spares.update(state.spares)
+        self._pending_copies.update(state.copies)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that ``sequences`` and pending copies account for every reference, that tables hold what is computed
@@ -322,14 +454,18 @@ class KVCacheManager:
             num_full = seq.num_computed_tokens // self.block_size
             for table, window in zip(seq.block_tables, self.windows, strict=False):
                 first = first_seen_block(num_full, window, self.block_size)
-                assert not any(table[:first]), f"{seq}: blocks left behind by a window of {window}: {table[:first]}"
+                is_left = seq in self._due or not any(table[:first])
+                assert is_left, f"{seq}: blocks left behind by a window of {window}: {table[:first]}"
                 assert all(table[first:]), f"{seq}: blocks missing from its table: {table}"
         for copy, owner in self._pending_copies.items():
             assert owner.block_tables[copy.group][copy.table_index] == copy.destination, (
                 f"{owner} has no use for {copy}"
             )
         assert self._looked_up.issubset(sequences), f"neither admitted nor detached: {self._looked_up}"
-        known = self.may_share.union(self._nodes, self._private, self._pending_copies.values())
+        for seq in self._spares:
+            num_places = (len(seq.block_tables[0]) - 1) * self.block_size
+            assert seq.num_computed_tokens <= num_places, f"{seq}: uses its spare"
+        known = self.may_share.union(self._nodes, self._private, self._pending_copies.values(), self._due, self._spares)
         holders = {seq for seq in sequences if seq.block_tables}
         assert known <= holders, f"remembered and hold nothing: {known - holders}"
         if self.prefix_cache is not None:
@@ -355,18 +491,28 @@ class KVCacheManager:
         statistics.hit_tokens += seq.num_computed_tokens
 
     def _publish(self, seq: Sequence, num_full: int) -> None:
-        assert self.prefix_cache is not None
+        cache, pool = self.prefix_cache, self.pool
+        assert cache is not None
         if seq in self._private:
             return
-        node = start = self._nodes.get(seq, self.prefix_cache.root)
+        before = self._nodes.get(seq)
+        node = start = cache.root if before is None else before
         while node.depth < num_full:
-            block_ids = [table[node.depth] for table in seq.block_tables]
-            node = self.prefix_cache.publish(node, seq.token_ids, block_ids)
-            for block_id, own in zip(node.block_ids, block_ids, strict=True):
-                if block_id == own:
-                    self.pool.publish(own)
+            depth = node.depth
+            block_ids = tuple([table[depth] for table in seq.block_tables])
+            node = cache.publish(node, seq.token_ids, block_ids)
+            if node.block_ids == block_ids:
+                pool.publish(block_ids)
+            else:
+                pool.publish([own for block_id, own in zip(node.block_ids, block_ids, strict=True) if block_id == own])
         if node is not start:
-            self._stand_at(seq, node)
+            self._nodes[seq] = node
+            cache.move_user_down(before, node)
+
+    def _publish_all(self, seq: Sequence) -> None:
+        """Publish what of ``seq`` was left for later."""
+        if self.prefix_cache is not None and seq.block_tables:
+            self._publish(seq, seq.num_computed_tokens // self.block_size)
 
     def _stand_at(self, seq: Sequence, node: PrefixNode | None) -> None:
         """Remember the node below which ``seq`` publishes its next block; ``None`` where it holds nothing any more."""
@@ -388,6 +534,9 @@ class KVCacheManager:
             else:
                 terms[f"{most} (a window of {window} tokens and a chunk of {self.max_chunk})"] += 1
         return " + ".join(f"{times} * {term}" if times > 1 else term for term, times in terms.items())
+
+
+_key = attrgetter("key")
 
 
 def held_entries(seq: Sequence) -> list[TableEntry]:

@@ -128,17 +128,18 @@ def load(
     bundle = sealed_loader(sealed, directory, found_device, about)
     kernels = choose_target(target, found_device, config, num_threads=num_threads, sealed=bundle)
     ledger = memory.ledger(config)
-    engine = build_engine(
-        spec,
-        config,
-        checkpoint,
-        codec,
-        torch_dtype,
-        found_device.torch_device,
-        kernels,
-        weight_format,
-        ledger=ledger,
-        policy=chosen_policy,
-        aging_s=aging_s,
-    )
+    with devices.being_current(found_device.torch_device):
+        engine = build_engine(
+            spec,
+            config,
+            checkpoint,
+            codec,
+            torch_dtype,
+            found_device.torch_device,
+            kernels,
+            weight_format,
+            ledger=ledger,
+            policy=chosen_policy,
+            aging_s=aging_s,
+        )
     return LLM(engine, codec, spec=spec, config=config, ledger=ledger, name=str(model))

@@ -162,7 +162,7 @@ class EngineMetrics:
         cache = scheduler.kv.prefix_cache
         prefix_cache = PrefixCacheStatistics() if cache is None else cache.statistics
         running = {sequence.request.request_id for sequence in scheduler.running}
-        waiting = {sequence.request.request_id for sequence in scheduler.unfinished} - running
+        waiting = scheduler.waiting.request_ids - running
         return Metrics(
             requests_running=len(running),
             requests_waiting=len(waiting),
@@ -179,7 +179,7 @@ class EngineMetrics:
             prefix_cache_evictions_total=prefix_cache.evictions,
             preemptions_total=self._preemptions,
             kv_blocks=pool.capacity,
-            kv_blocks_held=pool.capacity - pool.num_free,
+            kv_blocks_held=pool.capacity - scheduler.kv.num_free,
             kv_blocks_cached=pool.num_cached,
             step_seconds={size: tally.histogram() for size, tally in sorted(self._steps.items())},
             queue_seconds=self._queue.histogram(),

@@ -8,7 +8,7 @@ is bounded in steps and in bytes. A request whose arrival it has let go is still
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -37,9 +37,9 @@ from fastgen.runtime.flight import (
 from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.policies import policy_name
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.snapshot import SchedulerState
 
 if TYPE_CHECKING:
-    from fastgen.runtime.sampling_params import SamplingParams
     from fastgen.runtime.schedule import Schedule, ScheduledTokens
     from fastgen.runtime.scheduler import Scheduler
 
@@ -98,7 +98,7 @@ class StepRecord:
         self.admitted: list[tuple[_Key, int, int, int]] = []
         self.sampled: list[_Key] = []
         self.num_running, self.num_waiting = len(scheduler.running), scheduler.num_waiting
-        self.blocks_free, self.blocks_cached = scheduler.kv.pool.num_free, scheduler.kv.pool.num_cached
+        self.blocks_free, self.blocks_cached = scheduler.kv.num_free, scheduler.kv.pool.num_cached
 
     def step(self) -> Step:
         """The record as it stands, in names."""
@@ -133,17 +133,6 @@ class StepRecord:
     def num_bytes(self) -> int:
         """About what it takes in memory."""
         return 600 + 20 * len(self.decodes) + 150 * (len(self.chunks) + len(self.updates) + len(self.copies))
-
-
-class _Arrived(NamedTuple):
-    request_id: int
-    clock_s: float
-    prompt_ids: SequenceOf[int]
-    sampling: SamplingParams
-
-    @property
-    def num_bytes(self) -> int:
-        return 300 + _BYTES_PER_TOKEN * len(self.prompt_ids)
 
 
 class _Finished(NamedTuple):
@@ -197,7 +186,9 @@ class BeamMoves:
         return 300 + sum(200 + _BYTES_PER_TOKEN * len(token_ids) for _, _, token_ids, _ in self.moves)
 
 
-_RingEvent = StepRecord | _Arrived | _Finished | _Withdrawn | BeamMoves
+_RingEvent = StepRecord | Request | _Finished | _Withdrawn | BeamMoves | SchedulerState
+_SNAPSHOTS = 4
+"""How many times a ring is gone through a snapshot is taken, so that one is left when the rest has gone."""
 
 
 class Recorder:
@@ -218,8 +209,11 @@ class Recorder:
         self._ring: deque[_RingEvent] = deque()
         self._num_bytes = 0
         self._next_step = self._first_step = 0
+        self._bytes_seen = 0
+        self._last_snapshot = (0, 0)
+        """Before which step it was taken, and the bytes seen by then."""
         self._open: dict[int, Request] = {}
-        self._early: dict[int, _Arrived] = {}
+        self._early: dict[int, Request] = {}
         """Arrivals that left the ring before the ends of their requests."""
         self._seated: set[_Key] = set()
         self._ran: StepRecord | None = None
@@ -228,7 +222,28 @@ class Recorder:
     def arrived(self, request: Request) -> None:
         """``request`` was queued."""
         self._open[request.request_id] = request
-        self._append(_Arrived(request.request_id, request.arrival_s, request.prompt_ids, request.sampling))
+        self._append(request, _arrival_bytes(request))
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """Whether the ring would soon begin with nothing that a replay can begin with."""
+        step, num_bytes = self._last_snapshot
+        return (
+            _SNAPSHOTS * (self._next_step - step) >= self.max_steps
+            or _SNAPSHOTS * (self._bytes_seen - num_bytes) >= self.max_bytes
+        )
+
+    def snapshot(self, scheduler: Scheduler) -> None:
+        """Keep the state of ``scheduler``, all of whose steps are over. One that would take more of the ring than lies
+        between two of them is not kept."""
+        state = SchedulerState(scheduler, self._next_step)
+        if _SNAPSHOTS * state.num_bytes < self.max_bytes:
+            self._append(state, state.num_bytes)
+        self._last_snapshot = (self._next_step, self._bytes_seen)
+
+    def begin_with(self, seated: Iterable[Sequence]) -> None:
+        """Record from here on, where these have their seats."""
+        self._seated.update(seq.key for seq in seated)
 
     def scheduled(
         self,
@@ -251,7 +266,7 @@ class Recorder:
         self._next_step += 1
         if held_back is None:
             self._ran = None
-        self._append(record)
+        self._append(record, record.num_bytes)
         return record
 
     def ran(self, record: StepRecord, build_s: float, num_padding: int, now_s: float) -> None:
@@ -267,18 +282,20 @@ class Recorder:
         """The beams of ``request`` made these moves, and each was given a token."""
         beams = [seq for seq in request.sequences if seq.status is SequenceStatus.RUNNING and seq.num_pending_tokens]
         moves.given = [seq.key for seq in beams]
-        self._append(moves)
+        self._append(moves, moves.num_bytes)
 
     def withdrawn(self, request: Request, step: StepRecord) -> None:
         """After ``step`` what was computed for ``request`` left the prefix cache."""
-        self._append(_Withdrawn(request.request_id, step.number))
+        event = _Withdrawn(request.request_id, step.number)
+        self._append(event, event.num_bytes)
 
     def finished(self, seq: Sequence, reason: FinishReason, now_s: float, *, num_tokens: int, is_last: bool) -> None:
         """``seq``, a completion, ended with so many tokens, as the last one of its request or not."""
         self._seated.discard(seq.key)
         request = self._open.pop(seq.request.request_id) if is_last else None
         step = self._ran.number if self._ran is not None and self._ran.ended_s is None else None
-        self._append(_Finished(seq.key, now_s, reason, num_tokens, request, step))
+        event = _Finished(seq.key, now_s, reason, num_tokens, request, step)
+        self._append(event, event.num_bytes)
 
     def last_steps(self, max_steps: int) -> list[StepRecord]:
         """The records of the last ``max_steps`` steps, oldest first; fewer where a great deal else happened in between,
@@ -299,20 +316,23 @@ class Recorder:
         )
         return Recording(header, tuple(self._events()))
 
-    def _append(self, event: _RingEvent) -> None:
+    def _append(self, event: _RingEvent, num_bytes: int) -> None:
         self._ring.append(event)
-        self._num_bytes += event.num_bytes
+        self._num_bytes += num_bytes
+        self._bytes_seen += num_bytes
         while self._next_step - self._first_step > self.max_steps or (
             self._num_bytes > self.max_bytes and len(self._ring) > 1
         ):
             self._let_go(self._ring.popleft())
 
     def _let_go(self, event: _RingEvent) -> None:
+        if isinstance(event, Request):
+            self._num_bytes -= _arrival_bytes(event)
+            self._early[event.request_id] = event
+            return
         self._num_bytes -= event.num_bytes
         if isinstance(event, StepRecord):
             self._first_step = event.number + 1
-        elif isinstance(event, _Arrived):
-            self._early[event.request_id] = event
         elif isinstance(event, _Finished) and event.request is not None:
             del self._early[event.key[0]]
 
@@ -322,10 +342,12 @@ class Recorder:
         for event in (*self._early.values(), *self._ring):
             if isinstance(event, StepRecord):
                 yield event.step()
-            elif isinstance(event, _Arrived):
+            elif isinstance(event, Request):
                 yield _arrival(event, numbers.of(event.prompt_ids) if self.engine.prefix_caching else ())
             elif isinstance(event, BeamMoves):
                 yield _beams(event, numbers)
+            elif isinstance(event, SchedulerState):
+                yield event.snapshot(numbers.number)
             elif isinstance(event, _Withdrawn):
                 yield Withdrawal(request=event.request_id, step=event.step)
             else:
@@ -335,7 +357,7 @@ class Recorder:
         if self.engine.prefix_caching:
             for seq in (seq for _, request in sorted(requests.items()) for seq in request.sequences):
                 if blocks := numbers.behind_prompt(seq.token_ids, seq.num_prompt_tokens):
-                    yield Blocks(sequence=_name(seq.key), blocks=blocks)
+                    yield Blocks(sequence=seq.name, blocks=blocks)
 
 
 def engine_facts(scheduler: Scheduler, *, runs_ahead: bool = False) -> EngineFacts:
@@ -366,10 +388,13 @@ class _BlockNumbers:
     def of(self, token_ids: SequenceOf[int]) -> tuple[int, ...]:
         numbers, previous = [], -1
         for end in range(self._block_size, len(token_ids) + 1, self._block_size):
-            block = (previous, tuple(token_ids[end - self._block_size : end]))
-            previous = self._numbers.setdefault(block, len(self._numbers))
+            previous = self.number(previous, tuple(token_ids[end - self._block_size : end]))
             numbers.append(previous)
         return tuple(numbers)
+
+    def number(self, previous: int, token_ids: tuple[int, ...]) -> int:
+        """That of a block behind the block with the number ``previous``."""
+        return self._numbers.setdefault((previous, token_ids), len(self._numbers))
 
     def behind_prompt(self, token_ids: SequenceOf[int], num_prompt_tokens: int) -> tuple[int, ...]:
         """Those of the blocks that the prompt does not fill by itself."""
@@ -384,12 +409,17 @@ def _name(key: _Key) -> str:
     return f"{key[0]}.{key[1]}"
 
 
-def _arrival(event: _Arrived, blocks: tuple[int, ...]) -> Arrival:
-    sampling = event.sampling
+def _arrival_bytes(request: Request) -> int:
+    """About what is kept of ``request`` from its arrival on."""
+    return 300 + _BYTES_PER_TOKEN * len(request.prompt_ids)
+
+
+def _arrival(request: Request, blocks: tuple[int, ...]) -> Arrival:
+    sampling = request.sampling
     return Arrival(
-        clock_s=event.clock_s,
-        request=event.request_id,
-        prompt_tokens=len(event.prompt_ids),
+        clock_s=request.arrival_s,
+        request=request.request_id,
+        prompt_tokens=len(request.prompt_ids),
         max_new_tokens=sampling.max_new_tokens,
         n=sampling.n,
         beam_width=sampling.beam_width,

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.flight import Arrival, Beams, Blocks, EngineFacts, Event, Finish, Recording, Step, Withdrawal
+from fastgen.runtime.flight import (
+    Arrival,
+    Beams,
+    Blocks,
+    EngineFacts,
+    Event,
+    Finish,
+    Recording,
+    Snapshot,
+    Step,
+    Withdrawal,
+)
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.policies import make_policy
 from fastgen.runtime.recorder import Recorder
@@ -22,6 +33,7 @@ from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.schedule import Schedule
 from fastgen.runtime.scheduler import Scheduler
+from fastgen.runtime.snapshot import restore
 
 DECISIONS = (
     *("size", "num_decodes", "entries", "admitted", "preempted", "block_entries", "block_copies"),
@@ -57,18 +69,15 @@ def first_difference(recording: Recording) -> Difference | None:
 def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]]:
     """Each recorded step, what is decided now (with the recorded times), and the scheduler, with the step's tokens.
 
-    There is no way on after the first step that differs.
+    Where the recorder had let go of the engine's first step, those from the first snapshot on: there it is known again
+    what the scheduler decided by. There is no way on after the first step that differs.
 
-    :raises InvalidArgumentError: where the recording does not begin with the engine's first step, or the engine had a
-        policy that is not one of fastgen's own.
+    :raises InvalidArgumentError: where a recording without its beginning has no snapshot, or the engine had a policy
+        that is not one of fastgen's own.
     """
-    if recording.header.first_step:
-        raise InvalidArgumentError(
-            f"the recording begins at step {recording.header.first_step}, since the recorder had let go of earlier "
-            "ones; only from the first step on is it known what the scheduler decided by"
-        )
-    player = _Player(recording)
-    for event in recording.events:
+    begin = _beginning(recording)
+    player = _Player(recording, begin)
+    for event in recording.events[begin:]:
         player.come_to(event)
         if isinstance(event, Arrival):
             player.arrive(event)
@@ -83,6 +92,27 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
             yield event, replayed, player.scheduler
             if replayed != event:
                 return
+
+
+def num_replayed(recording: Recording) -> int:
+    """How many steps of ``recording`` a replay makes again, if none differs.
+
+    :raises InvalidArgumentError: where there can be no replay, for want of a beginning.
+    """
+    return sum(isinstance(event, Step) for event in recording.events[_beginning(recording) :])
+
+
+def _beginning(recording: Recording) -> int:
+    """With which event a replay begins."""
+    if not recording.header.first_step:
+        return 0
+    for place, event in enumerate(recording.events):
+        if isinstance(event, Snapshot):
+            return place
+    raise InvalidArgumentError(
+        f"the recording begins at step {recording.header.first_step}, since the recorder had let go of earlier "
+        "ones, and has no snapshot to begin with: its ring was too small for the scheduler's state"
+    )
 
 
 @dataclass
@@ -104,7 +134,7 @@ class _Player:
     the lives it had, the present one first.
     """
 
-    def __init__(self, recording: Recording):
+    def __init__(self, recording: Recording, begin: int):
         self.scheduler = build_scheduler(recording.header.engine, self._drafts)
         self.sequences: dict[str, Sequence] = {}
         self._recorder = Recorder(recording.header.engine, lambda: recording.header.clock_s)
@@ -112,7 +142,7 @@ class _Player:
         self._blocks: dict[str, deque[tuple[int, ...]]] = {}
         self._dropped: dict[str, list[tuple[int, ...]]] = defaultdict(list)
         self._final: dict[str, tuple[int, ...]] = {}
-        for event in recording.events:
+        for event in recording.events[begin:]:
             if isinstance(event, Beams):
                 for move in event.moves:
                     self._dropped[move.sequence].append(move.dropped)
@@ -126,6 +156,19 @@ class _Player:
         self._ahead: _Played | None = None
         """The step that was scheduled ahead of the tokens of the last, and is committed when that is over."""
         self._last_end_s = -math.inf
+        if begin:
+            self._begin_with(recording, begin)
+
+    def _begin_with(self, recording: Recording, begin: int) -> None:
+        """Be where the engine was at the snapshot at this place."""
+        snapshot = recording.events[begin]
+        assert isinstance(snapshot, Snapshot)
+        num_tokens = {state.sequence: state.num_tokens for state in snapshot.sequences}
+        for event in recording.events[:begin]:
+            if isinstance(event, Arrival):
+                self._request(event, num_tokens)
+        restore(self.scheduler, snapshot, self.sequences)
+        self._recorder.begin_with(self.scheduler.running)
 
     def come_to(self, event: Event) -> None:
         """``event`` is next: end what is over by now."""
@@ -139,6 +182,10 @@ class _Player:
             self._end_last()
 
     def arrive(self, event: Arrival) -> None:
+        self.scheduler.add(self._request(event, {}))
+
+    def _request(self, event: Arrival, num_tokens: Mapping[str, int]) -> Request:
+        """The request that arrived, whose sequences have so many tokens, or else the prompt's."""
         sampling = SamplingParams(
             max_new_tokens=event.max_new_tokens,
             n=event.n,
@@ -151,8 +198,8 @@ class _Player:
             self.sequences[name] = seq
             lives = (*self._dropped[name], self._final.get(name, ()))
             self._blocks[name] = deque(event.blocks + later for later in lives)
-            seq.token_ids = self._stand_ins(name, event.prompt_tokens)
-        self.scheduler.add(request)
+            seq.token_ids = self._stand_ins(name, num_tokens.get(name, event.prompt_tokens))
+        return request
 
     def finish(self, event: Finish) -> None:
         seq = self.sequences[event.sequence]

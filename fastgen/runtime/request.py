@@ -31,9 +31,12 @@ class Request:
 
     ``request_id`` numbers requests in order of arrival; ``arrival_s`` is when this one came (seconds).
     ``constraint`` is its compiled ``response_format``, if it has one.
+
+    Its sequences are made when somebody asks for them, which is when its turn is near: however many wait, a request is
+    one object.
     """
 
-    __slots__ = ("arrival_s", "constraint", "prompt_ids", "request_id", "sampling", "sequences")
+    __slots__ = ("_sequences", "arrival_s", "constraint", "prompt_ids", "request_id", "sampling", "turn")
 
     def __init__(
         self,
@@ -50,7 +53,24 @@ class Request:
         self.sampling = sampling
         self.arrival_s = arrival_s
         self.constraint = constraint
-        self.sequences = [Sequence(self, index) for index in range(max(sampling.n, sampling.beam_width))]
+        self.turn = 0
+        self._sequences: tuple[Sequence, ...] | None = None
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        if self._sequences is None:
+            self._sequences = tuple([Sequence(self, index) for index in range(self.num_sequences)])
+        return self._sequences
+
+    def queue(self, turn: int) -> None:
+        """It came to wait as number ``turn``."""
+        self.turn = turn
+        for seq in self._sequences or ():
+            seq.urgency = (self.sampling.priority, turn, seq.index)
+
+    @property
+    def num_sequences(self) -> int:
+        return max(self.sampling.n, self.sampling.beam_width)
 
     @property
     def has_beams(self) -> bool:
@@ -58,7 +78,7 @@ class Request:
         return self.sampling.beam_width > 1
 
     def __repr__(self) -> str:
-        return f"Request({self.request_id}, {len(self.prompt_ids)} prompt tokens, {len(self.sequences)} sequences)"
+        return f"Request({self.request_id}, {len(self.prompt_ids)} prompt tokens, {self.num_sequences} sequences)"
 
 
 class Sequence:
@@ -96,7 +116,7 @@ class Sequence:
         self.index = index
         self.key = (request.request_id, index)
         """Order of arrival: the smaller key came first."""
-        self.urgency = (request.sampling.priority, request.request_id, index)
+        self.urgency = (request.sampling.priority, request.turn, index)
         """The smaller is the more urgent: class, turn in the class, index. See :mod:`fastgen.runtime.waiting_queue`."""
         self.token_ids = list(request.prompt_ids)
         self.num_prompt_tokens = len(request.prompt_ids)
@@ -108,6 +128,11 @@ class Sequence:
         self.num_cached_tokens = 0
         """Of the tokens it came with, those that the prefix cache had when it was first admitted."""
         self.matcher = None if request.constraint is None else request.constraint.matcher()
+
+    @property
+    def name(self) -> str:
+        """The key as recordings spell it."""
+        return f"{self.key[0]}.{self.index}"
 
     @property
     def num_tokens(self) -> int:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.structured_output import Grammars
 
 
-@dataclass(frozen=True)
 class RequestChecks:
     """Of one model; ``grammars`` is ``None`` where response formats cannot be kept to, for want of a tokenizer."""
 
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-    has_tokenizer: bool
-    grammars: Grammars | None
+    def __init__(
+        self,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        has_tokenizer: bool,
+        grammars: Grammars | None,
+    ):
+        self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
+        self.has_tokenizer, self.grammars = has_tokenizer, grammars
+        self._last: SamplingParams | None = None
+        """Parameters that were found to go with the model: many requests come with the same."""
 
     def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise ``InvalidArgumentError`` where the model cannot answer, saying why."""
@@ -30,13 +35,9 @@ class RequestChecks:
             raise InvalidArgumentError(
                 f"prompt token {position} is id {token_id}; the model's ids are 0 to {self.vocab_size - 1}"
             )
-        sampling.check_against(self.vocab_size)
-        if sampling.stop and not self.has_tokenizer:
-            raise InvalidArgumentError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        if sampling.response_format is not None:
-            if self.grammars is None:
-                raise InvalidArgumentError("response_format needs a tokenizer, and this model has none")
-            self.grammars.compile(sampling.response_format)
+        if sampling is not self._last:
+            self._check_sampling(sampling)
+            self._last = sampling
         num_tokens = len(prompt_ids) + sampling.max_new_tokens
         if num_tokens > self.max_model_len:
             room = self.max_model_len - len(prompt_ids)
@@ -46,6 +47,16 @@ class RequestChecks:
                 f"{num_tokens} tokens, max_model_len is {self.max_model_len}; {advice}",
                 room=room,
             )
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        """What does not depend on the prompt."""
+        sampling.check_against(self.vocab_size)
+        if sampling.stop and not self.has_tokenizer:
+            raise InvalidArgumentError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if sampling.response_format is not None:
+            if self.grammars is None:
+                raise InvalidArgumentError("response_format needs a tokenizer, and this model has none")
+            self.grammars.compile(sampling.response_format)
         num_endings = len(sampling.stop_ids(self.eos_token_ids))
         if 1 < sampling.beam_width > self.vocab_size - num_endings:
             raise InvalidArgumentError(

@@ -6,9 +6,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from fastgen.runtime.kv_cache_manager import TableEntry, held_entries
+from fastgen.runtime.kv_cache_manager import BlockUpdate, TableEntry, held_entries
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
-from fastgen.runtime.schedule import BlockUpdate
 
 _urgency = attrgetter("urgency")
 
@@ -31,8 +30,8 @@ class RunningSet:
         self._searches: dict[int, Request] = {}
         """The requests of which beams run."""
         self._free_seats = list(reversed(range(max_num_seqs)))
-        self._updates: dict[int, dict[tuple[int, int], BlockUpdate]] = {}
-        """By seat, then by group and index: what the device has not been told."""
+        self._updates: dict[tuple[int, int, int], BlockUpdate] = {}
+        """By seat, group and index: what the device has not been told."""
 
     def __len__(self) -> int:
         return len(self.decodes) + len(self.prompts)
@@ -60,9 +59,7 @@ class RunningSet:
     @property
     def block_updates(self) -> tuple[BlockUpdate, ...]:
         """All entries of block tables that the device has not been told."""
-        if not self._updates:
-            return ()
-        return tuple([update for updates in self._updates.values() for update in updates.values()])
+        return tuple(self._updates.values())
 
     def add_prompt(self, seq: Sequence) -> None:
         """Give ``seq`` a seat, which there must be."""
@@ -87,7 +84,8 @@ class RunningSet:
             del self.prompts[place]
         else:
             self.decodes.remove(seq)
-        self._updates.pop(seq.seat, None)
+        if self._updates:
+            self._updates = {place: update for place, update in self._updates.items() if place[0] != seq.seat}
         self._free_seats.append(seq.seat)
         seq.seat = None
         if seq.request.has_beams and all(beam.seat is None for beam in seq.request.sequences):
@@ -96,13 +94,33 @@ class RunningSet:
     def tell(self, seq: Sequence, entries: Iterable[TableEntry]) -> None:
         """The device is to be told of these entries of the tables of ``seq``."""
         assert seq.seat is not None
-        for group, index, block_id in entries:
-            updates = self._updates.setdefault(seq.seat, {})
-            updates[group, index] = BlockUpdate(seq.seat, group, index, block_id)
+        self.tell_all([BlockUpdate(seq.seat, *entry) for entry in entries])
+
+    def tell_all(self, updates: Iterable[BlockUpdate]) -> None:
+        """The device is to be told of these."""
+        for update in updates:
+            self._updates[update[:3]] = update
 
     def told(self) -> None:
         """The device has been told all."""
         self._updates.clear()
+
+    @property
+    def free_seats(self) -> tuple[int, ...]:
+        """The next to be given last, those kept for beams among them."""
+        return tuple(self._free_seats)
+
+    def restore(
+        self,
+        decodes: list[Sequence],
+        prompts: list[Sequence],
+        free_seats: Iterable[int],
+        untold: Iterable[BlockUpdate],
+    ) -> None:
+        """Be, new, as another was."""
+        self.decodes, self.prompts, self._free_seats = decodes, prompts, list(free_seats)
+        self._searches = {seq.key[0]: seq.request for seq in self if seq.request.has_beams}
+        self.tell_all(untold)
 
     def check_integrity(self) -> None:
         """Assert that seats and order are accounted for."""
@@ -118,7 +136,8 @@ class RunningSet:
         searches = {seq.key[0] for seq in running if seq.request.has_beams}
         assert self._searches.keys() == searches, f"searches {searches}, known {list(self._searches)}"
         assert self.num_free_seats >= 0, f"{self._free_seats} free, but more are kept for {self._searches}"
-        assert self._updates.keys() <= set(taken), f"updates for the seats {list(self._updates)}"
+        told = {seat for seat, _, _ in self._updates}
+        assert told <= set(taken), f"updates for the seats {told}"
 
     def _seat(self, seq: Sequence) -> None:
         seq.seat = self._free_seats.pop()

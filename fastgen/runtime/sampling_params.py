@@ -85,15 +85,17 @@ class SamplingParams:
 
     def __new__(cls, **given: object) -> SamplingParams:
         """Refuse an unknown field with the library's own error, however the parameters are made."""
-        for name in given.keys() - _CHECKS.keys():
+        unknown = () if given.keys() <= _CHECKS.keys() else given.keys() - _CHECKS.keys()
+        for name in unknown:
             near = difflib.get_close_matches(name, _CHECKS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(_CHECKS)}."
             raise InvalidArgumentError(f"sampling parameter {name!r} is not known; {hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        given = vars(self)
         for name, check, default in _CHECKED:
-            value = getattr(self, name)
+            value = given[name]
             if value is not default:  # a default is valid, and most fields have theirs
                 object.__setattr__(self, name, check(name, value))
         if self.min_new_tokens > self.max_new_tokens:

@@ -6,18 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from fastgen.runtime.kv_cache_manager import BlockCopy, KVCacheManager
+from fastgen.runtime.kv_cache_manager import BlockCopy, BlockUpdate, KVCacheManager
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.step_time import StepWork, chunk_pairs
-
-
-class BlockUpdate(NamedTuple):
-    """``block_tables[group, seat, table_index] = block_id`` on the device."""
-
-    seat: int
-    group: int
-    table_index: int
-    block_id: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,10 @@ from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
 _urgency, _token_ids = attrgetter("urgency"), attrgetter("token_ids")
 _num_computed_tokens = attrgetter("num_computed_tokens")
+SPREADS_FROM = 64
+"""With fewer decodes it takes no time to speak of where all of them fill a block in the same step."""
+_MANY_TIMES = 4
+"""How many times more decodes than usual come to a new block in a step that does nothing for others."""
 
 
 class Scheduler:
@@ -92,7 +96,19 @@ class Scheduler:
         self._scheduled: Schedule | None = None
         self._is_told = self._is_ahead = False
         self._last_request_id: int | None = None
+        self.spreads_from = SPREADS_FROM
+        self._next_spare = 0
         self._now_s = 0.0
+
+    @property
+    def place(self) -> tuple[int, int, float]:
+        """Where it is beside sequences and blocks: admissions that are open, whose turn it is to be given a spare, and
+        the clock."""
+        return self._num_opened, self._next_spare, self._now_s
+
+    @place.setter
+    def place(self, place: tuple[int, int, float]) -> None:
+        self._num_opened, self._next_spare, self._now_s = place
 
     @property
     def num_waiting(self) -> int:
@@ -109,6 +125,10 @@ class Scheduler:
         :raises RequestTooLargeError: where a sequence could never finish; nothing is queued then.
         """
         self.check_fits(len(request.prompt_ids), request.sampling)
+        self.enqueue(request)
+
+    def enqueue(self, request: Request) -> None:
+        """The same, of a request that is known to fit."""
         if self._last_request_id is not None and request.request_id <= self._last_request_id:
             raise InvalidArgumentError(f"{request} comes after request {self._last_request_id}: ids must ascend")
         self._last_request_id = request.request_id
@@ -163,7 +183,7 @@ class Scheduler:
         for first in prompts:
             num_tokens = min(first.num_pending_tokens, self.token_budget)
             num_blocks += -(-num_tokens // kv.block_size) + 2
-        return bool(due or prompts) and kv.num_groups * num_blocks <= kv.pool.num_free
+        return bool(due or prompts) and kv.num_groups * num_blocks <= kv.num_free
 
     def _schedule(self, now_s: float) -> Schedule | None:
         self._now_s, self.resumes_at_s = now_s, None
@@ -173,6 +193,8 @@ class Scheduler:
             self.resumes_at_s = until_s
             return None
         self.waiting.age(now_s)  # that leaves the head of the queue, so the policy does not wait now either
+        if self.running.prompts or (self.waiting and self.running.num_free_seats):
+            self.kv.settle()  # so that prompts have what blocks and prefixes there are
         preempted: list[Sequence] = []
         self._make_way(preempted)
         plan = self._plan(preempted)
@@ -216,11 +238,20 @@ class Scheduler:
             self.told(schedule)
         self._scheduled = None
         running, block_size = SequenceStatus.RUNNING, self.kv.block_size
+        full: list[Sequence] = []
         for seq, position in zip(schedule.decodes, schedule.positions, strict=True):
             if seq.status is running:
                 seq.num_computed_tokens = end = position + 1
                 if not end % block_size:
-                    self.kv.advance(seq)
+                    full.append(seq)
+        num_decodes = len(schedule.decodes)
+        if num_decodes < self.spreads_from:
+            for seq in full:
+                self.kv.advance(seq)
+        else:
+            self.kv.advance_later(full)
+            if len(full) <= _MANY_TIMES * self._share(num_decodes):
+                self.kv.catch_up(self._share(num_decodes))
         for chunk in schedule.chunks:
             seq = chunk.seq
             if seq.status is running:
@@ -289,7 +320,10 @@ class Scheduler:
     def _give_decodes(self, preempted: list[Sequence]) -> None:
         """Blocks for the next token of every decode, or for that of as many as there are blocks for."""
         block_size = self.kv.block_size
-        wanting = [seq for seq in self.running.due_decodes if not seq.num_computed_tokens % block_size]
+        decodes = self.running.due_decodes
+        wanting = [seq for seq in decodes if not seq.num_computed_tokens % block_size]
+        num_wanting = len(wanting)
+        wanting = self.kv.use_spares(wanting)
         if self.forks.forked:
             wanting += [seq for seq in self.forks.forked if seq.num_computed_tokens % block_size]
         wanting.sort(key=_urgency)
@@ -298,6 +332,22 @@ class Scheduler:
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
                 preempted += self._preempt_least_urgent()
         self.forks.forked.clear()
+        is_quiet = num_wanting <= _MANY_TIMES * self._share(len(decodes)) and not self.running.prompts
+        if len(decodes) >= self.spreads_from and is_quiet and not preempted:
+            self._give_spares(decodes)
+
+    def _give_spares(self, decodes: SequenceOf[Sequence]) -> None:
+        """The next block for some of ``decodes``, in turn, where there are free blocks enough for everybody."""
+        kv, num_decodes = self.kv, len(decodes)
+        if kv.pool.num_free < 2 * kv.num_groups * num_decodes:
+            return
+        first = self._next_spare if self._next_spare < num_decodes else 0
+        self._next_spare = first + self._share(num_decodes)
+        self.running.tell_all(kv.give_spares(decodes[first : self._next_spare]))
+
+    def _share(self, num_decodes: int) -> int:
+        """How many of them are looked after in a step, so that it is everybody's turn before the next block."""
+        return 1 + num_decodes // max(1, self.kv.block_size - 1)
 
     def _give_prompts(self, plan: StepPlan, *, may_admit: bool) -> list[ScheduledTokens]:
         """Chunks of the most urgent prompts, until places or blocks run out."""
@@ -337,7 +387,7 @@ class Scheduler:
         nothing changed. ``num_places`` are left of the ``num_prompt_tokens`` of the step.
         """
         waits = seq.status is SequenceStatus.WAITING
-        if waits and self.kv.pool.num_free < self.kv.num_groups:  # whatever others have computed: it is not looked up
+        if waits and self.kv.num_free < self.kv.num_groups:  # whatever others have computed: it is not looked up
             return None
         chunk = None
         try:
@@ -367,7 +417,7 @@ class Scheduler:
         if not seq.num_preemptions or not len(self.running):
             return True
         needed = self.forks.blocks_needed(seq.num_prompt_tokens, seq.num_tokens, seq.request.sampling.beam_width)
-        return needed - len(held_entries(seq)) + self.kv.num_groups * len(self.running) <= self.kv.pool.num_free
+        return needed - len(held_entries(seq)) + self.kv.num_groups * len(self.running) <= self.kv.num_free
 
     def _draft(self, decodes: list[Sequence], num_places: int) -> tuple[list[Sequence], list[ScheduledTokens]]:
         """The decodes without drafts (beams have none), and those with, as chunks; at most ``num_places`` drafts."""

@@ -89,6 +89,18 @@ class StepTimeModel:
         self._num_seen += 1
         self._most_seen = max(self._most_seen, work.num_tokens)
 
+    @property
+    def learned(self) -> tuple[float, ...]:
+        """All that it has learned, to be :meth:`recalled <recall>` to the bit."""
+        numbers = (self._error_s, self._margin_s, float(self._num_seen), float(self._most_seen))
+        return (*self._coefficients.tolist(), *self._variance.ravel().tolist(), *numbers)
+
+    def recall(self, learned: tuple[float, ...]) -> None:
+        """Know what another has learned."""
+        self._coefficients, self._variance = np.array(learned[:4]), np.array(learned[4:20]).reshape(4, 4)
+        self._error_s, self._margin_s = learned[20:22]
+        self._num_seen, self._most_seen = int(learned[22]), int(learned[23])
+
     def predict_s(self, work: StepWork) -> float:
         """The time that a step with ``work`` is expected to take, in seconds. More work never takes less."""
         return float(np.array((1, *work)) * _SCALES @ np.maximum(self._coefficients, 0.0))

@@ -119,8 +119,14 @@ class Matcher:
 
     def prepare(self) -> None:
         """Begin to compute the mask of the next token, on another thread, unless that was done."""
-        if self._mask is None:
+        if self._mask is not None:
+            return
+        try:
             self._mask = self._constraint.vocabulary.threads.submit(self._compute)
+        except RuntimeError as error:  # no thread can be started: it is this sequence's failure and no other's
+            self._fail(error)
+            self._mask = Future()
+            self._mask.set_result(self._constraint.vocabulary.mask_of(()))
 
     def mask(self) -> Mask:
         """Of the next token. No bit is set where the grammar can neither go on nor end, or the mask could not be made;
@@ -153,8 +159,11 @@ class Matcher:
         try:
             return self._next_mask()
         except BaseException as error:  # a panic of the library's is no ``Exception``, and nobody interrupts a thread
-            self._failure = f"{type(error).__name__}: {error}"
+            self._fail(error)
             return self._constraint.vocabulary.mask_of(())
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = f"{type(error).__name__}: {error}"
 
     def _next_mask(self) -> Mask:
         constraint, vocabulary = self._constraint, self._constraint.vocabulary

@@ -9,14 +9,15 @@ The sequences of a request share its prompt. Its first is queued; the others are
 prompt, or has ended, and then queued where it was.
 
 What a step costs does not depend on how many wait: joining, leaving and looking at the head take constant time, and few
-are moved up at a time. A class more costs nothing while nobody of it waits.
+are moved up at a time. A class more costs nothing while nobody of it waits. A request that came stands in the queue
+itself, for its first sequence, which is not made before somebody looks at it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import merge
 from itertools import count
 from operator import attrgetter
@@ -29,6 +30,12 @@ _MOST_AGED = 2
 """How many are moved up in a step at most."""
 
 _urgency = attrgetter("urgency")
+_Waiting = Request | Sequence
+"""Who waits: a sequence, or a request for its first one."""
+
+
+def _sequence(who: _Waiting) -> Sequence:
+    return who.sequences[0] if isinstance(who, Request) else who
 
 
 def check_aging_s(aging_s: float) -> float:
@@ -47,15 +54,17 @@ class _Class:
 
     def __init__(self) -> None:
         self.returned: list[Sequence] = []
-        self.came: OrderedDict[Sequence, None] = OrderedDict()
+        self.came: OrderedDict[_Waiting, None] = OrderedDict()
 
     def __iter__(self) -> Iterator[Sequence]:
-        return merge(self.returned, self.came, key=_urgency)
+        came = map(_sequence, self.came)
+        return merge(self.returned, came, key=_urgency) if self.returned else came
 
-    def remove(self, seq: Sequence) -> None:
-        if seq in self.came:
-            del self.came[seq]
+    def remove(self, who: _Waiting) -> None:
+        if who in self.came:
+            del self.came[who]
             return
+        seq = _sequence(who)
         place = bisect_left(self.returned, seq.urgency, key=_urgency)
         assert self.returned[place] is seq, f"{seq} does not wait"
         del self.returned[place]
@@ -71,7 +80,7 @@ class WaitingQueue:
         self._classes: dict[int, _Class] = {}
         self._levels: list[int] = []
         """The classes in which somebody waits, ascending."""
-        self._since_s: OrderedDict[Sequence, float] = OrderedDict()
+        self._since_s: OrderedDict[_Waiting, float] = OrderedDict()
         """When each came into its class, in that order."""
         self._turns = count()
         self._held: dict[int, dict[Sequence, None]] = {}
@@ -82,7 +91,7 @@ class WaitingQueue:
         return len(self._since_s)
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._since_s
+        return self._who(seq) in self._since_s
 
     def __iter__(self) -> Iterator[Sequence]:
         for level in self._levels:
@@ -94,15 +103,23 @@ class WaitingQueue:
         return next(iter(self), None)
 
     @property
+    def request_ids(self) -> set[int]:
+        """The requests of all that wait or are held."""
+        waiting = {who.request_id if isinstance(who, Request) else who.key[0] for who in self._since_s}
+        return waiting.union(self._held)
+
+    @property
     def held(self) -> list[Sequence]:
         """Those that are not in the queue yet."""
         return [seq for held in self._held.values() for seq in held]
 
     def add(self, request: Request) -> None:
         """``request`` came: its first sequence stands behind all others of its class, the others are held."""
-        first, *others = request.sequences
-        self._join(first, request.sampling.priority, request.arrival_s)
-        if others:
+        request.queue(next(self._turns))
+        self._class(request.sampling.priority).came[request] = None
+        self._since_s[request] = request.arrival_s
+        if request.num_sequences > 1:
+            others = request.sequences[1:]
             self._held[request.request_id] = dict.fromkeys(others)
             self.num_held += len(others)
 
@@ -136,10 +153,11 @@ class WaitingQueue:
             if not held:
                 del self._held[seq.key[0]]
             return
-        del self._since_s[seq]
+        who = self._who(seq)
+        del self._since_s[who]
         level = seq.urgency[0]
         members = self._classes[level]
-        members.remove(seq)
+        members.remove(who)
         if not members.came and not members.returned:
             del self._classes[level]
             del self._levels[bisect_left(self._levels, level)]
@@ -149,23 +167,42 @@ class WaitingQueue:
         for _ in range(_MOST_AGED):
             if len(self._levels) < 2:
                 return
-            seq, since_s = next(iter(self._since_s.items()))
+            who, since_s = next(iter(self._since_s.items()))
             if now_s - since_s < self.aging_s:
                 return
+            seq = _sequence(who)
             place = bisect_left(self._levels, seq.urgency[0])
             if place == 0:  # nobody is more urgent now; perhaps later
-                self._since_s[seq] = now_s
-                self._since_s.move_to_end(seq)
+                self._since_s[who] = now_s
+                self._since_s.move_to_end(who)
             else:
                 level = self._levels[place - 1]
                 self.remove(seq)
-                self._join(seq, level, now_s)
+                seq.urgency = (level, next(self._turns), seq.index)
+                self._class(level).came[seq] = None
+                self._since_s[seq] = now_s
+
+    @property
+    def entries(self) -> list[tuple[_Waiting, float]]:
+        """Who waits, in the order in which they came into their classes, and when that was."""
+        return list(self._since_s.items())
+
+    def restore(self, entries: Iterable[tuple[Sequence, float]], held: Iterable[Sequence]) -> None:
+        """Be, new, as another was; the sequences have their urgency."""
+        entries = list(entries)
+        self._since_s = OrderedDict(entries)
+        everybody = sorted((seq for seq, _ in entries), key=_urgency)
+        for seq in everybody:
+            self._class(seq.urgency[0]).returned.append(seq)
+        self._turns = count(1 + max((seq.urgency[1] for seq in everybody), default=0))
+        for seq in held:
+            self.hold(seq)
 
     def check_integrity(self) -> None:
         """Assert that classes, order and times agree."""
         assert self._levels == sorted(self._classes), f"classes {self._levels}, members of {list(self._classes)}"
         everybody = list(self)
-        assert set(everybody) == set(self._since_s), "some have no time, or wait no more"
+        assert set(everybody) == set(map(_sequence, self._since_s)), "some have no time, or wait no more"
         assert self.num_held == len(self.held), f"{self.num_held} are held: {self.held}"
         urgencies = [seq.urgency for seq in everybody]
         assert urgencies == sorted(set(urgencies)), f"not in order of urgency: {everybody}"
@@ -173,10 +210,9 @@ class WaitingQueue:
             assert members.came or members.returned, f"class {level} has nobody waiting"
             assert all(seq.urgency[0] == level for seq in members), f"in class {level}: {list(members)}"
 
-    def _join(self, seq: Sequence, level: int, now_s: float) -> None:
-        seq.urgency = (level, next(self._turns), seq.index)
-        self._class(level).came[seq] = None
-        self._since_s[seq] = now_s
+    def _who(self, seq: Sequence) -> _Waiting:
+        """As what ``seq`` stands in the queue, if it does."""
+        return seq.request if seq.index == 0 and seq.request in self._since_s else seq
 
     def _class(self, level: int) -> _Class:
         members = self._classes.get(level)

@@ -108,7 +108,7 @@ def test_published_blocks_are_kept_until_their_room_is_needed_the_oldest_first()
     pool = BlockPool(6, evicted.append)
     first, second, third = pool.allocate(3)
     for block in (first, second, third):
-        pool.publish(block)
+        pool.publish([block])
         assert pool.is_shared(block)  # whoever finds it relies on what it contains
     pool.free([second, first])
     pool.free([third])
@@ -176,7 +176,7 @@ def test_random_histories(seed):
                     cached.remove(block)
             case "publish" if held:
                 block = rng.choice(held)
-                pool.publish(block)
+                pool.publish([block])
                 published.add(block)
         assert evicted == []
         assert (pool.num_free, pool.num_cached) == (len(free) + len(cached), len(cached))

@@ -112,4 +112,4 @@ def test_whatever_is_replayed(kinds: list[dict[str, Any]], tmp_path: Path) -> No
     assert num_mixed
     if kinds is not FEW:
         assert len(watched.num_tokens) > 200
-        assert min(*sampler.counts.values(), num_mixed) > 20
+        assert min(*sampler.counts.values(), num_mixed) >= 5

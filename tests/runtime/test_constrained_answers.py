@@ -5,6 +5,7 @@ and the logits leave, and is the same alone, in any company and chunks, and when
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,30 @@ def test_a_mask_that_cannot_be_made_ends_its_request_alone(
     assert (failed.finish_reason, failed.token_ids) == ("error", whole[0].token_ids[:2])
     assert failed.error == "response_format cannot be followed: PanicError: broken"
     assert [told(output) for output in others] == [told(output) for output in whole[1:]]
+
+
+def test_a_thread_that_cannot_start_ends_its_request_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def fails(self: threading.Thread) -> None:
+        if self.name.startswith("fastgen-mask"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    samplings = [
+        SamplingParams(response_format=pattern("b{9}").format, max_new_tokens=4),  # type: ignore[arg-type]
+        SamplingParams(max_new_tokens=4, ignore_eos=True),
+    ]
+    with fastgen.load(directory, dtype="float32", token_budget=8, max_num_seqs=3) as llm:
+        alone = llm.generate([7], samplings[1])
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            failed, other = llm.generate([[5], [7]], samplings)
+        again = llm.generate([5], samplings[0])
+    assert failed.finish_reason == "error"
+    assert failed.error == "response_format cannot be followed: RuntimeError: can't start new thread"
+    assert told(other) == told(alone)
+    assert again.finish_reason == "length"
 
 
 def test_a_model_without_a_tokenizer_refuses(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from fastgen.compile.ops.embedding import resolve_token_ids
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.drafts import DraftedSequence, SampledSequence
 from fastgen.runtime.input_batch import InputBatch
-from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.kv_cache_manager import BlockUpdate, KVCacheManager
 from fastgen.runtime.model_runner import accept
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampler import SampledToken
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.schedule import BlockUpdate, Schedule, ScheduledTokens
+from fastgen.runtime.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduler import Scheduler
 
 CPU = torch.device("cpu")
@@ -206,7 +206,7 @@ class LateCopy:
 
 
 def test_inputs_are_not_overwritten_before_a_late_device_has_them(example: tuple[InputBatch, list[Sequence]]) -> None:
-    inputs, (chunk, long, short) = example
+    inputs, (chunk, *_) = example
     schedules = [step(pending(chunk, 1)), step(pending(chunk, 2)), step(pending(chunk, 3)), step(pending(chunk, 4))]
     for schedule in schedules[:2]:
         inputs.build(schedule)

@@ -13,7 +13,7 @@ def publish(cache: PrefixCache, token_ids: list[int], block_ids: list[int], num_
     """A path of nodes below the root; in group ``g`` block ``i`` is ``block_ids[i] + 100 * g``."""
     nodes = [cache.root]
     for block_id in block_ids:
-        nodes.append(cache.publish(nodes[-1], token_ids, [block_id + 100 * group for group in range(num_groups)]))
+        nodes.append(cache.publish(nodes[-1], token_ids, tuple(block_id + 100 * group for group in range(num_groups))))
     return nodes[1:]
 
 
@@ -109,14 +109,14 @@ def test_nodes_go_when_nothing_needs_them():
     for block_id in (1, 2, 3):
         cache.forget(block_id)
         cache.check_integrity({1, 2, 3} - set(range(block_id + 1)), [nodes[-1]])
-    assert list(cache.root.children.values()) == [nodes[0]]  # a sequence stands below
-    after = cache.publish(nodes[-1], TEXT, [9])
+    assert cache.root.num_children == 1  # a sequence stands below
+    after = cache.publish(nodes[-1], TEXT, (9,))
     cache.move_user(nodes[-1], after)
     assert cache.find(TEXT, 4) is cache.root
     cache.move_user(after, None)
     cache.check_integrity({9}, [])
     cache.forget(9)
-    assert not cache.root.children
+    assert not cache.root.num_children
     assert cache.statistics.evictions == 4
     cache.check_integrity(set(), [])
 
@@ -128,9 +128,9 @@ def test_integrity_sees_what_does_not_agree():
         cache.check_integrity({1, 2}, [])
     with pytest.raises(AssertionError, match="users"):
         cache.check_integrity({1}, [node])
-    node.block_ids[0] = 0
+    node.block_ids = (0,)
     with pytest.raises(AssertionError, match="no use at depth 1"):
         cache.check_integrity({1}, [])
-    node.block_ids[0] = 1
+    node.block_ids = (1,)
     with pytest.raises(AssertionError, match="not in the tree"):
-        cache.check_integrity({1}, [PrefixNode(node, b"", 1)])
+        cache.check_integrity({1}, [PrefixNode(node, b"", 2, (0,), b"")])

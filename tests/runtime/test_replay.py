@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.flight import Arrival, Beams, Recording, Step, Withdrawal
+from fastgen.runtime import scheduler
+from fastgen.runtime.flight import Arrival, Beams, Recording, Snapshot, Step, Withdrawal
 from fastgen.runtime.flight_file import read_recording, write_recording
 from fastgen.runtime.policies import POLICIES, choose_policy, make_policy, policy_name
 from fastgen.runtime.policies.splitfuse import SplitFuse
@@ -205,9 +206,46 @@ def test_a_chat_that_goes_on_finds_its_own_answer() -> None:
     assert first_difference(recording) is None
 
 
-def test_a_recording_without_its_beginning_cannot_be_replayed() -> None:
+@pytest.mark.parametrize("spreads_from", [1, 64])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_ring_that_wrapped_is_replayed_from_a_snapshot(
+    seed: int, spreads_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "SPREADS_FROM", spreads_from)
+    history = random_history(random.Random(seed), **options(seed))
+    history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_steps=40)
+    history.live(150)
+    write_recording(history.engine.recorder.recording("m"), tmp_path / "flight.jsonl")
+    found = read_recording(tmp_path / "flight.jsonl")
+    assert found.header.first_step
+    assert len([event for event in found.events if isinstance(event, Snapshot)]) >= 3
+    assert first_difference(found) is None
+    replayed = [event.step for event, _, _ in replay(found)]
+    assert len(replayed) >= 30
+    assert replayed == list(range(replayed[0], replayed[-1] + 1))
+
+
+def test_a_snapshot_that_is_wrong_decides_otherwise() -> None:
+    num_tried = 0
+    for seed in range(8):
+        history = random_history(random.Random(seed))
+        history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_steps=40)
+        history.live(150)
+        recording = history.engine.recorder.recording("m")
+        place = next(place for place, event in enumerate(recording.events) if isinstance(event, Snapshot))
+        snapshot = recording.events[place]
+        assert isinstance(snapshot, Snapshot)
+        if snapshot.free:
+            num_tried += 1
+            events = list(recording.events)
+            events[place] = replace(snapshot, free=snapshot.free[1:])
+            assert first_difference(Recording(recording.header, tuple(events))) is not None
+    assert num_tried > 2
+
+
+def test_a_ring_too_small_for_a_snapshot_cannot_be_replayed() -> None:
     history = random_history(random.Random(0))
-    history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_steps=5)
+    history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_bytes=6000)
     history.live(60)
     recording = history.engine.recorder.recording("m")
     with pytest.raises(InvalidArgumentError, match=rf"begins at step {recording.steps[0].step}, since the recorder"):

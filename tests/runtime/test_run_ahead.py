@@ -23,9 +23,9 @@ class StepFailedError(Exception):
     """What a launch or a transfer raises that fails."""
 
 
-def history(seed: int, *, error: type[BaseException] | None = None) -> Counter[str]:
+def history(seed: int, *, error: type[BaseException] | None = None, max_recorded: int | None = None) -> Counter[str]:
     """One history, checked all along; returns how often things happened. Now and then a part of a step raises
-    ``error``."""
+    ``error``. The recorder keeps ``max_recorded`` steps."""
     rng = random.Random(seed)
     requests = [drawn_request(rng) for _ in range(rng.randint(2, 14))]
     requests = [(prompt, replace(sampling, priority=rng.choice([0, 0, 1]))) for prompt, sampling in requests]
@@ -41,6 +41,8 @@ def history(seed: int, *, error: type[BaseException] | None = None) -> Counter[s
         policy=random_policy(rng),
         drafter=NgramDrafter(3) if rng.random() < 0.3 else None,
     )
+    if max_recorded is not None:
+        engine.recorder.max_steps = max_recorded
     device = engine.runner
     assert isinstance(device, AheadDevice)
     device.device.error = error or LostStepError
@@ -95,6 +97,12 @@ def test_answers_are_those_of_each_alone(seeds: range) -> None:
     assert not happened.pop("failed", 0)
     assert min(happened.values()) >= 5, happened
     assert happened["ahead"] > 0.5 * happened["steps"]
+
+
+def test_a_ring_that_wrapped_is_replayed() -> None:
+    happened = sum((history(seed, max_recorded=24) for seed in range(60, 80)), Counter[str]())
+    assert happened["ahead"] > 100
+    assert happened["held back"] > 20
 
 
 def test_lost_steps_are_made_again() -> None:

@@ -312,7 +312,7 @@ class History:
             self.check()
         assert not self.open
         assert self.scheduler.schedule(self.now_s) is None
-        assert self.scheduler.kv.pool.num_free == self.scheduler.kv.pool.capacity
+        assert self.scheduler.kv.num_free == self.scheduler.kv.pool.capacity
         if len(self.priorities) == 1:
             assert self.first_scheduled == sorted(self.first_scheduled)
 
@@ -391,9 +391,9 @@ class History:
                 continue
             if seq in scheduler.waiting and seq.num_preemptions:
                 whole = self.num_groups * (-(-seq.num_tokens // self.block_size) + len(scheduler.running))
-                assert kv.pool.num_free < whole
+                assert kv.num_free < whole
             else:
-                assert kv.pool.num_free < self.num_groups
+                assert kv.num_free < self.num_groups
                 assert seq in scheduler.waiting or end == len(seq.block_tables[0]) * self.block_size
             return
 
@@ -434,7 +434,7 @@ class History:
     def check(self) -> None:
         self.scheduler.check_integrity()
         assert set(self.scheduler.unfinished) == {*self.open.values()}
-        assert self.scheduler.kv.pool.num_free == self.model.num_free()
+        assert self.scheduler.kv.num_free == self.model.num_free()
         model = {s.key: (s.seated, s.computed, s.num_tokens) for s in self.model.sequences}
         running = {seq.key for seq in self.scheduler.running}
         assert model == {s.key: (s.key in running, s.num_computed_tokens, s.num_tokens) for s in self.open.values()}

@@ -141,7 +141,7 @@ def test_integrity_sees_what_is_out_of_place() -> None:
     with pytest.raises(AssertionError, match="in class 1"):
         queue.check_integrity()
     queue, first, _ = fresh()
-    del queue._since_s[first]
+    del queue._since_s[first.request]
     with pytest.raises(AssertionError, match="have no time"):
         queue.check_integrity()
     queue, *_ = fresh()

@@ -94,7 +94,7 @@ def test_a_map_of_blocks_counts_each_block_in_its_cell(blocks_per_cell: int) -> 
         for block in taken or []:
             held.append(block)
             if rng.random() < 0.5:
-                pool.publish(block)
+                pool.publish([block])
         for _ in range(min(len(held), rng.randint(0, 4))):
             pool.free([held.pop(rng.randrange(len(held)))])
         cells = [range(start, min(start + blocks_per_cell, 50)) for start in range(1, 50, blocks_per_cell)]

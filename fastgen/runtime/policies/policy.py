@@ -53,7 +53,8 @@ class StepPlan:
 
 
 class Policy(ABC):
-    """Plans steps. A policy that is to be used is copied, so it may keep what it has seen."""
+    """Plans steps. A policy that is to be used is copied, so it may keep what it has seen. It is not asked about steps
+    with nothing to share out: where only decodes run and nobody waits, all of them do."""
 
     splits_prompts: ClassVar[bool]
     """Whether a prompt may be cut to what is left of a step. Otherwise it is computed in one step, or, where it is
@@ -62,6 +63,14 @@ class Policy(ABC):
     """The arguments it is made with, each an attribute too. They say all that it decides by, but what it observes."""
     observes: ClassVar[bool] = False
     """Whether it is told how long steps took."""
+
+    @property
+    def learned(self) -> tuple[float, ...]:
+        """What it goes by of all that it has observed."""
+        return ()
+
+    def recall(self, learned: tuple[float, ...]) -> None:  # noqa: B027
+        """Go by what another of its kind has :attr:`learned`."""
 
     def check(self, max_num_seqs: int) -> None:  # noqa: B027
         """Refuse what cannot work where at most ``max_num_seqs`` sequences run at once."""

@@ -27,6 +27,13 @@ class TimeBudgetSplitFuse(Policy):
         self.itl_target_s = itl_target_s
         self.model = StepTimeModel()
 
+    @property
+    def learned(self) -> tuple[float, ...]:
+        return self.model.learned
+
+    def recall(self, learned: tuple[float, ...]) -> None:
+        self.model.recall(learned)
+
     def observe(self, work: StepWork, step_s: float) -> None:
         self.model.observe(work, step_s)
 
