@@ -10,7 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgen.compile.ops.linear import LinearKernel
+from fastgen.compile.ops.linear_triton import TritonLinear
 from fastgen.compile.ops.packed_weight import PackedWeight
+from fastgen.compile.ops.quantized_weight import QuantizedWeight
 from fastgen.layers.embedding import EmbeddingTable
 from fastgen.layers.latent_attention import HeadLinear
 from fastgen.layers.linear import Linear
@@ -46,8 +48,9 @@ def _weights(model: nn.Module) -> dict[str, int]:
     for module in model.modules():
         own = [*module._parameters.values(), *module._buffers.values()]
         size = _bytes(each for each in own if each is not None)
-        packed = getattr(module, "packed", None)
-        size += packed.size_bytes if isinstance(packed, PackedWeight) else 0
+        for name in ("packed", "weight"):
+            weight = getattr(module, name, None)
+            size += weight.size_bytes if isinstance(weight, PackedWeight | QuantizedWeight) else 0
         if isinstance(module, EmbeddingTable):
             held["embedding and head"] += size
         elif isinstance(module, Linear | GroupedLinear | HeadLinear):
@@ -66,6 +69,10 @@ def _workspaces(model: Any) -> int:
         kernel = getattr(module, "kernel", None)
         if isinstance(kernel, LinearKernel):
             found[id(kernel)] = kernel._workspace
+        plain = getattr(module, "plain_kernel", None)
+        if isinstance(plain, TritonLinear):
+            rooms = [plain._whole, *(few._workspace for few in plain._few.values())]
+            found |= {id(room): room for room in rooms if room is not None}
     plans = [each for plan in model.plans for each in vars(plan).values() if isinstance(each, Tensor)]
     return _bytes(found.values()) + _bytes(plans)
 

@@ -8,6 +8,7 @@ exceed every cache.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import get_args
 
@@ -20,17 +21,17 @@ from fastgen.compile.ops.few_row_linear import (
     FewRowFormat,
     FewRowLinear,
     FewRowShape,
-    FewRowWeight,
     SplitK,
     candidate_splits,
-    few_row_linear,
     few_row_specs,
-    few_row_weight,
 )
+from fastgen.compile.ops.linear import logits
+from fastgen.compile.ops.quantization import WeightOnlyFormat
+from fastgen.compile.ops.quantized_weight import QuantizedWeight, quantized
 from fastgen.compile.spec import torch_dtype
 
 GATE_TOLERANCE = 4e-2  # of bf16 answers of size 1 to 4
-FORMATS: tuple[FewRowFormat, ...] = get_args(FewRowFormat)
+FORMATS: tuple[FewRowFormat, ...] = ("plain", *get_args(WeightOnlyFormat))
 LAYERS = {"qkv": (12288, 4096), "output": (4096, 4096), "gate and up": (22016, 4096), "down": (4096, 11008)}
 ROWS = (1, 8, 32, 64)
 TOY = FewRowShape(48, 104, "fp16", bias=True)
@@ -55,12 +56,12 @@ def measure(bench: Bench) -> Rows:
 def measure_layer(name: str, shape: FewRowShape, num_rows: int, bench: Bench) -> Rows:
     """A row for each way of cutting; for weights in few bits, the default one alone."""
     arch = bench.loader.builder.arch
-    first = few_row_weight(weight_of(shape, bench.where), shape.weight)
-    copies = range(1, bench.num_copies(first.size_bytes))
-    weights = [first, *(FewRowWeight(shape.weight, first.codes.clone(), first.scale) for _ in copies)]
+    first = weight_of(shape, bench.where)
+    size_bytes = first.size_bytes if isinstance(first, QuantizedWeight) else first.nbytes
+    weights = [first, *(deepcopy(first) for _ in range(1, bench.num_copies(size_bytes)))]
 
     def row(by: str, time: float, split: SplitK | None) -> Row:
-        rate = first.size_bytes / time
+        rate = size_bytes / time
         return {
             "case": f"{name} × {num_rows}, {shape.weight}, {by}",
             "seconds": time,
@@ -74,9 +75,9 @@ def measure_layer(name: str, shape: FewRowShape, num_rows: int, bench: Bench) ->
         subject = Subject(shape, num_rows, split, bench)
         runs = [lambda weight=weight, subject=subject: subject(weight) for weight in weights]
         yield row("default" if split == splits[0] else "candidate", bench.rotated_seconds(runs), split)
-    if shape.weight == "plain":
-        x = torch.randn(num_rows, shape.in_features, dtype=first.codes.dtype, device=bench.where)
-        runs = [lambda weight=weight: F.linear(x, weight.codes) for weight in weights]
+    if isinstance(first, Tensor):
+        x = torch.randn(num_rows, shape.in_features, dtype=first.dtype, device=bench.where)
+        runs = [lambda weight=weight: F.linear(x, weight) for weight in weights]
         yield row("torch", bench.rotated_seconds(runs), None)
 
 
@@ -94,18 +95,19 @@ class Subject:
         self.bias = torch.randn(shape.out_features, dtype=dtype, device=where) if shape.bias else None
         self.out = torch.empty(num_rows, shape.out_features, dtype=dtype, device=where)
 
-    def __call__(self, weight: FewRowWeight) -> None:
+    def __call__(self, weight: Tensor | QuantizedWeight) -> None:
         self.kernel(self.x, weight, self.bias, self.out)
 
-    def difference(self, weight: FewRowWeight) -> float:
+    def difference(self, weight: Tensor | QuantizedWeight) -> float:
         """The largest, between the answer and the torch reference's."""
         self(weight)
-        return float((self.out.float() - few_row_linear(self.x, weight, self.bias)).abs().max())
+        return float((self.out.float() - logits(self.x, weight, self.bias)).abs().max())
 
 
-def weight_of(shape: FewRowShape, where: torch.device) -> Tensor:
+def weight_of(shape: FewRowShape, where: torch.device) -> Tensor | QuantizedWeight:
     weight = torch.randn(shape.out_features, shape.in_features, device=where) * shape.in_features**-0.5
-    return weight.to(torch_dtype(shape.dtype))
+    weight = weight.to(torch_dtype(shape.dtype))
+    return weight if shape.weight == "plain" else quantized(weight, shape.weight)
 
 
 def gate(shape: FewRowShape, bench: Bench) -> float:
@@ -114,7 +116,7 @@ def gate(shape: FewRowShape, bench: Bench) -> float:
     worst, arch = 0.0, bench.loader.builder.arch
     for weight_format in FORMATS:
         here = replace(shape, weight=weight_format)
-        weight = few_row_weight(weight_of(here, bench.where), weight_format)
+        weight = weight_of(here, bench.where)
         for num_rows in (1, 17, 64):
             for split in candidate_splits(here, num_rows, arch, bench.num_sms):
                 difference = Subject(here, num_rows, split, bench).difference(weight)

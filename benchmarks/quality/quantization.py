@@ -2,7 +2,8 @@
 
 Perplexity of the built-in models on held-out text of the grammar that they were trained on, drawn by another seed; and
 how far the whole distribution moves at every position of random prompts, for larger models given by their directories.
-What is printed is a page, ``docs/quantization.md``; with ``--render FILE`` that of an earlier file.
+What is printed is a page, ``docs/quantization.md``; with ``--render FILE`` that of an earlier file. What a file has
+already is kept, so a format that is new here is measured alone.
 """
 
 from __future__ import annotations
@@ -25,21 +26,24 @@ from fastgen.compile import device
 from training.data import IGNORED, training_row
 
 FORMATS = {
-    "fp32": ("float32", None),
-    "bf16": ("bfloat16", None),
-    "int8_weight_only": ("float32", "int8_weight_only"),
-    "int8": ("float32", "int8"),
-    "int4": ("float32", "int4"),
+    "fp32": ("float32", None, "auto"),
+    "bf16": ("bfloat16", None, "auto"),
+    "int8_weight_only": ("float32", "int8_weight_only", "auto"),
+    "int8": ("float32", "int8", "auto"),
+    "int4": ("float32", "int4", "auto"),
+    "fp8_weight_only": ("float32", "fp8_weight_only", "torch"),
+    "int4_weight_only": ("float32", "int4_weight_only", "torch"),
 }
-"""``dtype`` and ``quantize`` of each; the first is what others are compared with."""
+"""``dtype``, ``quantize`` and ``target`` of each; the first is what others are compared with."""
 BUILT_IN = ("tiny-llama", "tiny-mistral", "tiny-opt")
 _ROW_TOKENS = 512
 _RANDOM_PROMPTS, _RANDOM_TOKENS = 4, 32
 
 
 def load(model: str | Path, weight_format: str) -> fastgen.LLM:
-    dtype, quantize = FORMATS[weight_format]
-    return fastgen.load(model, device="cpu", dtype=dtype, quantize=quantize, kv_cache_memory="256MiB")
+    dtype, quantize, target = FORMATS[weight_format]
+    options = {"device": "cpu", "dtype": dtype, "quantize": quantize, "target": target}
+    return fastgen.load(model, kv_cache_memory="256MiB", **options)
 
 
 def perplexity(llm: fastgen.LLM, num_rows: int) -> dict[str, float]:
@@ -84,9 +88,10 @@ def moved(reference: Tensor, found: Tensor) -> dict[str, float]:
     }
 
 
-def measure(random_models: Sequence[Path], num_rows: int) -> dict[str, Any]:
+def measure(random_models: Sequence[Path], num_rows: int, found: dict[str, Any]) -> dict[str, Any]:
+    """All that is not in ``found`` yet, and that."""
     here = device.current("cpu")
-    found: dict[str, Any] = {
+    found = {
         "about": {
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": here.name,
@@ -96,21 +101,20 @@ def measure(random_models: Sequence[Path], num_rows: int) -> dict[str, Any]:
         },
         "perplexity": {},
         "moved": {},
+        **found,
     }
     for name in BUILT_IN:
-        found["perplexity"][name] = {}
-        for weight_format in FORMATS:
+        known = found["perplexity"].setdefault(name, {})
+        for weight_format in [each for each in FORMATS if each not in known]:
             with load(name, weight_format) as llm:
-                found["perplexity"][name][weight_format] = perplexity(llm, num_rows)
+                known[weight_format] = perplexity(llm, num_rows)
     for model in random_models:
-        found["moved"][model.name] = {}
-        reference = None
-        for weight_format in FORMATS:
+        known = found["moved"].setdefault(model.name, {})
+        with load(model, next(iter(FORMATS))) as llm:
+            reference = distributions(llm)
+        for weight_format in [each for each in FORMATS if each not in known]:
             with load(model, weight_format) as llm:
-                here_found = distributions(llm)
-            if reference is None:
-                reference = here_found
-            found["moved"][model.name][weight_format] = moved(reference, here_found)
+                known[weight_format] = moved(reference, distributions(llm))
     return found
 
 
@@ -123,9 +127,26 @@ def render(found: dict[str, Any], name: str) -> str:
         f"Measured {about['date'][:10]} on {about['machine']} with fastgen {about['fastgen']}; written by"
         f" `python -m benchmarks.quality.quantization --render {name}`.",
         "",
-        '`bf16` is `dtype="bfloat16"`, the others are `quantize=` over fp32: `int8_weight_only` one scale for each'
-        " output; `int8` the same, and activations in 8 bits with one scale a token; `int4` one scale for 32 weights,"
-        " activations in 8 bits.",
+        '`bf16` is `dtype="bfloat16"`, the others are `quantize=` over fp32.',
+        "",
+        "| `quantize=` | weights | activations | `target=` |",
+        "|---|---|---|---|",
+        "| `int8_weight_only` | 8 bits, a scale for each output | as they are | `cpp`, `triton`, `torch` |",
+        "| `fp8_weight_only` | 8-bit floats (e4m3), a scale for each output | as they are | `triton`, `torch` |",
+        "| `int4_weight_only` | 4 bits, a scale in fp16 for each 32 | as they are | `triton`, `torch` |",
+        "| `int8` | 8 bits, a scale for each output | 8 bits, a scale a token | `cpp` |",
+        "| `int4` | 4 bits, a scale in fp16 for each 32 | 8 bits, a scale for each 32 | `cpp` |",
+        "",
+        "Matrices are rounded, the head among them, and the embedding where it is the head too. Norms, routers,"
+        " positions, an embedding by itself and latent attention's maps of heads stay in the model's dtype; on `triton`"
+        " and `torch` the weights of experts as well. Each tensor is rounded as it is read, in pieces, so a model is"
+        " never held in full beside its few bits.",
+        "",
+        "On `triton` up to 64 rows of a step are multiplied by kernels that read the few bits, as measured at the start"
+        " per layer ([tuning](kernels.md#tuning)), and up to 192 rows by the same kernels in pieces of 64. For more,"
+        " a layer's weights are laid out in the model's dtype, in one room that all layers share, and the library"
+        " multiplies; the ledger counts that room among the kernels' workspaces. `torch` computes the same in fp32 and"
+        " is the reference. All of `triton` is proven interpreted and built ahead of time, and was not run on a GPU.",
         "",
         "## Perplexity of the built-in models",
         "",
@@ -156,7 +177,8 @@ def render(found: dict[str, Any], name: str) -> str:
         ]
     for model, values in found["moved"].items():
         for weight_format in list(FORMATS)[1:]:
-            each = values[weight_format]
+            if (each := values.get(weight_format)) is None:
+                continue
             lines.append(
                 f"| {model} | {weight_format} | {each['kl']:.2g} | {each['logit_error']:.2%} |"
                 f" {each['same_first']:.1%} of {each['positions']} |"
@@ -173,7 +195,8 @@ def main() -> None:
     which.add_argument("--render", type=Path, help="print the page of this file")
     options = parser.parse_args()
     if options.json:
-        found = measure(options.random_models, options.rows)
+        known = json.loads(options.json.read_text()) if options.json.exists() else {}
+        found = measure(options.random_models, options.rows, known)
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     else:

@@ -41,6 +41,7 @@ def list_command(
     target: Target = None,
     recipe: options.Recipe = None,
     dtype: options.Dtype = None,
+    quantize: options.Quantize = None,
     revision: options.Revision = None,
     allow_config_keys: options.AllowConfigKeys = None,
     as_json: AsJson = False,
@@ -51,7 +52,9 @@ def list_command(
     if model is None:
         rows = [_entry_facts(entry) for entry in KernelCache().entries()]
     else:
-        loader, specs, _ = _needed(model, target, recipe, dtype, revision=revision, allow_config_keys=allow_config_keys)
+        loader, specs, _ = _needed(
+            model, target, recipe, dtype, revision=revision, allow_config_keys=allow_config_keys, quantize=quantize
+        )
         rows = [{**_spec_facts(spec), "built": loader.find(spec) is not None} for spec in specs]
     _print(rows, as_json, ("name", "arch", "size_bytes") if model is None else ("name", "built", "needed_by"))
 
@@ -63,6 +66,7 @@ def show_command(
     target: Target = None,
     recipe: options.Recipe = None,
     dtype: options.Dtype = None,
+    quantize: options.Quantize = None,
     revision: options.Revision = None,
     allow_config_keys: options.AllowConfigKeys = None,
     as_json: AsJson = False,
@@ -70,7 +74,9 @@ def show_command(
     """Print the source of a kernel, as it is rendered for MODEL. Builds nothing."""
     from fastgen.compile.render import render
 
-    _, specs, _ = _needed(model, target, recipe, dtype, revision=revision, allow_config_keys=allow_config_keys)
+    _, specs, _ = _needed(
+        model, target, recipe, dtype, revision=revision, allow_config_keys=allow_config_keys, quantize=quantize
+    )
     chosen = [spec for spec in specs if name in (None, spec.name)]
     if not chosen:
         usage_error(f"{model} needs no kernel {name}; it needs {', '.join(spec.name for spec in specs)}")
@@ -86,7 +92,7 @@ def build_command(
     target: Target = None,
     recipe: options.Recipe = None,
     dtype: options.Dtype = None,
-    quantize: Annotated[str | None, typer.Option(help="int8, int4 or int8_weight_only, as for fastgen.load.")] = None,
+    quantize: options.Quantize = None,
     block_size: options.BlockSize = None,
     max_num_seqs: options.MaxNumSeqs = None,
     revision: options.Revision = None,
@@ -128,6 +134,7 @@ def report_command(
     target: Target = None,
     recipe: options.Recipe = None,
     dtype: options.Dtype = None,
+    quantize: options.Quantize = None,
     revision: options.Revision = None,
     allow_config_keys: options.AllowConfigKeys = None,
     as_json: AsJson = False,
@@ -135,7 +142,9 @@ def report_command(
     """Build all kernels of MODEL and tell what each costs: registers, spills, shared memory, occupancy …"""
     from fastgen.runtime.progress import progress_bar
 
-    loader, specs, _ = _needed(model, target, recipe, dtype, revision=revision, allow_config_keys=allow_config_keys)
+    loader, specs, _ = _needed(
+        model, target, recipe, dtype, revision=revision, allow_config_keys=allow_config_keys, quantize=quantize
+    )
     with progress_bar(f"building {len(specs)} kernels for {loader.builder.arch}") as update:
         entries = loader.build(specs, update)
     rows = [{**_entry_facts(entry), **entry.report} for entry in entries]

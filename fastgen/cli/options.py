@@ -51,7 +51,13 @@ PrefixCaching = Annotated[
 ]
 NumThreads = Annotated[int | None, typer.Option(help="Threads that compute on a CPU.")]
 Target = Annotated[str | None, typer.Option(help="Whose kernels run: torch (the reference), cpp, or auto.")]
-Quantize = Annotated[str | None, typer.Option(help="Keep matrices in int8, int4 or int8_weight_only. On a CPU.")]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        help="Keep matrices in few bits: int8_weight_only; by kernels for a CPU also int8 and int4, by those for a GPU "
+        "int4_weight_only and fp8_weight_only."
+    ),
+]
 Speculative = Annotated[str | None, typer.Option(help="ngram: draft what comes next from what stands there already.")]
 NumDraftTokens = Annotated[int | None, typer.Option(help="With --speculative: most drafts a step and answer.")]
 Sealed = Annotated[
@@ -96,12 +102,31 @@ EarlyStopping = Annotated[
 Priority = Annotated[int | None, typer.Option(help="The lower the more urgent, among requests that run together.")]
 
 
-_SINGULAR = {"allow_config_keys": "allow_config_key"}
-_ARGUMENT = re.compile(rf"(?<![\w./'\"`-])({'|'.join(LOAD_ARGUMENTS)})\b(=?)(?=(\S?))")
+SERVE_ARGUMENTS = (
+    *("port", "grpc_port", "tool_format", "api_key_file", "tls_cert", "tls_key", "allow_origins"),
+    *("max_queued_requests", "max_queued_tokens", "max_prompt_tokens", "ttft_slo_s", "itl_target"),
+    *("max_connections", "max_body_bytes", "header_timeout_s", "body_timeout_s", "write_timeout_s", "keep_alive_s"),
+    *("drain_timeout_s", "engine_timeout_s", "log_format", "log_requests", "log_prompts"),
+)
+"""The arguments of ``fastgen.serve`` that errors are about."""
+FLAG_NAMES = {
+    "allow_config_keys": "allow_config_key",
+    "allow_origins": "allow_origin",
+    "ttft_slo_s": "ttft_slo",
+    "header_timeout_s": "header_timeout",
+    "body_timeout_s": "body_timeout",
+    "write_timeout_s": "write_timeout",
+    "keep_alive_s": "keep_alive",
+    "drain_timeout_s": "drain_timeout",
+    "engine_timeout_s": "engine_timeout",
+}
+"""Of the arguments whose flags are called otherwise."""
+_ARGUMENT = re.compile(rf"(?<![\w./'\"`-])({'|'.join(LOAD_ARGUMENTS + SERVE_ARGUMENTS)})\b(=?)(?=(\S?))")
 
 
 def in_flags(error: FastgenError) -> str:
-    """The message of ``error`` with the arguments of ``fastgen.load`` in it (``dtype='int3'``) as flags (``--dtype``).
+    """The message of ``error`` with the arguments of ``fastgen.load`` and ``fastgen.serve`` in it (``dtype='int3'``) as
+    flags (``--dtype``).
 
     Only an error about arguments means one by its mere name; elsewhere that may be a key of some file.
     """
@@ -112,7 +137,7 @@ def in_flags(error: FastgenError) -> str:
         if not equals and not (about_arguments and "_" in name):
             return found[0]
         gap = " " if following.isalnum() or following in ("'", '"', "-", "[") else ""
-        return f"--{_SINGULAR.get(name, name).replace('_', '-')}{gap if equals else ''}"
+        return f"--{FLAG_NAMES.get(name, name).replace('_', '-')}{gap if equals else ''}"
 
     return _ARGUMENT.sub(flag, str(error))
 

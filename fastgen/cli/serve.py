@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,17 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from fastgen.cli import options
-
-_ARGUMENTS = {  # of fastgen.serve, where a flag is not called as they are
-    "allow_origin": "allow_origins",
-    "ttft_slo": "ttft_slo_s",
-    "header_timeout": "header_timeout_s",
-    "body_timeout": "body_timeout_s",
-    "write_timeout": "write_timeout_s",
-    "keep_alive": "keep_alive_s",
-    "drain_timeout": "drain_timeout_s",
-    "engine_timeout": "engine_timeout_s",
-}
 
 
 def serve(
@@ -133,7 +123,8 @@ def _serve(ctx: typer.Context) -> None:
     from fastgen.serving.arguments import SERVE_ARGUMENTS, sort_arguments
     from fastgen.serving.run import run
 
-    named = {_ARGUMENTS.get(flag, flag): value for flag, value in ctx.params.items() if value is not None}
+    arguments = {flag: argument for argument, flag in options.FLAG_NAMES.items()}
+    named = {arguments.get(flag, flag): value for flag, value in ctx.params.items() if value is not None}
     given = options.given_load_arguments(ctx) | {
         name: named[name] for name in ("model", *SERVE_ARGUMENTS) if name in named
     }
@@ -146,10 +137,10 @@ def _serve(ctx: typer.Context) -> None:
 
 
 def _translated(file: Path) -> dict[str, Any]:
-    """What ``file`` asks for; what became of each of its keys is told."""
+    """What ``file`` and the environment ask for; what became of each key is told."""
     from fastgen.serving.lmi.translate import translate
 
-    translation = translate(file)
+    translation = translate(file, os.environ)
     for note in translation.notes:
         print(note, file=sys.stderr)
     return translation.arguments

@@ -93,6 +93,7 @@ class GraphPool:
         with torch.cuda.stream(self._stream):
             step()
             torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()  # what the step left: the capture gets memory of its own
             with _standing_collector():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:

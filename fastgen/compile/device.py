@@ -8,11 +8,13 @@ import os
 import platform
 import re
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from fastgen.errors import InvalidArgumentError
 
@@ -68,6 +70,20 @@ def return_freed_memory() -> None:
     """Give memory that was freed back to the system, where the C library keeps it (glibc does, for what was large)."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def being_current(device: torch.device) -> AbstractContextManager[object]:
+    """Within the block ``device``, if a GPU, is this thread's current one, where Triton loads and launches kernels and
+    where events are recorded."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """What the host's ``tensor`` holds, for all that is launched from now on.
+
+    To a GPU it goes from pinned memory: from other memory the host would first wait for all that was launched before.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _cuda(asked: str, index: int) -> Device:

@@ -10,18 +10,21 @@ from torch import Tensor, nn
 from fastgen.compile.ops.embedding import embed, resolve_token_ids
 from fastgen.compile.ops.linear import LinearKernel
 from fastgen.compile.ops.packed_weight import PackedWeight
-from fastgen.layers.linear import Linear, PackedRows
+from fastgen.compile.ops.quantization import WeightOnlyFormat
+from fastgen.compile.ops.quantized_weight import QuantizedWeight
+from fastgen.layers.linear import Linear, PackedRows, Rows, stored_weight, weight_rows
 from fastgen.layers.norm import Norm
 from fastgen.layers.ragged_batch import RaggedBatch
 
-Stored = Tensor | PackedWeight
+Stored = Tensor | PackedWeight | QuantizedWeight
 """A table as kernels read it."""
 
 
 class EmbeddingTable(nn.Module):
     """``weight [rows, size]``, looked up by id.
 
-    With a ``kernel`` it is packed for it: a head, or an embedding that is the head as well.
+    A head, or an embedding that is the head as well, may have a ``kernel`` that it is packed for, or be kept in few
+    bits, in a ``weight_format``.
     """
 
     def __init__(
@@ -32,25 +35,28 @@ class EmbeddingTable(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         kernel: LinearKernel | None = None,
+        weight_format: WeightOnlyFormat | None = None,
     ):
         super().__init__()
-        self.num_rows, self.size, self.kernel = num_rows, size, kernel
+        self.num_rows, self.size, self.kernel, self.dtype = num_rows, size, kernel, dtype
         if kernel is not None:
             self.packed = kernel.pack(num_rows, size)
         else:
-            self.weight = nn.Parameter(torch.empty(num_rows, size, dtype=dtype, device=device), requires_grad=False)
+            self.weight = stored_weight(num_rows, size, dtype, device, weight_format)
 
     @property
-    def slot(self) -> Tensor | PackedRows:
+    def slot(self) -> Tensor | Rows:
         """Where the checkpoint's tensor goes."""
-        return self.weight.data if self.kernel is None else PackedRows(self.packed, 0, (self.num_rows, self.size))
+        if self.kernel is None:
+            return weight_rows(self.weight, 0, self.num_rows, self.dtype)
+        return PackedRows(self.packed, 0, (self.num_rows, self.size))
 
     @property
     def stored(self) -> Stored:
         return self.weight if self.kernel is None else self.packed
 
     def forward(self, ids: Tensor) -> Tensor:
-        return embed(ids, self.weight)
+        return embed(ids, self.weight).to(self.dtype)
 
 
 class EmbeddingKernels(Protocol):

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fastgen.compile.ops.linear import LinearKernel, linear, logits
 from fastgen.compile.ops.packed_weight import PackedWeight
+from fastgen.compile.ops.quantization import WeightOnlyFormat
+from fastgen.compile.ops.quantized_weight import QuantizedWeight, quantized
 
-PlainLinear = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+PlainLinear = Callable[[Tensor, Tensor | QuantizedWeight, Tensor | None, Tensor], None]
 """Computes ``out = x Wᵀ + b``, given ``x, weight, bias, out``."""
+
+
+class Rows(Protocol):
+    """What is written by rows ``[out, in]``, and kept in another way than a tensor's."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which what is written must be finite."""
+
+    def copy_(self, rows: Tensor) -> None: ...
+
+    def holds(self, rows: Tensor) -> bool:
+        """Whether these rows, rounded and packed, are what is there."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +56,25 @@ class PackedRows:
         packed = PackedWeight(self.weight.format, *self.shape, self.weight.arch)
         packed.write(0, rows)
         return torch.equal(there, packed.rows(torch.arange(len(rows))))
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """The same of a weight in few bits, in a model of ``dtype``."""
+
+    weight: QuantizedWeight
+    start: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def copy_(self, rows: Tensor) -> None:
+        self.weight.write(self.start, rows)
+
+    def holds(self, rows: Tensor) -> bool:
+        """Whether these rows, rounded, are what is there."""
+        place, other = slice(self.start, self.start + self.shape[0]), quantized(rows, self.weight.format)
+        codes, scale = self.weight.codes[place].to(rows.device), self.weight.scale[place].to(rows.device)
+        return torch.equal(codes, other.codes) and torch.equal(scale, other.scale)
 
 
 @dataclass(frozen=True)
@@ -75,12 +113,34 @@ class PackedHeads:
         return list(parts.transpose(1, 2).contiguous() if self.turned else parts)
 
 
+def stored_weight(
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_format: WeightOnlyFormat | None,
+) -> nn.Parameter | QuantizedWeight:
+    """A weight ``[out, in]`` that nobody has written yet, in ``dtype`` unless there is a ``weight_format``."""
+    if weight_format is not None:
+        return QuantizedWeight(weight_format, out_features, in_features, device)
+    return nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False)
+
+
+def weight_rows(
+    weight: nn.Parameter | QuantizedWeight, start: int, num_rows: int, dtype: torch.dtype
+) -> Tensor | QuantizedRows:
+    """Where ``num_rows`` rows of it from ``start`` on are written, in a model of ``dtype``."""
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedRows(weight, start, (num_rows, weight.in_features), dtype)
+    return weight.data[start : start + num_rows]
+
+
 class Linear(nn.Module):
     """``y = x Wᵀ + b`` with the rows of several projections stacked: ``x [T, in] -> [T, sum(out_features)]``.
 
     ``biased[i]`` says whether part ``i`` has a bias; where only some have one, the others' entries stay zero. With a
     ``kernel`` the weight is packed for it, in its format, and there is no other copy; a ``plain_kernel`` reads it as it
-    is stored.
+    is stored: in ``dtype``, or in few bits where there is a ``weight_format``.
     """
 
     def __init__(
@@ -93,26 +153,29 @@ class Linear(nn.Module):
         device: torch.device,
         kernel: LinearKernel | None = None,
         plain_kernel: PlainLinear | None = None,
+        weight_format: WeightOnlyFormat | None = None,
     ):
         super().__init__()
         self.out_features, self.kernel, self.plain_kernel = list(out_features), kernel, plain_kernel
+        self.dtype = dtype
         total = sum(out_features)
         if kernel is not None:
             self.packed = kernel.pack(total, in_features)
             return
-        self.weight = nn.Parameter(torch.empty(total, in_features, dtype=dtype, device=device), requires_grad=False)
+        self.weight = stored_weight(total, in_features, dtype, device, weight_format)
         self.bias = (
             nn.Parameter(torch.zeros(total, dtype=dtype, device=device), requires_grad=False) if any(biased) else None
         )
 
-    def part(self, index: int) -> tuple[Tensor | PackedRows, Tensor | None]:
+    def part(self, index: int) -> tuple[Tensor | Rows, Tensor | None]:
         """Where part ``index`` goes: its weight rows ``[out, in]`` and its bias ``[out]``."""
         start = sum(self.out_features[:index])
         rows = slice(start, start + self.out_features[index])
         if self.kernel is not None:
             shape = (self.out_features[index], self.packed.in_features)
             return PackedRows(self.packed, start, shape), self.packed.bias[rows]
-        return self.weight.data[rows], None if self.bias is None else self.bias.data[rows]
+        bias = None if self.bias is None else self.bias.data[rows]
+        return weight_rows(self.weight, start, self.out_features[index], self.dtype), bias
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kernel is None and self.plain_kernel is None:

@@ -16,6 +16,7 @@ from fastgen.compile.ops.alibi import Alibi
 from fastgen.compile.ops.linear import LinearKernel, linear_spec
 from fastgen.compile.ops.moe_cpp import RoutedLinearKernel
 from fastgen.compile.ops.packed_weight import WeightFormat
+from fastgen.compile.ops.quantization import QuantizedFormat, WeightOnlyFormat
 from fastgen.compile.spec import dtype_name
 from fastgen.compile.target import TORCH, Target
 from fastgen.errors import RecipeError
@@ -24,7 +25,7 @@ from fastgen.layers.embedding import Embedding, EmbeddingTable
 from fastgen.layers.head import Head
 from fastgen.layers.kv_cache import KVShape
 from fastgen.layers.latent_attention import HeadLinear, LatentAttention, QueryDown
-from fastgen.layers.linear import Linear, PackedHeads, PackedRows
+from fastgen.layers.linear import Linear, Rows
 from fastgen.layers.mlp import Activation, GatedMlp, Mlp
 from fastgen.layers.moe import GroupedLinear, Moe, Router
 from fastgen.layers.norm import LayerNorm, Norm, QkNorm, RMSNorm
@@ -54,6 +55,7 @@ from fastgen.models.spec import (
     RouterSpec,
     TensorSpec,
 )
+from fastgen.models.weight_sizes import whole_numel
 
 _ROUNDING = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -66,13 +68,13 @@ def build(
     max_model_len: int,
     block_size: int = 16,
     target: Target = TORCH,
-    weight_format: WeightFormat | None = None,
+    weight_format: QuantizedFormat | None = None,
 ) -> tuple[CausalLM, list[WeightSlot]]:
     """The model with uninitialised parameters on ``device``, and one slot for each tensor of ``spec.tensors()``.
 
     ``max_model_len`` is how many positions the rotary tables hold, ``block_size`` the tokens of a KV block. The layers
     ask ``target`` for their kernels, and run once it has built them. ``weight_format`` is what matrices are kept in,
-    where kernels multiply them; by default as ``dtype`` says.
+    one of those that the target multiplies; by default as ``dtype`` says.
     """
     builder = _Builder(spec, dtype, device, max_model_len, block_size, target, weight_format)
     return builder.model(), builder.slots
@@ -119,7 +121,7 @@ class _Builder:
     max_model_len: int
     block_size: int
     target: Target
-    weight_format: WeightFormat | None
+    weight_format: QuantizedFormat | None
     slots: list[WeightSlot] = field(default_factory=list)
     rotaries: dict[tuple[object, ...], Rotary] = field(default_factory=dict)
     num_attentions: int = 0
@@ -128,13 +130,17 @@ class _Builder:
 
     def __post_init__(self) -> None:
         self.activation_dtype = self.target.activation_dtype(self.dtype)
-        self.cpp = self.triton = None
+        self.cpp = self.triton = self.weight_only = None
         if self.target.name == "cpp":
             self.cpp = LayerKernels(self.target, self.dtype, self.block_size, self.spec.recipe)
         elif self.target.name == "triton":
-            self.triton = TritonLayerKernels(self.target, self.dtype, self.device, self.block_size, self.spec.recipe)
+            sizes = (self.target, self.dtype, self.device, self.block_size, self.spec.recipe)
+            numel = whole_numel(self.spec) if self.weight_format else 0
+            self.triton = TritonLayerKernels(*sizes, torch.empty(numel, dtype=self.dtype, device=self.device))
         self.kernels = self.cpp or self.triton
-        self.matrix_format = self.weight_format or self.plain_format
+        if self.cpp is None:
+            self.weight_only = cast(WeightOnlyFormat | None, self.weight_format)
+        self.matrix_format = cast(WeightFormat, self.weight_format or self.plain_format)
         self.max_in_features = max(tensor.shape[1] for tensor in self.spec.tensors() if len(tensor.shape) == 2)
         self.linear_kernel = self.find_linear_kernel(self.matrix_format)
 
@@ -195,7 +201,7 @@ class _Builder:
             scale=unless_one(spec.scale),
             softcap=spec.softcap,
             softcap_kernel=self.kernels.softcap_kernel(spec) if self.kernels and spec.softcap is not None else None,
-            plain_kernel=self.triton.head_kernel(table.num_rows, table.size, spec.node) if self.triton else None,
+            plain_kernel=self.triton.head_kernel(table, spec.node) if self.triton else None,
             device=self.device,
         )
         self.claim(spec.bias, head.bias_slot)
@@ -381,6 +387,7 @@ class _Builder:
 
     def linear(self, parts: Sequence[LinearSpec], *, exact: bool = False) -> Linear:
         """``exact`` is for what must not be rounded: never quantised, and where kernels compute, in fp32."""
+        weight_format, out_dtype = (None, "fp32") if exact else (self.weight_only, "")
         linear = Linear(
             parts[0].in_features,
             [part.out_features for part in parts],
@@ -388,7 +395,8 @@ class _Builder:
             dtype=self.dtype,
             device=self.device,
             kernel=self.exact_kernel if exact else self.linear_kernel,
-            plain_kernel=self.triton.linear_kernel(parts, out_dtype="fp32" if exact else "") if self.triton else None,
+            plain_kernel=self.triton.linear_kernel(parts, weight_format, out_dtype) if self.triton else None,
+            weight_format=weight_format,
         )
         for index, part in enumerate(parts):
             weight, bias = linear.part(index)
@@ -421,11 +429,12 @@ class _Builder:
             dtype=self.dtype,
             device=self.device,
             kernel=self.linear_kernel if is_head else None,
+            weight_format=self.weight_only if is_head else None,
         )
         self.claim(tensor, table.slot)
         return table
 
-    def claim(self, tensor: TensorSpec | None, target: torch.Tensor | PackedRows | PackedHeads | None) -> None:
+    def claim(self, tensor: TensorSpec | None, target: torch.Tensor | Rows | None) -> None:
         if tensor is not None:
             assert target is not None
             self.slots.append(WeightSlot(tensor, target.data if isinstance(target, torch.nn.Parameter) else target))

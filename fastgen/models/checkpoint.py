@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fastgen.errors import CheckpointError, RecipeError
-from fastgen.layers.linear import PackedHeads, PackedRows
+from fastgen.layers.linear import Rows
 from fastgen.models.checkpoint_files import WEIGHT_FILES, is_index, read_index, read_json_object, weights_entry
 from fastgen.models.spec import Layout, TensorSpec
 from fastgen.models.tensor_files import TensorHeader, read_headers, stream_tensors
@@ -132,11 +132,11 @@ def checkpoint_dtype(config: dict[str, Any], checkpoint: Checkpoint) -> torch.dt
 @dataclass(frozen=True)
 class WeightSlot:
     """Where one tensor goes: ``target`` is the final tensor or a view into it, on its device, in its final dtype, or
-    rows of a packed weight.
+    rows of a packed or quantised weight.
     """
 
     spec: TensorSpec
-    target: Tensor | PackedRows | PackedHeads
+    target: Tensor | Rows
 
     def __post_init__(self) -> None:
         if tuple(self.target.shape) != self.spec.shape:
@@ -192,12 +192,12 @@ def arrange(layout: Layout, stored: Tensor) -> Tensor:
     return apart.movedim(axes.index("inward"), -1) if "inward" in axes else apart
 
 
-def _views(slot: WeightSlot, source: Tensor) -> tuple[Tensor | PackedRows | PackedHeads, Tensor]:
+def _views(slot: WeightSlot, source: Tensor) -> tuple[Tensor | Rows, Tensor]:
     """The slot's target and what of ``source`` belongs there, in one shape."""
     layout = slot.spec.layout
     if layout is not None:
         source = arrange(layout, source)
-    if isinstance(slot.target, PackedRows | PackedHeads):
+    if not isinstance(slot.target, Tensor):
         return slot.target, source.reshape(slot.target.shape)
     return slot.target if layout is None else slot.target.view(source.shape), source
 
@@ -225,7 +225,7 @@ def _fill(slots: Sequence[WeightSlot], source: Tensor) -> str | None:
 def _compare(slots: Sequence[WeightSlot], source: Tensor) -> str | None:
     for slot in slots:
         target, values = _views(slot, source)
-        if isinstance(target, PackedRows | PackedHeads):
+        if not isinstance(target, Tensor):
             if not target.holds(values):
                 return _differs(slot)
             continue

@@ -8,7 +8,7 @@ import torch
 
 from fastgen.compile.loader import KernelLoader
 from fastgen.compile.ops.next_decodes import next_decodes_spec
-from fastgen.compile.ops.packed_weight import WeightFormat
+from fastgen.compile.ops.quantization import QuantizedFormat
 from fastgen.compile.ops.sampling_cpp import sampling_spec
 from fastgen.compile.ops.sampling_triton import SamplingSpecs, sampling_specs
 from fastgen.compile.spec import KernelSpec
@@ -28,7 +28,7 @@ def kernel_specs(
     loader: KernelLoader,
     dtype: torch.dtype,
     *,
-    weight_format: WeightFormat | None = None,
+    weight_format: QuantizedFormat | None = None,
     block_size: int | None = None,
     max_num_seqs: int | None = None,
 ) -> list[KernelSpec]:

@@ -26,6 +26,7 @@ from fastgen.compile.ops.moe_cpp import (
 from fastgen.compile.ops.norm import NormKernel, norm_spec
 from fastgen.compile.ops.packed_weight import PackedWeight
 from fastgen.compile.ops.qkv import HeadNorm, QkvKernel, qkv_spec
+from fastgen.compile.ops.quantized_weight import QuantizedWeight
 from fastgen.compile.ops.softcap import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import DTYPES, dtype_name
 from fastgen.compile.target import Target
@@ -231,12 +232,14 @@ class CppEmbedding:
         self._tokens, self._positions = tokens, positions
 
     def look_up(self, batch: RaggedBatch, tokens: Stored, positions: Stored | None, out: Tensor) -> None:
+        assert not isinstance(tokens, QuantizedWeight)
         self._tokens(tokens, out, batch.input_ids, batch.token_source, batch.sampled_ids)
         if positions is not None:
             self.add_positions(batch, positions, out)
 
     def add_positions(self, batch: RaggedBatch, positions: Stored, x: Tensor) -> None:
         assert self._positions is not None
+        assert not isinstance(positions, QuantizedWeight)
         self._positions(positions, x, batch.positions)
 
 

@@ -32,6 +32,8 @@ from fastgen.compile.ops.moe_triton import (
 )
 from fastgen.compile.ops.norm import NormKernel, norm_spec
 from fastgen.compile.ops.qkv_triton import LatentKv, TritonQkv, latent_kv_spec, triton_qkv_spec
+from fastgen.compile.ops.quantization import WeightOnlyFormat
+from fastgen.compile.ops.quantized_weight import QuantizedWeight
 from fastgen.compile.recording import library_call
 from fastgen.compile.spec import dtype_name
 from fastgen.compile.target import Target
@@ -61,7 +63,8 @@ from fastgen.models.spec import (
 @dataclass
 class TritonLayerKernels:
     """``dtype`` is the model's; ``recipe`` its name. Attentions of one shape share a plan, and mixtures of as many
-    experts the lists of their choices.
+    experts the lists of their choices. In ``whole`` weights in few bits are laid out for the library, one layer's after
+    the other's: of :func:`fastgen.models.weight_sizes.whole_numel` numbers.
     """
 
     target: Target
@@ -69,6 +72,7 @@ class TritonLayerKernels:
     device: torch.device
     block_size: int
     recipe: str
+    whole: Tensor
     plans: dict[object, AttentionPlan] = field(default_factory=dict)
     _workspaces: dict[int, Tensor] = field(default_factory=dict)
     _splits: dict[tuple[FewRowShape, int], SplitK | None] = field(default_factory=dict)
@@ -89,7 +93,12 @@ class TritonLayerKernels:
         if positions is not None and spec.project is None:
             offset = positions.offset
         look_up = embedding_spec(
-            size, self.dtype_name, scale=1.0 if scale is None else scale, position_offset=offset, needed_by=asking
+            size,
+            self.dtype_name,
+            table_dtype=_weight_format(tokens) or "",
+            scale=1.0 if scale is None else scale,
+            position_offset=offset,
+            needed_by=asking,
         )
         gather = None
         if positions is not None and offset is None:
@@ -110,15 +119,18 @@ class TritonLayerKernels:
 
         return add
 
-    def linear_kernel(self, parts: Sequence[LinearSpec], *, out_dtype: str = "") -> TritonLinear:
+    def linear_kernel(
+        self, parts: Sequence[LinearSpec], weight_format: WeightOnlyFormat | None, out_dtype: str = ""
+    ) -> TritonLinear:
         """For parts stacked into one matrix; to the model's dtype unless another is named."""
         out_features, biased = sum(part.out_features for part in parts), any(part.bias for part in parts)
-        shape = FewRowShape(out_features, parts[0].in_features, self.dtype_name, bias=biased, out_dtype=out_dtype)
-        return self._linear(shape, parts[0].node)
+        sizes = (out_features, parts[0].in_features, self.dtype_name, weight_format or "plain")
+        return self._linear(FewRowShape(*sizes, bias=biased, out_dtype=out_dtype), parts[0].node)
 
-    def head_kernel(self, num_rows: int, size: int, node: NodeRef) -> TritonLinear:
+    def head_kernel(self, table: EmbeddingTable, node: NodeRef) -> TritonLinear:
         """To logits, without their bias."""
-        return self._linear(FewRowShape(num_rows, size, self.dtype_name, out_dtype="fp32"), node)
+        sizes = (table.num_rows, table.size, self.dtype_name, _weight_format(table) or "plain")
+        return self._linear(FewRowShape(*sizes, out_dtype="fp32"), node)
 
     def _linear(self, shape: FewRowShape, node: NodeRef) -> TritonLinear:
         return TritonLinear(
@@ -126,6 +138,7 @@ class TritonLayerKernels:
             self.target.kernel,
             self._workspace,
             lambda rows: self._split(shape, rows),
+            whole=self.whole,
             needed_by=self.asking(node),
         )
 
@@ -305,6 +318,10 @@ class TritonLayerKernels:
         return apply
 
 
+def _weight_format(table: EmbeddingTable) -> WeightOnlyFormat | None:
+    return table.stored.format if isinstance(table.stored, QuantizedWeight) else None
+
+
 class TritonEmbedding:
     """A model's :class:`fastgen.layers.embedding.EmbeddingKernels`.
 
@@ -318,7 +335,7 @@ class TritonEmbedding:
         self._look_up, self._gather, self._offset = look_up, gather, position_offset
 
     def look_up(self, batch: RaggedBatch, tokens: Stored, positions: Stored | None, out: Tensor) -> None:
-        assert isinstance(tokens, Tensor)
+        assert isinstance(tokens, Tensor | QuantizedWeight)
         assert positions is None or isinstance(positions, Tensor)
         ids = (batch.input_ids, batch.token_source, batch.sampled_ids)
         self._look_up(*ids, tokens, out, batch.positions, positions)

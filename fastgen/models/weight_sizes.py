@@ -12,6 +12,8 @@ import torch
 
 from fastgen.compile.huge_pages import HUGE_PAGE
 from fastgen.compile.ops.packed_weight import WeightFormat, packed_bytes
+from fastgen.compile.ops.quantization import QuantizedFormat, WeightOnlyFormat
+from fastgen.compile.ops.quantized_weight import quantized_bytes
 from fastgen.compile.spec import dtype_name
 from fastgen.compile.target import TargetFacts
 from fastgen.models.spec import (
@@ -36,7 +38,7 @@ class ModelBuild:
     spec: ModelSpec
     dtype: torch.dtype
     target: TargetFacts
-    weight_format: WeightFormat | None = None
+    weight_format: QuantizedFormat | None = None
 
     @property
     def activation_bytes(self) -> int:
@@ -48,8 +50,18 @@ class ModelBuild:
         return cast(WeightFormat, dtype_name(self.dtype))
 
     @property
-    def matrix_format(self) -> WeightFormat:
+    def matrix_format(self) -> WeightFormat | QuantizedFormat:
         return self.weight_format or self.plain_format
+
+    @property
+    def packed_format(self) -> WeightFormat | None:
+        """What C++ kernels have their matrices packed in."""
+        return cast(WeightFormat, self.matrix_format) if self.target.name == "cpp" else None
+
+    @property
+    def weight_only(self) -> WeightOnlyFormat | None:
+        """What other targets keep matrices in, where not in ``dtype``."""
+        return None if self.target.name == "cpp" else cast(WeightOnlyFormat | None, self.weight_format)
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,12 @@ def stacked_linears(spec: ModelSpec) -> Iterator[StackedLinear]:
         yield from _linears_of(part)
 
 
+def whole_numel(spec: ModelSpec) -> int:
+    """Of the largest matrix that a model may keep in few bits and a GPU's library multiply."""
+    found = (each for each in stacked_linears(spec) if each.num_groups == 1 and not each.exact)
+    return max((each.out_features * each.in_features for each in found), default=0)
+
+
 def _linears_of(part: AttentionSpec | LatentAttentionSpec | MlpSpec | MoeSpec) -> Iterator[StackedLinear]:
     match part:
         case AttentionSpec():
@@ -131,7 +149,7 @@ def weight_sizes(build: ModelBuild) -> WeightSizes:
 class _Sizes:
     def __init__(self, build: ModelBuild):
         self.build, self.spec = build, build.spec
-        self.packs = build.target.name == "cpp"
+        self.packed_format, self.weight_only = build.packed_format, build.weight_only
         self.page_rests = 0
 
     def all(self) -> WeightSizes:
@@ -141,7 +159,7 @@ class _Sizes:
         tables += self.table(head.weight, multiplies=True) if head.weight else 0
         branches = [branch for layer in spec.layers for branch in layer.branches]
         vectors = self.norms(embedding.norm, spec.final_norm) + sum(map(self.branch_norms, branches))
-        vectors += 4 * math.prod(head.bias.shape) if head.bias and not self.packs else 0
+        vectors += 4 * math.prod(head.bias.shape) if head.bias and not self.packed_format else 0
         matrices = sum(map(self.linear, stacked_linears(spec)))
         for part in spec.parts():
             match part:
@@ -166,15 +184,20 @@ class _Sizes:
     def table(self, tensor: TensorSpec, *, multiplies: bool = False) -> int:
         """One that ``multiplies`` is a matrix to kernels."""
         rows, size = tensor.shape
-        if multiplies and self.packs:
-            return self.packed(self.build.matrix_format, rows, size)
+        if multiplies and self.packed_format:
+            return self.packed(self.packed_format, rows, size)
+        if multiplies and self.weight_only:
+            return quantized_bytes(self.weight_only, rows, size)
         return rows * size * self.build.dtype.itemsize
 
     def linear(self, linear: StackedLinear) -> int:
         rows, size = linear.out_features, linear.in_features
-        if self.packs:
-            weight_format = self.build.plain_format if linear.exact else self.build.matrix_format
+        if self.packed_format:
+            weight_format = self.build.plain_format if linear.exact else self.packed_format
             return self.packed(weight_format, rows, size, num_groups=linear.num_groups)
+        if self.weight_only and linear.num_groups == 1 and not linear.exact:
+            bias = rows * linear.biased * self.build.dtype.itemsize
+            return quantized_bytes(self.weight_only, rows, size) + bias
         return linear.num_groups * rows * (size + linear.biased) * self.build.dtype.itemsize
 
     def packed(self, weight_format: WeightFormat, rows: int, size: int, *, num_groups: int = 1) -> int:
@@ -185,7 +208,7 @@ class _Sizes:
     def head_maps(self, spec: LatentAttentionSpec) -> int:
         """A matrix for each head; the keys' are kept transposed."""
         plain, heads = self.build.plain_format, spec.num_heads
-        if self.packs:
+        if self.packed_format:
             keys = self.packed(plain, spec.kv_rank, spec.nope_dim, num_groups=heads)
             return keys + self.packed(plain, spec.v_head_dim, spec.kv_rank, num_groups=heads)
         return heads * (spec.nope_dim + spec.v_head_dim) * spec.kv_rank * self.build.dtype.itemsize

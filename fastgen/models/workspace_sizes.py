@@ -12,7 +12,7 @@ from torch import Tensor
 from fastgen.compile.ops.attention import AttentionPlan
 from fastgen.compile.ops.attention_cpp import scratch_bytes
 from fastgen.compile.ops.attention_specs import AttentionShape, attention_specs
-from fastgen.compile.ops.few_row_linear import FewRowShape, few_row_specs
+from fastgen.compile.ops.few_row_linear import FewRowFormat, FewRowShape, few_row_specs
 from fastgen.compile.ops.linear import linear_workspace_bytes
 from fastgen.compile.ops.linear_triton import row_tiles
 from fastgen.compile.ops.moe_triton import grouped_tilings
@@ -20,7 +20,7 @@ from fastgen.compile.spec import dtype_name
 from fastgen.compile.target import Target
 from fastgen.models.layer_kernels import attention_shape
 from fastgen.models.spec import MoeSpec
-from fastgen.models.weight_sizes import ModelBuild, stacked_linears
+from fastgen.models.weight_sizes import ModelBuild, stacked_linears, whole_numel
 
 
 class WorkspaceSizes:
@@ -34,13 +34,15 @@ class WorkspaceSizes:
         if self._target.name == "cpp":
             return self._cpp_linear(max_rows)
         if self._target.name == "triton":
-            return self._triton_plans(max_rows, max_num_seqs, block_size) + self._split_linear + self._experts(max_rows)
+            plans = self._triton_plans(max_rows, max_num_seqs, block_size)
+            return plans + self._split_linear + self._whole_weight + self._experts(max_rows)
         return 0
 
     def _cpp_linear(self, max_rows: int) -> int:
         """Rows quantised: one room for all plain matrices, and one for all experts'."""
         choices = max((top_k for _, top_k in self._mixtures), default=0)
-        weight_format, most = self._build.matrix_format, self._most_features
+        weight_format, most = self._build.packed_format, self._most_features
+        assert weight_format is not None
         return sum(linear_workspace_bytes(weight_format, max_rows * rows, most) for rows in (1, choices))
 
     def scratch_bytes(self, *, max_rows: int, length: int, block_size: int) -> int:
@@ -75,14 +77,20 @@ class WorkspaceSizes:
         }
         return 4 * sum(numels)
 
+    @property
+    def _whole_weight(self) -> int:
+        """Where weights in few bits are laid out for the library."""
+        return whole_numel(self._spec) * self._build.dtype.itemsize if self._build.weight_only else 0
+
     def _few_row_shapes(self) -> Iterator[FewRowShape]:
         dtype, head = dtype_name(self._build.dtype), self._spec.head.weight or self._spec.embedding.tokens
+        weight: FewRowFormat = self._build.weight_only or "plain"
         num_rows, size = head.shape
-        yield FewRowShape(num_rows, size, dtype, out_dtype="fp32")
+        yield FewRowShape(num_rows, size, dtype, weight, out_dtype="fp32")
         for linear in stacked_linears(self._spec):
             if linear.num_groups == 1:
-                shape = FewRowShape(linear.out_features, linear.in_features, dtype, bias=linear.biased)
-                yield replace(shape, out_dtype="fp32") if linear.exact else shape
+                shape = FewRowShape(linear.out_features, linear.in_features, dtype, weight, bias=linear.biased)
+                yield replace(shape, weight="plain", out_dtype="fp32") if linear.exact else shape
 
     def _experts(self, max_rows: int) -> int:
         """Lists of choices sorted by expert: their order, and tiles of three numbers, for each height of tiles."""

@@ -6,7 +6,7 @@ import torch
 
 from fastgen.compile.cuda_graph import GraphPool
 from fastgen.compile.ops.next_decodes import NextDecodesKernel, next_decodes_spec
-from fastgen.compile.ops.packed_weight import WeightFormat
+from fastgen.compile.ops.quantization import QuantizedFormat
 from fastgen.compile.target import Target
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import build, kv_groups, kv_shapes, kv_windows
@@ -40,7 +40,7 @@ def build_engine(
     dtype: torch.dtype,
     device: torch.device,
     target: Target,
-    weight_format: WeightFormat | None,
+    weight_format: QuantizedFormat | None,
     *,
     ledger: Ledger,
     policy: Policy,

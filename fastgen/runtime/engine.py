@@ -188,8 +188,9 @@ class Engine:
     def _launch(self, step: InFlight, *, ahead: bool) -> None:
         """The forward pass of ``step``."""
         try:
-            step.launched = self.runner.launch(step.schedule, ahead=ahead)
+            launched = self.runner.launch(step.schedule, ahead=ahead)
             self.scheduler.told(step.schedule)
+            step.launched = launched
         except Exception as error:
             step.error = error
 
@@ -199,9 +200,9 @@ class Engine:
             assert step.launched is not None
             try:
                 self.runner.sample(step.launched)
-                self.scheduler.commit(step.schedule)
             except Exception as error:
                 step.error = error
+            self.scheduler.commit(step.schedule)
         if step.has_failed:
             self._tell_failures(step)
             return False
@@ -218,7 +219,11 @@ class Engine:
             self._fail_step(step, step.error)
 
     def _fail_step(self, step: InFlight, error: Exception) -> None:
-        """Nobody knows what a step did that raised ``error``."""
+        """Nobody knows what a step did that raised ``error``. If it was launched, the scheduler took it for computed,
+        and so must who reads its record."""
+        if step.launched is not None:
+            num_padding = step.schedule.size - step.schedule.num_tokens
+            self.recorder.ran(step.record, step.launched.build_s, num_padding, self._clock())
         self._withdraw(step.sequences, step.record)
         self._fail(step.sequences, error)
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastgen.compile.device import to_device
 from fastgen.compile.ops.next_decodes import NextDecodesKernel
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.drafts import DraftedSequence, SampledSequence, owner
@@ -121,6 +122,8 @@ class InputBatch:
             for _ in range(_NUM_STAGING_BUFFERS)
         ]
         self._host = [self._layout.host_views(buffer) for buffer in self._staging]
+        self._copied: list[torch.cuda.Event | None] = [None] * _NUM_STAGING_BUFFERS
+        """Behind the last copy out of each, where the device may be late to make it."""
         self._turn = 0
         self._packed = torch.zeros(self._layout.size_bytes, dtype=torch.uint8, device=device)
         self._device = self._layout.device_views(self._packed)
@@ -140,10 +143,15 @@ class InputBatch:
         is drafted for it behind it.
         """
         size = schedule.size if self.pads else schedule.num_tokens
+        if (copied := self._copied[self._turn]) is not None:
+            copied.synchronize()
         host = self._host[self._turn]
         num_updates = self._fill_updates(host, schedule.block_updates)
         rows = self._fill_tokens(host, schedule, size)
         self._packed.copy_(self._staging[self._turn], non_blocking=True)
+        if self._packed.is_cuda:
+            self._copied[self._turn] = copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
         self._turn = (self._turn + 1) % _NUM_STAGING_BUFFERS
         if num_updates:
             index, block = (self._device[name][:num_updates] for name in ("update_index", "update_block"))
@@ -288,8 +296,9 @@ class InputBatch:
             carried, rest = slice(num_carried), slice(num_carried, None)
             host["update_index"][carried], host["update_block"][carried] = entry[carried], block[carried]
             if len(updates) > num_carried:
-                device, blocks = self._packed.device, torch.from_numpy(block[rest].astype(np.int32))
-                self._flat_tables[torch.from_numpy(entry[rest]).to(device)] = blocks.to(device)
+                given = torch.from_numpy(entry[rest]), torch.from_numpy(block[rest].astype(np.int32))
+                index, blocks = (to_device(each, self._packed.device) for each in given)
+                self._flat_tables[index] = blocks
         return self.max_updates if self.pads else num_carried
 
     def _enter(self, updates: SequenceOf[BlockUpdate]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -20,7 +20,7 @@ def interrupt_deferred() -> InterruptDeferral:
 
 
 class InterruptDeferral:
-    """What :func:`interrupt_deferred` enters."""
+    """The block of :func:`interrupt_deferred`."""
 
     __slots__ = ("_previous", "_received")
 

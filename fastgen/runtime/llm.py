@@ -211,7 +211,7 @@ class LLM:
                     generations.append(engine.submit(prompt, sampling))
             num_finished = 0  # of the oldest; requests are served in order, so this is nearly all of them
             bar = progress_bar("prompts", enabled=len(prompts) >= _PROGRESS_FROM)
-            with bar as progress, interrupt_deferred() as deferral:  # once, for it costs a step of a small model time
+            with bar as progress, interrupt_deferred() as deferral:  # once for all steps: to change handlers takes time
                 while num_finished < len(generations):
                     self._step()
                     deferral.raise_received()

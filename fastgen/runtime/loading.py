@@ -66,8 +66,10 @@ def load(
     process; by default one a core. ``target``: whose kernels run: ``"torch"`` for the reference, ``"cpp"`` for kernels
     built for this CPU, ``"triton"`` for those of a GPU (on a CPU interpreted, in a process that was started with
     ``TRITON_INTERPRET=1``), ``"auto"`` for the device's own, on a CPU where there is a compiler. ``quantize``: what
-    matrices are kept in, where not in ``dtype``: ``"int8"`` (activations too), ``"int4"`` or ``"int8_weight_only"``;
-    needs ``target="cpp"``.
+    matrices are kept in, where not in ``dtype``: ``"int8_weight_only"``; with ``target="cpp"`` also ``"int8"`` and
+    ``"int4"`` (activations in 8 bits too), with ``"triton"`` or ``"torch"`` also ``"int4_weight_only"`` and
+    ``"fp8_weight_only"``, which leave embeddings that are no head, routers, experts and latent attention's maps of
+    heads in ``dtype``.
     ``speculative``: ``"ngram"`` drafts what may come next from what stands in prompt and answer already, so that a step
     may give several tokens, the same ones; ``num_draft_tokens`` a sequence at most, 4 by default.
     ``sealed``: compile nothing and run from a bundle that ``fastgen kernels build`` wrote: from that in this directory,
@@ -126,17 +128,18 @@ def load(
     bundle = sealed_loader(sealed, directory, found_device, about)
     kernels = choose_target(target, found_device, config, num_threads=num_threads, sealed=bundle)
     ledger = memory.ledger(config)
-    engine = build_engine(
-        spec,
-        config,
-        checkpoint,
-        codec,
-        torch_dtype,
-        found_device.torch_device,
-        kernels,
-        weight_format,
-        ledger=ledger,
-        policy=chosen_policy,
-        aging_s=aging_s,
-    )
+    with devices.being_current(found_device.torch_device):
+        engine = build_engine(
+            spec,
+            config,
+            checkpoint,
+            codec,
+            torch_dtype,
+            found_device.torch_device,
+            kernels,
+            weight_format,
+            ledger=ledger,
+            policy=chosen_policy,
+            aging_s=aging_s,
+        )
     return LLM(engine, codec, spec=spec, config=config, ledger=ledger, name=str(model))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fastgen.compile.ops.packed_weight import WeightFormat
+from fastgen.compile.ops.quantization import QUANTIZED, QuantizedFormat
 from fastgen.errors import FastgenError
 from fastgen.models.builder import kv_windows
 from fastgen.runtime.kv_cache_manager import max_blocks_held
@@ -30,7 +30,6 @@ _STEPS = 1024
 _SIZES = ("kv_cache_memory", "token_budget", "max_num_seqs", "max_model_len", "block_size")
 _SMALLEST: Sizes = {"kv_cache_memory": None, "token_budget": 1, "max_num_seqs": 1, "max_model_len": 1}
 _PLENTY = 1 << 62
-QUANTIZED: tuple[WeightFormat, ...] = ("int8", "int8_weight_only", "int4")
 
 
 def blocks_of_sequence(memory: MemoryModel, length: int, token_budget: int, block_size: int) -> int:
@@ -94,11 +93,11 @@ def _for_weights(memory: MemoryModel, asked: AskedSizes, resolve: Resolve) -> st
     """What helps where the weights leave too little for the smallest engine."""
     build = memory.build
 
-    def fits_in(weight_format: WeightFormat) -> bool:
+    def fits_in(weight_format: QuantizedFormat) -> bool:
         quantized = MemoryModel(replace(build, weight_format=weight_format), memory.device)
-        return build.target.name == "cpp" and _resolves(resolve, quantized, asked)
+        return _resolves(resolve, quantized, asked)
 
-    smaller = [f"quantize={each!r}" for each in QUANTIZED if fits_in(each)]
+    smaller = [f"quantize={each!r}" for each in QUANTIZED[build.target.name] if fits_in(each)]
     if smaller:
         return f"no sizes of the engine help, but it fits with {', or with '.join(smaller)}"
     elsewhere = MemoryModel(build, replace(memory.device, memory_bytes=_PLENTY))

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import wraps
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from fastgen.compile.device import being_current
 from fastgen.errors import GenerationError
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.layers.ragged_batch import RaggedBatch
@@ -95,6 +97,21 @@ class LaunchedStep:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _on_its_device(method: Callable[Concatenate[ModelRunner, _P], _R]) -> Callable[Concatenate[ModelRunner, _P], _R]:
+    """Without gradients, and on the runner's GPU whichever thread calls."""
+
+    @wraps(method)
+    def call(runner: ModelRunner, /, *args: _P.args, **options: _P.kwargs) -> _R:
+        with torch.inference_mode(), being_current(runner.device):
+            return method(runner, *args, **options)
+
+    return call
+
+
 class ModelRunner:
     """Owns the model and the static inputs; knows nothing of requests beyond the step it is given."""
 
@@ -102,6 +119,7 @@ class ModelRunner:
         self, forward: Forward, input_batch: InputBatch, sampler: Sampler, steady: SteadyDecodes | None = None
     ):
         self.forward, self.input_batch, self.sampler, self.steady = forward, input_batch, sampler, steady
+        self.device = input_batch.sampled_ids.device
 
     @property
     def model(self) -> CausalLM:
@@ -119,7 +137,7 @@ class ModelRunner:
             return StepOutput(list(zip(schedule.decodes, map(sampled_token, found, schedule.decodes), strict=True)), [])
         return self._run_built(schedule)
 
-    @torch.inference_mode()
+    @_on_its_device
     def _run_built(self, schedule: Schedule) -> StepOutput:
         step = self._launch(schedule, ahead=False)
         self.sample(step)
@@ -127,7 +145,7 @@ class ModelRunner:
             self.steady.note(schedule)
         return self.collect(step)
 
-    @torch.inference_mode()
+    @_on_its_device
     def launch(self, schedule: Schedule, *, ahead: bool) -> LaunchedStep:
         """The forward pass of a step. One ``ahead`` takes tokens that are not known on the host from the device; what
         :meth:`sample` needs to know is not looked at yet."""
@@ -142,7 +160,7 @@ class ModelRunner:
             self.sampler.prepare(rows)
         return LaunchedStep(schedule, batch, rows, self.forward.hidden(batch), build_s, ahead)
 
-    @torch.inference_mode()
+    @_on_its_device
     def sample(self, step: LaunchedStep) -> None:
         """Launches what chooses the tokens of a step. All tokens of the steps before it are known by now; a sequence
         that ended with them, and so has no seat any more, is sampled for nobody."""

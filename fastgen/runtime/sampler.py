@@ -111,12 +111,12 @@ class Sampler:
         needs ``logits`` any more; elsewhere they are here already. A row whose sequence has no seat any more gets
         anything.
         """
-        if not sequences:
-            return list
         candidates = self._launch_candidates(logits, sequences)
-        if self.seats is not None:
+        if self.seats is not None:  # without a row too: the step must have ended before its inputs are written again
             answers = _launch_answers(logits, self.seats.chosen(sequences), sequences, self.seats)
             return lambda: candidates(answers())
+        if not sequences:
+            return list
         tokens = self._choose(logits, sequences)
         return lambda: candidates(tokens)
 

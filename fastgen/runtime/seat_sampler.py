@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgen.compile.device import to_device
 from fastgen.compile.ops.sampling_cpp import Biases, Uses
 from fastgen.compile.ops.sampling_triton import SamplingKernels, SeatSampling
 from fastgen.compile.target import Target
@@ -63,8 +64,9 @@ class SeatSampler:
         masks = {_seat(each): each.matcher.mask() for each in sequences if each.matcher is not None}
         if masks:
             rows = self._kernels.buffer("mask")
-            seats = torch.tensor(list(masks), device=rows.device)
-            rows.index_copy_(0, seats, torch.from_numpy(np.stack(list(masks.values()))).to(rows.device))
+            given = torch.tensor(list(masks)), torch.from_numpy(np.stack(list(masks.values())))
+            seats, bits = (to_device(each, rows.device) for each in given)
+            rows.index_copy_(0, seats, bits)
 
     def chosen(self, sequences: SequenceOf[SampledSequence]) -> Tensor:
         """What that step chose, still on the device: an id for each, or ``-status`` of its row; i32. A sequence without
@@ -108,7 +110,7 @@ class SeatSampler:
 
     def _fill(self, name: str, seat: int, given: Uses | Biases) -> None:
         row = self._kernels.buffer(name)[seat].zero_()
-        ids, values = (torch.from_numpy(each).to(row.device) for each in given)
+        ids, values = (to_device(torch.from_numpy(each), row.device) for each in given)
         row[ids.long()] = values
 
 

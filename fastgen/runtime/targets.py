@@ -13,12 +13,11 @@ from fastgen.compile.build_cpp import CppBuilder, cpp_arch, find_compiler
 from fastgen.compile.bundle import SealedLoader, bundle_beside, load_bundle
 from fastgen.compile.device import Device
 from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.packed_weight import WeightFormat
+from fastgen.compile.ops.quantization import QUANTIZED, QuantizedFormat
 from fastgen.compile.target import Target, TargetFacts
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError
 from fastgen.runtime.config import EngineConfig
-from fastgen.runtime.memory_fit import QUANTIZED
 from fastgen.runtime.model_runner import PROMPT_LOGITS_ROWS
 
 _NAMES = ("auto", "torch", "cpp", "triton")
@@ -143,18 +142,23 @@ def kernel_targets() -> tuple[str, ...]:
     return ("cpp",)
 
 
-def parse_quantize(quantize: str | None, target: str) -> WeightFormat | None:
+def parse_quantize(quantize: str | None, target: str) -> QuantizedFormat | None:
     """The format that ``quantize=`` asks for, ``None`` for the model's dtype.
 
-    Raises :class:`InvalidArgumentError` for another one, and where the ``target`` cannot multiply it.
+    Raises :class:`InvalidArgumentError` for one that the ``target`` cannot multiply.
     """
     if quantize is None:
         return None
-    if quantize not in QUANTIZED:
-        raise InvalidArgumentError(f"quantize={quantize!r}: expected one of {', '.join(map(repr, QUANTIZED))}")
-    if target != "cpp":
-        raise InvalidArgumentError(f"quantize={quantize!r} needs kernels for a CPU (target='cpp'), not {target}")
-    return next(each for each in QUANTIZED if each == quantize)
+    for known in QUANTIZED[target]:
+        if known == quantize:
+            return known
+    others = [
+        f"target={name!r} knows {', '.join(map(repr, known))}" for name, known in QUANTIZED.items() if name != target
+    ]
+    raise InvalidArgumentError(
+        f"quantize={quantize!r}: target={target!r} knows {', '.join(map(repr, QUANTIZED[target]))} "
+        f"({'; '.join(others)})"
+    )
 
 
 @cache

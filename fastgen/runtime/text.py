@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class TextCodec:
         self.default_sampling = default_sampling
         self._decoder = TokenDecoder(tokenizer) if tokenizer is not None else None
         self._token_bytes = TokenBytes(tokenizer, self._decoder) if self._decoder is not None else None
+        self.render_chat: Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None], str] = self._render_chat
+        """Renders messages and tools by the chat template; whoever does not trust it puts another here."""
 
     @classmethod
     def from_checkpoint(cls, directory: Path, config: Mapping[str, Any]) -> TextCodec:
@@ -83,10 +85,16 @@ class TextCodec:
                 "this model's tokenizer has no chat template; use generate with a prompt of your own"
             )
         try:
-            text = self.tokenizer.apply_chat_template(plain, tools=tools, add_generation_prompt=True, tokenize=False)
+            text = self.render_chat(plain, tools)
         except Exception as error:  # the template is the checkpoint's: division by zero, endless recursion, anything
             raise InvalidArgumentError(f"the model's chat template refuses this conversation: {error}") from error
         return self.encode_text(text, add_special_tokens=False)
+
+    def _render_chat(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=False
+        )
+        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``; special tokens have none."""

@@ -34,6 +34,7 @@ from fastgen.serving.engine_request import EngineRequest, EngineWatcher
 from fastgen.serving.messages import (
     Ask,
     Cancel,
+    Check,
     EngineFacts,
     LoadFailed,
     Ready,
@@ -134,14 +135,22 @@ class EngineClient:
     async def ask(self, what: str, kind: type[_T]) -> _T:
         """What the engine answers, between two steps, when asked for ``what``, a key of ``engine_process.ANSWERS``.
         Raises ``GenerationError`` where it cannot tell."""
+        return msgspec.msgpack.decode(await self._reply_to(Ask(next(self._numbers), what)), type=kind)
+
+    async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
+        """Why the engine would refuse such a request, if it would. Raises as :meth:`ask`."""
+        asked = Check(next(self._numbers), prompt_ids, pack_sampling(sampling))
+        return msgspec.msgpack.decode(await self._reply_to(asked), type=str | None)
+
+    async def _reply_to(self, message: Ask | Check) -> msgspec.Raw:
         self.check_ready()
-        number = next(self._numbers)
-        self._asked[number] = answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._asked[message.number] = answer
         try:
-            self._send(Ask(number, what))
-            return msgspec.msgpack.decode(await answer, type=kind)
+            self._send(message)
+            return await answer
         finally:
-            self._asked.pop(number, None)
+            self._asked.pop(message.number, None)
 
     def fail_all(self, failure: Exception) -> None:
         """End what is in the engine with ``failure``."""

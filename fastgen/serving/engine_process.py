@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ from fastgen.serving.log_file import move_output_to_log
 from fastgen.serving.messages import (
     Ask,
     Cancel,
+    Check,
     End,
     EngineFacts,
     LoadFailed,
@@ -158,7 +160,9 @@ class EngineLoop:
                 case Cancel():
                     self._cancel(message.number)
                 case Ask():
-                    self._send(self._reply(message))
+                    self._reply(message.number, partial(ANSWERS[message.what], self._engine))
+                case Check():
+                    self._reply(message.number, partial(self._refusal, message))
                 case Stop():
                     self._is_stopped = True
 
@@ -181,12 +185,22 @@ class EngineLoop:
         if message.is_stream:
             self._streams[request_id] = opened
 
-    def _reply(self, message: Ask) -> Reply:
+    def _reply(self, number: int, find: Callable[[], Any]) -> None:
+        """Answer with what ``find`` gives. That it fails is nothing to end for."""
+        body, cause = msgspec.Raw(encoder.encode(None)), None
         try:
-            return Reply(message.number, msgspec.Raw(encoder.encode(ANSWERS[message.what](self._engine))), None)
+            body = msgspec.Raw(encoder.encode(find()))
         except Exception as error:
-            _log.error("%s cannot be told: %s", message.what, cause_of(error), exc_info=error)
-            return Reply(message.number, msgspec.Raw(encoder.encode(None)), cause_of(error))
+            cause = cause_of(error)
+            _log.error("a question cannot be answered: %s", cause, exc_info=error)
+        self._send(Reply(number, body, cause))
+
+    def _refusal(self, asked: Check) -> str | None:
+        try:
+            self._engine.check(asked.prompt_ids, unpack_sampling(asked.sampling))
+        except InvalidArgumentError as error:
+            return str(error)
+        return None
 
     def _drop(self, opened: _Open) -> None:
         """Nothing more is to be told of it."""

@@ -40,11 +40,19 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
     what: str
 
 
+class Check(msgspec.Struct, tag="check", array_like=True):
+    """Answer with a :class:`Reply` of the same number: why this would be refused, or nil; nothing is queued."""
+
+    number: int
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+
+
 class Stop(msgspec.Struct, tag="stop", array_like=True):
     """End the process."""
 
 
-ToEngine = Submit | Cancel | Ask | Stop
+ToEngine = Submit | Cancel | Ask | Check | Stop
 
 # --- to the server
 
@@ -131,7 +139,7 @@ class Report(msgspec.Struct, tag="report", array_like=True):
 
 
 class Reply(msgspec.Struct, tag="reply", array_like=True):
-    """The answer to an :class:`Ask`: MessagePack of what was asked for, or why there is none."""
+    """The answer to an :class:`Ask` or a :class:`Check`: MessagePack of what was asked for, or why there is none."""
 
     number: int
     body: msgspec.Raw

@@ -22,6 +22,7 @@ from fastgen.serving.messages import EngineFacts
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.monitoring.watch import Watch
 from fastgen.serving.refusals import UnavailableError
+from fastgen.serving.templates.renderer import TemplateRenderer
 
 State = Literal["starting", "ready", "restarting", "draining", "stopped", "failed"]
 
@@ -46,6 +47,7 @@ class Service:
         self._watch = Watch(limits or Limits(), lambda: self.state == "ready")
         self.engine = EngineClient(arguments, self._watch, timeout_s=engine_timeout_s)
         self._codec: TextCodec | None = None
+        self._templates: TemplateRenderer | None = None
         self._is_draining = False
 
     @property
@@ -86,7 +88,12 @@ class Service:
         facts = await self.engine.start()
         directory = Path(facts.directory)
         config = read_json_object(directory / "config.json")
-        self._codec = await asyncio.to_thread(TextCodec.from_checkpoint, directory, config)
+        codec = await asyncio.to_thread(TextCodec.from_checkpoint, directory, config)
+        if codec.has_chat_template:
+            self._templates = TemplateRenderer(codec.tokenizer)
+            await asyncio.to_thread(self._templates.start)
+            codec.render_chat = self._templates.render
+        self._codec = codec
 
     async def submit(
         self,
@@ -118,6 +125,10 @@ class Service:
         self._watch.submitted(request, admitted)
         return Running(self, request, answers, request_id)
 
+    async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
+        """Why such a request would be refused; ``None`` where it would not. Nothing is run."""
+        return await self.engine.refusal(prompt_ids, sampling)
+
     async def metrics_text(self) -> bytes:
         """All counters, as they are now, in Prometheus' text format; the engine's as of its last word if it has no time
         to answer.
@@ -140,6 +151,8 @@ class Service:
         """End the engine, by force after ``timeout_s``. What is still in it fails."""
         self._is_draining = True
         await self.engine.stop(timeout_s)
+        if self._templates is not None:
+            self._templates.close()
 
 
 class Running:

@@ -191,7 +191,7 @@ def test_list_for_people(run) -> None:
         (
             ("build", "tiny-llama", "--target", "sm_90", "--quantize", "int8"),
             1,
-            "--quantize 'int8' needs kernels for a CPU",
+            "--quantize 'int8': --target 'triton' knows 'int8_weight_only', 'int4_weight_only', 'fp8_weight_only'",
         ),
         (("build",), 2, "Missing argument 'MODEL'"),
     ],

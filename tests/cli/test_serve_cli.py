@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from fastgen.cli import app, options
+from fastgen.errors import InvalidArgumentError
+from fastgen.serving import arguments
 from fastgen.serving import run as serving_run
 from fastgen.serving.clients.deployments import registered, this_deployment
 from fastgen.serving.options import ServeOptions
@@ -104,7 +108,12 @@ def test_a_model_is_needed(run: Run, asked: Asked, tmp_path: Path) -> None:
         (("--tls-cert", "a.pem"), "go together"),
         (("--api-key-file", "/nowhere/keys"), "cannot read the API keys in /nowhere/keys"),
         (("--properties", "/nowhere/it"), "/nowhere/it: cannot be read"),
-        (("--log-format", "xml"), "expected 'text' or 'json'"),
+        (("--log-format", "xml"), "--log-format 'xml': expected 'text' or 'json'"),
+        (("--tls-key", "a.pem"), "--tls-cert and --tls-key go together"),
+        (("--ttft-slo", "-1"), "--ttft-slo -1.0: expected a number above 0"),
+        (("--header-timeout", "0"), "--header-timeout 0.0: expected"),
+        (("--port", "70000"), "--port 70000: expected a port"),
+        (("--tool-format", "none"), "--tool-format 'none' is not one of"),
         (("--stop", "nothing"), "'nothing' is not served on this machine"),
     ],
 )
@@ -131,3 +140,12 @@ def test_what_is_served_is_listed(run: Run, monkeypatch: pytest.MonkeyPatch, tmp
     with registered(this):
         listed = run("serve", "--list")
     assert listed.out == f"stories  http://127.0.0.1:1  gRPC 127.0.0.1:2  process {this.pid}\n"
+
+
+def test_every_argument_of_serving_is_told_of_as_its_flag() -> None:
+    unmistakable = set(arguments.SERVE_ARGUMENTS) - {"host", "name"}  # no error is about these
+    assert unmistakable == set(options.SERVE_ARGUMENTS)
+    flags = {parameter.opts[0] for parameter in typer.main.get_command(app).commands["serve"].params}
+    for name in unmistakable:
+        told = options.in_flags(InvalidArgumentError(f"{name}=1: expected something else"))
+        assert told.removesuffix(" 1: expected something else") in flags

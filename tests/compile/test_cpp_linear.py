@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import random
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.compile.ops.linear import linear_spec
+from fastgen.compile.build_cpp import CppBuilder, CppKernel
+from fastgen.compile.ops.linear import LinearKernel, linear_spec
 from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat
 from fastgen.compile.ops.quantization import quantize_channels, quantize_groups
+from fastgen.compile.render import render
 from fastgen.compile.thread_pool import ThreadPool
 from fastgen.errors import InvalidArgumentError
 from tests.compile.linear_cases import (
@@ -58,6 +61,24 @@ def test_drawn_shapes(make: Layer) -> None:
         if case % 3 == 0:
             bias = None
         make.assert_right(make.run(x, make.pack(weight, bias)), x, weight, bias, where)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere weights are always read in several streams")
+def test_the_number_of_streams_does_not_show(pool: ThreadPool, tmp_path: Path) -> None:
+    """A kernel reads weights as is best on this machine; one that is told the contrary gives the same bits."""
+    pool.resize(2)
+    here, spec = Layer(HERE, "int8"), linear_spec("int8", HERE)
+    source, asks = render(spec), '__builtin_cpu_is("amd")'
+    assert source.count(asks) == 1
+    (path := tmp_path / f"{spec.name}.cpp").write_text(source.replace(asks, f"!{asks}"))
+    CppBuilder(HERE).build(spec, path)
+    elsewhere = LinearKernel(CppKernel(spec, path, []), MAX_ROWS, 2100)
+    x, weight, bias = draw(5, 13, 300, 2100)
+    packed = here.pack(weight, bias)
+    for num_rows in range(1, 14):
+        out = torch.full((num_rows, 300), torch.nan)
+        elsewhere(x[:num_rows], packed, out)
+        assert torch.equal(out, here.run(x[:num_rows], packed)), num_rows
 
 
 @by_kernel

@@ -19,18 +19,18 @@ from fastgen.compile.ops.few_row_linear import (
     FewRowLinear,
     FewRowShape,
     FewRowSpecs,
-    FewRowWeight,
     SplitK,
     candidate_splits,
     default_split,
-    few_row_linear,
     few_row_specs,
-    few_row_weight,
     row_tile,
 )
+from fastgen.compile.ops.linear import logits
+from fastgen.compile.ops.quantization import WeightOnlyFormat
+from fastgen.compile.ops.quantized_weight import QuantizedWeight, quantized, quantized_bytes
 from fastgen.compile.spec import torch_dtype
 
-FORMATS: tuple[FewRowFormat, ...] = get_args(FewRowFormat)
+FORMATS: tuple[FewRowFormat, ...] = ("plain", *get_args(WeightOnlyFormat))
 TOLERANCE = {"fp32": 1e-5, "fp16": 2**-9}  # sums are exact up to their order; 16 bits: of the answer's rounding
 WHOLE = SplitK(16, 32, 4, 1, 1)
 
@@ -56,13 +56,17 @@ def drawn(shape: FewRowShape, num_rows: int, seed: int) -> tuple[Tensor, Tensor,
     return x.to(dtype), (weight * shape.in_features**-0.5).to(dtype), bias.to(dtype)
 
 
+def stored_as(weight: Tensor, weight_format: FewRowFormat) -> Tensor | QuantizedWeight:
+    return weight if weight_format == "plain" else quantized(weight, weight_format)
+
+
 def check(loader: KernelLoader, shape: FewRowShape, num_rows: int, split: SplitK, seed: int = 0) -> None:
     x, weight, bias = drawn(shape, num_rows, seed)
-    stored = few_row_weight(weight, shape.weight)
+    stored = stored_as(weight, shape.weight)
     out_dtype = torch_dtype(shape.out_dtype or shape.dtype)
     out = torch.full((num_rows + 1, shape.out_features), torch.nan, dtype=out_dtype)
     launcher(loader, few_row_specs(shape, num_rows, split), num_rows)(x, stored, bias, out[:-1])
-    want = few_row_linear(x, stored, bias if shape.bias else None)
+    want = logits(x, stored, bias if shape.bias else None)
     where = f"{num_rows} rows, {split}, seed {seed}, {shape}"
     assert out[-1].isnan().all(), where
     allowed = TOLERANCE["fp16" if out_dtype == torch.float16 else "fp32"]
@@ -87,13 +91,13 @@ def test_one_kernel_serves_fewer_rows(loader: KernelLoader) -> None:
     shape = FewRowShape(40, 96, "fp32", bias=True)
     linear = launcher(loader, few_row_specs(shape, 16, SplitK(16, 32, 4, 1, 3)), 16)
     x, weight, bias = drawn(shape, 16, 1)
-    want = few_row_linear(x, few_row_weight(weight, "plain"), bias)
+    want = logits(x, weight, bias)
     for num_rows in (16, 1, 7, 0):
         out = torch.full((num_rows, 40), torch.nan)
-        linear(x[:num_rows], few_row_weight(weight, "plain"), bias, out)
+        linear(x[:num_rows], weight, bias, out)
         torch.testing.assert_close(out, want[:num_rows], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="17 rows: these kernels compute up to 16"):
-        linear(x.new_empty(17, 96), few_row_weight(weight, "plain"), bias, x.new_empty(17, 40))
+        linear(x.new_empty(17, 96), weight, bias, x.new_empty(17, 40))
 
 
 def test_logits_are_not_rounded(loader: KernelLoader) -> None:
@@ -123,7 +127,7 @@ def test_what_lies_behind_the_features_is_not_read(loader: KernelLoader) -> None
     x_behind[:2] = x
     out = torch.empty(2, 16)
     linear = launcher(loader, few_row_specs(shape, 2, SplitK(16, 32, 4, 1, 2)), 2)
-    linear(x_behind[:2], FewRowWeight("plain", behind[:16], None), bias, out)
+    linear(x_behind[:2], behind[:16], bias, out)
     torch.testing.assert_close(out, x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
@@ -134,22 +138,22 @@ def test_the_reference_is_the_definition() -> None:
     """Against numbers unpacked one at a time."""
     x, weight, bias = drawn(FewRowShape(3, 70, "fp32"), 2, 5)
     for weight_format in FORMATS:
-        stored = few_row_weight(weight, weight_format)
+        stored = stored_as(weight, weight_format)
         values = torch.empty(3, 70)
         for out, at in itertools.product(range(3), range(70)):
-            if weight_format == "plain":
-                values[out, at] = stored.codes[out, at]
-            elif weight_format == "int4":
+            if isinstance(stored, Tensor):
+                values[out, at] = stored[out, at]
+            elif weight_format == "int4_weight_only":
                 group, place = divmod(at, 32)
                 code = int(stored.codes[out, group * 16 + place % 16]) >> (4 if place >= 16 else 0) & 15
                 values[out, at] = (code - 8) * float(stored.scale[out, group])
-            elif weight_format == "int8":
+            elif weight_format == "int8_weight_only":
                 values[out, at] = int(stored.codes[out, at]) * float(stored.scale[out])
             else:
                 values[out, at] = e4m3(int(stored.codes[out, at])) * float(stored.scale[out])
-        torch.testing.assert_close(few_row_linear(x, stored, bias), x @ values.T + bias, rtol=1e-5, atol=1e-5)
-        step = {"plain": 0, "int8": 2**-8, "int4": 2**-3.9, "fp8": 2**-4}[weight_format]
-        assert float((values - weight).abs().max()) <= step * float(weight.abs().max()), weight_format
+        torch.testing.assert_close(logits(x, stored, bias), x @ values.T + bias, rtol=1e-5, atol=1e-5)
+        step = {"plain": 0, "int8_weight_only": 2**-8, "int4_weight_only": 2**-3.9, "fp8_weight_only": 2**-4}
+        assert float((values - weight).abs().max()) <= step[weight_format] * float(weight.abs().max()), weight_format
 
 
 def e4m3(bits: int) -> float:
@@ -161,8 +165,9 @@ def e4m3(bits: int) -> float:
 def test_every_fp8_code(loader: KernelLoader, dtype: str) -> None:
     """All but the two NaNs, subnormal ones too, picked out one by one."""
     codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
-    shape = FewRowShape(254, 32, dtype, "fp8", out_dtype="fp32")
-    stored = FewRowWeight("fp8", torch.zeros(254, 32, dtype=torch.uint8), torch.ones(254))
+    shape = FewRowShape(254, 32, dtype, "fp8_weight_only", out_dtype="fp32")
+    stored = quantized(torch.zeros(254, 32), "fp8_weight_only")
+    stored.scale.fill_(1)
     stored.codes[:, 5] = codes
     x = torch.zeros(1, 32, dtype=torch_dtype(dtype))
     x[0, 5] = 1
@@ -175,15 +180,16 @@ def test_rows_of_zeros_stay_zeros() -> None:
     weight = torch.zeros(4, 40)
     weight[1] = torch.randn(40)
     for weight_format in FORMATS:
-        out = few_row_linear(torch.ones(1, 40), few_row_weight(weight, weight_format), None)
+        out = logits(torch.ones(1, 40), stored_as(weight, weight_format), None)
         assert out[0, [0, 2, 3]].tolist() == [0.0, 0.0, 0.0], weight_format
         assert out.isfinite().all()
 
 
 def test_bytes_of_a_weight() -> None:
-    weight = torch.randn(64, 96, dtype=torch.bfloat16)
-    sizes = {each: few_row_weight(weight, each).size_bytes for each in FORMATS}
-    assert sizes == {"plain": 64 * 192, "int8": 64 * 100, "int4": 64 * (48 + 6), "fp8": 64 * 100}
+    told = dict.fromkeys(FORMATS[1:], 64 * 100) | {"int4_weight_only": 64 * (48 + 6)}
+    for weight_format, size_bytes in told.items():
+        assert quantized(torch.randn(64, 96, dtype=torch.bfloat16), weight_format).size_bytes == size_bytes
+        assert quantized_bytes(weight_format, 64, 95) == size_bytes - 64 * (weight_format != "int4_weight_only")
 
 
 # How it is cut
@@ -194,7 +200,7 @@ def test_splits_keep_the_device_busy_and_none_is_idle(arch: str) -> None:
     for out_features, in_features, num_rows, num_sms in itertools.product(
         (1, 4096, 128256), (1, 64, 4096, 14336), (1, 20, 64), (1, 46, 132)
     ):
-        for weight, dtype in (("plain", "bf16"), ("int4", "fp16"), ("plain", "fp32")):
+        for weight, dtype in (("plain", "bf16"), ("int4_weight_only", "fp16"), ("plain", "fp32")):
             shape = FewRowShape(out_features, in_features, dtype, weight)
             default, *others = candidate_splits(shape, num_rows, arch, num_sms)
             assert default == default_split(shape, num_rows, arch, num_sms)
@@ -218,7 +224,7 @@ def test_row_tiles() -> None:
     with pytest.raises(ValueError, match="sizes must be positive"):
         few_row_specs(FewRowShape(0, 4, "fp32"), 1, WHOLE)
     with pytest.raises(ValueError, match="int4 weights come in groups of 32 features"):
-        few_row_specs(FewRowShape(4, 64, "fp32", "int4"), 1, SplitK(16, 16, 4, 1))
+        few_row_specs(FewRowShape(4, 64, "fp32", "int4_weight_only"), 1, SplitK(16, 16, 4, 1))
 
 
 def test_a_workspace_is_given_exactly_where_features_are_split(loader: KernelLoader) -> None:
@@ -247,7 +253,7 @@ def check_build(arch: str, shape: FewRowShape, num_rows: int, directory: Path, s
 
 def test_built_with_tensor_cores_and_without_spills(tmp_path: Path) -> None:
     check_build("sm_80", FewRowShape(4096, 4096, "bf16", bias=True), 16, tmp_path)
-    check_build("sm_90", FewRowShape(4096, 4096, "bf16", "int4"), 64, tmp_path)
+    check_build("sm_90", FewRowShape(4096, 4096, "bf16", "int4_weight_only"), 64, tmp_path)
 
 
 @pytest.mark.slow

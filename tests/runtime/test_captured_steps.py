@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastgen
 from fastgen import SamplingParams
@@ -23,9 +24,10 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampler import SampledToken, Sampler
 from fastgen.runtime.schedule import Schedule
-from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
+from tests.reference import randomise, save
+from tests.runtime.checkpoints import VOCAB_SIZE, save_tokenizer
 from tests.runtime.soak import KINDS
-from tests.runtime.test_same_answer_triton import Watched, watch
+from tests.runtime.test_same_answer_triton import SIZES, Watched, watch
 
 OPTIONS: dict[str, Any] = {
     "target": "triton",
@@ -92,18 +94,22 @@ def requests(kinds: list[dict[str, Any]], rng: random.Random) -> tuple[list[list
     return prompts, samplings
 
 
-@pytest.mark.parametrize("kinds", [FEW, pytest.param(2 * KINDS, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("kinds", [FEW, pytest.param(4 * KINDS, marks=pytest.mark.slow)], ids=["few", "all"])
 def test_whatever_is_replayed(kinds: list[dict[str, Any]], tmp_path: Path) -> None:
-    save_tokenizer(save_checkpoint("llama", tmp_path))
+    model = LlamaForCausalLM(LlamaConfig(**(SIZES | {"vocab_size": VOCAB_SIZE})))
+    save_tokenizer(save(randomise(model, seed=3), tmp_path))
     with fastgen.load(tmp_path, **OPTIONS) as llm:
         engine, watched = llm._engine, watch(llm)
         assert engine is not None
         sampler = WatchedSampler(engine.runner.sampler)
         engine.runner.sampler.launch = sampler.launch  # type: ignore[method-assign]
         replay_nothing(engine, watched)
-        llm.generate(*requests(kinds, random.Random(5)))
+        llm.generate(*requests(kinds, random.Random(10)))
+        num_mixed = sum(0 < step.num_decodes < len(step.entries) for step in llm.recording().steps)
     assert min(sampler.counts[each] for each in ("beams", "drafts", "masks")) >= 2
     assert watched.num_empty_seats
     assert watched.num_padded_rows
+    assert num_mixed
     if kinds is not FEW:
-        assert len(watched.num_tokens) > 100
+        assert len(watched.num_tokens) > 200
+        assert min(*sampler.counts.values(), num_mixed) >= 5

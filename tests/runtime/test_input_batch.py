@@ -195,6 +195,31 @@ def test_a_step_is_one_copy_to_addresses_that_never_change(
         assert [tensor.data_ptr() for tensor in copies] == [inputs._packed.data_ptr()]
 
 
+class LateCopy:
+    """In the place of an event behind a copy out of ``staging``: the device reads it when it is waited for."""
+
+    def __init__(self, staging: Tensor):
+        self._staging, self.found = staging, torch.empty(0)
+
+    def synchronize(self) -> None:
+        self.found = self._staging.clone()
+
+
+def test_inputs_are_not_overwritten_before_a_late_device_has_them(example: tuple[InputBatch, list[Sequence]]) -> None:
+    inputs, (chunk, *_) = example
+    schedules = [step(pending(chunk, 1)), step(pending(chunk, 2)), step(pending(chunk, 3)), step(pending(chunk, 4))]
+    for schedule in schedules[:2]:
+        inputs.build(schedule)
+    given = [each.clone() for each in inputs._staging]
+    copies = [LateCopy(each) for each in inputs._staging]
+    inputs._copied = list(copies)  # type: ignore[arg-type]
+    for schedule in schedules[2:]:
+        inputs.build(schedule)
+    for before, copy, after in zip(given, copies, inputs._staging, strict=True):
+        assert torch.equal(copy.found, before)
+        assert not torch.equal(after, before)
+
+
 def test_a_token_on_the_device_is_taken_only_as_long_as_the_seat_is_the_sequences_own(
     example: tuple[InputBatch, list[Sequence]],
 ) -> None:

@@ -39,11 +39,13 @@ BUILDS: dict[str, dict[str, Any]] = {
     "torch fp32": {"target": "torch"},
     "torch bf16": {"target": "torch", "dtype": "bfloat16"},
     "triton fp32": {"target": "triton"},
+    "triton int4_weight_only": {"target": "triton", "quantize": "int4_weight_only"},
+    "torch int8_weight_only": {"target": "torch", "quantize": "int8_weight_only"},
 }
 FAST = {
     *(("Llama", "cpp bf16"), ("Gemma2", "cpp fp32"), ("Qwen3Moe", "cpp int4"), ("DeepseekV3", "cpp bf16")),
     *(("Gemma2", "torch bf16"), ("Qwen3Moe", "torch fp32"), ("DeepseekV3", "torch bf16"), ("mistral", "torch fp32")),
-    *(("opt", "torch bf16"), ("opt", "cpp fp32")),
+    *(("opt", "torch bf16"), ("opt", "cpp fp32"), ("Gemma2", "torch int8_weight_only")),
 }
 CASES = [
     pytest.param(model, build, marks=[] if (model, build) in FAST else pytest.mark.slow)

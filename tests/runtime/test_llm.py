@@ -609,6 +609,23 @@ def test_ctrl_c_is_not_lost_where_the_step_fails() -> None:
     assert isinstance(caught.value.__context__, ValueError)
 
 
+def interrupted_in_a_long_block(acts: list[int]) -> None:
+    with interrupt_deferred() as deferral:
+        for act in range(3):
+            with interrupt_deferred():
+                signal.raise_signal(signal.SIGINT)
+            acts.append(act)  # the inner block has ended, and the outer one holds it back still
+            deferral.raise_received()
+
+
+def test_ctrl_c_within_a_long_block_is_raised_between_two_acts() -> None:
+    acts: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_in_a_long_block(acts)
+    assert acts == [0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.parametrize("during", ["step", "between"])
 def test_ctrl_c_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch, during: str) -> None:
     expected = llm.generate(PROMPT, max_new_tokens=9, ignore_eos=True).token_ids

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -77,6 +79,35 @@ class Bench:
                 if sequence.num_tokens - sequence.num_prompt_tokens == sequence.request.sampling.max_new_tokens:
                     self.scheduler.finish(sequence)
         return outputs
+
+
+def test_a_step_is_launched_on_the_runners_gpu_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    found = []
+
+    @contextmanager
+    def stand_in(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", stand_in)
+    bench = Bench(token_budget=4)
+    hidden = bench.runner.forward.hidden
+
+    def noted(batch: RaggedBatch) -> Tensor:
+        found.extend(current)
+        return hidden(batch)
+
+    bench.runner.forward.hidden = noted  # type: ignore[method-assign]
+    bench.add([5, 6, 7], max_new_tokens=2)
+    bench.run()
+    assert found == []
+    bench.runner.device = torch.device("cuda", 1)
+    bench.add([5, 6, 7, 8, 9, 10], max_new_tokens=2)
+    bench.run()
+    assert found == [torch.device("cuda", 1)] * 3
+    assert current == []
 
 
 @pytest.mark.parametrize("token_budget", [4, 50, 64, 65, 300])

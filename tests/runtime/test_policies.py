@@ -10,7 +10,7 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.policies import POLICIES, DynamicBatching, StaticBatching, choose_policy
-from fastgen.runtime.policies.policy import Policy
+from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.policies.splitfuse import SplitFuse
 from fastgen.runtime.policies.time_budget import TimeBudgetSplitFuse
 from fastgen.runtime.request import Request, Sequence
@@ -64,6 +64,33 @@ def test_splitfuse_splits_and_fuses() -> None:
     steps.add(20)
     assert steps.step() == [(0, 4, 1), (1, 0, 15)]
     assert steps.step() == [(0, 5, 1), (1, 15, 5)]
+
+
+class Asked(SplitFuse):
+    """Knows how many decodes there were each time it was asked."""
+
+    def __init__(self) -> None:
+        self.num_decodes: list[int] = []
+
+    def plan(self, view: StepView) -> StepPlan:
+        self.num_decodes.append(len(view.decodes))
+        return super().plan(view)
+
+
+def test_no_policy_is_asked_where_only_decodes_run() -> None:
+    steps = Steps(Asked())
+    policy = steps.scheduler.policy
+    assert isinstance(policy, Asked)
+    steps.add(4)
+    assert steps.step() == [(0, 0, 4)]
+    policy.num_decodes.clear()
+    assert steps.step() == [(0, 4, 1)]
+    assert policy.num_decodes == []
+    steps.add(3)
+    assert steps.step() == [(0, 5, 1), (1, 0, 3)]
+    assert policy.num_decodes == [1]
+    assert [steps.step() for _ in range(3)] == [[(1, 3, 1)], [(1, 4, 1)], []]
+    assert policy.num_decodes == [1]
 
 
 def test_prefill_first_computes_whole_prompts_while_decodes_wait() -> None:

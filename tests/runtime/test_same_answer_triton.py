@@ -46,7 +46,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "windowed": ("Mistral", {"sliding_window": 5}),
     "layers of two kinds": ("Gemma2", {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": 5}),
     "experts": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "head_dim": 8}),
+    "weights in 4 bits": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
 }
+QUANTIZED = {"weights in 4 bits": "int4_weight_only"}
 CASES = [pytest.param(name, marks=[] if name == "plain" else pytest.mark.slow) for name in FAMILIES]
 LENGTHS = (13, 1, 6, 20)
 PROMPTS = [[Random(f"{index}").randrange(VOCAB_SIZE) for _ in range(length)] for index, length in enumerate(LENGTHS)]
@@ -60,8 +62,18 @@ OPTIONS: dict[str, Any] = {"target": "triton", "block_size": BLOCK_SIZE, "max_nu
 
 
 @pytest.fixture(scope="module", params=CASES)
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix, more = FAMILIES[request.param]
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def quantize(family: str) -> str | None:
+    return QUANTIZED.get(family)
+
+
+@pytest.fixture(scope="module")
+def directory(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix, more = FAMILIES[family]
     config = getattr(transformers, f"{prefix}Config")(**(SIZES | more))
     config._experts_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForCausalLM")._from_config(config, attn_implementation="eager")
@@ -69,10 +81,10 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def certain(directory: Path) -> list[list[int]]:
+def certain(directory: Path, quantize: str | None) -> list[list[int]]:
     """The tokens of each request by itself on the reference, up to the first that was won narrowly."""
     found = []
-    with fastgen.load(directory, target="torch", dtype="float32") as llm:
+    with fastgen.load(directory, target="torch", dtype="float32", quantize=quantize) as llm:
         for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True):
             output = llm.generate(prompt, replace(sampling, logprobs=VOCAB_SIZE))
             found.append(output.token_ids[: num_certain_tokens(output, sampling)])
@@ -134,9 +146,11 @@ def watch(llm: LLM) -> Watched:
     return watched
 
 
-def test_alone_and_in_company_whatever_is_replayed(directory: Path, certain: list[list[int]]) -> None:
+def test_alone_and_in_company_whatever_is_replayed(
+    directory: Path, quantize: str | None, certain: list[list[int]]
+) -> None:
     """Graphs are captured on no batch at all. Replayed steps are prompts cut and whole, decodes, and both together."""
-    with fastgen.load(directory, token_budget=8, **OPTIONS) as llm:
+    with fastgen.load(directory, token_budget=8, quantize=quantize, **OPTIONS) as llm:
         assert_same(certain[:2], [llm.generate(PROMPTS[index], SAMPLINGS[index]) for index in range(2)])
         watched = watch(llm)
         outputs = answers(llm, [3, 1, 0, 2])
@@ -147,10 +161,10 @@ def test_alone_and_in_company_whatever_is_replayed(directory: Path, certain: lis
     assert watched.num_padded_rows
 
 
-def test_at_another_budget_with_preemptions(directory: Path, certain: list[list[int]]) -> None:
+def test_at_another_budget_with_preemptions(directory: Path, quantize: str | None, certain: list[list[int]]) -> None:
     """Before each step everything that no running sequence owns is filled with what would be noticed."""
     cache = small_cache(directory, SMALL_CACHE, token_budget=4, **(OPTIONS | {"target": "torch"}))
-    with fastgen.load(directory, token_budget=4, kv_cache_memory=cache, **OPTIONS) as llm:
+    with fastgen.load(directory, token_budget=4, kv_cache_memory=cache, quantize=quantize, **OPTIONS) as llm:
         assert llm._engine is not None
         launch = llm._engine.runner.launch
 

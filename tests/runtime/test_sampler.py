@@ -4,6 +4,7 @@ torch, and by the kernel."""
 import random
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fastgen.compile.ops.sampling import gumbel_noise
 from fastgen.compile.target import Target
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import GenerationError
+from fastgen.runtime import sampler
 from fastgen.runtime.request import Request
 from fastgen.runtime.response_format import ResponseFormat
 from fastgen.runtime.sampler import Sampler, prompt_logprobs, sampling_kernel
@@ -362,3 +364,23 @@ def test_tokens_that_the_head_does_not_reach_are_left_out(new_sampler):
 
 def test_only_kernels_targets_sample_by_kernel():
     assert sampling_kernel(Target(), VOCAB, max_rows=4) is None
+
+
+def test_on_a_device_a_step_without_rows_is_waited_for_too(monkeypatch):
+    """Or the host would write the inputs of a step that has not begun."""
+    waited = []
+
+    class Copies:
+        def __init__(self, tensors):
+            self.tensors = tensors
+
+        def wait(self):
+            waited.append(len(self.tensors))
+            return self.tensors
+
+    monkeypatch.setattr(sampler, "HostCopies", Copies)
+    seats = SimpleNamespace(chosen=lambda sequences: torch.empty(0, dtype=torch.int32))
+    tokens = Sampler(seats=seats).launch(torch.empty(0, VOCAB), [])
+    assert not waited
+    assert tokens() == []
+    assert waited == [1]

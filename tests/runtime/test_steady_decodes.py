@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import fastgen
 from fastgen import LLM, SamplingParams
 from fastgen.compile.tape import Tape
 from fastgen.runtime.engine import Engine
+from fastgen.runtime.forward import TapedForward
 from fastgen.runtime.model_runner import StepOutput
 from fastgen.runtime.schedule import Schedule
 from fastgen.runtime.steady_decodes import SteadyDecodes
@@ -129,6 +130,28 @@ def test_a_step_that_was_computed_in_vain_is_computed_again(
     outputs = llm.generate([[5, 6, 7], [8, 9]], sampling)
     assert [each.token_ids for each in outputs] == [each.token_ids for each in expected]
     assert counted.num_refused == 4
+
+
+def test_a_continued_step_is_one_native_call(llm: LLM, counted: Counted) -> None:
+    llm.generate([[5, 6], [7, 8]], max_new_tokens=6, ignore_eos=True)
+    tape = counted._tapes[2]
+    assert isinstance(tape, Tape)
+    assert len(tape._stretches) == 1
+
+
+def test_nothing_is_recorded_while_a_lone_request_is_answered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
+    forward = engine_of(llm).runner.forward
+    assert isinstance(forward, TapedForward)
+    record = forward._pool.record
+
+    def note(name: str, step: Callable[[], None]) -> Tape:
+        recorded.append(name)
+        return record(name, step)
+
+    monkeypatch.setattr(forward._pool, "record", note)
+    llm.generate([5] * 23, max_new_tokens=6, ignore_eos=True)
+    assert recorded == ["a step of 23 tokens"]  # that of its prompt, and none of decodes
 
 
 def test_whoever_comes_later_records_the_same_tape(llm: LLM, counted: Counted) -> None:

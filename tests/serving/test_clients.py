@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,19 +111,24 @@ def test_a_stream_comes_in_pieces(client: Client) -> None:
     stream.close()
 
 
-@pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_a_stream_that_is_left_leaves_nothing_behind(client: Client, deployment: Deployment, how: str) -> None:
+@pytest.mark.parametrize("how", ["closed", "dropped", "closed unread", "dropped unread"])
+def test_a_stream_runs_at_once_and_leaves_nothing_behind_where_it_is_left(
+    client: Client, deployment: Deployment, how: str
+) -> None:
+    def until(holds: Callable[[dict[str, Any]], bool]) -> None:
+        deadline_s = time.monotonic() + 60
+        while not holds(httpx2.get(f"{deployment.address}/live", trust_env=False).json()["engine"]):
+            assert time.monotonic() < deadline_s
+
     stream = client.stream(PROMPTS[0], max_new_tokens=1900, temperature=0, ignore_eos=True, n=4)
-    next(stream)
-    if how == "closed":
+    if "unread" in how:
+        until(lambda engine: engine["num_running"] > 0)
+    else:
+        next(stream)
+    if "closed" in how:
         stream.close()
     del stream
-    deadline_s = time.monotonic() + 60
-    while True:
-        engine = httpx2.get(f"{deployment.address}/live", trust_env=False).json()["engine"]
-        if engine["num_running"] == engine["num_waiting"] == sum(engine["blocks"]["held"]) == 0:
-            break
-        assert time.monotonic() < deadline_s, "the request goes on"
+    until(lambda engine: engine["num_running"] == engine["num_waiting"] == sum(engine["blocks"]["held"]) == 0)
 
 
 def test_chat_is_that_of_the_library(llm: LLM, client: Client) -> None:
@@ -249,3 +254,20 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     with served("tiny-opt", "--api-key-file", str(keys), "--grpc-port", "0", "--name", "guarded", *tls) as server:
         (found,) = [one for one in deployments() if one.pid == server.process.pid]
         yield found
+
+
+def test_all_of_a_list_are_checked_before_any_runs(client: Client, deployment: Deployment) -> None:
+    def taken() -> str:
+        text = httpx2.get(f"{deployment.address}/metrics", trust_env=False).text
+        return next(line for line in text.splitlines() if line.startswith("fastgen_requests_total "))
+
+    before = taken()
+    prompts = [[5, 6]] * 20 + [[10**6]] + [[5, 6]] * 3
+    with pytest.raises(InvalidArgumentError, match=r"^prompt 20: .*1000000"):
+        client.generate(prompts, max_new_tokens=2)
+    samplings = [SamplingParams(max_new_tokens=2), SamplingParams(max_new_tokens=10**6)]
+    with pytest.raises(InvalidArgumentError, match=r"^prompt 1: .*max_new_tokens=1000000"):
+        client.generate([[5, 6]] * 2, samplings)
+    with pytest.raises(InvalidArgumentError, match=r"^prompt 1: "):
+        client.chat([[{"role": "user", "content": "hello"}], [{"content": "hello"}]], max_new_tokens=2)
+    assert taken() == before

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import uvicorn
+import uvloop
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.http.connection import LimitedConnection, close_slow
 from fastgen.serving.http.server import HttpServer, listen
+from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.monitoring.log import set_up_logging
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ConnectionLimits, ServeOptions
@@ -119,6 +122,12 @@ async def serving(options: ServeOptions) -> AsyncIterator[Served]:
         await asyncio.wait(tasks)
 
 
+def on_uvloop(work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work`` on the event loop that a server runs on."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work)
+
+
 def check(test: Callable[[Served], Awaitable[None]], options: ServeOptions | None = None, **limits: Any) -> None:
     """Run ``test`` beside a server with these options, or these limits; it must not take long."""
 
@@ -128,7 +137,7 @@ def check(test: Callable[[Served], Awaitable[None]], options: ServeOptions | Non
         async with asyncio.timeout(WAIT_S), serving(options) as server:
             await test(server)
 
-    asyncio.run(run())
+    on_uvloop(run())
 
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
@@ -319,7 +328,7 @@ def test_a_client_that_reads_slowly_but_reads_is_not_cut(monkeypatch: pytest.Mon
             task.cancel()
         await asyncio.wait(connection.tasks)
 
-    asyncio.run(run())
+    on_uvloop(run())
 
 
 @pytest.mark.parametrize("path", ["/never", "/endless"])
@@ -431,3 +440,36 @@ def test_a_request_is_logged_where_that_is_asked_for_and_its_prompt_and_key_are_
     assert ("secret" in told) is log_prompts
     assert "right" not in told
     assert "wrong" not in told
+
+
+def test_a_client_that_goes_with_requests_still_queued_on_its_connection_ends_the_one_that_runs() -> None:
+    """The protocol under ours tells only the last of pipelined requests."""
+
+    async def run() -> None:
+        has_left = asyncio.Event()
+
+        async def stay(request: Request) -> None:
+            async with unless_gone(request):
+                waits.set()
+                await asyncio.Event().wait()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            with pytest.raises(ClientDisconnect):
+                await stay(Request(scope, receive))
+            has_left.set()
+
+        waits = asyncio.Event()
+        options = ServeOptions(port=0)
+        listener = listen(options)
+        http = HttpServer(app, options, ServerMetrics(lambda: True))
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        async with asyncio.timeout(WAIT_S):
+            _, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+            writer.write(post("/one", b"") + post("/two", b""))
+            await waits.wait()
+            writer.transport.abort()
+            await has_left.wait()
+            http.should_exit = http.force_exit = True
+            await serving
+
+    on_uvloop(run())

@@ -6,11 +6,26 @@ import asyncio
 
 import msgspec
 import pytest
+import zmq
 
 import fastgen
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.engine import Engine
+from fastgen.runtime.generation import Generation
 from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.serving.messages import encoder, pack_sampling, unpack_sampling
+from fastgen.runtime.simulated import CostModel, SimulatedServer
+from fastgen.serving import engine_process
+from fastgen.serving.messages import (
+    Ask,
+    Reply,
+    Report,
+    Submit,
+    encoder,
+    has_come,
+    pack_sampling,
+    to_server,
+    unpack_sampling,
+)
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 
@@ -65,3 +80,56 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 def test_what_is_no_port_is_refused(name: str, port: int) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{name}={port}: expected a port"):
         ServeOptions(**{name: port})
+
+
+def test_what_fails_in_the_engine_for_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that cannot be queued, for no fault of its own, and counters that cannot be told."""
+    engine = SimulatedServer(CostModel(step_s=0.0, token_s=0.0), token_budget=64, max_num_seqs=4, num_blocks=64).engine
+    submit = engine.submit
+
+    def submit_unless_broken(prompt_ids: list[int], sampling: SamplingParams) -> Generation:
+        if prompt_ids == [13]:
+            raise ZeroDivisionError("bad luck")
+        return submit(prompt_ids, sampling)
+
+    def broken(engine: Engine) -> None:
+        raise OSError("no counters")
+
+    monkeypatch.setattr(engine, "submit", submit_unless_broken)
+    monkeypatch.setitem(engine_process.ANSWERS, "metrics", broken)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://engine")
+        theirs.connect("inproc://engine")
+        for message in (
+            Submit(1, [5, 6], {"max_new_tokens": 3}, True),
+            Submit(2, [13], {}, True),
+            Submit(3, [5], {"max_new_tokens": 2}, False),
+            Ask(4, "metrics"),
+        ):
+            ours.send(encoder.encode(message))
+        told: list[object] = []
+        ends = 0
+
+        def listen() -> bool:
+            """Between steps. Whether all has come."""
+            nonlocal ends
+            while has_come(ours):
+                told.append(to_server.decode(ours.recv()))
+                if isinstance(told[-1], Report):
+                    ends += sum(progress.end is not None for progress in told[-1].progress)
+            return ends == 2
+
+        engine_process.EngineLoop(engine, theirs, is_orphan=listen).run()
+    reports = [message for message in told if isinstance(message, Report)]
+    (refused,) = [refused for report in reports for refused in report.refused]
+    assert (refused.number, refused.is_failure) == (2, True)
+    assert "bad luck" in refused.error
+    (reply,) = [message for message in told if isinstance(message, Reply)]
+    assert (reply.number, reply.error) == (4, "OSError: no counters")
+    num_tokens = {1: 0, 3: 0}
+    for report in reports:
+        for number in report.tokens[::2]:
+            num_tokens[number] += 1
+        for progress in report.progress:
+            num_tokens[progress.number] += len(progress.token_ids)
+    assert num_tokens == {1: 3, 3: 2}

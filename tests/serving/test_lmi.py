@@ -12,10 +12,10 @@ from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.lmi.translate import Translation, translate
 
 
-def translated(folder: Path, *lines: str) -> Translation:
+def translated(folder: Path, *lines: str, environment: dict[str, str] | None = None) -> Translation:
     file = folder / "serving.properties"
     file.write_text("\n".join(lines) + "\n")
-    return translate(file)
+    return translate(file, environment or {})
 
 
 def test_a_usual_file_is_translated_and_every_key_told_of(tmp_path: Path) -> None:
@@ -122,3 +122,28 @@ def test_without_a_model_id_the_model_is_what_lies_beside(tmp_path: Path, has_mo
         (tmp_path / "config.json").write_text("{}")
     wanted: dict[str, Any] = {"model": str(tmp_path)} if has_model else {}
     assert translated(tmp_path, "engine=MPI").arguments == wanted
+
+
+def test_variables_stand_for_keys_that_the_file_does_not_have(tmp_path: Path) -> None:
+    environment = {
+        "HF_MODEL_ID": "tiny-llama",
+        "OPTION_DTYPE": "bf16",
+        "OPTION_MAX_ROLLING_BATCH_SIZE": "8",
+        "OPTION_ENTRYPOINT": "vllm",
+        "TENSOR_PARALLEL_DEGREE": "max",
+        "SERVING_JOB_QUEUE_SIZE": "9",
+        "OPTIONAL": "no variable of LMI's",
+    }
+    found = translated(tmp_path, "option.dtype=fp16", environment=environment)
+    assert found.arguments == {
+        "model": "tiny-llama",
+        "dtype": "float16",
+        "max_num_seqs": 8,
+        "max_queued_requests": 9,
+    }
+    told = {note.partition(":")[0]: note for note in found.notes}
+    assert set(told) - {str(tmp_path / "serving.properties")} == set(environment) - {"OPTIONAL"}
+    assert "not taken, for" in told["OPTION_DTYPE"]
+    assert "not translated" in told["OPTION_ENTRYPOINT"]
+    with pytest.raises(InvalidArgumentError, match=r"^OPTION_DTYPE=int8: weights in 8 bits"):
+        translated(tmp_path, environment={"OPTION_DTYPE": "int8"})

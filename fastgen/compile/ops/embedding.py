@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.compile.build import Kernel
+from fastgen.compile.ops.quantized_weight import CODES, SCALES, QuantizedWeight
 from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 
 _BLOCK = 1024  # features of a program, eight for each of its threads
@@ -21,9 +22,9 @@ def resolve_token_ids(input_ids: Tensor, token_source: Tensor, sampled_ids: Tens
     return torch.where(token_source < 0, input_ids, sampled)
 
 
-def embed(ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of ``weight [V, H]`` for ``ids [T]``; returns ``[T, H]``."""
-    return F.embedding(ids, weight)
+def embed(ids: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
+    """Rows of ``weight [V, H]`` for ``ids [T]``; returns ``[T, H]``, of weights in few bits in fp32."""
+    return weight.rows(ids) if isinstance(weight, QuantizedWeight) else F.embedding(ids, weight)
 
 
 def embedding_spec(
@@ -38,16 +39,20 @@ def embedding_spec(
     """The Triton kernel for :class:`EmbeddingKernel`: ``scale * table[id] + position_table[position + offset]``.
 
     Rows of ``size`` features; tables hold ``table_dtype``, which is ``dtype`` unless given, and each operation is
-    rounded to ``dtype``. Ids are :func:`resolve_token_ids`'s. Without a ``position_offset`` no positions are added.
+    rounded to ``dtype``. ``table_dtype`` may also be how :class:`QuantizedWeight` keeps the table of tokens; positions
+    are then in ``dtype``. Ids are :func:`resolve_token_ids`'s. Without a ``position_offset`` no positions are added.
     """
     parameters: dict[str, Value] = {"H": size, "dtype": dtype, "table_dtype": table_dtype or dtype, "resolve": True}
     parameters |= {"scale": None if scale == 1 else scale, "offset": position_offset}
+    few_bits = table_dtype in CODES
+    plain = dtype if few_bits or not table_dtype else table_dtype
     arguments = [
         *(Argument(name, "i32", "in") for name in ("token_source", "sampled_ids")),
-        Argument("table", table_dtype or dtype, "in"),
+        Argument("table", CODES.get(table_dtype, plain), "in"),
+        *([Argument("table_scale", SCALES[table_dtype], "in")] if few_bits else []),
     ]
     if position_offset is not None:
-        arguments += [Argument("positions", "i32", "in"), Argument("position_table", table_dtype or dtype, "in")]
+        arguments += [Argument("positions", "i32", "in"), Argument("position_table", plain, "in")]
     return _spec("embedding", parameters, arguments, needed_by)
 
 
@@ -85,7 +90,7 @@ class EmbeddingKernel:
         input_ids: Tensor,
         token_source: Tensor,
         sampled_ids: Tensor,
-        table: Tensor,
+        table: Tensor | QuantizedWeight,
         out: Tensor,
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
@@ -97,7 +102,8 @@ class EmbeddingKernel:
         assert isinstance(self._tiles, int)
         placed = () if self._kernel.spec.parameters["offset"] is None else (positions, position_table)
         grid = (len(out) * self._tiles,)
-        self._kernel(grid, input_ids, token_source, sampled_ids, table, *placed, out)
+        stored = (table.codes, table.scale) if isinstance(table, QuantizedWeight) else (table,)
+        self._kernel(grid, input_ids, token_source, sampled_ids, *stored, *placed, out)
 
 
 class RowGatherKernel:

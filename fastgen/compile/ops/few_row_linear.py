@@ -9,72 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from fastgen.compile.build import Kernel
-from fastgen.compile.ops.quantization import GROUP, quantize_channels, quantize_groups
+from fastgen.compile.ops.quantization import GROUP, WeightOnlyFormat
+from fastgen.compile.ops.quantized_weight import CODES, SCALES, QuantizedWeight
 from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 
-FewRowFormat = Literal["plain", "int8", "int4", "fp8"]
+FewRowFormat = Literal["plain"] | WeightOnlyFormat
 MAX_ROWS = 64
-_LARGEST_FP8 = 448.0
 _NUM_SMS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_100": 148, "gfx942": 304, "interpret": 2}
-
-
-@dataclass(frozen=True)
-class FewRowWeight:
-    """A weight ``[out, in]`` as the kernels read it.
-
-    ``codes`` is the weight itself (``plain``), or ``[out, in]`` int8, or the bits of float8_e4m3 as uint8, or for int4
-    ``[out, in / 2]`` uint8, ``in`` padded to a multiple of 32: byte ``i`` of the 16 of a group has its feature ``i`` in
-    the low half and ``i + 16`` in the high one, plus 8. ``scale`` is fp32 ``[out]``, for int4 fp16 ``[out, in / 32]``.
-    """
-
-    format: FewRowFormat
-    codes: Tensor
-    scale: Tensor | None
-
-    @property
-    def size_bytes(self) -> int:
-        return self.codes.nbytes + (0 if self.scale is None else self.scale.nbytes)
-
-
-def few_row_weight(weight: Tensor, weight_format: FewRowFormat) -> FewRowWeight:
-    """``weight [out, in]`` of a float dtype, rounded to the format's values."""
-    if weight_format == "plain":
-        return FewRowWeight("plain", weight, None)
-    if weight_format == "int8":
-        rounded = quantize_channels(weight)
-        return FewRowWeight("int8", rounded.codes, rounded.scale.flatten())
-    if weight_format == "int4":
-        groups = quantize_groups(weight)
-        low, high = (groups.codes + 8).to(torch.uint8).view(len(weight), -1, 2, GROUP // 2).unbind(2)
-        return FewRowWeight("int4", (low | high << 4).flatten(1), groups.scale.half())
-    wide = weight.float()
-    scale = wide.abs().amax(1) / _LARGEST_FP8
-    codes = (wide / torch.where(scale == 0, 1.0, scale)[:, None]).to(torch.float8_e4m3fn)
-    return FewRowWeight("fp8", codes.view(torch.uint8), scale)
-
-
-def few_row_linear(x: Tensor, weight: FewRowWeight, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + b``: ``x [T, in]``, ``bias [out]``; summed and returned in fp32, ``[T, out]``.
-
-    Scales of whole outputs are applied to the sums. Those of int4's groups are applied to the weights, which are then
-    rounded to ``x``'s dtype.
-    """
-    codes, scale = weight.codes, weight.scale
-    if weight.format == "fp8":
-        codes = codes.view(torch.float8_e4m3fn)
-    if weight.format == "int4":
-        assert scale is not None
-        grouped = codes.view(len(codes), -1, 1, GROUP // 2)
-        values = torch.cat([grouped & 15, grouped >> 4], dim=2).float() - 8
-        codes = (values * scale.float()[:, :, None, None]).flatten(1)[:, : x.shape[1]].to(x.dtype)
-        scale = None
-    out = x.float() @ codes.float().T
-    out = out if scale is None else out * scale
-    return out if bias is None else out + bias.float()
 
 
 @dataclass(frozen=True)
@@ -90,7 +34,14 @@ class FewRowShape:
 
     @property
     def weight_dtype(self) -> str:
-        return {"plain": self.dtype, "int8": "i8", "int4": "u8", "fp8": "u8"}[self.weight]
+        return self.dtype if self.weight == "plain" else CODES[self.weight]
+
+    @property
+    def library_serves(self) -> bool:
+        """Whether the library that torch calls can compute it. It rounds to the dtype of what it multiplies, and
+        weights in few bits are laid out whole for it, which layers with an ``out_dtype`` of their own are too large
+        for: heads."""
+        return self.out_dtype == "" or (self.out_dtype == self.dtype and self.weight == "plain")
 
 
 @dataclass(frozen=True)
@@ -201,7 +152,7 @@ def few_row_specs(shape: FewRowShape, num_rows: int, split: SplitK, *, needed_by
     """
     if min(shape.out_features, shape.in_features) < 1:
         raise ValueError(f"{shape}: sizes must be positive")
-    if shape.weight == "int4" and split.block_k % GROUP:
+    if shape.weight == "int4_weight_only" and split.block_k % GROUP:
         raise ValueError(f"{split}: int4 weights come in groups of {GROUP} features")
     steps = -(-shape.in_features // split.block_k)
     share = -(-steps // split.num_splits)
@@ -224,7 +175,7 @@ def few_row_specs(shape: FewRowShape, num_rows: int, split: SplitK, *, needed_by
     rows = Argument("num_rows", "i32", "scalar")
     arguments = [Argument("x", shape.dtype, "in"), Argument("weight", shape.weight_dtype, "in")]
     if shape.weight != "plain":
-        arguments.append(Argument("scale", "fp16" if shape.weight == "int4" else "fp32", "in"))
+        arguments.append(Argument("scale", SCALES[shape.weight], "in"))
     arguments += bias if num_splits == 1 else []
     arguments += [Argument("out", out_dtype if num_splits == 1 else "fp32", "out"), rows]
     options: dict[str, Value] = {"num_warps": split.num_warps, "num_stages": split.num_stages}
@@ -255,9 +206,9 @@ class FewRowLinear:
         self._grid = -(-out_features // _number(main, "block_n")), _number(main, "splits")
         self._reduce_tiles = 0 if reduce is None else -(-out_features // _number(reduce, "block"))
 
-    def __call__(self, x: Tensor, weight: FewRowWeight, bias: Tensor | None, out: Tensor) -> None:
-        """``x [T, in]``, ``bias [out]``, ``out [T, out]``, contiguous. A bias that the kernel was not made for is not
-        looked at. Raises ``ValueError`` for more rows than the kernels compute.
+    def __call__(self, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+        """``x [T, in]``, ``weight [out, in]``, ``bias [out]``, ``out [T, out]``, contiguous. A bias that the kernel was
+        not made for is not looked at. Raises ``ValueError`` for more rows than the kernels compute.
         """
         num_rows = len(x)
         if num_rows > self._max_rows:
@@ -265,7 +216,9 @@ class FewRowLinear:
         if num_rows == 0:
             return
         target = out if self._workspace is None else self._workspace
-        given = {"x": x, "weight": weight.codes, "scale": weight.scale, "bias": bias, "out": target}
+        given = {"x": x, "weight": weight, "bias": bias, "out": target}
+        if isinstance(weight, QuantizedWeight):
+            given |= {"weight": weight.codes, "scale": weight.scale}
         self._main(self._grid, *(given[each.name] for each in self._main.spec.arguments[:-1]), num_rows)
         if self._reduce is not None:
             given = {"part": target, "bias": bias, "out": out}

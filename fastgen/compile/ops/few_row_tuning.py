@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.compile.autotune import Way
@@ -17,12 +16,13 @@ from fastgen.compile.ops.few_row_linear import (
     FewRowLinear,
     FewRowShape,
     FewRowSpecs,
-    FewRowWeight,
     SplitK,
     candidate_splits,
     few_row_specs,
     usual_num_sms,
 )
+from fastgen.compile.ops.linear_triton import TritonLinear
+from fastgen.compile.ops.quantized_weight import QuantizedWeight, dequantize_spec, quantized
 from fastgen.compile.spec import torch_dtype
 
 _READ_BYTES = 128 << 20  # of weights, one copy after the other, so that caches do not hold them
@@ -41,9 +41,11 @@ def tuned_split(shape: FewRowShape, num_rows: int, loader: KernelLoader, device:
         kernels = (specs.main,) if specs.reduce is None else (specs.main, specs.reduce)
         start = partial(_start_kernels, shape, num_rows, specs, loader, device)
         ways.append(Way({"by": "kernel", **asdict(split)}, kernels, start))
-    if shape.out_dtype in ("", shape.dtype):  # it would round to the weights' dtype
-        ways.append(Way({"by": "library"}, (), partial(_start_library, shape, num_rows, device)))
-    problem = f"few_row_linear {shape.out_features} x {shape.in_features}, {shape.dtype} to "
+    if shape.library_serves:
+        first = () if shape.weight == "plain" else (dequantize_spec(shape.in_features, shape.weight, shape.dtype),)
+        ways.append(Way({"by": "library"}, first, partial(_start_library, shape, num_rows, loader, device)))
+    kept = "" if shape.weight == "plain" else f"{shape.weight}, "
+    problem = f"few_row_linear {shape.out_features} x {shape.in_features}, {kept}{shape.dtype} to "
     problem += f"{shape.out_dtype or shape.dtype}, {'with' if shape.bias else 'without'} bias, {num_rows} rows"
     place = loader.tuning.choose(problem, ways, may_measure=device.type != "meta")
     return splits[place] if place < len(splits) else None
@@ -60,33 +62,38 @@ def _start_kernels(
 
     def run() -> None:
         for weight in weights:
-            kernel(x, FewRowWeight("plain", weight, None), bias, out)
+            kernel(x, weight, bias, out)
 
     return run, out
 
 
-def _start_library(shape: FewRowShape, num_rows: int, device: torch.device) -> tuple[Callable[[], None], Tensor]:
+def _start_library(
+    shape: FewRowShape, num_rows: int, loader: KernelLoader, device: torch.device
+) -> tuple[Callable[[], None], Tensor]:
     x, weights, bias = _inputs(shape, num_rows, device)
-    out = F.linear(x, weights[-1], bias)
+    whole = torch.empty(shape.out_features * shape.in_features, dtype=x.dtype, device=device)
+    linear = TritonLinear(shape, loader.load, torch.empty, lambda rows: None, whole=whole)
+    out = torch.empty(num_rows, shape.out_features, dtype=x.dtype, device=device)
 
     def run() -> None:
         for weight in weights:
-            if bias is None:
-                torch.mm(x, weight.t(), out=out)
-            else:
-                torch.addmm(bias, x, weight.t(), out=out)
+            linear(x, weight, bias, out)
 
     return run, out
 
 
-def _inputs(shape: FewRowShape, num_rows: int, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor | None]:
+def _inputs(
+    shape: FewRowShape, num_rows: int, device: torch.device
+) -> tuple[Tensor, Sequence[Tensor | QuantizedWeight], Tensor | None]:
     """``x``, copies of one weight, and the bias: the same each time."""
     generator, dtype = torch.Generator(device).manual_seed(0), torch_dtype(shape.dtype)
 
     def drawn(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=dtype)
 
-    weight = drawn(shape.out_features, shape.in_features)
-    num_copies = 1 if device.type == "cpu" else 1 + _READ_BYTES // weight.nbytes
-    weights = [weight, *(weight.clone() for _ in itertools.repeat(None, num_copies - 1))]
+    whole = drawn(shape.out_features, shape.in_features)
+    weight = whole if shape.weight == "plain" else quantized(whole, shape.weight)
+    num_bytes = weight.size_bytes if isinstance(weight, QuantizedWeight) else weight.nbytes
+    num_copies = 1 if device.type == "cpu" else 1 + _READ_BYTES // num_bytes
+    weights = [weight, *(deepcopy(weight) for _ in range(num_copies - 1))]
     return drawn(num_rows, shape.in_features), weights, drawn(shape.out_features) if shape.bias else None

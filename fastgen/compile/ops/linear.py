@@ -12,22 +12,27 @@ from torch import Tensor
 from fastgen.compile.build import Kernel
 from fastgen.compile.ops.packed_weight import PANELS, PackedWeight, WeightFormat
 from fastgen.compile.ops.quantization import GROUP
+from fastgen.compile.ops.quantized_weight import QuantizedWeight, quantized_linear
 from fastgen.compile.spec import Argument, KernelSpec
 
 _VOCAB_PIECE = 8192  # vocabulary rows widened to fp32 at a time, so that a head in 16 bits never needs a second copy
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
     """``x Wᵀ + b``: ``x [T, in]``, ``weight [out, in]``, ``bias [out]``; returns ``[T, out]`` in ``x``'s dtype."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear(x, weight, bias).to(x.dtype)
     return F.linear(x, weight, bias)
 
 
-def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def logits(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """``x Wᵀ + b`` accumulated and returned in fp32, whatever the weights' dtype.
 
     ``x [R, H]``, ``weight [V, H]``, ``bias [V]``; returns ``[R, V]``. Rounded to 16 bits, logits would tie where the
     model's do not.
     """
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear(x, weight, bias)
     x = x.float()
     if weight.dtype == torch.float32:
         out = F.linear(x, weight)

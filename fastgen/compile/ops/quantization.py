@@ -7,9 +7,21 @@ rounding; the scales come afterwards, in fp32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+WeightOnlyFormat = Literal["int8_weight_only", "int4_weight_only", "fp8_weight_only"]
+QuantizedFormat = Literal["int8", "int4"] | WeightOnlyFormat
+"""What ``quantize=`` may say; without ``_weight_only``, activations are rounded as well."""
+_WEIGHT_ONLY: tuple[QuantizedFormat, ...] = ("int8_weight_only", "int4_weight_only", "fp8_weight_only")
+QUANTIZED: dict[str, tuple[QuantizedFormat, ...]] = {
+    "cpp": ("int8", "int8_weight_only", "int4"),
+    "triton": _WEIGHT_ONLY,
+    "torch": _WEIGHT_ONLY,
+}
+"""By target, those that it multiplies."""
 
 GROUP = 32
 """How many of a row's neighbouring values share a scale, where not all of them do."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.build import Kernel
+from fastgen.compile.device import to_device
 from fastgen.compile.ops.sampling import RowStatus
 from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 
@@ -89,16 +90,17 @@ def sampling_specs(
     penalties: bool = True,
     mask: bool = True,
     bias: bool = True,
-    block: int = 4096,
-    chunk: int = 4096,
+    block: int = 2048,
+    chunk: int = 2048,
     needed_by: tuple[str, ...] = (),
 ) -> SamplingSpecs:
     """The kernels for a vocabulary, for :class:`SamplingKernels`.
 
     ``num_top`` is how many of the likeliest tokens' log-probabilities are computed where a seat asks for them; with 0
     only those of the tokens themselves, with ``None`` none. What ``penalties``, ``mask`` or ``bias`` leave out no seat
-    can ask for. ``block`` tokens make a slice; ``chunk`` of a list are looked at at once: powers of 2, 4 at least.
-    Raises ``ValueError`` for a ``num_top`` beyond the vocabulary.
+    can ask for. ``block`` tokens make a slice; ``chunk`` of a list are looked at at once: powers of 2, 4 at least. With
+    twice as many as by default kernels spill registers on some devices, whatever the number of warps. Raises
+    ``ValueError`` for a ``num_top`` beyond the vocabulary.
     """
     if num_top is not None and not 0 <= num_top <= vocab_size:
         raise ValueError(f"num_top={num_top}: there are {vocab_size} tokens")
@@ -129,7 +131,7 @@ def sampling_specs(
         scan=spec(
             "sampling_scan",
             {**adjusting, **logging},
-            2 * block if num_top else block,  # more warps: the likeliest tokens take registers
+            block,
             [*logits, *settings, *_read(*adjustments)],
             _written(*found, ("peak_ids", "i32"), ("sums", "fp32"), *raw_parts, ("list_counts", "i32")),
         ),
@@ -204,9 +206,14 @@ class SamplingKernels:
         missing = [name for name, is_wanted in wanted.items() if is_wanted and name not in self._buffers]
         if missing:
             raise ValueError(f"{sampling}: these kernels were made without {', '.join(missing)}")
-        self._buffers["reals"][seat] = torch.tensor(sampling.reals(), dtype=torch.float32)
-        self._buffers["integers"][seat] = torch.tensor(sampling.integers(self.vocab_size), dtype=torch.int32)
-        self._buffers["seeds"][seat] = _signed(sampling.seed, 64)
+        given = {
+            "reals": torch.tensor(sampling.reals(), dtype=torch.float32),
+            "integers": torch.tensor(sampling.integers(self.vocab_size), dtype=torch.int32),
+            "seeds": torch.tensor(_signed(sampling.seed, 64)),
+        }
+        for name, values in given.items():
+            buffer = self._buffers[name]
+            buffer[seat] = to_device(values, buffer.device)
 
     def __call__(self, logits: Tensor, seats: Tensor, positions: Tensor) -> None:
         """A token for each row of ``logits [R, V]`` fp32, contiguous; ``seats, positions [R]`` i32.

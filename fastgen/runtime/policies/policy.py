@@ -53,7 +53,8 @@ class StepPlan:
 
 
 class Policy(ABC):
-    """Plans steps. A policy that is to be used is copied, so it may keep what it has seen."""
+    """Plans steps. A policy that is to be used is copied, so it may keep what it has seen. It is not asked about steps
+    with nothing to share out: where only decodes run and nobody waits, all of them do."""
 
     splits_prompts: ClassVar[bool]
     """Whether a prompt may be cut to what is left of a step. Otherwise it is computed in one step, or, where it is

@@ -19,6 +19,7 @@ from fastgen.serving.extra import need_extra
 from fastgen.serving.refusals import OverloadedError
 
 _MAX_CONCURRENCY = 64  # requests of one call that are with the server at the same time
+_MAX_CHECKED = 16  # that are checked by one message, which must not grow too large
 _T = TypeVar("_T")
 
 Protocols = Literal["http", "grpc"]
@@ -40,6 +41,10 @@ class Transport(Protocol):
 
     def stream(self, request: ClientRequest) -> AsyncIterator[GenerationChunk | GenerationOutput]:
         """The chunks, and after the last the whole output."""
+        ...
+
+    async def check(self, requests: Sequence[ClientRequest]) -> list[str | None]:
+        """Of each why it would be refused, or ``None``."""
         ...
 
     async def info(self) -> dict[str, Any]: ...
@@ -116,7 +121,8 @@ class AsyncClient:
     ) -> GenerationOutput | list[GenerationOutput]:
         """Answer one prompt, or several at once; see :meth:`LLM.generate <fastgen.runtime.llm.LLM.generate>`.
 
-        Of several, the first that is refused ends the call, and with it the others.
+        Of several, all are checked before any is sent to be answered; one that the server refuses later, for it has
+        too much to do for longer than can be waited or is ending, ends the call, and with it the others.
         """
         items, single = as_prompts(prompts)
         outputs = await self._run(_requests(items, sampling, fields, _prompt))
@@ -147,8 +153,8 @@ class AsyncClient:
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> AsyncStream:
-        """Answer one prompt piece by piece. The request is sent when the first piece is asked for; closing the stream
-        cancels it."""
+        """Answer one prompt piece by piece; to be called in the event loop. The request is sent at once; closing the
+        stream, or dropping it, cancels it."""
         items, single = as_prompts(prompt)
         if not single:
             raise InvalidArgumentError("stream takes one prompt: a string or a list of token ids")
@@ -183,7 +189,18 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    async def _check(self, requests: list[ClientRequest]) -> None:
+        for start in range(0, len(requests), _MAX_CHECKED):
+            errors = await self._transport.check(requests[start : start + _MAX_CHECKED])
+            for index, why in enumerate(errors, start):
+                if why is not None:
+                    error = InvalidArgumentError(why)
+                    name_prompt(error, index, len(requests))
+                    raise error
+
     async def _run(self, requests: list[ClientRequest]) -> list[GenerationOutput]:
+        if len(requests) > 1:
+            await self._check(requests)
         places = asyncio.Semaphore(_MAX_CONCURRENCY)
 
         async def one(index: int, request: ClientRequest) -> GenerationOutput:
@@ -214,9 +231,14 @@ class AsyncStream(AsyncIterator[GenerationChunk]):
     def __init__(self, items: AsyncIterator[GenerationChunk | GenerationOutput]):
         self._items = items
         self._output: GenerationOutput | None = None
+        self._first: asyncio.Task[GenerationChunk | GenerationOutput] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._first = self._loop.create_task(_next(items))
+        self._first.add_done_callback(_heard)
 
     async def __anext__(self) -> GenerationChunk:
-        item = await anext(self._items)
+        first, self._first = self._first, None
+        item = await (anext(self._items) if first is None else first)
         if isinstance(item, GenerationChunk):
             return item
         self._output = item
@@ -232,7 +254,15 @@ class AsyncStream(AsyncIterator[GenerationChunk]):
 
     async def aclose(self) -> None:
         """Cancel what is not finished."""
+        if self._first is not None:
+            self._first.cancel()
+            await asyncio.wait({self._first})
+            self._first = None
         await cast(Any, self._items).aclose()
+
+    def __del__(self) -> None:
+        if self._first is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._first.cancel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -241,6 +271,16 @@ class AsyncStream(AsyncIterator[GenerationChunk]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+async def _next(items: AsyncIterator[_T]) -> _T:
+    return await anext(items)
+
+
+def _heard(task: asyncio.Task[Any]) -> None:
+    """Who does not ask for what ``task`` came to does not want to be told that it failed."""
+    if not task.cancelled():
+        task.exception()
 
 
 class Client:
@@ -293,14 +333,23 @@ class Client:
         return self._wait(self._inner.chat(messages, sampling, **fields))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> ClientStream:
-        """Answer one prompt piece by piece. Closing the stream, or dropping it, cancels the request."""
-        return ClientStream(self, self._inner.stream(prompt, sampling, **fields))
+        """Answer one prompt piece by piece. The request is sent at once; closing the stream, or dropping it, cancels
+        it."""
+
+        async def begin() -> AsyncStream:
+            return self._inner.stream(prompt, sampling, **fields)
+
+        return ClientStream(self, self._wait(begin()))
 
     def stream_chat(
         self, messages: Conversation, sampling: SamplingParams | None = None, **fields: Any
     ) -> ClientStream:
         """Answer one conversation piece by piece; see :meth:`stream`."""
-        return ClientStream(self, self._inner.stream_chat(messages, sampling, **fields))
+
+        async def begin() -> AsyncStream:
+            return self._inner.stream_chat(messages, sampling, **fields)
+
+        return ClientStream(self, self._wait(begin()))
 
     def info(self) -> dict[str, Any]:
         """See :meth:`AsyncClient.info`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,6 +60,12 @@ class GrpcTransport:
             self._fail(error)
         finally:
             call.cancel()
+
+    async def check(self, requests: Sequence[ClientRequest]) -> list[str | None]:
+        asked = messages.CheckRequest()
+        for request in requests:  # of one call, so all of one kind
+            (asked.prompts if request.messages is None else asked.chats).append(_message(request))
+        return [why or None for why in (await self._unary("Check", asked)).errors]
 
     async def info(self) -> dict[str, Any]:
         response = await self._unary("ModelInfo", messages.ModelInfoRequest())

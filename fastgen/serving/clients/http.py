@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
@@ -67,6 +67,11 @@ class HttpTransport:
                         yield record.output.output()
                         return
         raise GenerationError("the server ended the stream before the answer was whole")
+
+    async def check(self, requests: Sequence[ClientRequest]) -> list[str | None]:
+        async with self._sent("/check", {"requests": [_body(request) for request in requests]}) as response:
+            errors: list[str | None] = json.loads(await response.aread())["errors"]
+            return errors
 
     async def info(self) -> dict[str, Any]:
         async with self._sent("/info") as response:

@@ -11,7 +11,7 @@ from grpc.aio import ServicerContext
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from fastgen.errors import InvalidArgumentError
+from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.serving.api_keys import ApiKeys, bearer
 from fastgen.serving.ending import Ending
@@ -65,6 +65,19 @@ class GenerationServicer:
         async for chunk in self._stream(request, self._encode_chat, context):
             yield chunk
 
+    async def check(self, request: Any, context: ServicerContext) -> Any:
+        self._keys.check(_bearer(context))
+        asked = [(each, self._encode_prompt) for each in request.prompts]
+        asked += [(each, self._encode_chat) for each in request.chats]
+        return messages.CheckResponse(errors=[await self._refusal(*each) or "" for each in asked])
+
+    async def _refusal(self, request: Any, encode: Callable[[Any], list[int]]) -> str | None:
+        """Why ``request`` would be refused, if it would."""
+        try:
+            return await self._service.refusal(*await self._read(request, encode))
+        except (BadRequestError, InvalidArgumentError) as error:
+            return str(error)
+
     async def model_info(self, request: Any, context: ServicerContext) -> Any:
         self._keys.check(_bearer(context))
         return messages.ModelInfoResponse(**self._service.info())
@@ -98,12 +111,15 @@ class GenerationServicer:
         self, request: Any, encode: Callable[[Any], list[int]], context: ServicerContext, *, is_stream: bool
     ) -> Running:
         self._keys.check(_bearer(context))
+        prompt_ids, sampling = await self._read(request, encode)
+        request_id = dict(context.invocation_metadata() or ()).get("x-request-id", "")
+        return await self._service.submit(prompt_ids, sampling, is_stream=is_stream, request_id=str(request_id))
+
+    async def _read(self, request: Any, encode: Callable[[Any], list[int]]) -> tuple[list[int], SamplingParams]:
         messages.refuse_unknown_fields(request)
         fields = messages.sampling_fields(request.sampling)
         sampling = SamplingParams.from_fields(self._service.codec.default_sampling, **fields)
-        prompt_ids = await asyncio.to_thread(encode, request)
-        request_id = dict(context.invocation_metadata() or ()).get("x-request-id", "")
-        return await self._service.submit(prompt_ids, sampling, is_stream=is_stream, request_id=str(request_id))
+        return await asyncio.to_thread(encode, request), sampling
 
     def _encode_prompt(self, request: Any) -> list[int]:
         match request.WhichOneof("prompt"):
@@ -199,6 +215,7 @@ def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:
         "GenerateStream": servicer.generate_stream,
         "Chat": servicer.chat,
         "ChatStream": servicer.chat_stream,
+        "Check": servicer.check,
         "ModelInfo": servicer.model_info,
         "Terminate": servicer.terminate,
     }
@@ -222,7 +239,7 @@ def _in_statuses(
     async def run(request: Any, context: ServicerContext) -> Any:
         try:
             return await behaviour(request, context)
-        except (RefusedError, InvalidArgumentError) as error:
+        except FastgenError as error:
             await _abort(context, error)
 
     return run
@@ -235,13 +252,13 @@ def _stream_in_statuses(
         try:
             async for response in behaviour(request, context):
                 yield response
-        except (RefusedError, InvalidArgumentError) as error:
+        except FastgenError as error:
             await _abort(context, error)
 
     return run
 
 
-async def _abort(context: ServicerContext, error: RefusedError | InvalidArgumentError) -> NoReturn:
+async def _abort(context: ServicerContext, error: FastgenError) -> NoReturn:
     status = grpc.StatusCode.INTERNAL
     if isinstance(error, InvalidArgumentError):
         status = grpc.StatusCode.INVALID_ARGUMENT

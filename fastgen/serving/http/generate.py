@@ -24,6 +24,8 @@ from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Running, Service
 
+MAX_CHECKED = 64
+"""Requests that ``/check`` takes at once."""
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -71,6 +73,20 @@ class GenerateBody(BaseModel):
         return SamplingParams.from_fields(defaults, **given)
 
 
+class CheckBody(BaseModel):
+    """Requests of ``/generate``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    requests: Annotated[list[GenerateBody], Field(max_length=MAX_CHECKED)]
+
+
+class CheckedBody(BaseModel):
+    """Of each request why it would be refused, or ``null``."""
+
+    errors: list[str | None]
+
+
 class InfoBody(BaseModel):
     """What is served."""
 
@@ -87,7 +103,16 @@ def generate_routes(service: Service) -> APIRouter:
     """``/generate`` and ``/info``."""
     router = APIRouter(responses=ERRORS)
 
-    @router.post("/generate", response_model=None)
+    @router.post(
+        "/generate",
+        response_model=None,
+        responses={
+            200: {
+                "content": {"application/json": {}, "text/event-stream": {}},
+                "description": "An answer, or its stream",
+            }
+        },
+    )
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Go on with ``prompt`` (text or token ids), or answer ``messages``. With ``stream``, server-sent events of the
         pieces, the last of which has the whole answer as ``output``."""
@@ -101,6 +126,17 @@ def generate_routes(service: Service) -> APIRouter:
             return await event_stream(request, _events(running))
         async with running, unless_gone(request):
             return json_response(OutputRecord.of(await running.output()))
+
+    @router.post("/check")
+    async def check(body: CheckBody) -> CheckedBody:
+        """Whether requests of ``/generate`` could be served; nothing is run."""
+        return CheckedBody(errors=[await refusal(each) for each in body.requests])
+
+    async def refusal(body: GenerateBody) -> str | None:
+        try:
+            return await service.refusal(*await asyncio.to_thread(_read, service, body))
+        except (BadRequestError, InvalidArgumentError) as error:
+            return str(error)
 
     @router.get("/info")
     async def info() -> InfoBody:

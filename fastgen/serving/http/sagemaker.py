@@ -86,6 +86,17 @@ class Invocation(BaseModel):
     stream: bool = False
 
 
+_ANSWERS: dict[str, Any] = {"application/json": {}, "application/jsonlines": {}, "text/event-stream": {}}
+
+
+def _body_schema() -> dict[str, Any]:
+    """For the OpenAPI document; what OpenAI's bodies are besides, their own endpoints say."""
+    theirs = Invocation.model_json_schema()
+    theirs["properties"]["parameters"] = theirs.pop("$defs")["Parameters"]
+    openai = [{"type": "object", "required": [field]} for field in _OPENAI]
+    return {"required": True, "content": {"application/json": {"schema": {"anyOf": [theirs, *openai]}}}}
+
+
 def sagemaker_routes(service: Service) -> APIRouter:
     """``/ping`` and ``/invocations``."""
     router = APIRouter()
@@ -95,7 +106,12 @@ def sagemaker_routes(service: Service) -> APIRouter:
         """200 where requests are taken, else 503."""
         return Response(status_code=200 if service.state == "ready" else 503)
 
-    @router.post("/invocations", response_model=None, responses=ERRORS)
+    @router.post(
+        "/invocations",
+        response_model=None,
+        responses={200: {"content": _ANSWERS, "description": "An answer, or its stream"}, **ERRORS},
+        openapi_extra={"requestBody": _body_schema()},
+    )
     async def invocations(request: Request) -> Response:
         """A request in OpenAI's terms, or in LMI's and TGI's."""
         try:

@@ -1,4 +1,4 @@
-# sampling_scan(V=1024, block=1024, slices=1, penalties=True, mask=True, bias=True, logprobs=True, num_top=21, enable_fp_fusion=False, num_warps=4) for triton
+# sampling_scan(V=1024, block=1024, slices=1, penalties=True, mask=True, bias=True, logprobs=True, num_top=21, enable_fp_fusion=False, num_warps=2) for triton
 
 import triton
 import triton.language as tl

@@ -1,0 +1,1 @@
+"""Chat templates, rendered where they can cost no more than they may."""

@@ -1,0 +1,172 @@
+"""What is asked of CUDA, and in which order, with a stand-in that keeps its rules: within a capture nothing may wait,
+and every capture runs on a stream of its own that has waited for what came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fastgen.compile import autotune
+from fastgen.compile.cuda_graph import GraphPool
+from fastgen.compile.fence import Fence
+from fastgen.errors import CaptureError, KernelError
+
+
+class StandIn:
+    """In the place of ``torch.cuda``: notes what is asked of it, and raises where a capture would be invalid."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.capturing = False
+        self.stream = "main"
+        self.clock_ms = 0.0
+
+    def note(self, what: str, *, waits: bool = False) -> None:
+        if waits and self.capturing:
+            raise RuntimeError(f"{what} within a capture")
+        self.log.append(what)
+
+    def step(self) -> None:
+        self.note(f"{'captured' if self.capturing else 'ran'} on {self.stream}")
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda = self
+
+        class Stream:
+            def __init__(self, device: object = None):
+                self.name = "side"
+
+            def wait_stream(self, other: Stream) -> None:
+                cuda.note(f"{self.name} waits for {other.name}", waits=True)
+
+        main = Stream()
+        main.name = "main"
+
+        @contextmanager
+        def on(stream: Stream) -> Iterator[None]:
+            before, cuda.stream = cuda.stream, stream.name
+            try:
+                yield
+            finally:
+                cuda.stream = before
+
+        class Graph:
+            def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+                assert cuda.stream != "main", "the default stream cannot be captured"
+                assert capture_error_mode == "thread_local"  # other threads may do as they like
+                cuda.note(f"begin in {pool}")
+                cuda.capturing = True
+
+            def capture_end(self) -> None:
+                cuda.capturing = False
+                cuda.note("end")
+
+            def replay(self) -> None:
+                cuda.clock_ms += 3.0
+                cuda.note("replay")
+
+            def reset(self) -> None:
+                cuda.note("reset")
+
+        class Event:
+            def __init__(self, enable_timing: bool = False):
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at_ms = cuda.clock_ms
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.at_ms - self.at_ms
+
+        given: dict[str, Any] = {
+            **{"Stream": Stream, "CUDAGraph": Graph, "Event": Event, "stream": on},
+            "current_stream": lambda device=None: main,
+            "current_device": lambda: 0,
+            "graph_pool_handle": lambda: "the pool",
+            "synchronize": lambda device=None: cuda.note("synchronize", waits=True),
+            "empty_cache": lambda: cuda.note("empty cache", waits=True),
+        }
+        for name, value in given.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    stand_in = StandIn()
+    stand_in.install(monkeypatch)
+    autotune._measuring_stream.cache_clear()
+    yield stand_in
+    autotune._measuring_stream.cache_clear()
+
+
+class Loader:
+    """As far as a pool of CUDA graphs asks one."""
+
+    def __init__(self) -> None:
+        self.fence = Fence()
+
+
+def new_pool(loader: Loader) -> GraphPool:
+    return GraphPool(torch.device("cuda"), loader)  # type: ignore[arg-type]
+
+
+def test_a_step_is_run_before_it_is_captured_with_nothing_left_of_it(cuda: StandIn) -> None:
+    graph = new_pool(Loader()).capture("a step", cuda.step)
+    assert cuda.log == [
+        "side waits for main",
+        "ran on side",
+        "synchronize",
+        "empty cache",
+        "begin in the pool",
+        "captured on side",
+        "end",
+        "main waits for side",
+    ]
+    graph.replay()
+    graph.close()
+    assert cuda.log[-2:] == ["replay", "reset"]
+    with pytest.raises(CaptureError, match="after it was closed"):
+        graph.replay()
+
+
+def test_a_step_that_waits_cannot_be_captured_and_the_next_one_can(cuda: StandIn) -> None:
+    pool, ran = new_pool(Loader()), []
+
+    def waits() -> None:
+        ran.append("once more")
+        torch.cuda.synchronize()
+
+    with pytest.raises(RuntimeError, match="within a capture"):
+        pool.capture("a step", waits)
+    assert len(ran) == 2
+    assert cuda.log[-2:] == ["end", "reset"]
+    assert (cuda.capturing, cuda.stream) == (False, "main")
+    pool.capture("another", cuda.step).replay()
+    assert cuda.log[-1] == "replay"
+
+
+def test_behind_the_fence_cuda_is_asked_for_nothing(cuda: StandIn) -> None:
+    loader = Loader()
+    pool = new_pool(loader)
+    loader.fence.close()
+    with pytest.raises(KernelError):
+        pool.capture("a step", cuda.step)
+    assert not cuda.log
+
+
+def test_ways_are_timed_by_replays_on_one_stream(cuda: StandIn) -> None:
+    run: Callable[[], None] = cuda.step
+    assert autotune._measure_on_gpu(run) == pytest.approx(3e-3)
+    first = cuda.log.copy()
+    assert first[:5] == ["side waits for main", "ran on side", "synchronize", "begin in None", "captured on side"]
+    assert first.count("replay") > 10
+    assert first[-2:] == ["synchronize", "reset"]
+    stream = autotune._measuring_stream(0)
+    autotune._measure_on_gpu(run)
+    assert cuda.log[len(first) :] == first
+    assert autotune._measuring_stream(0) is stream

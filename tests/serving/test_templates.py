@@ -1,0 +1,87 @@
+"""Chat templates in a process of their own: what transformers makes of them, and what they may cost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.models.hub import locate
+from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.text import TextCodec
+from fastgen.serving.templates.renderer import TemplateRenderer
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Größe 👍"},
+    {"role": "user", "content": "hello", "name": None},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1, None]}}}]},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+DUMP = (
+    "{{ bos_token }}{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | tojson }}{{ add_generation_prompt }}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(locate("tiny-llama"))
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer: Any) -> Iterator[TemplateRenderer]:
+    renderer = TemplateRenderer(tokenizer)
+    yield renderer
+    renderer.close()
+
+
+@pytest.mark.parametrize("template", [None, DUMP, {"default": "plain", "tool_use": DUMP}])
+def test_it_renders_what_transformers_does(
+    renderer: TemplateRenderer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: Any
+) -> None:
+    if template is not None:
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+    for messages, tools in ((MESSAGES[:2], None), (MESSAGES, TOOLS)):
+        expected = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        assert renderer.render(messages, tools) == expected
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLE = "{% set n = namespace(x='x' * 1000) %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+LONG = "{{ 'x' * 20000000 }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (LOOP, "more than 2 s of processor time"),
+        (DOUBLE, "memory"),
+        (LONG, "more than 16777216 characters"),
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_what_costs_too_much_or_fails_is_refused_and_the_next_is_rendered(
+    renderer: TemplateRenderer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str, why: str
+) -> None:
+    codec = TextCodec(tokenizer, eos_token_ids=frozenset(), default_sampling=SamplingParams())
+    codec.render_chat = renderer.render
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "chat_template", template)
+        with pytest.raises(InvalidArgumentError, match=why):
+            codec.encode_chat(MESSAGES[:2])
+    assert codec.encode_chat(MESSAGES[1:2])
+
+
+def test_a_process_that_ended_is_started_again(renderer: TemplateRenderer) -> None:
+    expected = renderer.render(MESSAGES[:2], None)
+    process = renderer._process
+    assert process is not None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert renderer.render(MESSAGES[:2], None) == expected
+    assert not Path(f"/proc/{process.pid}").exists()
