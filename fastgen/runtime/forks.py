@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
-from fastgen.runtime.kv_cache_manager import KVCacheManager, held_entries
+from fastgen.runtime.block_tables import held_entries
+from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Sequence, SequenceStatus
 from fastgen.runtime.running_set import RunningSet
 from fastgen.runtime.waiting_queue import WaitingQueue

@@ -19,8 +19,8 @@ from torch import Tensor
 from fastgen.compile.device import to_device
 from fastgen.compile.ops.next_decodes import NextDecodesKernel
 from fastgen.layers.ragged_batch import RaggedBatch
+from fastgen.runtime.block_tables import BlockUpdate
 from fastgen.runtime.drafts import DraftedSequence, SampledSequence, owner
-from fastgen.runtime.kv_cache_manager import BlockUpdate
 from fastgen.runtime.request import TO_COME, Sequence
 from fastgen.runtime.schedule import Schedule, ScheduledTokens
 

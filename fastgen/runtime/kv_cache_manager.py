@@ -35,54 +35,25 @@ or forked, and not while it is made; with windows, which leave blocks behind, th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, islice
 from operator import attrgetter
-from typing import NamedTuple
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.block_pool import PADDING_BLOCK, BlockPool
+from fastgen.runtime.block_tables import (
+    Allocation,
+    BlockCopy,
+    BlockUpdate,
+    TableEntry,
+    arithmetic,
+    held_entries,
+    max_blocks_held,
+)
 from fastgen.runtime.prefix_cache import PrefixCache, PrefixNode, first_seen_block
 from fastgen.runtime.request import Sequence
-
-
-class TableEntry(NamedTuple):
-    """``block_tables[group][table_index]`` of a sequence is ``block_id`` now."""
-
-    group: int
-    table_index: int
-    block_id: int
-
-
-class BlockUpdate(NamedTuple):
-    """``block_tables[group, seat, table_index] = block_id`` on the device."""
-
-    seat: int
-    group: int
-    table_index: int
-    block_id: int
-
-
-class BlockCopy(NamedTuple):
-    """Entry ``table_index`` of a sequence's table in ``group`` was block ``source`` and is ``destination`` now, which
-    is to be given what ``source`` contains before the step's forward pass.
-    """
-
-    group: int
-    table_index: int
-    source: int
-    destination: int
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """What a sequence was given: blocks ``appended`` to its tables, and ``copies`` of blocks it shared."""
-
-    appended: list[TableEntry] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +139,10 @@ class KVCacheManager:
             return
         num_blocks = next(n for n in count() if self.blocks_needed((n + 1) * self.block_size) > self.pool.capacity)
         most = num_blocks * self.block_size + 1
+        sums = arithmetic(num_prompt_tokens, max_new_tokens, self.windows, self.block_size, self.max_chunk)
         raise RequestTooLargeError(
             f"a prompt of {num_prompt_tokens} tokens with max_new_tokens={max_new_tokens} needs "
-            f"{self._arithmetic(num_prompt_tokens, max_new_tokens)} = {needed} blocks, "
+            f"{sums} = {needed} blocks, "
             f"the KV cache has {self.pool.capacity}; prompt and new tokens together may be at most {most}: shorten the "
             "prompt, lower max_new_tokens, or give the cache more memory (kv_cache_memory)",
             room=most - num_prompt_tokens,
@@ -523,40 +495,5 @@ class KVCacheManager:
             self._nodes[seq] = node
         self.prefix_cache.move_user(before, node)
 
-    def _arithmetic(self, num_prompt_tokens: int, max_new_tokens: int) -> str:
-        """How :meth:`blocks_needed` comes about, as a sum over the groups that need the same."""
-        num_tokens = num_prompt_tokens + max_new_tokens - 1
-        terms: Counter[str] = Counter()
-        for window in self.windows:
-            most = max_blocks_held(num_tokens, window, self.block_size, max_chunk=self.max_chunk)
-            if most == -(-num_tokens // self.block_size):
-                terms[f"ceil(({num_prompt_tokens} + {max_new_tokens} - 1) / {self.block_size})"] += 1
-            else:
-                terms[f"{most} (a window of {window} tokens and a chunk of {self.max_chunk})"] += 1
-        return " + ".join(f"{times} * {term}" if times > 1 else term for term, times in terms.items())
-
 
 _key = attrgetter("key")
-
-
-def held_entries(seq: Sequence) -> list[TableEntry]:
-    """Every entry of its block tables where ``seq`` holds a block."""
-    return [
-        TableEntry(group, index, block_id)
-        for group, table in enumerate(seq.block_tables)
-        for index, block_id in enumerate(table)
-        if block_id != PADDING_BLOCK
-    ]
-
-
-def max_blocks_held(num_tokens: int, window: int | None, block_size: int, *, max_chunk: int | None) -> int:
-    """The most blocks of one KV group that a sequence of ``num_tokens`` tokens holds at once, in steps of at most
-    ``max_chunk``.
-
-    With a window ``w``, before a chunk of ``c`` tokens that begins in block ``b``, what is kept reaches from the block
-    of token ``b*P - w + 1`` to the last of the chunk: ``ceil((w - 1)/P)`` blocks, ``b``, and ``ceil((c - 1)/P)`` more.
-    """
-    num_blocks = -(-num_tokens // block_size)
-    if window is None or max_chunk is None:
-        return num_blocks
-    return min(num_blocks, -(-(window - 1) // block_size) + 1 - (-(max_chunk - 1) // block_size))

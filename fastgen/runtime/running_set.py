@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from fastgen.runtime.kv_cache_manager import BlockUpdate, TableEntry, held_entries
+from fastgen.runtime.block_tables import BlockUpdate, TableEntry, held_entries
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 
 _urgency = attrgetter("urgency")

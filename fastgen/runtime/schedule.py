@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from fastgen.runtime.kv_cache_manager import BlockCopy, BlockUpdate, KVCacheManager
+from fastgen.runtime.block_tables import BlockCopy, BlockUpdate
+from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.step_time import StepWork, chunk_pairs
 

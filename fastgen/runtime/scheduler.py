@@ -32,8 +32,9 @@ from itertools import islice
 from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.block_tables import TableEntry, held_entries
 from fastgen.runtime.forks import Forks
-from fastgen.runtime.kv_cache_manager import KVCacheManager, TableEntry, held_entries
+from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
 from fastgen.runtime.request import TO_COME, Request, Sequence, SequenceStatus

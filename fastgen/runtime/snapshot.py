@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from fastgen.runtime.block_tables import BlockCopy, BlockUpdate, held_entries
 from fastgen.runtime.flight import BlockEntry, Copy, PrefixState, SequenceState, Snapshot, Waiting
-from fastgen.runtime.kv_cache_manager import BlockCopy, BlockUpdate, KVState, held_entries
+from fastgen.runtime.kv_cache_manager import KVState
 from fastgen.runtime.prefix_cache import PrefixNode
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.scheduler import Scheduler

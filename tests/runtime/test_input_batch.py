@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fastgen.compile.ops.embedding import resolve_token_ids
 from fastgen.layers.ragged_batch import RaggedBatch
+from fastgen.runtime.block_tables import BlockUpdate
 from fastgen.runtime.drafts import DraftedSequence, SampledSequence
 from fastgen.runtime.input_batch import InputBatch
-from fastgen.runtime.kv_cache_manager import BlockUpdate, KVCacheManager
+from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.model_runner import accept
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampler import SampledToken

@@ -13,7 +13,8 @@ from collections import Counter
 import pytest
 
 from fastgen.runtime.block_pool import PADDING_BLOCK
-from fastgen.runtime.kv_cache_manager import BlockCopy, KVCacheManager, max_blocks_held
+from fastgen.runtime.block_tables import BlockCopy, max_blocks_held
+from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampling_params import SamplingParams
 

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
-from fastgen.runtime.kv_cache_manager import Allocation, BlockCopy, KVCacheManager, TableEntry, max_blocks_held
+from fastgen.runtime.block_tables import Allocation, BlockCopy, TableEntry, max_blocks_held
+from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Request, Sequence
 from fastgen.runtime.sampling_params import SamplingParams
 

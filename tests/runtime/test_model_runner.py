@@ -15,9 +15,10 @@ from fastgen.compile.ops.embedding import resolve_token_ids
 from fastgen.layers.kv_cache import KVShape, PagedKVCache
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
+from fastgen.runtime.block_tables import BlockCopy
 from fastgen.runtime.forward import Forward
 from fastgen.runtime.input_batch import InputBatch
-from fastgen.runtime.kv_cache_manager import BlockCopy, KVCacheManager
+from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.model_runner import ModelRunner, StepOutput
 from fastgen.runtime.request import Request
 from fastgen.runtime.sampler import Sampler

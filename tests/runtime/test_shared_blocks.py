@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
+from fastgen.runtime.block_tables import held_entries
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.kv_cache_manager import KVCacheManager, held_entries
+from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import SequenceStatus
 from fastgen.runtime.sampling_params import SamplingParams
 from tests.runtime.remembering_device import VOCAB_SIZE, Device, alone, build_engine
