@@ -20,7 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.request import TO_COME, Sequence
+from fastgen.runtime.schedule import ScheduledTokens
+
+ProposeDrafts = Callable[[Sequence, int], SequenceOf[int]]
+"""Asked for at most so many guesses of what follows the tokens of a decode."""
 
 MIN_NGRAM, MAX_NGRAM = 2, 3
 """Sizes of the n-grams that are looked up, the largest first. A single token is no evidence of what comes next."""
@@ -160,3 +164,21 @@ SampledSequence = Sequence | DraftedSequence
 def owner(row: SampledSequence) -> Sequence:
     """Whose row it is."""
     return row if isinstance(row, Sequence) else row.sequence
+
+
+def with_drafts(
+    decodes: list[Sequence], num_places: int, propose: ProposeDrafts, allocate: Callable[[Sequence, int], bool]
+) -> tuple[list[Sequence], list[ScheduledTokens]]:
+    """The decodes without drafts (beams have none), and those with, as chunks; at most ``num_places`` drafts. Where
+    ``allocate`` has no blocks for so many tokens there are none.
+    """
+    plain, drafted = [], []
+    for seq in decodes:
+        may_draft = num_places and not seq.request.has_beams and seq.token_ids[-1] != TO_COME
+        drafts = tuple(propose(seq, num_places)) if may_draft else ()
+        if drafts and allocate(seq, 1 + len(drafts)):
+            drafted.append(ScheduledTokens(seq, seq.num_computed_tokens, 1 + len(drafts), True, drafts))
+            num_places -= len(drafts)
+        else:
+            plain.append(seq)
+    return plain, drafted

@@ -67,6 +67,31 @@ class Forks:
         kv = self._kv
         return 0 if any(kv.windows) else kv.num_groups * (num_prompt_tokens // kv.block_size)
 
+    def has_room(self, seq: Sequence) -> bool:
+        """Whether ``seq``, to be admitted, was never preempted, or the free blocks hold all that is pending of it and
+        one more for each that runs.
+
+        Were blocks for its next chunk enough, as for one that comes the first time, then the decodes that want the next
+        block would preempt it again and again, a step after it came back: on a small cache most of all work would be
+        done over. Where nobody runs it is never kept waiting.
+        """
+        num_running = len(self._running)
+        if not seq.num_preemptions or not num_running:
+            return True
+        needed = self.blocks_needed(seq.num_prompt_tokens, seq.num_tokens, seq.request.sampling.beam_width)
+        return needed - len(held_entries(seq)) + self._kv.num_groups * num_running <= self._kv.num_free
+
+    def nobody_is_preempted(self, token_budget: int) -> bool:
+        """Whether something that runs has tokens pending, and the free blocks suffice for every decode and for the
+        first prompt, with a copy of a block that it shares, whatever a policy gives it of ``token_budget``.
+        """
+        kv, due, prompts = self._kv, self._running.due_decodes, self._running.prompts[:1]
+        num_blocks = len(self.forked) + sum(not seq.num_computed_tokens % kv.block_size for seq in due)
+        for first in prompts:
+            num_tokens = min(first.num_pending_tokens, token_budget)
+            num_blocks += -(-num_tokens // kv.block_size) + 2
+        return bool(due or prompts) and kv.num_groups * num_blocks <= kv.num_free
+
     def attach(self, seq: Sequence) -> None:
         """Let ``seq``, which holds nothing, have the blocks that others computed for it: those in the prefix cache, or
         those of the prompt where another sequence of its request has more of them.

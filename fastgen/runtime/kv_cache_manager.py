@@ -37,37 +37,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from itertools import count, islice
-from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.block_pool import PADDING_BLOCK, BlockPool
 from fastgen.runtime.block_tables import (
     Allocation,
     BlockCopy,
-    BlockUpdate,
     TableEntry,
     arithmetic,
     held_entries,
     max_blocks_held,
 )
+from fastgen.runtime.kv_state import KVState
 from fastgen.runtime.prefix_cache import PrefixCache, PrefixNode, first_seen_block
 from fastgen.runtime.request import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class KVState:
-    """What a manager goes by, beside the tables of the sequences and the tree of prefixes."""
-
-    free: list[int]
-    cached: list[int]
-    nodes: dict[Sequence, PrefixNode]
-    private: list[Sequence]
-    may_share: list[Sequence]
-    due: list[Sequence]
-    spares: list[Sequence]
-    copies: list[tuple[BlockCopy, Sequence]]
+from fastgen.runtime.spare_blocks import SpareBlocks
 
 
 class KVCacheManager:
@@ -110,13 +95,12 @@ class KVCacheManager:
         """Those attached to what the cache has of them, but not given places for more yet."""
         self._due: dict[Sequence, None] = {}
         """Decodes that have filled a block since they were advanced, in that order."""
-        self._spares: set[Sequence] = set()
-        """Those whose tables end with a block that their next token does not go into."""
+        self.spares = SpareBlocks(self.pool, block_size, len(windows))
 
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, spares included."""
-        return self.pool.num_free + self.num_groups * len(self._spares)
+        return self.pool.num_free + self.spares.num_blocks
 
     # What fits
 
@@ -150,7 +134,7 @@ class KVCacheManager:
 
     def max_tokens(self, seq: Sequence) -> int:
         """How many tokens beyond those computed ``seq`` has places for, counting the blocks now free as its own."""
-        num_held = (len(seq.block_tables[0]) if seq.block_tables else 0) - (seq in self._spares)
+        num_held = (len(seq.block_tables[0]) if seq.block_tables else 0) - (seq in self.spares.holders)
         num_free = self.num_free - len(self._shared_entries(seq))
         if num_free < 0:  # not even the copies that its next token needs
             return 0
@@ -202,12 +186,12 @@ class KVCacheManager:
         num_appended = max(0, end - num_held) * self.num_groups
         block_ids = self.pool.allocate(num_appended + len(shared))
         if block_ids is None:
-            if not self._due and not self._spares:
+            if not self._due and not self.spares.holders:
                 return None
             self.settle()
             return self.allocate(seq, num_new_tokens)
         if end >= num_held:
-            self._spares.discard(seq)
+            self.spares.holders.discard(seq)
         self.may_share.discard(seq)
         if seq in self._looked_up:
             self._note_lookup(seq)
@@ -270,45 +254,11 @@ class KVCacheManager:
         for seq in tuple(islice(self._due, most)) if self._due else ():
             self.advance(seq)
 
-    def give_spares(self, decodes: Iterable[Sequence]) -> list[BlockUpdate]:
-        """Give a spare to each of ``decodes`` that has none and will come to it; nothing where free blocks do not
-        suffice. Returns what the device is to be told.
-        """
-        block_size, spares = self.block_size, self._spares
-        lacking = [
-            seq
-            for seq in decodes
-            if seq not in spares
-            and seq.num_computed_tokens % block_size  # else it comes to the block that it has just been given
-            and len(seq.block_tables[0]) * block_size + 1 < seq.num_prompt_tokens + seq.request.sampling.max_new_tokens
-        ]
-        unused = iter(self.pool.allocate(len(lacking) * self.num_groups) or ())
-        updates = []
-        for seq, block_id in zip(lacking, unused, strict=False):
-            assert seq.seat is not None
-            for group, table in enumerate(seq.block_tables):
-                if group:
-                    block_id = next(unused)
-                updates.append(BlockUpdate(seq.seat, group, len(table), block_id))
-                table.append(block_id)
-            spares.add(seq)
-        return updates
-
-    def use_spares(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Each of ``decodes`` comes to a new block: those that have no spare for it."""
-        if not self._spares:
-            return decodes
-        lacking = [seq for seq in decodes if seq not in self._spares]
-        self._spares.difference_update(decodes)
-        return lacking
-
     def settle(self) -> None:
         """Do all that is due, and take back all spares."""
         self.catch_up()
-        if self._spares:
-            spares = sorted(self._spares, key=_key)
-            self.pool.free(table.pop() for seq in spares for table in seq.block_tables)
-            self._spares.clear()
+        if self.spares.holders:
+            self.spares.take_back()
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
         """Whether ``parent`` has computed its first ``num_tokens`` tokens, and still has what :meth:`fork` needs."""
@@ -372,7 +322,7 @@ class KVCacheManager:
         """Take back all that ``seq`` holds; of what stays cached, its last blocks will be evicted first."""
         self._publish_all(seq)
         self._due.pop(seq, None)
-        self._spares.discard(seq)
+        self.spares.holders.discard(seq)
         if self._pending_copies:
             self.copies_done([copy for copy, owner in self._pending_copies.items() if owner is seq])
         tables = reversed(list(zip(*seq.block_tables, strict=True)))
@@ -393,7 +343,7 @@ class KVCacheManager:
             private=list(self._private),
             may_share=list(self.may_share),
             due=list(self._due),
-            spares=list(self._spares),
+            spares=list(self.spares.holders),
             copies=list(self._pending_copies.items()),
         )
 
@@ -407,7 +357,7 @@ class KVCacheManager:
         self._private.update(state.private)
         self.may_share.update(state.may_share)
         self._due.update(dict.fromkeys(state.due))
-        self._spares.update(state.spares)
+        self.spares.holders.update(state.spares)
         self._pending_copies.update(state.copies)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -434,10 +384,9 @@ class KVCacheManager:
                 f"{owner} has no use for {copy}"
             )
         assert self._looked_up.issubset(sequences), f"neither admitted nor detached: {self._looked_up}"
-        for seq in self._spares:
-            num_places = (len(seq.block_tables[0]) - 1) * self.block_size
-            assert seq.num_computed_tokens <= num_places, f"{seq}: uses its spare"
-        known = self.may_share.union(self._nodes, self._private, self._pending_copies.values(), self._due, self._spares)
+        self.spares.check_integrity()
+        known = self.may_share.union(self._nodes, self._private, self._pending_copies.values(), self._due)
+        known |= self.spares.holders
         holders = {seq for seq in sequences if seq.block_tables}
         assert known <= holders, f"remembered and hold nothing: {known - holders}"
         if self.prefix_cache is not None:
@@ -494,6 +443,3 @@ class KVCacheManager:
         if node is not None:
             self._nodes[seq] = node
         self.prefix_cache.move_user(before, node)
-
-
-_key = attrgetter("key")

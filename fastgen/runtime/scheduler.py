@@ -26,29 +26,26 @@ since whoever waits comes to the head of the most urgent class one day, every se
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.block_tables import TableEntry, held_entries
+from fastgen.runtime.block_tables import TableEntry
+from fastgen.runtime.drafts import ProposeDrafts, with_drafts
 from fastgen.runtime.forks import Forks
 from fastgen.runtime.kv_cache_manager import KVCacheManager
 from fastgen.runtime.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
-from fastgen.runtime.request import TO_COME, Request, Sequence, SequenceStatus
+from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.running_set import RunningSet
 from fastgen.runtime.sampling_params import SamplingParams
 from fastgen.runtime.schedule import Schedule, ScheduledTokens
+from fastgen.runtime.spreading import Spreading
 from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
 _urgency, _token_ids = attrgetter("urgency"), attrgetter("token_ids")
 _num_computed_tokens = attrgetter("num_computed_tokens")
-SPREADS_FROM = 64
-"""With fewer decodes it takes no time to speak of where all of them fill a block in the same step."""
-_MANY_TIMES = 4
-"""How many times more decodes than usual come to a new block in a step that does nothing for others."""
 
 
 class Scheduler:
@@ -72,7 +69,7 @@ class Scheduler:
         max_num_seqs: int,
         policy: Policy | None = None,
         aging_s: float = DEFAULT_AGING_S,
-        propose_drafts: Callable[[Sequence, int], SequenceOf[int]] | None = None,
+        propose_drafts: ProposeDrafts | None = None,
     ):
         if max_num_seqs < 1:
             raise InvalidArgumentError(f"max_num_seqs is {max_num_seqs}, but must be at least 1")
@@ -97,19 +94,18 @@ class Scheduler:
         self._scheduled: Schedule | None = None
         self._is_told = self._is_ahead = False
         self._last_request_id: int | None = None
-        self.spreads_from = SPREADS_FROM
-        self._next_spare = 0
+        self.spreading = Spreading(kv, self.running)
         self._now_s = 0.0
 
     @property
     def place(self) -> tuple[int, int, float]:
         """Where it is beside sequences and blocks: admissions that are open, whose turn it is to be given a spare, and
         the clock."""
-        return self._num_opened, self._next_spare, self._now_s
+        return self._num_opened, self.spreading.next_spare, self._now_s
 
     @place.setter
     def place(self, place: tuple[int, int, float]) -> None:
-        self._num_opened, self._next_spare, self._now_s = place
+        self._num_opened, self.spreading.next_spare, self._now_s = place
 
     @property
     def num_waiting(self) -> int:
@@ -169,22 +165,12 @@ class Scheduler:
         """
         self.running.some_wait = True
         try:
-            schedule = self._schedule(now_s) if self._has_work_ahead() else None
+            schedule = self._schedule(now_s) if self.forks.nobody_is_preempted(self.token_budget) else None
             assert schedule is None or not schedule.preempted
         finally:
             self.running.some_wait = False
         self._is_ahead = schedule is not None
         return schedule
-
-    def _has_work_ahead(self) -> bool:
-        """Whether something that runs has tokens pending, and the free blocks suffice for every decode and for the
-        first prompt, with a copy of a block that it shares, however the policy decides."""
-        due, prompts, kv = self.running.due_decodes, self.running.prompts[:1], self.kv
-        num_blocks = len(self.forks.forked) + sum(not seq.num_computed_tokens % kv.block_size for seq in due)
-        for first in prompts:
-            num_tokens = min(first.num_pending_tokens, self.token_budget)
-            num_blocks += -(-num_tokens // kv.block_size) + 2
-        return bool(due or prompts) and kv.num_groups * num_blocks <= kv.num_free
 
     def _schedule(self, now_s: float) -> Schedule | None:
         self._now_s, self.resumes_at_s = now_s, None
@@ -245,20 +231,13 @@ class Scheduler:
                 seq.num_computed_tokens = end = position + 1
                 if not end % block_size:
                     full.append(seq)
-        num_decodes = len(schedule.decodes)
-        if num_decodes < self.spreads_from:
-            for seq in full:
-                self.kv.advance(seq)
-        else:
-            self.kv.advance_later(full)
-            if len(full) <= _MANY_TIMES * self._share(num_decodes):
-                self.kv.catch_up(self._share(num_decodes))
+        self.spreading.advance(full, len(schedule.decodes))
         for chunk in schedule.chunks:
             seq = chunk.seq
             if seq.status is running:
                 seq.num_computed_tokens = chunk.end - len(chunk.drafts)
                 self.kv.advance(seq)
-                if not chunk.drafts:
+                if not chunk.drafts and seq.num_computed_tokens >= seq.num_prompt_tokens:
                     self._note_prompt(seq)
 
     def accept(self, seq: Sequence, num_drafts: int) -> None:
@@ -279,11 +258,6 @@ class Scheduler:
         self.kv.check_integrity(self.running)
         self.running.check_integrity()
         self.waiting.check_integrity()
-        for seq in (*self.waiting, *self.waiting.held):
-            assert seq.status is SequenceStatus.WAITING, f"waiting: {seq}"
-            assert seq.seat is None, f"{seq} waits on seat {seq.seat}"
-            assert not seq.block_tables, f"{seq} waits with the blocks {seq.block_tables}"
-            assert seq.num_computed_tokens == 0, f"{seq} waits"
         assert self.forks.forked <= set(self.running.decodes), f"forked: {self.forks.forked}"
         made = None if self._is_ahead else self._scheduled
         if made is not None and all(entry.seq.seat is not None for entry in made.entries):
@@ -324,7 +298,7 @@ class Scheduler:
         decodes = self.running.due_decodes
         wanting = [seq for seq in decodes if not seq.num_computed_tokens % block_size]
         num_wanting = len(wanting)
-        wanting = self.kv.use_spares(wanting)
+        wanting = self.kv.spares.use(wanting)
         if self.forks.forked:
             wanting += [seq for seq in self.forks.forked if seq.num_computed_tokens % block_size]
         wanting.sort(key=_urgency)
@@ -333,22 +307,8 @@ class Scheduler:
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
                 preempted += self._preempt_least_urgent()
         self.forks.forked.clear()
-        is_quiet = num_wanting <= _MANY_TIMES * self._share(len(decodes)) and not self.running.prompts
-        if len(decodes) >= self.spreads_from and is_quiet and not preempted:
-            self._give_spares(decodes)
-
-    def _give_spares(self, decodes: SequenceOf[Sequence]) -> None:
-        """The next block for some of ``decodes``, in turn, where there are free blocks enough for everybody."""
-        kv, num_decodes = self.kv, len(decodes)
-        if kv.pool.num_free < 2 * kv.num_groups * num_decodes:
-            return
-        first = self._next_spare if self._next_spare < num_decodes else 0
-        self._next_spare = first + self._share(num_decodes)
-        self.running.tell_all(kv.give_spares(decodes[first : self._next_spare]))
-
-    def _share(self, num_decodes: int) -> int:
-        """How many of them are looked after in a step, so that it is everybody's turn before the next block."""
-        return 1 + num_decodes // max(1, self.kv.block_size - 1)
+        if not preempted and not self.running.prompts:
+            self.spreading.give_spares(decodes, num_wanting)
 
     def _give_prompts(self, plan: StepPlan, *, may_admit: bool) -> list[ScheduledTokens]:
         """Chunks of the most urgent prompts, until places or blocks run out."""
@@ -398,41 +358,16 @@ class Scheduler:
             num_tokens = min(num_pending, num_places, num_free)
             if not self.policy.splits_prompts and num_tokens < min(num_pending, num_prompt_tokens):
                 num_tokens = 0
-            if num_tokens > 0 and (not waits or self._has_room(seq)) and self._allocate(seq, num_tokens):
+            if num_tokens > 0 and (not waits or self.forks.has_room(seq)) and self._allocate(seq, num_tokens):
                 if waits:
-                    self._admit(seq)
+                    self.waiting.remove(seq)
+                    self.running.add_prompt(seq)
+                    self._num_opened -= seq.begins_request
                 chunk = ScheduledTokens(seq, seq.num_computed_tokens, num_tokens, samples=num_tokens == num_pending)
         finally:
             if waits and chunk is None:
                 self.forks.detach(seq)
         return chunk
-
-    def _has_room(self, seq: Sequence) -> bool:
-        """Whether ``seq`` was never preempted, or the free blocks hold all that is pending of it and one more for each
-        that runs.
-
-        Were blocks for its next chunk enough, as for one that comes the first time, then the decodes that want the next
-        block would preempt it again and again, a step after it came back: on a small cache most of all work would be
-        done over. Where nobody runs it is never kept waiting.
-        """
-        if not seq.num_preemptions or not len(self.running):
-            return True
-        needed = self.forks.blocks_needed(seq.num_prompt_tokens, seq.num_tokens, seq.request.sampling.beam_width)
-        return needed - len(held_entries(seq)) + self.kv.num_groups * len(self.running) <= self.kv.num_free
-
-    def _draft(self, decodes: list[Sequence], num_places: int) -> tuple[list[Sequence], list[ScheduledTokens]]:
-        """The decodes without drafts (beams have none), and those with, as chunks; at most ``num_places`` drafts."""
-        assert self._propose_drafts is not None
-        plain, drafted = [], []
-        for seq in decodes:
-            may_draft = num_places and not seq.request.has_beams and seq.token_ids[-1] != TO_COME
-            drafts = tuple(self._propose_drafts(seq, num_places)) if may_draft else ()
-            if drafts and self._allocate(seq, 1 + len(drafts)):
-                drafted.append(ScheduledTokens(seq, seq.num_computed_tokens, 1 + len(drafts), True, drafts))
-                num_places -= len(drafts)
-            else:
-                plain.append(seq)
-        return plain, drafted
 
     def _close(
         self, decodes: list[Sequence], chunks: list[ScheduledTokens], preempted: list[Sequence], token_budget: int
@@ -440,7 +375,8 @@ class Scheduler:
         """The schedule, with drafts as far as the ``token_budget`` has room, and the assertions that cost little;
         :meth:`Schedule.check` has all."""
         if self._propose_drafts is not None and decodes:
-            decodes, drafted = self._draft(decodes, token_budget - _num_tokens(decodes, chunks))
+            num_places = token_budget - _num_tokens(decodes, chunks)
+            decodes, drafted = with_drafts(decodes, num_places, self._propose_drafts, self._allocate)
             chunks += drafted
         positions = tuple(map(_num_computed_tokens, decodes))
         if sum(map(len, map(_token_ids, decodes))) != sum(positions) + len(decodes):
@@ -471,20 +407,14 @@ class Scheduler:
             self.running.tell(seq, (*allocation.appended, *copied))
         return True
 
-    def _admit(self, seq: Sequence) -> None:
-        self.waiting.remove(seq)
-        self.running.add_prompt(seq)
-        self._num_opened -= seq.begins_request
-
     def _note_prompt(self, seq: Sequence) -> None:
-        """A chunk of ``seq`` was computed: it may be a decode now, or its siblings' turn."""
-        if seq.num_computed_tokens >= seq.num_prompt_tokens:
-            if seq.num_pending_tokens <= 1:
-                self.running.make_decode(seq)
-            if seq.index == 0 and seq.request.has_beams:
-                self.forks.release(seq)
-            elif seq.index == 0:
-                self.waiting.release(seq, self._now_s)
+        """The prompt of ``seq`` is computed: it may be a decode now, and it is its siblings' turn."""
+        if seq.num_pending_tokens <= 1:
+            self.running.make_decode(seq)
+        if seq.index == 0 and seq.request.has_beams:
+            self.forks.release(seq)
+        elif seq.index == 0:
+            self.waiting.release(seq, self._now_s)
 
     def _preempt_least_urgent(self) -> list[Sequence]:
         """Who was preempted: one sequence, or all beams of a search that run."""

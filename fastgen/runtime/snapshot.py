@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fastgen.runtime.block_tables import BlockCopy, BlockUpdate, held_entries
 from fastgen.runtime.flight import BlockEntry, Copy, PrefixState, SequenceState, Snapshot, Waiting
-from fastgen.runtime.kv_cache_manager import KVState
+from fastgen.runtime.kv_state import KVState
 from fastgen.runtime.prefix_cache import PrefixNode
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.scheduler import Scheduler

@@ -23,7 +23,7 @@ from itertools import count
 from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.request import Request, Sequence, SequenceStatus
 
 DEFAULT_AGING_S = 30.0
 _MOST_AGED = 2
@@ -199,7 +199,7 @@ class WaitingQueue:
             self.hold(seq)
 
     def check_integrity(self) -> None:
-        """Assert that classes, order and times agree."""
+        """Assert that classes, order and times agree, and that nobody here has a seat, blocks or computed tokens."""
         assert self._levels == sorted(self._classes), f"classes {self._levels}, members of {list(self._classes)}"
         everybody = list(self)
         assert set(everybody) == set(map(_sequence, self._since_s)), "some have no time, or wait no more"
@@ -209,6 +209,11 @@ class WaitingQueue:
         for level, members in self._classes.items():
             assert members.came or members.returned, f"class {level} has nobody waiting"
             assert all(seq.urgency[0] == level for seq in members), f"in class {level}: {list(members)}"
+        for seq in (*everybody, *self.held):
+            assert seq.status is SequenceStatus.WAITING, f"waiting: {seq}"
+            assert seq.seat is None, f"{seq} waits on seat {seq.seat}"
+            assert not seq.block_tables, f"{seq} waits with the blocks {seq.block_tables}"
+            assert seq.num_computed_tokens == 0, f"{seq} waits"
 
     def _who(self, seq: Sequence) -> _Waiting:
         """As what ``seq`` stands in the queue, if it does."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime import scheduler
+from fastgen.runtime import spreading
 from fastgen.runtime.flight import Arrival, Beams, Recording, Snapshot, Step, Withdrawal
 from fastgen.runtime.flight_file import read_recording, write_recording
 from fastgen.runtime.policies import POLICIES, choose_policy, make_policy, policy_name
@@ -206,12 +206,12 @@ def test_a_chat_that_goes_on_finds_its_own_answer() -> None:
     assert first_difference(recording) is None
 
 
-@pytest.mark.parametrize("spreads_from", [1, 64])
+@pytest.mark.parametrize("starts_from", [1, 64])
 @pytest.mark.parametrize("seed", range(40))
 def test_a_ring_that_wrapped_is_replayed_from_a_snapshot(
-    seed: int, spreads_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, starts_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "SPREADS_FROM", spreads_from)
+    monkeypatch.setattr(spreading, "STARTS_FROM", starts_from)
     history = random_history(random.Random(seed), **options(seed))
     history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_steps=40)
     history.live(150)

@@ -23,7 +23,7 @@ class Twins:
         self.windows = rng.choice([(None,), (None, None), (6,), (6, None)])
         self.num_blocks = rng.choice([40, 90, 400])
         self.spreading, self.plain = (self.scheduler() for _ in range(2))
-        self.spreading.spreads_from = 1
+        self.spreading.spreading.starts_from = 1
         self.open: list[tuple[Sequence, Sequence]] = []
         self.num_requests = self.num_spares = self.num_due = 0
 
@@ -50,7 +50,7 @@ class Twins:
         schedules = [scheduler.schedule() for scheduler in (self.spreading, self.plain)]
         decided, expected = map(decisions, schedules)
         assert decided == expected
-        self.num_spares += len(self.spreading.kv._spares)
+        self.num_spares += len(self.spreading.kv.spares.holders)
         for scheduler, schedule in zip((self.spreading, self.plain), schedules, strict=True):
             if schedule is None:
                 continue
@@ -107,7 +107,7 @@ def test_every_decision_is_what_it_would_be_without() -> None:
 def test_an_answer_is_found_when_it_has_ended(windows: tuple[int | None, ...]) -> None:
     kv = KVCacheManager(100, BLOCK_SIZE, windows, max_chunk=32, prefix_caching=True)
     scheduler = Scheduler(kv, token_budget=32, max_num_seqs=16)
-    scheduler.spreads_from = 1
+    scheduler.spreading.starts_from = 1
     prompt = [1, 2, 3, 4, 5]
 
     def answer(request_id: int, prompt: list[int]) -> Sequence:
