@@ -8,7 +8,7 @@ import pytest
 
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.request import Request
-from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampling_params import SamplingParams
 
 
 class Counted(list[Any]):

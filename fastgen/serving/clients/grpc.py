@@ -10,7 +10,7 @@ import grpc
 
 from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
-from fastgen.serving.clients.client import ClientRequest
+from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.grpc import messages
 from fastgen.serving.refusals import (
     EngineDiedError,

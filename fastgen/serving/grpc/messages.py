@@ -19,7 +19,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
-from fastgen.runtime.response_format import ResponseFormat
+from fastgen.runtime.sampling.response_format import ResponseFormat
 
 PACKAGE = "fastgen.v1"
 SERVICE = f"{PACKAGE}.Generation"
