@@ -18,10 +18,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Request
-from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.scheduler import Scheduler
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.scheduler import Scheduler
 
 NUM_DECODES = 256
 QUEUED = (10, 10_000)

@@ -38,11 +38,11 @@ from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.ledger import MemoryModel
-from fastgen.runtime.policies.splitfuse import SplitFuse
-from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
+from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
 from fastgen.runtime.targets import choose_target, target_facts
-from fastgen.runtime.text import TextCodec
-from fastgen.runtime.waiting_queue import DEFAULT_AGING_S
+from fastgen.runtime.text.codec import TextCodec
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from benchmarks.gpu.measuring import clocked  # noqa: E402
 from fastgen.compile import device as devices  # noqa: E402
 from fastgen.compile.target import Target  # noqa: E402
 from fastgen.runtime import assembly  # noqa: E402
-from fastgen.runtime.forward import CapturedForward  # noqa: E402
+from fastgen.runtime.step.forward import CapturedForward  # noqa: E402
 
 
 def main(*, toy: bool) -> dict[str, float]:

@@ -21,7 +21,7 @@ import torch
 from benchmarks.gpu.llama import LLAMA_2_7B, TOY, LlamaShape, kv_tokens_that_fit, llama_engine, llama_spec, submit
 from benchmarks.gpu.measuring import Bench, Row, Rows
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.forward import CapturedForward
+from fastgen.runtime.step.forward import CapturedForward
 
 CASES = ((1, 512), (32, 1024), (256, 512))  # sequences, tokens that each of them has
 TOKEN_BUDGET, MAX_NUM_SEQS = 2048, 256

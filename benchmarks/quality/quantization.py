@@ -160,6 +160,9 @@ def render(found: dict[str, Any], name: str) -> str:
         reference = values["fp32"]["perplexity"]
         cells = [f"{reference:.4f}"]
         for weight_format in list(FORMATS)[1:]:
+            if weight_format not in values:
+                cells.append("not measured")
+                continue
             value = values[weight_format]["perplexity"]
             cells.append(f"{value:.4f} ({100 * (value / reference - 1):+.2f} %)")
         lines.append(f"| {model} | {values['fp32']['tokens']} | {' | '.join(cells)} |")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from fastgen.runtime.replay import Difference
+    from fastgen.runtime.flight.replay import Difference
 
 RecordingFile = Annotated[Path, typer.Argument(metavar="FILE", help="A recording, from LLM.save_recording.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
@@ -25,9 +25,9 @@ def why(
     as_json: AsJson = False,
 ) -> None:
     """Tell where the time of REQUEST went: queue, own computing, company, preemptions, gaps."""
-    from fastgen.runtime.flight_file import read_recording
-    from fastgen.runtime.why import why as find_facts
-    from fastgen.runtime.why_text import tell
+    from fastgen.runtime.flight.recording_file import read_recording
+    from fastgen.runtime.flight.why import why as find_facts
+    from fastgen.runtime.flight.why_text import tell
 
     facts = find_facts(read_recording(recording), request)
     print(json.dumps(asdict(facts)) if as_json else tell(facts))
@@ -35,8 +35,8 @@ def why(
 
 def replay(recording: RecordingFile, as_json: AsJson = False) -> None:
     """Run the scheduler again over FILE and compare every decision. Exit status 1 where one differs."""
-    from fastgen.runtime.flight_file import read_recording
-    from fastgen.runtime.replay import first_difference, num_replayed
+    from fastgen.runtime.flight.recording_file import read_recording
+    from fastgen.runtime.flight.replay import first_difference, num_replayed
 
     found = read_recording(recording)
     difference = first_difference(found)
@@ -60,8 +60,8 @@ def timeline(
     out: Annotated[Path, typer.Option(metavar="PICTURE", help="A .png or .svg file to write.", show_default=False)],
 ) -> None:
     """Draw FILE: tokens and time of the steps, who ran and waited, preemptions, and who held which block."""
-    from fastgen.runtime.flight_file import read_recording
-    from fastgen.runtime.timeline_picture import draw
+    from fastgen.runtime.flight.recording_file import read_recording
+    from fastgen.runtime.flight.timeline_picture import draw
 
     draw(read_recording(recording), out)
 

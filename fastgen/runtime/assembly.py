@@ -14,22 +14,22 @@ from fastgen.models.causal_lm import CausalLM
 from fastgen.models.checkpoint import Checkpoint, load_weights
 from fastgen.models.spec import ModelSpec
 from fastgen.runtime.config import EngineConfig
-from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.forward import CapturedForward, Forward, Results, TapedForward
-from fastgen.runtime.input_batch import InputBatch
-from fastgen.runtime.kv_cache_manager import KVCacheManager
+from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.ledger import Ledger
-from fastgen.runtime.model_runner import ModelRunner
-from fastgen.runtime.policies.policy import Policy
-from fastgen.runtime.policies.splitfuse import captured_sizes
 from fastgen.runtime.progress import progress_bar
-from fastgen.runtime.sampler import Sampler, sampling_kernel
-from fastgen.runtime.scheduler import Scheduler
-from fastgen.runtime.seat_sampler import SeatSampler, seat_sampler
-from fastgen.runtime.steady_decodes import SteadyDecodes
-from fastgen.runtime.structured_output import Grammars
-from fastgen.runtime.text import TextCodec
+from fastgen.runtime.sampling.sampler import Sampler, sampling_kernel
+from fastgen.runtime.sampling.seat_sampler import SeatSampler, seat_sampler
+from fastgen.runtime.sampling.structured_output import Grammars
+from fastgen.runtime.scheduling.drafts import NgramDrafter
+from fastgen.runtime.scheduling.policies.policy import Policy
+from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
+from fastgen.runtime.scheduling.scheduler import Scheduler
+from fastgen.runtime.step.forward import CapturedForward, Forward, Results, TapedForward
+from fastgen.runtime.step.input_batch import InputBatch
+from fastgen.runtime.step.model_runner import ModelRunner
+from fastgen.runtime.step.steady_decodes import SteadyDecodes
+from fastgen.runtime.text.codec import TextCodec
 
 
 def build_engine(

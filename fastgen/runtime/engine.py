@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 
-from fastgen.runtime.beam_group import BeamGroup
 from fastgen.runtime.deadlines import Deadlines
-from fastgen.runtime.detokenizer import Detokenizer
-from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.faults import cause_of
+from fastgen.runtime.flight.recorder import Recorder, StepRecord, engine_facts
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.metrics import EngineMetrics
-from fastgen.runtime.model_runner import ModelRunner, PromptLogprobs, StepOutput
 from fastgen.runtime.outputs import FinishReason
-from fastgen.runtime.recorder import Recorder, StepRecord, engine_facts
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.request_checks import RequestChecks
-from fastgen.runtime.run_ahead import InFlight, awaited, tokens_to_come
-from fastgen.runtime.sampler import SampledToken
-from fastgen.runtime.sampling_params import SamplingParams, resolve_seed
-from fastgen.runtime.schedule import Schedule
-from fastgen.runtime.scheduler import Scheduler
-from fastgen.runtime.structured_output import Grammars
+from fastgen.runtime.sampling.beam_group import BeamGroup
+from fastgen.runtime.sampling.sampler import SampledToken
+from fastgen.runtime.sampling.sampling_params import SamplingParams, resolve_seed
+from fastgen.runtime.sampling.structured_output import Grammars
+from fastgen.runtime.scheduling.drafts import NgramDrafter
+from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.scheduling.scheduler import Scheduler
+from fastgen.runtime.step.model_runner import ModelRunner, PromptLogprobs, StepOutput
+from fastgen.runtime.step.run_ahead import InFlight, awaited, tokens_to_come
+from fastgen.runtime.text.detokenizer import Detokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from fastgen.runtime.beam_group import BeamGroup
-from fastgen.runtime.beam_search import Hypothesis
-from fastgen.runtime.detokenizer import Detokenizer
 from fastgen.runtime.outputs import FinishReason, GenerationChunk, GenerationOutput, RequestMetrics
 from fastgen.runtime.request import Request, Sequence
-from fastgen.runtime.sampler import SampledToken
+from fastgen.runtime.sampling.beam_group import BeamGroup
+from fastgen.runtime.sampling.beam_search import Hypothesis
+from fastgen.runtime.sampling.sampler import SampledToken
+from fastgen.runtime.text.detokenizer import Detokenizer
 
 
 @dataclass(slots=True)

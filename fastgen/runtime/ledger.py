@@ -21,9 +21,9 @@ from fastgen.models.activation_sizes import ActivationSizes
 from fastgen.models.builder import kv_groups, kv_shapes
 from fastgen.models.weight_sizes import ModelBuild, WeightSizes, weight_sizes
 from fastgen.models.workspace_sizes import WorkspaceSizes
-from fastgen.runtime.input_batch import input_layout
-from fastgen.runtime.model_runner import PROMPT_LOGITS_ROWS
-from fastgen.runtime.seat_sampler import seat_sampler_bytes
+from fastgen.runtime.sampling.seat_sampler import seat_sampler_bytes
+from fastgen.runtime.step.input_batch import input_layout
+from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 
 if TYPE_CHECKING:
     from fastgen.runtime.config import EngineConfig

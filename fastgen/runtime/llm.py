@@ -17,19 +17,19 @@ from fastgen.models.causal_lm import CausalLM
 from fastgen.models.spec import ModelSpec
 from fastgen.runtime.config import EngineConfig
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.flight import Recording
-from fastgen.runtime.flight_file import write_recording
+from fastgen.runtime.flight.recording import Recording
+from fastgen.runtime.flight.recording_file import write_recording
+from fastgen.runtime.flight.why import why
+from fastgen.runtime.flight.why_text import tell
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.interrupts import interrupt_deferred
 from fastgen.runtime.ledger import Ledger
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.progress import progress_bar
-from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts, encode_each, name_prompt
-from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.text import TextCodec
-from fastgen.runtime.why import why
-from fastgen.runtime.why_text import tell
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.text.codec import TextCodec
+from fastgen.runtime.text.prompts import Conversation, Prompt, as_conversations, as_prompts, encode_each, name_prompt
 
 _NAP_S = 0.005  # the longest that a policy which waits for more keeps this thread from seeing what came
 _PROGRESS_FROM = 8  # prompts; fewer are done before a bar tells anything

@@ -16,10 +16,10 @@ from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import parse_dtype, resolve_engine_config
 from fastgen.runtime.ledger import MemoryModel
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.policies import Policy, choose_policy
+from fastgen.runtime.scheduling.policies import Policy, choose_policy
+from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S, check_aging_s
 from fastgen.runtime.targets import bundle_flags, choose_target, parse_quantize, sealed_loader, target_facts
-from fastgen.runtime.text import TextCodec
-from fastgen.runtime.waiting_queue import DEFAULT_AGING_S, check_aging_s
+from fastgen.runtime.text.codec import TextCodec
 
 
 def load(
@@ -57,7 +57,7 @@ def load(
     ``kv_cache_memory``: bytes, or ``"4GiB"``. ``block_size``: tokens per KV block. ``max_model_len``: most tokens of
     prompt and answer together; by default what the model was trained for. ``policy``: what a step is made of:
     ``"splitfuse"``, or to compare with ``"prefill_first"``, ``"orca"``, ``"dynamic"``, ``"static"``, or a
-    :class:`fastgen.runtime.policies.Policy` such as ``DynamicBatching(batch_size=8, max_delay_s=0.1)``.
+    :class:`fastgen.runtime.scheduling.policies.Policy` such as ``DynamicBatching(batch_size=8, max_delay_s=0.1)``.
     ``itl_target_ms``: the longest gap between two tokens of an answer, in milliseconds, that the prompts of others may
     cause; by default there is no bound. With one, loading writes the whole KV cache once. ``aging_s``: seconds after
     which a request that waits moves up a class (``priority``). ``prefix_caching``: keep blocks of the KV cache that are

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastgen.compile.ops.quantization import QUANTIZED, QuantizedFormat
 from fastgen.errors import FastgenError
 from fastgen.models.builder import kv_windows
-from fastgen.runtime.kv_cache_manager import max_blocks_held
+from fastgen.runtime.kv_cache.block_tables import max_blocks_held
 from fastgen.runtime.ledger import MemoryModel, in_gib
 
 if TYPE_CHECKING:

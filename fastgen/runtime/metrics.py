@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastgen.runtime.kv_cache.prefix_cache import PrefixCacheStatistics
 from fastgen.runtime.outputs import FinishReason
-from fastgen.runtime.prefix_cache import PrefixCacheStatistics
 
 if TYPE_CHECKING:
-    from fastgen.runtime.schedule import Schedule
-    from fastgen.runtime.scheduler import Scheduler
+    from fastgen.runtime.scheduling.schedule import Schedule
+    from fastgen.runtime.scheduling.scheduler import Scheduler
 
 # Two bounds an octave apart hold all times within a factor of two, from a step on a GPU to a long wait.
 STEP_BOUNDS_S = tuple(2.0**power for power in range(-13, 4))

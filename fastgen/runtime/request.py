@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 from fastgen.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from fastgen.runtime.sampling_params import SamplingParams
-    from fastgen.runtime.structured_output import Constraint
+    from fastgen.runtime.sampling.sampling_params import SamplingParams
+    from fastgen.runtime.sampling.structured_output import Constraint
 
 
 TO_COME: Final = -1
@@ -117,7 +117,7 @@ class Sequence:
         self.key = (request.request_id, index)
         """Order of arrival: the smaller key came first."""
         self.urgency = (request.sampling.priority, request.turn, index)
-        """The smaller is the more urgent: class, turn in the class, index. See :mod:`fastgen.runtime.waiting_queue`."""
+        """The smaller is the more urgent: class, turn in it, index; :mod:`fastgen.runtime.scheduling.waiting_queue`."""
         self.token_ids = list(request.prompt_ids)
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0

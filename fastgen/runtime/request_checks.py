@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
-from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.structured_output import Grammars
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.sampling.structured_output import Grammars
 
 
 class RequestChecks:

@@ -14,16 +14,16 @@ from typing import NamedTuple, cast
 
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Generation
-from fastgen.runtime.kv_cache_manager import KVCacheManager
-from fastgen.runtime.model_runner import ModelRunner, StepOutput
-from fastgen.runtime.policies.policy import Policy
+from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.sampler import SampledToken
-from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.schedule import Schedule
-from fastgen.runtime.scheduler import Scheduler
-from fastgen.runtime.step_time import StepWork
-from fastgen.runtime.waiting_queue import DEFAULT_AGING_S
+from fastgen.runtime.sampling.sampler import SampledToken
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.policies.policy import Policy
+from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.scheduling.scheduler import Scheduler
+from fastgen.runtime.scheduling.step_time import StepWork
+from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
+from fastgen.runtime.step.model_runner import ModelRunner, StepOutput
 
 VOCAB_SIZE = 1000
 
@@ -31,8 +31,8 @@ VOCAB_SIZE = 1000
 @dataclass(frozen=True)
 class CostModel:
     """What a step takes: ``step_s + token_s * tokens + context_s * context + pair_s * pairs`` seconds, the three as in
-    :class:`~fastgen.runtime.step_time.StepWork`, times a log-normal factor whose logarithm has the standard deviation
-    ``noise``.
+    :class:`~fastgen.runtime.scheduling.step_time.StepWork`, times a log-normal factor whose logarithm has the standard
+    deviation ``noise``.
     """
 
     step_s: float
@@ -61,7 +61,7 @@ class VirtualClock:
 
 
 class SimulatedRunner:
-    """Takes the place of a :class:`~fastgen.runtime.model_runner.ModelRunner`; a step lets ``clock`` go on."""
+    """Takes the place of a :class:`~fastgen.runtime.step.model_runner.ModelRunner`; a step lets ``clock`` go on."""
 
     def __init__(self, cost: CostModel, clock: VirtualClock, *, seed: int = 0):
         self.cost, self.clock = cost, clock

@@ -18,7 +18,7 @@ from fastgen.compile.target import Target, TargetFacts
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError
 from fastgen.runtime.config import EngineConfig
-from fastgen.runtime.model_runner import PROMPT_LOGITS_ROWS
+from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 
 _NAMES = ("auto", "torch", "cpp", "triton")
 _INTERPRETED_SMS = 2  # as many as make attention share its work out

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fastgen.runtime.detokenizer import Detokenizer
 from fastgen.runtime.outputs import GenerationOutput, Logprobs
-from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.text import TextCodec
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.text.codec import TextCodec
+from fastgen.runtime.text.detokenizer import Detokenizer
 from fastgen.serving.messages import End, Progress
 
 

@@ -28,7 +28,7 @@ import zmq
 
 from fastgen.errors import FastgenError, GenerationError
 from fastgen.runtime.metrics import Metrics
-from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.api_keys import API_KEY_VARIABLE
 from fastgen.serving.engine_request import EngineRequest, EngineWatcher
 from fastgen.serving.messages import (

@@ -29,7 +29,7 @@ from fastgen.runtime.faults import cause_of
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.loading import load
-from fastgen.runtime.policies import make_policy
+from fastgen.runtime.scheduling.policies import make_policy
 from fastgen.serving.garbage import rarely_collected
 from fastgen.serving.log_file import move_output_to_log
 from fastgen.serving.messages import (

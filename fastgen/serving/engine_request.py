@@ -7,7 +7,7 @@ import time
 from typing import Protocol
 
 from fastgen.runtime.metrics import Metrics
-from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.messages import EngineFacts, Progress
 
 

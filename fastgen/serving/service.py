@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 import fastgen
 from fastgen.models.checkpoint_files import read_json_object
 from fastgen.runtime.outputs import GenerationOutput
-from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.text import TextCodec
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.admission.admission import Limits
 from fastgen.serving.answers import Answers, Update
 from fastgen.serving.engine_client import EngineClient

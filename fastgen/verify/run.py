@@ -17,7 +17,7 @@ from fastgen.models.builtins import BUILTINS
 from fastgen.models.checkpoint_files import read_json_object
 from fastgen.models.config_keys import HARMLESS, INERT
 from fastgen.models.recipe import Recipe
-from fastgen.runtime.policies.splitfuse import captured_sizes
+from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.runtime.targets import kernel_targets
 from fastgen.verify.cases import Case, Cases, draw_prompts
 from fastgen.verify.causes import find_cause

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.runtime.flight import Recording, Step
-from fastgen.runtime.flight_file import read_recording, write_recording
+from fastgen.runtime.flight.recording import Recording, Step
+from fastgen.runtime.flight.recording_file import read_recording, write_recording
 from tests.cli.conftest import Run
 from tests.runtime.histories import History
 

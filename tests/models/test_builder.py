@@ -20,7 +20,7 @@ from fastgen.models.causal_lm import CausalLM
 from fastgen.models.registry import find_recipe
 from fastgen.models.resolve import resolve
 from fastgen.models.spec import AttentionSpec, MlpSpec, ModelSpec
-from fastgen.runtime.kv_cache_manager import max_blocks_held
+from fastgen.runtime.kv_cache.block_tables import max_blocks_held
 from tests.reference import assert_equal_to_reference, randomise, save
 
 VOCAB_SIZE = 61

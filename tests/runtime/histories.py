@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fastgen.errors import RequestTooLargeError
-from fastgen.runtime.beam_search import Candidate, num_candidates
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Generation
-from fastgen.runtime.kv_cache_manager import KVCacheManager
-from fastgen.runtime.model_runner import ModelRunner, StepOutput
-from fastgen.runtime.policies import POLICIES, DynamicBatching, Policy, StaticBatching, choose_policy
+from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.sampler import SampledToken
-from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.schedule import Schedule, ScheduledTokens
-from fastgen.runtime.scheduler import Scheduler
+from fastgen.runtime.sampling.beam_search import Candidate, num_candidates
+from fastgen.runtime.sampling.sampler import SampledToken
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, Policy, StaticBatching, choose_policy
+from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
+from fastgen.runtime.scheduling.scheduler import Scheduler
+from fastgen.runtime.step.model_runner import ModelRunner, StepOutput
 
 EOS = 0
 

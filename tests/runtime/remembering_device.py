@@ -14,17 +14,17 @@ from collections.abc import Sequence as SequenceOf
 from itertools import count
 from typing import Any, cast
 
-from fastgen.runtime.beam_search import BeamSearch, Candidate, num_candidates
-from fastgen.runtime.drafts import NgramDrafter
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.kv_cache_manager import KVCacheManager
-from fastgen.runtime.model_runner import LaunchedStep, ModelRunner, StepOutput
-from fastgen.runtime.policies import Policy
+from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import TO_COME, Sequence
-from fastgen.runtime.sampler import SampledToken
-from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.schedule import Schedule, ScheduledTokens
-from fastgen.runtime.scheduler import Scheduler
+from fastgen.runtime.sampling.beam_search import BeamSearch, Candidate, num_candidates
+from fastgen.runtime.sampling.sampler import SampledToken
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.drafts import NgramDrafter
+from fastgen.runtime.scheduling.policies import Policy
+from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
+from fastgen.runtime.scheduling.scheduler import Scheduler
+from fastgen.runtime.step.model_runner import LaunchedStep, ModelRunner, StepOutput
 
 EOS = 0
 VOCAB_SIZE = 12

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from fastgen.runtime.structured_output import Mask
+from fastgen.runtime.sampling.structured_output import Mask
 
 
 class ScriptedMatcher:

@@ -22,9 +22,9 @@ from transformers.generation.logits_process import (
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
-from fastgen.runtime.beam_search import BeamSearch, Candidate, num_candidates
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.sampling.beam_search import BeamSearch, Candidate, num_candidates
 from tests.reference import TOLERANCE
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
 

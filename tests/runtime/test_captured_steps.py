@@ -19,11 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastgen
 from fastgen import SamplingParams
-from fastgen.runtime.drafts import SampledSequence, owner
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.sampler import SampledToken, Sampler
-from fastgen.runtime.schedule import Schedule
+from fastgen.runtime.sampling.sampler import SampledToken, Sampler
+from fastgen.runtime.scheduling.drafts import SampledSequence, owner
+from fastgen.runtime.scheduling.schedule import Schedule
 from tests.reference import randomise, save
 from tests.runtime.checkpoints import VOCAB_SIZE, save_tokenizer
 from tests.runtime.soak import KINDS

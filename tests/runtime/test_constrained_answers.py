@@ -18,9 +18,9 @@ from fastgen import GenerationOutput, SamplingParams
 from fastgen.compile.ops.sampling import gumbel_noise
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.sampling_params import resolve_seed
-from fastgen.runtime.scheduler import Schedule
-from fastgen.runtime.structured_output import Mask, Matcher
+from fastgen.runtime.sampling.sampling_params import resolve_seed
+from fastgen.runtime.sampling.structured_output import Mask, Matcher
+from fastgen.runtime.scheduling.scheduler import Schedule
 from tests.runtime.checkpoints import save_checkpoint
 from tests.runtime.constrained import (
     EOS,

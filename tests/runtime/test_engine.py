@@ -9,16 +9,16 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.kv_cache_manager import KVCacheManager
-from fastgen.runtime.model_runner import ModelRunner, PromptLogprobs, StepOutput
-from fastgen.runtime.policies import DynamicBatching, Policy
-from fastgen.runtime.policies.splitfuse import SplitFuse
+from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.sampler import SampledToken
-from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.schedule import Schedule
-from fastgen.runtime.scheduler import Scheduler
-from fastgen.runtime.step_time import StepWork
+from fastgen.runtime.sampling.sampler import SampledToken
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.policies import DynamicBatching, Policy
+from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
+from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.scheduling.scheduler import Scheduler
+from fastgen.runtime.scheduling.step_time import StepWork
+from fastgen.runtime.step.model_runner import ModelRunner, PromptLogprobs, StepOutput
 
 EOS = 2
 VOCAB_SIZE = 50

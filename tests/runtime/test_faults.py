@@ -16,10 +16,10 @@ import torch
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.engine import Engine
+from fastgen.runtime.flight.recorder import StepRecord
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.recorder import StepRecord
-from fastgen.runtime.schedule import Schedule
+from fastgen.runtime.scheduling.schedule import Schedule
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
 
 NUM_REQUESTS = 14

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from fastgen.runtime.detokenizer import Detokenizer
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.outputs import GenerationChunk
 from fastgen.runtime.request import Request
-from fastgen.runtime.sampler import SampledToken
-from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampler import SampledToken
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.text.detokenizer import Detokenizer
 
 NO_STOPS: frozenset[int] = frozenset()
 

@@ -10,10 +10,10 @@ import pytest
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
-from fastgen.runtime.model_runner import StepOutput
-from fastgen.runtime.policies import POLICIES, DynamicBatching, StaticBatching
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.schedule import Schedule
+from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, StaticBatching
+from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.step.model_runner import StepOutput
 from tests.runtime.constrained import VOCAB_SIZE, pattern, save_writer
 
 LONGEST = 16  # new tokens

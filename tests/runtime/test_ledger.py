@@ -17,10 +17,10 @@ from fastgen.compile.ops.sampling import REFERENCE_BYTES_PER_LOGIT
 from fastgen.models.weight_sizes import ModelBuild
 from fastgen.runtime.config import parse_dtype
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.forward import Forward
 from fastgen.runtime.ledger import Ledger, LedgerRow, MemoryModel
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.step.forward import Forward
 from fastgen.runtime.targets import target_facts
 from tests.runtime.checkpoints import save_checkpoint
 from tests.runtime.test_same_answer_cpp import FAMILIES, checkpoint

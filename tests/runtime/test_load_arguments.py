@@ -16,10 +16,10 @@ from fastgen.compile.loader import KernelLoader
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import InvalidArgumentError, ModelNotFoundError, RecipeError, UnknownArchitectureError
 from fastgen.models import hub
-from fastgen.runtime.policies import DynamicBatching
-from fastgen.runtime.policies.orca import Orca
-from fastgen.runtime.policies.splitfuse import SplitFuse
-from fastgen.runtime.policies.time_budget import TimeBudgetSplitFuse
+from fastgen.runtime.scheduling.policies import DynamicBatching
+from fastgen.runtime.scheduling.policies.orca import Orca
+from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
+from fastgen.runtime.scheduling.policies.time_budget import TimeBudgetSplitFuse
 from tests.runtime.checkpoints import WINDOW, save_checkpoint
 
 PROMPT = [5, 17, 99, 3]

@@ -8,7 +8,7 @@ import pytest
 
 from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.request import Request
-from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampling_params import SamplingParams
 
 
 class Counted(list[Any]):
@@ -30,7 +30,7 @@ def test_whether_all_are_finished_is_asked_after_each(descending: bool) -> None:
     request = Request(0, [3, 1, 4], SamplingParams(n=num_completions), arrival_s=0.0)
     completions = Counted(Completion(sequence, None) for sequence in request.sequences)
     generation = Generation(request)
-    generation.completions = completions
+    generation._completions = completions
     said = []
     for completion in list(request.sequences)[:: -1 if descending else 1]:
         list.__getitem__(completions, completion.index).finish("cancelled")

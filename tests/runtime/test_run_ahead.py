@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from fastgen.runtime.drafts import NgramDrafter
+from fastgen.runtime.flight.replay import first_difference
 from fastgen.runtime.generation import Generation
-from fastgen.runtime.replay import first_difference
+from fastgen.runtime.scheduling.drafts import NgramDrafter
 from tests.runtime.histories import random_policy
 from tests.runtime.remembering_device import AheadDevice, LostStepError, alone, build_engine
 from tests.runtime.test_beam_histories import drawn_cache, drawn_request

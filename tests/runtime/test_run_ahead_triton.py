@@ -16,8 +16,8 @@ from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Generation
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.model_runner import LaunchedStep
-from fastgen.runtime.schedule import Schedule
+from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.step.model_runner import LaunchedStep
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer, small_cache
 from tests.runtime.soak import KINDS
 

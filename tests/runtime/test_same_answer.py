@@ -18,9 +18,9 @@ import torch
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.compile.ops.sampling import gumbel_noise
-from fastgen.runtime.block_pool import PADDING_BLOCK
+from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.policies import DynamicBatching, Policy
+from fastgen.runtime.scheduling.policies import DynamicBatching, Policy
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, small_cache
 
 MARGIN = 1e-3

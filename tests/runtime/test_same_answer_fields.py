@@ -16,7 +16,7 @@ import pytest
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.policies import splitfuse
+from fastgen.runtime.scheduling.policies import splitfuse
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer, small_cache
 
 NUM_REQUESTS = 41

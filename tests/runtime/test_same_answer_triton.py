@@ -21,10 +21,10 @@ import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.compile.tape import Tape
 from fastgen.layers.ragged_batch import RaggedBatch
-from fastgen.runtime.forward import CapturedForward, Forward
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.model_runner import LaunchedStep
-from fastgen.runtime.scheduler import Schedule
+from fastgen.runtime.scheduling.scheduler import Schedule
+from fastgen.runtime.step.forward import CapturedForward, Forward
+from fastgen.runtime.step.model_runner import LaunchedStep
 from tests.reference import randomise, save
 from tests.runtime.checkpoints import small_cache
 from tests.runtime.test_same_answer import num_certain_tokens, poison

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastgen.runtime.policies import Policy, choose_policy
-from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.policies import Policy, choose_policy
+from fastgen.runtime.scheduling.step_time import StepWork
 from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
-from fastgen.runtime.step_time import StepWork
 
 COST = CostModel(step_s=0.008, token_s=4e-5, context_s=2e-7, pair_s=1e-9)
 """Of a GPU's order: 10 ms for a small step, 90 ms for one of 2048 tokens."""

@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 import fastgen
-from fastgen.runtime.kv_cache_manager import held_entries
+from fastgen.runtime.kv_cache.block_tables import held_entries
 from fastgen.runtime.llm import LLM
 from tests.reference import assert_equal_to_reference, randomise, save
 from tests.runtime.test_same_answer import poison

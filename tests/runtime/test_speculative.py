@@ -19,9 +19,9 @@ import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.model_runner import LaunchedStep, StepOutput
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.schedule import Schedule
+from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.step.model_runner import LaunchedStep, StepOutput
 from tests.reference import randomise, save
 from tests.runtime import test_same_answer as same_answer
 from tests.runtime import test_same_answer_fields as fields

@@ -14,8 +14,8 @@ from fastapi import FastAPI
 
 from fastgen.models.hub import locate
 from fastgen.runtime.outputs import FinishReason, RequestMetrics
-from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.text import TextCodec
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.answers import Answers
 from fastgen.serving.engine_request import EngineRequest
 from fastgen.serving.http.errors import add_error_handlers

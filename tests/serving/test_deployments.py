@@ -15,7 +15,7 @@ import pytest
 
 import fastgen
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.runtime.policies import DynamicBatching
+from fastgen.runtime.scheduling.policies import DynamicBatching
 from fastgen.serving.clients.deployments import Deployment, deployments, find_deployment, process_birth, registered
 
 SCRIPT = """

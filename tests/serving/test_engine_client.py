@@ -12,7 +12,7 @@ import fastgen
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.generation import Generation
-from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.simulated import CostModel, SimulatedServer
 from fastgen.serving import engine_process
 from fastgen.serving.messages import (

@@ -16,7 +16,7 @@ import pytest
 from fastgen.models import hub
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.outputs import GenerationOutput
-from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, UnavailableError
 from fastgen.serving.service import Running, Service
 

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fastgen import SamplingParams
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.serving.api_keys import ApiKeys
-from fastgen.serving.clients.client import ClientRequest
 from fastgen.serving.clients.grpc import GrpcTransport
+from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.options import ServeOptions

@@ -9,8 +9,8 @@ from itertools import count
 import msgspec
 import pytest
 
-from fastgen.runtime.block_pool import BlockPool
-from fastgen.runtime.kv_cache_manager import held_entries
+from fastgen.runtime.kv_cache.block_pool import BlockPool
+from fastgen.runtime.kv_cache.block_tables import held_entries
 from fastgen.runtime.metrics import RecentValues
 from fastgen.serving.monitoring.live import MAX_CELLS, MAX_SEQUENCES, MAX_STEPS, LiveGaps, LiveView, live_view
 from tests.runtime.histories import History, random_history

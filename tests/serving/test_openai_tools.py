@@ -14,8 +14,8 @@ from openai.types.chat import ChatCompletion
 
 import fastgen
 from fastgen.runtime.outputs import FinishReason
-from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.text import TextCodec
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.tools.formats import TOOL_FORMATS, ToolFormat
 from tests.serving.scripted import MODEL, ScriptedService, openai_client, scripted_codec
 from tests.serving.test_tool_calls import written

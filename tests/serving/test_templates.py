@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.hub import locate
-from fastgen.runtime.sampling_params import SamplingParams
-from fastgen.runtime.text import TextCodec
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.templates.renderer import TemplateRenderer
 
 MESSAGES: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Metrics
-from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Prediction
 from fastgen.serving.messages import EngineFacts
 from fastgen.serving.refusals import OverloadedError, TooLargeError

@@ -22,7 +22,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from fastgen.runtime.metrics import Metrics
-from fastgen.runtime.policies.splitfuse import captured_sizes
+from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.serving.admission.step_speed import StepSpeed
 
 _LATE = 0.02

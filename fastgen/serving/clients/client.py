@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeVar, cast, overload
+from typing import Any, Literal, Self, TypeVar, cast, overload
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
-from fastgen.runtime.prompts import Conversation, Prompt, as_conversations, as_prompts, as_token_ids, name_prompt
-from fastgen.runtime.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.text.prompts import Conversation, Prompt, as_conversations, as_prompts, name_prompt
 from fastgen.serving.clients.deployments import Deployment, find_deployment
+from fastgen.serving.clients.requests import ClientRequest, Transport, as_requests, of_messages, of_prompt
 from fastgen.serving.extra import need_extra
 from fastgen.serving.refusals import OverloadedError
 
@@ -23,35 +23,6 @@ _MAX_CHECKED = 16  # that are checked by one message, which must not grow too la
 _T = TypeVar("_T")
 
 Protocols = Literal["http", "grpc"]
-
-
-@dataclass(frozen=True)
-class ClientRequest:
-    """A prompt (text or token ids) or a conversation, and the sampling fields that are to differ from the model's."""
-
-    fields: Mapping[str, Any]
-    prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-
-
-class Transport(Protocol):
-    """How requests reach a server. Errors come as ``FastgenError``; closing what ``stream`` gave cancels it."""
-
-    async def generate(self, request: ClientRequest) -> GenerationOutput: ...
-
-    def stream(self, request: ClientRequest) -> AsyncIterator[GenerationChunk | GenerationOutput]:
-        """The chunks, and after the last the whole output."""
-        ...
-
-    async def check(self, requests: Sequence[ClientRequest]) -> list[str | None]:
-        """Of each why it would be refused, or ``None``."""
-        ...
-
-    async def info(self) -> dict[str, Any]: ...
-
-    async def terminate(self, token: str | None) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 def client(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http") -> Client:
@@ -125,7 +96,7 @@ class AsyncClient:
         too much to do for longer than can be waited or is ending, ends the call, and with it the others.
         """
         items, single = as_prompts(prompts)
-        outputs = await self._run(_requests(items, sampling, fields, _prompt))
+        outputs = await self._run(as_requests(items, sampling, fields, of_prompt))
         return outputs[0] if single else outputs
 
     @overload
@@ -149,7 +120,7 @@ class AsyncClient:
     ) -> GenerationOutput | list[GenerationOutput]:
         """Answer one conversation, or several at once, as :meth:`generate` does prompts."""
         items, single = as_conversations(messages)
-        outputs = await self._run(_requests(items, sampling, fields, _messages))
+        outputs = await self._run(as_requests(items, sampling, fields, of_messages))
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> AsyncStream:
@@ -158,14 +129,14 @@ class AsyncClient:
         items, single = as_prompts(prompt)
         if not single:
             raise InvalidArgumentError("stream takes one prompt: a string or a list of token ids")
-        return AsyncStream(self._transport.stream(*_requests(items, sampling, fields, _prompt)))
+        return AsyncStream(self._transport.stream(*as_requests(items, sampling, fields, of_prompt)))
 
     def stream_chat(self, messages: Conversation, sampling: SamplingParams | None = None, **fields: Any) -> AsyncStream:
         """Answer one conversation piece by piece; see :meth:`stream`."""
         items, single = as_conversations(messages)
         if not single:
             raise InvalidArgumentError("stream_chat takes one conversation: a list of {'role': …, 'content': …}")
-        return AsyncStream(self._transport.stream(*_requests(items, sampling, fields, _messages)))
+        return AsyncStream(self._transport.stream(*as_requests(items, sampling, fields, of_messages)))
 
     async def info(self) -> dict[str, Any]:
         """What is served: ``model``, ``version``, ``state``, and the engine's sizes."""
@@ -423,33 +394,3 @@ class ClientStream(Iterator[GenerationChunk]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _requests(
-    items: Sequence[Any],
-    sampling: SamplingParams | Sequence[SamplingParams] | None,
-    fields: Mapping[str, Any],
-    make: Any,
-) -> list[ClientRequest]:
-    """A request for each of ``items``. The fields are checked here as far as they can be without the model."""
-    if sampling is not None and fields:
-        raise InvalidArgumentError(f"give sampling=, or the fields {', '.join(fields)}, not both")
-    if sampling is None:
-        checked = vars(SamplingParams(**fields))
-        each = [{name: checked[name] for name in fields}] * len(items)
-    else:
-        samplings = [sampling] * len(items) if isinstance(sampling, SamplingParams) else list(sampling)
-        if len(samplings) != len(items):
-            raise InvalidArgumentError(
-                f"{len(items)} prompts, but {len(samplings)} SamplingParams; give one for each prompt"
-            )
-        each = [dict(vars(one)) for one in samplings]
-    return [make(item, fields) for item, fields in zip(items, each, strict=True)]
-
-
-def _prompt(prompt: Prompt, fields: Mapping[str, Any]) -> ClientRequest:
-    return ClientRequest(fields, prompt=prompt if isinstance(prompt, str) else as_token_ids(prompt))
-
-
-def _messages(messages: Conversation, fields: Mapping[str, Any]) -> ClientRequest:
-    return ClientRequest(fields, messages=[dict(message) for message in messages])

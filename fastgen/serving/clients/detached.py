@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.runtime.policies import Policy, policy_name
+from fastgen.runtime.scheduling.policies import Policy, policy_name
 from fastgen.serving.clients.client import Client, Protocols, connect
 from fastgen.serving.clients.deployments import Deployment, make_deployments_directory
 from fastgen.serving.extra import need_extra

@@ -10,7 +10,7 @@ import grpc
 
 from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
-from fastgen.serving.clients.client import ClientRequest
+from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.grpc import messages
 from fastgen.serving.refusals import (
     EngineDiedError,
@@ -63,8 +63,11 @@ class GrpcTransport:
 
     async def check(self, requests: Sequence[ClientRequest]) -> list[str | None]:
         asked = messages.CheckRequest()
-        for request in requests:  # of one call, so all of one kind
-            (asked.prompts if request.messages is None else asked.chats).append(_message(request))
+        for index, request in enumerate(requests):  # of one call, so all of one kind
+            try:
+                (asked.prompts if request.messages is None else asked.chats).append(_message(request))
+            except InvalidArgumentError as error:  # it cannot even be asked
+                return [*[None] * index, str(error)]
         return [why or None for why in (await self._unary("Check", asked)).errors]
 
     async def info(self) -> dict[str, Any]:

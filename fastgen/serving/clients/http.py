@@ -13,9 +13,9 @@ import msgspec
 
 from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
-from fastgen.runtime.response_format import ResponseFormat
-from fastgen.serving.clients.client import ClientRequest
+from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.serving.clients.records import ChunkRecord, OutputRecord
+from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.refusals import (
     EngineDiedError,
     OverloadedError,

@@ -19,7 +19,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
-from fastgen.runtime.response_format import ResponseFormat
+from fastgen.runtime.sampling.response_format import ResponseFormat
 
 PACKAGE = "fastgen.v1"
 SERVICE = f"{PACKAGE}.Generation"
@@ -147,7 +147,11 @@ def conversation(request: Any) -> list[dict[str, Any]]:
 
 def set_conversation(request: Any, messages: list[dict[str, Any]]) -> None:
     """Put ``messages``, whose contents are text, into a ``ChatRequest``."""
-    for message in messages:
+    for index, message in enumerate(messages):
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise InvalidArgumentError(
+                f"message {index} must be {{'role': …, 'content': …}} with texts, not {message!r:.80}"
+            )
         more = {name: value for name, value in message.items() if name not in ("role", "content")}
         request.messages.add(role=message["role"], content=message["content"], more=json.dumps(more) if more else "")
 

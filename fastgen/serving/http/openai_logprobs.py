@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastgen.runtime.outputs import Logprobs
-from fastgen.runtime.text import TextCodec
+from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.http.openai_answers import ChatLogprobs, CompletionLogprobs, TokenLogprob
 
 IMPOSSIBLE = -9999.0

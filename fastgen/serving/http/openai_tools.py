@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.response_format import ResponseFormat, parse_response_format
-from fastgen.runtime.text import TextCodec
+from fastgen.runtime.sampling.response_format import ResponseFormat, parse_response_format
+from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.http.openai_answers import ToolCallDelta, ToolCallOfMessage
 from fastgen.serving.http.openai_messages import NamedTool, Tool
 from fastgen.serving.http.openai_requests import ChatRequest

@@ -1,0 +1,1 @@
+"""The flight recorder, and what can be told from a recording: why, replay, the timeline."""

@@ -1,0 +1,449 @@
+"""The flight recorder: the last steps of an engine and what came and ended meanwhile, always on.
+
+A step's record is made of what is there already, some numbers and references, and costs microseconds; what a
+:class:`~fastgen.runtime.flight.recording.Recording` says in names and block numbers is worked out when one is asked
+for. The ring is bounded in steps and in bytes. A request whose arrival it has let go is still known while a later event
+is of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import islice
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastgen.runtime.flight.recording import (
+    Admission,
+    Arrival,
+    BeamMove,
+    Beams,
+    BlockEntry,
+    Blocks,
+    Copy,
+    EngineFacts,
+    Entry,
+    Event,
+    Finish,
+    Header,
+    Recording,
+    Step,
+    Withdrawal,
+)
+from fastgen.runtime.flight.snapshot import SchedulerState
+from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.sampling.beam_group import BeamForks
+from fastgen.runtime.scheduling.policies import policy_name
+
+if TYPE_CHECKING:
+    from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
+    from fastgen.runtime.scheduling.scheduler import Scheduler
+
+_Key = tuple[int, int]
+_key_of: Callable[[Sequence], _Key] = attrgetter("key")
+_BYTES_PER_TOKEN = 40
+"""Of a list of token ids: a pointer and an integer."""
+
+
+class StepRecord:
+    """A step in the making: the engine writes down the times, and who was given a token."""
+
+    __slots__ = (
+        "admitted",
+        "began_s",
+        "blocks_cached",
+        "blocks_free",
+        "build_s",
+        "chunks",
+        "copies",
+        "decodes",
+        "ended_s",
+        "held_back",
+        "num_padding",
+        "num_running",
+        "num_waiting",
+        "number",
+        "positions",
+        "preempted",
+        "ran_s",
+        "sampled",
+        "scheduled_s",
+        "size",
+        "updates",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        schedule: Schedule,
+        scheduler: Scheduler,
+        began_s: float,
+        scheduled_s: float,
+        held_back: SequenceOf[Sequence] | None,
+    ):
+        self.number, self.began_s, self.scheduled_s = number, began_s, scheduled_s
+        self.held_back = None if held_back is None else [seq.key for seq in held_back]
+        self.build_s, self.num_padding = 0.0, 0
+        self.ran_s: float | None = None
+        self.ended_s: float | None = None
+        self.size, self.updates = schedule.size, schedule.block_updates
+        self.copies, self.positions = schedule.block_copies, schedule.positions
+        self.decodes = list(map(_key_of, schedule.decodes))
+        self.chunks = [_chunk(each) for each in schedule.chunks] if schedule.chunks else []
+        self.preempted = list(map(_key_of, schedule.preempted))
+        self.admitted: list[tuple[_Key, int, int, int]] = []
+        self.sampled: list[_Key] = []
+        self.num_running, self.num_waiting = len(scheduler.running), scheduler.num_waiting
+        self.blocks_free, self.blocks_cached = scheduler.kv.num_free, scheduler.kv.pool.num_cached
+
+    def step(self) -> Step:
+        """The record as it stands, in names."""
+        num_sampled = Counter(self.sampled)
+        decodes = [(key, start, 1, 0) for key, start in zip(self.decodes, self.positions, strict=True)]
+        return Step(
+            step=self.number,
+            began_s=self.began_s,
+            scheduled_s=self.scheduled_s,
+            build_s=self.build_s,
+            ran_s=self.ran_s,
+            ended_s=self.ended_s,
+            size=self.size,
+            num_padding=self.num_padding,
+            num_decodes=len(decodes),
+            entries=tuple(
+                Entry(_name(key), start, num_tokens, num_drafts, num_sampled[key])
+                for key, start, num_tokens, num_drafts in (*decodes, *self.chunks)
+            ),
+            admitted=tuple(Admission(_name(key), *rest) for key, *rest in self.admitted),
+            preempted=tuple(map(_name, self.preempted)),
+            block_entries=tuple(BlockEntry(*update) for update in self.updates),
+            block_copies=tuple(Copy(*copy) for copy in self.copies),
+            running=self.num_running,
+            waiting=self.num_waiting,
+            blocks_free=self.blocks_free,
+            blocks_cached=self.blocks_cached,
+            held_back=None if self.held_back is None else tuple(map(_name, self.held_back)),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        return 600 + 20 * len(self.decodes) + 150 * (len(self.chunks) + len(self.updates) + len(self.copies))
+
+
+class _Finished(NamedTuple):
+    key: _Key
+    clock_s: float
+    reason: FinishReason
+    num_tokens: int
+    request: Request | None
+    """Where this was the last of its completions."""
+    step: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        num_tokens = 0 if self.request is None else sum(seq.num_tokens for seq in self.request.sequences)
+        return 300 + _BYTES_PER_TOKEN * num_tokens
+
+
+class _Withdrawn(NamedTuple):
+    request_id: int
+    step: int
+
+    @property
+    def num_bytes(self) -> int:
+        return 200
+
+
+class BeamMoves:
+    """Passes on to ``forks`` what a beam search asks of them, and remembers it."""
+
+    def __init__(self, forks: BeamForks, request_id: int, step: int, *, keeps_tokens: bool):
+        self._forks, self._keeps_tokens = forks, keeps_tokens
+        self.request_id, self.step = request_id, step
+        self.moves: list[tuple[_Key, _Key | None, SequenceOf[int], int]] = []
+        """Of each: which sequence, its new parent, what tokens it had, and how many of them are the prompt's."""
+        self.given: list[_Key] = []
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        self._note(child, parent.key)
+        self._forks.fork(parent, child)
+
+    def park(self, beam: Sequence) -> None:
+        self._note(beam, None)
+        self._forks.park(beam)
+
+    def _note(self, seq: Sequence, parent: _Key | None) -> None:
+        token_ids = list(seq.token_ids) if self._keeps_tokens else ()
+        self.moves.append((seq.key, parent, token_ids, seq.num_prompt_tokens))
+
+    @property
+    def num_bytes(self) -> int:
+        return 300 + sum(200 + _BYTES_PER_TOKEN * len(token_ids) for _, _, token_ids, _ in self.moves)
+
+
+_RingEvent = StepRecord | Request | _Finished | _Withdrawn | BeamMoves | SchedulerState
+_SNAPSHOTS = 4
+"""How many times a ring is gone through a snapshot is taken, so that one is left when the rest has gone."""
+
+
+class Recorder:
+    """Keeps the last ``max_steps`` steps of an engine, or fewer where they and the tokens of their requests would take
+    more than about ``max_bytes``.
+    """
+
+    def __init__(
+        self,
+        engine: EngineFacts,
+        clock: Callable[[], float],
+        *,
+        max_steps: int = 10_000,
+        max_bytes: int = 64 * 2**20,
+    ):
+        self.engine, self.max_steps, self.max_bytes = engine, max_steps, max_bytes
+        self._started, self._clock_s = datetime.now(UTC), clock()
+        self._ring: deque[_RingEvent] = deque()
+        self._num_bytes = 0
+        self._next_step = self._first_step = 0
+        self._bytes_seen = 0
+        self._last_snapshot = (0, 0)
+        """Before which step it was taken, and the bytes seen by then."""
+        self._open: dict[int, Request] = {}
+        self._early: dict[int, Request] = {}
+        """Arrivals that left the ring before the ends of their requests."""
+        self._seated: set[_Key] = set()
+        self._ran: StepRecord | None = None
+        """Whose tokens came last."""
+
+    def arrived(self, request: Request) -> None:
+        """``request`` was queued."""
+        self._open[request.request_id] = request
+        self._append(request, _arrival_bytes(request))
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """Whether the ring would soon begin with nothing that a replay can begin with."""
+        step, num_bytes = self._last_snapshot
+        return (
+            _SNAPSHOTS * (self._next_step - step) >= self.max_steps
+            or _SNAPSHOTS * (self._bytes_seen - num_bytes) >= self.max_bytes
+        )
+
+    def snapshot(self, scheduler: Scheduler) -> None:
+        """Keep the state of ``scheduler``, all of whose steps are over. One that would take more of the ring than lies
+        between two of them is not kept."""
+        state = SchedulerState(scheduler, self._next_step)
+        if _SNAPSHOTS * state.num_bytes < self.max_bytes:
+            self._append(state, state.num_bytes)
+        self._last_snapshot = (self._next_step, self._bytes_seen)
+
+    def begin_with(self, seated: Iterable[Sequence]) -> None:
+        """Record from here on, where these have their seats."""
+        self._seated.update(seq.key for seq in seated)
+
+    def scheduled(
+        self,
+        schedule: Schedule,
+        scheduler: Scheduler,
+        began_s: float,
+        scheduled_s: float,
+        held_back: SequenceOf[Sequence] | None = None,
+    ) -> StepRecord:
+        """``scheduler`` made ``schedule`` between these two clock values; ahead of the tokens of the step before, where
+        ``held_back`` are those that had to wait for theirs. What is returned is to be filled in.
+        """
+        record = StepRecord(self._next_step, schedule, scheduler, began_s, scheduled_s, held_back)
+        self._seated.difference_update(record.preempted)
+        for entry in schedule.chunks:
+            if entry.seq.key not in self._seated:
+                assert entry.seq.seat is not None
+                record.admitted.append((entry.seq.key, entry.seq.seat, entry.start, entry.seq.num_cached_tokens))
+                self._seated.add(entry.seq.key)
+        self._next_step += 1
+        if held_back is None:
+            self._ran = None
+        self._append(record, record.num_bytes)
+        return record
+
+    def ran(self, record: StepRecord, build_s: float, num_padding: int, now_s: float) -> None:
+        """The tokens of a step are here. What ends until it is over ends by them."""
+        record.build_s, record.num_padding, record.ran_s = build_s, num_padding, now_s
+        self._ran = record
+
+    def beam_moves(self, forks: BeamForks, request: Request, step: StepRecord) -> BeamMoves:
+        """Stands in for ``forks`` where the search of ``request`` moves after ``step``."""
+        return BeamMoves(forks, request.request_id, step.number, keeps_tokens=self.engine.prefix_caching)
+
+    def beams_moved(self, request: Request, moves: BeamMoves) -> None:
+        """The beams of ``request`` made these moves, and each was given a token."""
+        beams = [seq for seq in request.sequences if seq.status is SequenceStatus.RUNNING and seq.num_pending_tokens]
+        moves.given = [seq.key for seq in beams]
+        self._append(moves, moves.num_bytes)
+
+    def withdrawn(self, request: Request, step: StepRecord) -> None:
+        """After ``step`` what was computed for ``request`` left the prefix cache."""
+        event = _Withdrawn(request.request_id, step.number)
+        self._append(event, event.num_bytes)
+
+    def finished(self, seq: Sequence, reason: FinishReason, now_s: float, *, num_tokens: int, is_last: bool) -> None:
+        """``seq``, a completion, ended with so many tokens, as the last one of its request or not."""
+        self._seated.discard(seq.key)
+        request = self._open.pop(seq.request.request_id) if is_last else None
+        step = self._ran.number if self._ran is not None and self._ran.ended_s is None else None
+        event = _Finished(seq.key, now_s, reason, num_tokens, request, step)
+        self._append(event, event.num_bytes)
+
+    def last_steps(self, max_steps: int) -> list[StepRecord]:
+        """The records of the last ``max_steps`` steps, oldest first; fewer where a great deal else happened in between,
+        for it does not look back further than that takes microseconds.
+        """
+        events = islice(reversed(self._ring), 8 * max_steps)
+        return list(islice((event for event in events if isinstance(event, StepRecord)), max_steps))[::-1]
+
+    def recording(self, model: str) -> Recording:
+        """What the ring holds now. ``model`` names the model in it."""
+        header = Header(
+            fastgen=version("fastgen"),
+            model=model,
+            started=self._started.isoformat(timespec="microseconds"),
+            clock_s=self._clock_s,
+            first_step=self._first_step,
+            engine=self.engine,
+        )
+        return Recording(header, tuple(self._events()))
+
+    def _append(self, event: _RingEvent, num_bytes: int) -> None:
+        self._ring.append(event)
+        self._num_bytes += num_bytes
+        self._bytes_seen += num_bytes
+        while self._next_step - self._first_step > self.max_steps or (
+            self._num_bytes > self.max_bytes and len(self._ring) > 1
+        ):
+            self._let_go(self._ring.popleft())
+
+    def _let_go(self, event: _RingEvent) -> None:
+        if isinstance(event, Request):
+            self._num_bytes -= _arrival_bytes(event)
+            self._early[event.request_id] = event
+            return
+        self._num_bytes -= event.num_bytes
+        if isinstance(event, StepRecord):
+            self._first_step = event.number + 1
+        elif isinstance(event, _Finished) and event.request is not None:
+            del self._early[event.key[0]]
+
+    def _events(self) -> Iterator[Event]:
+        numbers = _BlockNumbers(self.engine.block_size)
+        requests = dict(self._open)
+        for event in (*self._early.values(), *self._ring):
+            if isinstance(event, StepRecord):
+                yield event.step()
+            elif isinstance(event, Request):
+                yield _arrival(event, numbers.of(event.prompt_ids) if self.engine.prefix_caching else ())
+            elif isinstance(event, BeamMoves):
+                yield _beams(event, numbers)
+            elif isinstance(event, SchedulerState):
+                yield event.snapshot(numbers.number)
+            elif isinstance(event, _Withdrawn):
+                yield Withdrawal(request=event.request_id, step=event.step)
+            else:
+                if event.request is not None:
+                    requests[event.key[0]] = event.request
+                yield _finish(event)
+        if self.engine.prefix_caching:
+            for seq in (seq for _, request in sorted(requests.items()) for seq in request.sequences):
+                if blocks := numbers.behind_prompt(seq.token_ids, seq.num_prompt_tokens):
+                    yield Blocks(sequence=seq.name, blocks=blocks)
+
+
+def engine_facts(scheduler: Scheduler, *, runs_ahead: bool = False) -> EngineFacts:
+    """What ``scheduler`` decides by, in an engine that launches steps ahead or does not."""
+    kv, policy = scheduler.kv, scheduler.policy
+    return EngineFacts(
+        token_budget=scheduler.token_budget,
+        max_num_seqs=scheduler.max_num_seqs,
+        block_size=kv.block_size,
+        num_blocks=kv.pool.num_blocks,
+        windows=kv.windows,
+        max_chunk=kv.max_chunk,
+        policy=policy_name(policy),
+        policy_parameters={name: getattr(policy, name) for name in policy.parameters},
+        aging_s=scheduler.waiting.aging_s,
+        prefix_caching=kv.prefix_cache is not None,
+        runs_ahead=runs_ahead,
+    )
+
+
+class _BlockNumbers:
+    """Numbers full blocks of tokens in order of appearance; equal are those with the same tokens in and before them."""
+
+    def __init__(self, block_size: int):
+        self._block_size = block_size
+        self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def of(self, token_ids: SequenceOf[int]) -> tuple[int, ...]:
+        numbers, previous = [], -1
+        for end in range(self._block_size, len(token_ids) + 1, self._block_size):
+            previous = self.number(previous, tuple(token_ids[end - self._block_size : end]))
+            numbers.append(previous)
+        return tuple(numbers)
+
+    def number(self, previous: int, token_ids: tuple[int, ...]) -> int:
+        """That of a block behind the block with the number ``previous``."""
+        return self._numbers.setdefault((previous, token_ids), len(self._numbers))
+
+    def behind_prompt(self, token_ids: SequenceOf[int], num_prompt_tokens: int) -> tuple[int, ...]:
+        """Those of the blocks that the prompt does not fill by itself."""
+        return self.of(token_ids)[num_prompt_tokens // self._block_size :]
+
+
+def _chunk(chunk: ScheduledTokens) -> tuple[_Key, int, int, int]:
+    return chunk.seq.key, chunk.start, chunk.num_tokens, len(chunk.drafts)
+
+
+def _name(key: _Key) -> str:
+    return f"{key[0]}.{key[1]}"
+
+
+def _arrival_bytes(request: Request) -> int:
+    """About what is kept of ``request`` from its arrival on."""
+    return 300 + _BYTES_PER_TOKEN * len(request.prompt_ids)
+
+
+def _arrival(request: Request, blocks: tuple[int, ...]) -> Arrival:
+    sampling = request.sampling
+    return Arrival(
+        clock_s=request.arrival_s,
+        request=request.request_id,
+        prompt_tokens=len(request.prompt_ids),
+        max_new_tokens=sampling.max_new_tokens,
+        n=sampling.n,
+        beam_width=sampling.beam_width,
+        priority=sampling.priority,
+        prompt_logprobs=sampling.prompt_logprobs is not None,
+        timeout_s=sampling.timeout_s,
+        blocks=blocks,
+    )
+
+
+def _beams(event: BeamMoves, numbers: _BlockNumbers) -> Beams:
+    moves = [
+        BeamMove(_name(key), None if parent is None else _name(parent), numbers.behind_prompt(token_ids, num_prompt))
+        for key, parent, token_ids, num_prompt in event.moves
+    ]
+    return Beams(request=event.request_id, step=event.step, moves=tuple(moves), given=tuple(map(_name, event.given)))
+
+
+def _finish(event: _Finished) -> Finish:
+    return Finish(
+        clock_s=event.clock_s,
+        sequence=_name(event.key),
+        reason=event.reason,
+        num_tokens=event.num_tokens,
+        step=event.step,
+    )

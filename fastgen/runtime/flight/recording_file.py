@@ -1,0 +1,138 @@
+"""Flight recordings as files: JSON Lines, a header first, then one event a line; read strictly.
+
+A line is an object whose ``kind`` says which of the classes of :mod:`fastgen.runtime.flight.recording` it is, with all
+their fields; the small records in it (entries, admissions, block entries) are arrays in the order of their fields.
+Numbers are written so that reading them gives the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Discriminator, TypeAdapter, ValidationError
+
+from fastgen.errors import RecordingError
+from fastgen.runtime.flight.recording import (
+    FORMAT,
+    VERSION,
+    Arrival,
+    Beams,
+    Blocks,
+    Event,
+    Finish,
+    Header,
+    Recording,
+    Snapshot,
+    Step,
+    Withdrawal,
+)
+
+
+def write_recording(recording: Recording, path: str | Path) -> None:
+    """Write ``recording`` to the file ``path``, over what was there.
+
+    :raises RecordingError: where the file cannot be written.
+    """
+    events, header = _adapters()
+    try:
+        with Path(path).open("wb") as out:
+            out.write(header.dump_json(recording.header) + b"\n")
+            out.writelines(events.dump_json(event) + b"\n" for event in recording.events)
+    except OSError as error:
+        raise RecordingError(f"the recording cannot be written: {error.strerror}", file=str(path)) from error
+
+
+def read_recording(path: str | Path) -> Recording:
+    """The recording in the file ``path``.
+
+    :raises RecordingError: where there is no such file, it is not a recording, of another version, or damaged; says
+        the line.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise RecordingError(f"the recording cannot be read: {error.strerror}", file=str(path)) from error
+    header = _read_header(lines[0], str(path))
+    if lines.pop() != b"":
+        raise RecordingError("the line has no end: the file was cut off", file=str(path), line=len(lines) + 1)
+    return Recording(header, tuple(_read_events(lines[1:], header, str(path))))
+
+
+def _read_header(line: bytes, path: str) -> Header:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise RecordingError("no flight recording of fastgen: this line is not a header", file=path, line=1)
+    if found.get("version") != VERSION:
+        raise RecordingError(
+            f"the recording has format version {found.get('version')}, this fastgen reads {VERSION}; use the fastgen "
+            f"that made it ({found.get('fastgen')})",
+            file=path,
+            line=1,
+        )
+    header: Header = _checked(_adapters()[1], line, path, 1)
+    return header
+
+
+def _read_events(lines: list[bytes], header: Header, path: str) -> Iterator[Event]:
+    """The events, found to tell one story: who is named has arrived, and steps follow each other."""
+    events, _ = _adapters()
+    arrived: set[int] = set()
+    known: set[str] = set()
+    next_step = header.first_step
+    for number, line in enumerate(lines, start=2):
+        event: Event = _checked(events, line, path, number)
+        if isinstance(event, Arrival):
+            if event.request in arrived:
+                raise RecordingError(f"request {event.request} arrives a second time", file=path, line=number)
+            arrived.add(event.request)
+            known.update(event.sequences)
+        for sequence in _sequences(event):
+            if sequence not in known:
+                raise RecordingError(f"sequence {sequence!r} never arrived", file=path, line=number)
+        if isinstance(event, Step):
+            if event.step != next_step:
+                raise RecordingError(f"step {event.step} stands where {next_step} belongs", file=path, line=number)
+            next_step += 1
+        yield event
+
+
+def _sequences(event: Event) -> Iterator[str]:
+    if isinstance(event, Step):
+        yield from (entry.sequence for entry in event.entries)
+        yield from (admission.sequence for admission in event.admitted)
+        yield from event.preempted
+    elif isinstance(event, Finish | Blocks):
+        yield event.sequence
+    elif isinstance(event, Snapshot):
+        yield from (state.sequence for state in event.sequences)
+        yield from (each.sequence for each in event.waiting)
+        yield from (name for names in (event.decodes, event.prompts, event.held, event.forked) for name in names)
+        yield from (name for names in (event.private, event.may_share, event.due, event.spares) for name in names)
+        yield from (name for name, _ in event.copies)
+    elif isinstance(event, Withdrawal):
+        yield f"{event.request}.0"
+    elif isinstance(event, Beams):
+        yield f"{event.request}.0"
+        yield from event.given
+        yield from (name for move in event.moves for name in (move.sequence, move.parent) if name is not None)
+
+
+def _checked(adapter: TypeAdapter[Any], line: bytes, path: str, number: int) -> Any:
+    try:
+        return adapter.validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RecordingError(f"{where + ': ' if where else ''}{first['msg']}", file=path, line=number) from None
+
+
+@cache
+def _adapters() -> tuple[TypeAdapter[Any], TypeAdapter[Header]]:
+    return TypeAdapter(Annotated[Event, Discriminator("kind")]), TypeAdapter(Header)

@@ -1,0 +1,196 @@
+"""Where the time of a sequence went: every moment of its life is given to exactly one cause, so shares sum to all.
+
+A step in which it had tokens is divided among all sequences that had some, by their numbers of tokens: its own part is
+its own computing (or computing again, where it had come that far before it was preempted), the rest is sharing. That is
+an accounting: on a device that is bound by memory the step would hardly have been shorter with its own tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fastgen.runtime.flight.recording import Arrival, Finish, Recording, Step, request_of
+
+Cause = Literal[
+    "queued_step",  # until a step was scheduled: the time between steps, and the scheduling of the one that took it
+    "queued_seats",  # all seats were taken
+    "queued_blocks",  # the KV cache had no block left, or what it had was kept for those that were preempted
+    "queued_tokens",  # prompts before it took all the tokens that the step had for prompts
+    "queued_policy",  # the scheduling policy admitted no more
+    "own",  # computing its own tokens, the first time
+    "recomputing",  # the same again, after a preemption
+    "other_prompts",  # prompts of others in the same steps
+    "other_decodes",  # decodes of others in the same steps
+    "passed_over",  # it had a seat, but the step's tokens went to others
+    "preempted",  # its blocks had been taken away, and it waited for others
+    "between_steps",  # it had a seat, and no step ran, or one that failed
+]
+
+
+class Share(NamedTuple):
+    """So many seconds went to this."""
+
+    cause: Cause
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherPrompts:
+    """Prompts of so many other requests were computed meanwhile; this was the longest of them."""
+
+    num_requests: int
+    longest_request: int
+    longest_tokens: int
+    computed_tokens: int
+    """Of the longest, meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A time and how it is divided, the largest share first; and the prompts of others in the steps of it in which the
+    sequence had a seat, if there were any.
+    """
+
+    seconds: float
+    shares: tuple[Share, ...]
+    others: OtherPrompts | None
+
+    @property
+    def percentages(self) -> dict[Cause, int]:
+        """Whole percentages that sum to 100, by largest remainders; empty where no time passed."""
+        total = sum(share.seconds for share in self.shares)
+        exact = {share.cause: 100 * share.seconds / total for share in self.shares}
+        whole = {cause: int(percent) for cause, percent in exact.items()}
+        largest = sorted(exact, key=lambda cause: exact[cause] - whole[cause], reverse=True)
+        for cause in largest[: 100 - sum(whole.values())] if exact else []:
+            whole[cause] += 1
+        return whole
+
+
+class _Slice(NamedTuple):
+    """A stretch of time under one cause; or, where that is ``None``, in a ``step`` with ``num_own`` tokens of its own,
+    ``num_again`` of which had been computed before.
+    """
+
+    start_s: float
+    end_s: float
+    cause: Cause | None
+    step: Step | None = None
+    num_own: int = 0
+    num_again: int = 0
+
+
+class TimeAccount:
+    """The life of ``sequences``, one or the beams of one search, in slices without a gap between them, from their
+    arrival to whenever is asked.
+    """
+
+    def __init__(self, recording: Recording, sequences: Container[str], arrival: Arrival):
+        self._recording, self._sequences, self._arrival = recording, sequences, arrival
+        self._slices = list(self._cut())
+
+    def span(self, start_s: float, end_s: float) -> Span:
+        """How the time between the two is divided."""
+        seconds: dict[Cause, float] = defaultdict(float)
+        prompt_tokens: Counter[int] = Counter()
+        for piece in self._slices:
+            length_s = min(piece.end_s, end_s) - max(piece.start_s, start_s)
+            if length_s <= 0:
+                continue
+            if piece.step is not None and piece.cause in (None, "passed_over"):
+                for entry in piece.step.prompts:
+                    prompt_tokens[request_of(entry.sequence)] += entry.num_tokens
+            if piece.cause is not None:
+                seconds[piece.cause] += length_s
+            else:
+                for cause, num_tokens in self._tokens_by_cause(piece):
+                    assert piece.step is not None
+                    seconds[cause] += length_s * num_tokens / piece.step.num_tokens
+        shares = [Share(cause, length_s) for cause, length_s in seconds.items() if length_s > 0]
+        return Span(
+            seconds=end_s - start_s,
+            shares=tuple(sorted(shares, key=lambda share: -share.seconds)),
+            others=self._others(prompt_tokens),
+        )
+
+    def _tokens_by_cause(self, piece: _Slice) -> list[tuple[Cause, int]]:
+        assert piece.step is not None
+        num_prompt = sum(each.num_tokens for each in piece.step.prompts if each.sequence not in self._sequences)
+        return [
+            ("recomputing", piece.num_again),
+            ("own", piece.num_own - piece.num_again),
+            ("other_decodes", piece.step.num_tokens - piece.num_own - num_prompt),
+            ("other_prompts", num_prompt),
+        ]
+
+    def _others(self, prompt_tokens: Counter[int]) -> OtherPrompts | None:
+        """``prompt_tokens`` has how many of each request were computed."""
+        del prompt_tokens[self._arrival.request]
+        if not prompt_tokens:
+            return None
+        arrivals = self._recording.arrivals
+        longest = max(prompt_tokens, key=lambda request: (arrivals[request].prompt_tokens, -request))
+        return OtherPrompts(
+            num_requests=len(prompt_tokens),
+            longest_request=longest,
+            longest_tokens=arrivals[longest].prompt_tokens,
+            computed_tokens=prompt_tokens[longest],
+        )
+
+    def _cut(self) -> Iterator[_Slice]:
+        cursor_s = self._arrival.clock_s
+        furthest: dict[str, int] = {}
+        waits: Cause | None = "queued_step"  # what it waits for while no step runs; None once it has a seat
+        for step, is_kept in self._steps_since_arrival():
+            if any(name in self._sequences for name in step.preempted):
+                waits = "preempted"
+            # A step that was launched ahead began while the one before ran: the time until then is that one's.
+            began_s = max(step.began_s, cursor_s)
+            yield _Slice(cursor_s, began_s, waits or "between_steps")
+            cursor_s = max(step.end_s, cursor_s)
+            own = [entry for entry in step.entries if entry.sequence in self._sequences]
+            if own:
+                first_s = began_s if waits is None else max(step.scheduled_s, began_s)
+                yield _Slice(began_s, first_s, waits)
+                waits = None
+                if step.ran_s is None:
+                    yield _Slice(first_s, cursor_s, "between_steps")
+                    continue
+                num_again = 0
+                for entry in own:
+                    before = furthest.get(entry.sequence, 0)
+                    num_again += max(0, min(entry.start + entry.num_tokens, before) - entry.start)
+                    furthest[entry.sequence] = max(before, entry.end)
+                yield _Slice(first_s, cursor_s, None, step, sum(entry.num_tokens for entry in own), num_again)
+            elif waits is None:
+                yield _Slice(began_s, cursor_s, "passed_over", step)
+            else:
+                cause = waits if waits == "preempted" else self._queued_for(step, is_kept)
+                yield _Slice(began_s, cursor_s, cause)
+        yield _Slice(cursor_s, float("inf"), waits or "between_steps")
+
+    def _steps_since_arrival(self) -> Iterator[tuple[Step, bool]]:
+        """Each, and whether a preempted sequence was left waiting by it: no one is admitted past that."""
+        has_come, waiting = False, set[str]()
+        for event in self._recording.events:
+            has_come |= event is self._arrival
+            if isinstance(event, Finish):
+                waiting.difference_update(self._recording.together(event.sequence))
+            elif isinstance(event, Step):
+                waiting.update(event.preempted)
+                waiting.difference_update(*(self._recording.together(each.sequence) for each in event.admitted))
+                if has_come:
+                    yield event, bool(waiting)
+
+    def _queued_for(self, step: Step, is_kept: bool) -> Cause:
+        """Why ``step`` admitted no more than it did."""
+        engine = self._recording.header.engine
+        if step.preempted or is_kept or step.blocks_free < len(engine.windows):
+            return "queued_blocks"
+        if step.running == engine.max_num_seqs:
+            return "queued_seats"
+        is_full = step.num_tokens == step.size or any(not entry.num_sampled for entry in step.prompts)
+        return "queued_tokens" if is_full else "queued_policy"

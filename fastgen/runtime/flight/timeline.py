@@ -1,0 +1,113 @@
+"""A recording as series over time, and who held which block: what :mod:`.timeline_picture` draws."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastgen.runtime.flight.recording import Recording, Step
+from fastgen.runtime.flight.replay import replay
+from fastgen.runtime.scheduling.scheduler import Scheduler
+
+FREE, CACHED, SHARED, OTHERS = 0, 1, 2, 3
+"""Cells of the block map; one of ``3 + i`` is held by the ``i``-th of :attr:`BlockMap.requests`, counted from 1."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One value a step. Times are seconds since the first step began; sizes are tokens, or sequences."""
+
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    decodes: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+    running: NDArray[np.int64]
+    waiting: NDArray[np.int64]
+    preemptions: NDArray[np.int64]
+    blocks_free: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """``cells[block - 1, column]`` says who holds a block in each of equal stretches of the time that steps took.
+
+    ``requests`` are those that held most blocks for the longest, the first one most.
+    """
+
+    cells: NDArray[np.uint8]
+    requests: tuple[int, ...]
+
+
+def series(recording: Recording) -> Series:
+    """The recording's steps, one value each."""
+    steps = recording.steps
+    origin_s = steps[0].began_s if steps else 0.0
+
+    def of(values: list[int]) -> NDArray[np.int64]:
+        return np.array(values, dtype=np.int64)
+
+    return Series(
+        start_s=np.array([step.began_s - origin_s for step in steps], dtype=np.float64),
+        end_s=np.array([step.end_s - origin_s for step in steps], dtype=np.float64),
+        decodes=of([step.num_tokens - _num_prompt_tokens(step) for step in steps]),
+        prompts=of([_num_prompt_tokens(step) for step in steps]),
+        running=of([step.running for step in steps]),
+        waiting=of([step.waiting for step in steps]),
+        preemptions=of([len(step.preempted) for step in steps]),
+        blocks_free=of([step.blocks_free for step in steps]),
+    )
+
+
+def block_map(recording: Recording, *, num_columns: int = 1000, num_requests: int = 7) -> BlockMap:
+    """The blocks over time, found by running the scheduler again up to the first step that would now differ.
+
+    :raises InvalidArgumentError: where the recording does not begin with the engine's first step.
+    """
+    steps = recording.steps
+    num_columns = max(1, min(num_columns, len(steps)))
+    wanted = _columns(steps, num_columns)
+    holders = np.zeros((recording.header.engine.num_blocks, num_columns), dtype=np.int64)
+    for recorded, _, scheduler in replay(recording):
+        for column in wanted.get(recorded.step, ()):
+            _note_holders(holders[:, column], scheduler)
+    held = Counter(holders[holders > _FIRST].tolist())
+    longest = [code for code, _ in held.most_common(num_requests)]
+    cells = np.where(holders > _FIRST, OTHERS, holders).astype(np.uint8)
+    for place, code in enumerate(longest, start=1):
+        cells[holders == code] = OTHERS + place
+    return BlockMap(cells[1:], tuple(code - _FIRST - 1 for code in longest))
+
+
+_FIRST = OTHERS
+"""In ``holders`` request ``r`` is ``_FIRST + 1 + r``."""
+
+
+def _num_prompt_tokens(step: Step) -> int:
+    return sum(entry.num_tokens for entry in step.prompts)
+
+
+def _columns(steps: tuple[Step, ...], num_columns: int) -> dict[int, list[int]]:
+    """For each step the columns that show what was held after it: those whose middle lies in it, or next after it."""
+    if not steps:
+        return {}
+    ends_s = np.array([step.end_s for step in steps])
+    middles_s = steps[0].began_s + (np.arange(num_columns) + 0.5) / num_columns * (ends_s[-1] - steps[0].began_s)
+    shown = np.minimum(np.searchsorted(ends_s, middles_s), len(steps) - 1)
+    columns: dict[int, list[int]] = {}
+    for column, index in enumerate(shown.tolist()):
+        columns.setdefault(steps[index].step, []).append(column)
+    return columns
+
+
+def _note_holders(column: NDArray[np.int64], scheduler: Scheduler) -> None:
+    column[scheduler.kv.pool.cached] = CACHED
+    for seq in scheduler.running:
+        code = _FIRST + 1 + seq.request.request_id
+        for table in seq.block_tables:
+            blocks = np.array(table, dtype=np.int64)
+            before = column[blocks]
+            column[blocks] = np.where((before == FREE) | (before == code), code, SHARED)
+    column[0] = FREE

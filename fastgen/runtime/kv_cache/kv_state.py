@@ -1,0 +1,23 @@
+"""The state of a :class:`~fastgen.runtime.kv_cache.kv_cache_manager.KVCacheManager`, to be taken and restored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastgen.runtime.kv_cache.block_tables import BlockCopy
+from fastgen.runtime.kv_cache.prefix_cache import PrefixNode
+from fastgen.runtime.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class KVState:
+    """What a manager goes by, beside the tables of the sequences and the tree of prefixes."""
+
+    free: list[int]
+    cached: list[int]
+    nodes: dict[Sequence, PrefixNode]
+    private: list[Sequence]
+    may_share: list[Sequence]
+    due: list[Sequence]
+    spares: list[Sequence]
+    copies: list[tuple[BlockCopy, Sequence]]

@@ -1,0 +1,1 @@
+"""Which token comes next: parameters, the sampler, beams, and the shape an answer must have."""

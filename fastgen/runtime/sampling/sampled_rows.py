@@ -1,0 +1,137 @@
+"""What the sampling kernel is told of a sequence: kept while the sequence is sampled in every step, else made anew.
+
+All of it is derived from the sequence's parameters and tokens, so a sequence that was preempted is told of alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastgen.compile.ops.sampling_cpp import NO_BIASES, NO_USES, Biases, RowSampling, SampledRow, Uses
+from fastgen.runtime.request import Sequence
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+
+PLAIN_ROW = SampledRow(RowSampling(), 0)
+"""Of every sequence that :func:`is_plain`."""
+
+
+class RowHistory:
+    """The rows of one sequence, step by step.
+
+    ``ending_ids`` are forbidden until ``min_new_tokens`` are generated. Token ids from ``vocab_size`` on, which the
+    model's head does not reach, are left out.
+    """
+
+    def __init__(self, sequence: Sequence, ending_ids: frozenset[int], vocab_size: int):
+        sampling = sequence.request.sampling
+        self._sequence = sequence
+        self._sampling = _row_sampling(sampling, sequence.index, vocab_size)
+        self._first_free = sequence.num_prompt_tokens + sampling.min_new_tokens
+        biases = {token_id: bias for token_id, bias in sampling.logit_bias.items() if token_id < vocab_size}
+        forbidden = {token_id: -np.inf for token_id in ending_ids if token_id < vocab_size}
+        self._biases, self._biases_at_first = _bias_list(biases), _bias_list(biases | forbidden)
+        self._uses = _UsedTokens(sequence, vocab_size) if penalises(sampling) else None
+
+    def row(self, drafts: SequenceOf[int] = ()) -> SampledRow:
+        """That of the sequence's next token, were ``drafts`` generated before it."""
+        position = self._sequence.num_tokens + len(drafts)
+        uses = NO_USES if self._uses is None else self._uses.after(drafts)
+        return SampledRow(
+            self._sampling, position, uses, self._biases_at_first if position < self._first_free else self._biases
+        )
+
+
+def is_plain(sampling: SamplingParams) -> bool:
+    """Whether each token is the likeliest and nothing more is to be known, so that a row needs no history. Of a beam
+    nothing is: its search chooses among candidates.
+    """
+    return sampling.beam_width > 1 or (
+        sampling.greedy
+        and sampling.logprobs is None
+        and sampling.min_new_tokens == 0
+        and not sampling.logit_bias
+        and sampling.response_format is None
+        and not penalises(sampling)
+    )
+
+
+def penalises(sampling: SamplingParams) -> bool:
+    """Whether what a sequence has generated, or its prompt, changes its logits."""
+    return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
+
+
+def _row_sampling(sampling: SamplingParams, sequence_index: int, vocab_size: int) -> RowSampling:
+    num_top = sampling.logprobs
+    assert sampling.greedy or sampling.seed is not None, "a request that draws has its seed resolved when submitted"
+    return RowSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed or 0,
+        sequence_index=sequence_index,
+        repetition=sampling.repetition_penalty,
+        presence=sampling.presence_penalty,
+        frequency=sampling.frequency_penalty,
+        # One more than asked for, since the token itself may be among the likeliest.
+        num_top=min(num_top + 1, vocab_size) if num_top else num_top,
+    )
+
+
+def _bias_list(biases: dict[int, float]) -> Biases:
+    if not biases:
+        return NO_BIASES
+    return np.array(list(biases), np.int32), np.array(list(biases.values()), np.float32)
+
+
+class _UsedTokens:
+    """Which tokens a sequence has, each once, and how often it generated them; follows the sequence as it grows."""
+
+    def __init__(self, sequence: Sequence, vocab_size: int):
+        self._sequence, self._vocab_size = sequence, vocab_size
+        self._num_counted = sequence.num_prompt_tokens
+        prompt = np.unique(np.array(sequence.token_ids[: self._num_counted], np.int32))
+        ids = prompt[prompt < vocab_size]
+        self._num_ids = len(ids)
+        self._place = dict(zip(ids.tolist(), range(len(ids)), strict=True))
+        self._ids, self._uses = _with_room(ids), _with_room(np.ones(len(ids), np.int32))
+
+    def after(self, drafts: SequenceOf[int]) -> Uses:
+        """Of all the sequence's tokens, and of ``drafts`` behind them, which are not remembered."""
+        for token_id in islice(self._sequence.token_ids, self._num_counted, None):
+            self._count(token_id)
+        self._num_counted = self._sequence.num_tokens
+        ids, uses = self._ids[: self._num_ids], self._uses[: self._num_ids]
+        if not drafts:
+            return ids, uses
+        uses, new = uses.copy(), Counter[int]()
+        for token_id in drafts:
+            place = self._place.get(token_id)
+            if place is not None:
+                uses[place] += 2
+            elif token_id < self._vocab_size:
+                new[token_id] += 2
+        new_ids, new_uses = np.array(list(new), np.int32), np.array(list(new.values()), np.int32)
+        return np.concatenate([ids, new_ids]), np.concatenate([uses, new_uses])
+
+    def _count(self, token_id: int) -> None:
+        place = self._place.get(token_id)
+        if place is None:
+            if token_id >= self._vocab_size:
+                return
+            if self._num_ids == len(self._ids):
+                self._ids, self._uses = _with_room(self._ids), _with_room(self._uses)
+            place = self._place[token_id] = self._num_ids
+            self._ids[place], self._uses[place] = token_id, 0
+            self._num_ids += 1
+        self._uses[place] += 2
+
+
+def _with_room(numbers: NDArray[np.int32]) -> NDArray[np.int32]:
+    """With twice the room, so that appending costs little."""
+    return np.concatenate([numbers, np.empty(len(numbers) + 64, np.int32)])

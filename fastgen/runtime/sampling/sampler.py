@@ -1,0 +1,399 @@
+"""The sampler: one token for each row of logits, by each sequence's own parameters.
+
+Penalties are derived from a sequence's tokens and draws from its request's seed, its index and the position, so a
+sequence that was preempted and computed anew gets the tokens it would have got: what is kept between steps only saves
+making it again. Where there are kernels, they sample; elsewhere torch does.
+
+``R`` rows, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgen.compile.ops.sampling import Adjustments, Draws, RowStatus, adjust, log_probabilities, row_status, sample
+from fastgen.compile.ops.sampling_cpp import RowLogprobs, SampledRow, SamplingKernel, sampling_spec
+from fastgen.compile.target import Target
+from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.errors import GenerationError
+from fastgen.runtime.outputs import Logprobs
+from fastgen.runtime.request import Sequence
+from fastgen.runtime.sampling.beam_candidates import beam_candidates
+from fastgen.runtime.sampling.beam_search import Candidate, num_candidates
+from fastgen.runtime.sampling.sampled_rows import PLAIN_ROW, RowHistory, is_plain
+from fastgen.runtime.sampling.seat_sampler import SeatSampler, gives_logprobs
+from fastgen.runtime.scheduling.drafts import SampledSequence
+from fastgen.runtime.step.host_copy import HostCopies
+
+_MAX_INT64 = 2**63 - 1
+_FP32 = torch.finfo(torch.float32)
+_ERRORS = {
+    RowStatus.NOT_FINITE: "the model's logits hold NaN or +inf; the weights are damaged, or too large for this dtype",
+    RowStatus.NOTHING_LEFT: "no token can be chosen: every logit is -inf, or min_new_tokens forbids all that are not",
+}
+_NO_TOKEN_FITS = "no token can be chosen: response_format allows none of the model's tokens here, or only at logit -inf"
+
+
+class SampledToken(NamedTuple):
+    """What became of one row. With an ``error`` the ``token_id`` means nothing and there are no ``logprobs``."""
+
+    token_id: int
+    logprobs: Logprobs | None = None
+    """As :attr:`SamplingParams.logprobs` asks; see :func:`token_logprobs`."""
+    error: str | None = None
+    is_damaged: bool = False
+    """Whether the error is that logits were no numbers, so that nothing computed for the sequence is to be trusted."""
+    candidates: list[Candidate] | None = None
+    """Of a beam; which of them follow is for its search to say, not for ``token_id``."""
+
+
+def sampling_kernel(target: Target, vocab_size: int, *, max_rows: int) -> SamplingKernel | None:
+    """The kernel that a :class:`Sampler` of this model needs, to be asked for before ``target.build()``; ``None`` where
+    torch samples.
+    """
+    if target.name != "cpp":
+        return None
+    assert target.loader is not None
+    kernel = target.kernel(sampling_spec(target.arch, needed_by=("the sampler",)))
+    num_threads = load_thread_pool(target.loader).num_threads
+    return SamplingKernel(kernel, vocab_size, max_rows=max_rows, max_threads=num_threads)
+
+
+class Sampler:
+    """Chooses tokens. ``eos_token_ids`` are the model's end-of-text ids; ``kernel``, if given, is for its vocabulary.
+    With ``seats`` tokens are chosen on the device, where logits are computed; here they are read.
+
+    While a sequence has fewer than ``min_new_tokens`` generated tokens, its stop token ids and the end-of-text ids are
+    forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled. Where a sequence
+    has a matcher, that alone says what is allowed.
+    """
+
+    def __init__(
+        self,
+        eos_token_ids: Iterable[int] = (),
+        kernel: SamplingKernel | None = None,
+        seats: SeatSampler | None = None,
+    ):
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.kernel, self.seats = kernel, seats
+        self._histories: dict[Sequence, RowHistory | None] = {}
+
+    def prepare(self, sequences: SequenceOf[SampledSequence]) -> None:
+        """Before the step that computes the logits of ``sequences``."""
+        for sequence in sequences:
+            if sequence.matcher is not None:
+                sequence.matcher.prepare()
+        if self.seats is not None:
+            self.seats.prepare(_undrafted(sequences), self._early_ids)
+
+    def constrain(self, sequences: SequenceOf[SampledSequence]) -> None:
+        """Before the logits of ``sequences``, the latest moment at which a device may hear what they may have next."""
+        if self.seats is not None:
+            self.seats.constrain(_undrafted(sequences))
+
+    def sample(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
+        """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``. What was drafted
+        for a sequence stands behind it.
+
+        A drawn (not greedy) sequence's request must have its seed; see ``resolve_seed``. A row that cannot be sampled
+        gets an error and disturbs no other.
+        """
+        return self.launch(logits, sequences)()
+
+    def launch(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> Callable[[], list[SampledToken]]:
+        """The same, given by what is returned: with ``seats`` it waits until the tokens are here, and nothing else
+        needs ``logits`` any more; elsewhere they are here already. A row whose sequence has no seat any more gets
+        anything.
+        """
+        candidates = self._launch_candidates(logits, sequences)
+        if self.seats is not None:  # without a row too: the step must have ended before its inputs are written again
+            answers = _launch_answers(logits, self.seats.chosen(sequences), sequences, self.seats)
+            return lambda: candidates(answers())
+        if not sequences:
+            return list
+        tokens = self._choose(logits, sequences)
+        return lambda: candidates(tokens)
+
+    def _choose(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
+        if self.kernel is not None:
+            return self._sample_by_kernel(self.kernel, logits, sequences)
+        status = row_status(logits)
+        scores = self._adjusted(logits, sequences)
+        if all(sequence.request.sampling.greedy for sequence in sequences) and scores is logits:
+            token_ids = logits.argmax(dim=-1)
+        else:
+            token_ids, adjusted_status = sample(scores, _draws(sequences, logits.device))
+            status = torch.where(status == RowStatus.OK, adjusted_status, status)
+        return _launch_answers(logits, torch.where(status == RowStatus.OK, token_ids, -status), sequences)()
+
+    def _launch_candidates(
+        self, logits: Tensor, sequences: SequenceOf[SampledSequence]
+    ) -> Callable[[list[SampledToken]], list[SampledToken]]:
+        """What gives tokens of beams their candidates, and leaves the others as they are."""
+        rows = [row for row, each in enumerate(sequences) if each.request.sampling.beam_width > 1]
+        if not rows:
+            return lambda tokens: tokens
+        beams = [sequences[row] for row in rows]
+        logits, forbidden = _take(logits, rows), [self._forbidden(beam) for beam in beams]
+        adjusts = any(forbidden) or any(map(_adjusts, beams))
+        candidates = beam_candidates(
+            logits,
+            [num_candidates(beam.request.sampling.beam_width, self._early_ids(beam)) for beam in beams],
+            _adjustments(beams, forbidden, logits.shape[1], logits.device) if adjusts else None,
+            [beam.request.sampling.logprobs for beam in beams],
+        )
+
+        def give(tokens: list[SampledToken]) -> list[SampledToken]:
+            for row, found in zip(rows, candidates(), strict=True):
+                if tokens[row].error is None:
+                    tokens[row] = SampledToken(tokens[row].token_id, candidates=found)
+            return tokens
+
+        return give
+
+    def _sample_by_kernel(
+        self, kernel: SamplingKernel, logits: Tensor, sequences: SequenceOf[SampledSequence]
+    ) -> list[SampledToken]:
+        logits = logits.float().contiguous()
+        known, current = self._histories, _undrafted(sequences)
+        if list(known) != current:
+            # Only of this step's sequences: the others have ended, or wait so long that making it anew does not matter.
+            self._histories = {each: known[each] if each in known else self._history(each) for each in current}
+        if not any(self._histories.values()):
+            ids = kernel.greedy(logits)
+            if min(ids) >= 0:
+                return list(map(SampledToken, ids))
+            logprobs: SequenceOf[RowLogprobs | None] = [None] * len(ids)
+        else:
+            ids, logprobs = kernel(logits, [self._row(sequence) for sequence in sequences])
+        return [
+            sampled_token(token_id, sequence, None if token_id < 0 else _logprobs_by_kernel(found, sequence))
+            for token_id, found, sequence in zip(ids, logprobs, sequences, strict=True)
+        ]  # fmt: skip
+
+    def rows(self, sequences: SequenceOf[Sequence]) -> list[SampledRow]:
+        """What the kernel is told of the next token of ``sequences``, to which it gave the last."""
+        return list(map(self._row, sequences))
+
+    def _row(self, sequence: SampledSequence) -> SampledRow:
+        owner, drafts = (sequence, ()) if isinstance(sequence, Sequence) else (sequence.sequence, sequence.drafts)
+        history = self._histories[owner]
+        row = PLAIN_ROW if history is None else history.row(drafts)
+        return row if sequence.matcher is None else row._replace(mask=sequence.matcher.mask())
+
+    def _history(self, sequence: Sequence) -> RowHistory | None:
+        if is_plain(sequence.request.sampling):
+            return None
+        assert self.kernel is not None
+        return RowHistory(sequence, self._early_ids(sequence), self.kernel.vocab_size)
+
+    def _adjusted(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> Tensor:
+        """``logits`` itself when no sequence adjusts them, else a copy in fp32 with the adjustments applied."""
+        forbidden = [self._forbidden(sequence) for sequence in sequences]
+        rows = [row for row, sequence in enumerate(sequences) if forbidden[row] or _adjusts(sequence)]
+        if not rows:
+            return logits
+        adjustments = _adjustments(
+            [sequences[row] for row in rows], [forbidden[row] for row in rows], logits.shape[1], logits.device
+        )
+        scores = logits.to(torch.float32, copy=True)
+        scores[torch.tensor(rows, device=logits.device)] = adjust(_take(logits, rows), adjustments)
+        return scores
+
+    def _forbidden(self, sequence: SampledSequence) -> frozenset[int]:
+        if sequence.num_tokens - sequence.num_prompt_tokens >= sequence.request.sampling.min_new_tokens:
+            return frozenset()
+        return self._early_ids(sequence)
+
+    def _early_ids(self, sequence: SampledSequence) -> frozenset[int]:
+        """Those that ``min_new_tokens`` forbids."""
+        if sequence.matcher is not None:
+            return frozenset()
+        sampling = sequence.request.sampling
+        return (frozenset() if sampling.ignore_eos else self.eos_token_ids).union(sampling.stop_token_ids)
+
+
+def _undrafted(sequences: SequenceOf[SampledSequence]) -> list[Sequence]:
+    return [each for each in sequences if isinstance(each, Sequence)]
+
+
+def _launch_answers(
+    logits: Tensor, found: Tensor, sequences: SequenceOf[SampledSequence], seats: SeatSampler | None = None
+) -> Callable[[], list[SampledToken]]:
+    """What gives each row its token, or what its ``-status`` means, as ``found [R]`` says, with the log-probabilities
+    that are asked for: those that the kernels of ``seats`` computed, the others by torch."""
+    by_kernel: dict[int, int] = {}
+    by_torch: dict[int, int] = {}
+    for row, sequence in enumerate(sequences):
+        if (count := sequence.request.sampling.logprobs) is not None:
+            (by_kernel if seats is not None and gives_logprobs(sequence.request.sampling) else by_torch)[row] = count
+    token_ids = HostCopies([found])
+    parts: list[tuple[dict[int, int], Callable[[], list[Logprobs]]]] = []
+    if seats is not None and by_kernel:
+        computed = [_take(each, list(by_kernel)) for each in (found, *seats.logprobs(len(sequences)))]
+        parts.append((by_kernel, _copy_logprobs(computed, list(by_kernel.values()))))
+    if by_torch:
+        rows = _take(logits, list(by_torch)), _take(found, list(by_torch)).clamp(min=0).long()
+        parts.append((by_torch, _launch_logprobs(*rows, list(by_torch.values()))))
+
+    def answers() -> list[SampledToken]:
+        ids: list[int] = token_ids.wait()[0].tolist()
+        logprobs = {row: each for counts, given in parts for row, each in zip(counts, given(), strict=True)}
+        return [
+            sampled_token(token_id, sequences[row], logprobs.get(row) if token_id >= 0 else None)
+            for row, token_id in enumerate(ids)
+        ]
+
+    return answers
+
+
+def sampled_token(found: int, sequence: SampledSequence, logprobs: Logprobs | None = None) -> SampledToken:
+    """What the token or ``-status`` means that was ``found`` for ``sequence``."""
+    if found >= 0:
+        return SampledToken(found, logprobs)
+    status = RowStatus(-found)
+    if status is RowStatus.NOTHING_LEFT and sequence.matcher is not None:
+        reason = sequence.matcher.error
+        return SampledToken(0, error=f"response_format cannot be followed: {reason}" if reason else _NO_TOKEN_FITS)
+    return SampledToken(0, error=_ERRORS[status], is_damaged=status is RowStatus.NOT_FINITE)
+
+
+def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceOf[int]) -> list[Logprobs]:
+    """Log-probabilities of each row's token and of its ``counts[row]`` likeliest alternatives to it.
+
+    They are the model's own distribution, the log-softmax of the raw ``logits [R, V]`` before penalties, bias,
+    temperature and filters: comparable between requests and with the prompt's. A row's token comes first, then the
+    alternatives from likely to unlikely, the lower id first among equals.
+    """
+    return _launch_logprobs(logits, torch.tensor(token_ids, dtype=torch.int64, device=logits.device), counts)()
+
+
+def _launch_logprobs(logits: Tensor, token_ids: Tensor, counts: SequenceOf[int]) -> Callable[[], list[Logprobs]]:
+    """What gives :func:`token_logprobs` when they are here."""
+    most = max(counts, default=0)
+    # One more than asked for, since the token itself may be among the likeliest.
+    num_top = min(most + 1, logits.shape[1]) if most else 0
+    return _copy_logprobs([token_ids, *log_probabilities(logits, token_ids, num_top)], counts)
+
+
+def _copy_logprobs(computed: SequenceOf[Tensor], counts: SequenceOf[int]) -> Callable[[], list[Logprobs]]:
+    """What gives them when they are here: ``computed`` are each row's token, its log-probability, the likeliest ones'
+    and their ids."""
+    copies = HostCopies(computed)
+
+    def logprobs() -> list[Logprobs]:
+        return [
+            _token_first(token_id, actual, zip(top_ids, top, strict=True), count)
+            for token_id, actual, top, top_ids, count in zip(*map(Tensor.tolist, copies.wait()), counts, strict=True)
+        ]
+
+    return logprobs
+
+
+def prompt_logprobs(logits: Tensor, token_ids: SequenceOf[int], count: int) -> list[Logprobs]:
+    """Log-probabilities of prompt tokens: row ``i`` of ``logits [R, V]`` is the prediction of ``token_ids[i]``.
+
+    Each entry has the token and ``count`` alternatives. Raises ``GenerationError`` where logits hold NaN or +inf, or
+    are −inf altogether.
+    """
+    for state in row_status(logits).tolist():
+        if state != RowStatus.OK:
+            raise GenerationError(_ERRORS[RowStatus(state)])
+    return token_logprobs(logits, token_ids, [count] * len(token_ids))
+
+
+def _logprobs_by_kernel(found: RowLogprobs | None, sequence: SampledSequence) -> Logprobs | None:
+    if found is None:
+        return None
+    (token_id, value), *likeliest = zip(found.token_ids, found.values, strict=True)
+    return _token_first(token_id, value, likeliest, sequence.request.sampling.logprobs or 0)
+
+
+def _token_first(token_id: int, value: float, likeliest: Iterable[tuple[int, float]], count: int) -> Logprobs:
+    alternatives = [(other, each) for other, each in likeliest if other != token_id][:count]
+    return {token_id: value, **dict(alternatives)}
+
+
+def _take(values: Tensor, rows: list[int]) -> Tensor:
+    return values if len(rows) == len(values) else values[torch.tensor(rows, device=values.device)]
+
+
+def _adjusts(sequence: SampledSequence) -> bool:
+    sampling = sequence.request.sampling
+    return bool(
+        sampling.logit_bias
+        or sampling.response_format is not None
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+    )
+
+
+def _adjustments(
+    sequences: SequenceOf[SampledSequence],
+    forbidden: SequenceOf[frozenset[int]],
+    vocab_size: int,
+    device: torch.device,
+) -> Adjustments:
+    shape = (len(sequences), vocab_size)
+    seen, counts, bias = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape), torch.zeros(shape)
+    for row, sequence in enumerate(sequences):
+        sampling = sequence.request.sampling
+        # Ids that the head does not reach are left out: prompts and parameters may hold such.
+        if sampling.repetition_penalty != 1.0:
+            seen[row, _within(sequence.token_ids, vocab_size)] = True
+        generated = sequence.token_ids[sequence.num_prompt_tokens :]
+        if generated and (sampling.presence_penalty or sampling.frequency_penalty):
+            counts[row] = torch.tensor(generated).bincount(minlength=vocab_size)[:vocab_size]
+        for token_id in _within(sampling.logit_bias, vocab_size):
+            bias[row, token_id] = sampling.logit_bias[token_id]
+        bias[row, _within(forbidden[row], vocab_size)] = -torch.inf
+        if sequence.matcher is not None:
+            allowed = np.unpackbits(sequence.matcher.mask().view(np.uint8), count=vocab_size, bitorder="little")
+            bias[row, torch.from_numpy(allowed == 0)] = -torch.inf
+    parameters = [sequence.request.sampling for sequence in sequences]
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    return Adjustments(
+        seen=seen.to(device),
+        counts=counts.to(device),
+        # Kept to what fp32 can hold: an extreme penalty neither becomes 0 nor infinite.
+        repetition=column([min(max(sampling.repetition_penalty, _FP32.tiny), _FP32.max) for sampling in parameters]),
+        presence=column([sampling.presence_penalty for sampling in parameters]),
+        frequency=column([sampling.frequency_penalty for sampling in parameters]),
+        bias=bias.to(device),
+    )
+
+
+def _within(token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    return [token_id for token_id in token_ids if token_id < vocab_size]
+
+
+def _draws(sequences: SequenceOf[SampledSequence], device: torch.device) -> Draws:
+    parameters = [sequence.request.sampling for sequence in sequences]
+    reals = torch.tensor([(item.temperature, item.top_p, item.min_p) for item in parameters], dtype=torch.float64)
+    integers = torch.tensor(
+        [
+            (min(item.top_k, _MAX_INT64), _seed_bits(item.greedy, item.seed), sequence.num_tokens, sequence.index)
+            for item, sequence in zip(parameters, sequences, strict=True)
+        ]
+    )
+    temperature, top_p, min_p = reals.to(device).unbind(1)
+    top_k, seeds, positions, indices = integers.to(device).unbind(1)
+    return Draws(temperature, top_k, top_p, min_p, seeds, positions, indices)
+
+
+def _seed_bits(greedy: bool, seed: int | None) -> int:
+    """The seed modulo 2**64 as the signed number with the same bits."""
+    if greedy:
+        return 0
+    assert seed is not None, "a request that draws has its seed resolved when it is submitted"
+    return (seed + 2**63) % 2**64 - 2**63

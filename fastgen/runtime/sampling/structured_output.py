@@ -1,0 +1,313 @@
+"""Structured output: which tokens may come next, for an answer to have its request's ``response_format``.
+
+The library is llguidance: an Earley parser over a lexer of regular-expression derivatives, walked along the trie of all
+tokens. It has the grammar's state; here are the model's side of it (which ids are tokens, which end an answer), the
+limits, and the threads that compute the next mask while the device computes the next logits.
+
+``V`` is the vocabulary of the model's head. A *mask* is ``[⌈V/32⌉]`` int32: bit ``i % 32`` of word ``i // 32`` says
+whether token ``i`` is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import groupby
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.sampling.response_format import JSON_OPTIONS, ResponseFormat
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+
+Mask = NDArray[np.int32]
+_END = "<|fastgen: the answer may end|>"
+
+MAX_KEPT = 64
+"""Compiled formats that are kept for the next request that asks for the same; the one used longest ago goes first."""
+MAX_THREADS = 4
+
+# What a grammar may cost, in the library's own units: it is refused, or its request ends with an error, where it takes
+# more. Beside them what the library says they take.
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,  # to compile: 20 ms
+    "max_grammar_size": 500_000,  # symbols in productions
+    "max_items_in_row": 2_000,  # branches of the parser at one place
+    "step_lexer_fuel": 200_000,  # for one mask: 15 ms
+    "step_max_items": 50_000,  # for one mask: 3 ms
+    "max_lexer_states": 100_000,  # 200 MB at worst
+}
+_MANY_PROPERTIES = 300
+"""Of an object, that may be left out; with fewer no limit is near."""
+
+
+class Grammars:
+    """Compiles formats for one model, and keeps those used last. Not thread-safe.
+
+    ``tokenizer`` is transformers' own; ``vocab_size`` is ``V``; ``eos_token_ids`` end an answer where its grammar may
+    end. The library is imported, and told of the tokenizer, when the first format is compiled.
+    """
+
+    def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Iterable[int]):
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, frozenset(eos_token_ids)
+        self._vocabulary: _Vocabulary | None = None
+        self._kept: OrderedDict[ResponseFormat, Any] = OrderedDict()
+
+    def compile(self, response_format: ResponseFormat) -> None:
+        """Raise ``InvalidArgumentError`` where the format cannot be kept to; then :meth:`constraint` has it ready."""
+        self._compiled(response_format)
+
+    def constraint(self, sampling: SamplingParams) -> Constraint | None:
+        """What holds for each answer to a request with ``sampling``; ``None`` where it asks for no format."""
+        if sampling.response_format is None:
+            return None
+        start = self._compiled(sampling.response_format)
+        assert self._vocabulary is not None
+        ending_ids = self._eos_token_ids.union(sampling.stop_token_ids)
+        return Constraint(start, self._vocabulary, self._vocabulary.mask_of(ending_ids), sampling.min_new_tokens)
+
+    def _compiled(self, response_format: ResponseFormat) -> Any:
+        if response_format in self._kept:
+            self._kept.move_to_end(response_format)
+            return self._kept[response_format]
+        if self._vocabulary is None:
+            self._vocabulary = _Vocabulary(self._tokenizer, self._vocab_size)
+        self._kept[response_format] = start = self._vocabulary.compile(response_format)
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return start
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A request's compiled format, of which each of its sequences has a :class:`Matcher`."""
+
+    start: Any
+    """The library's matcher before the first token; it is copied, never advanced."""
+    vocabulary: _Vocabulary
+    ending: Mask
+    """The tokens that end an answer."""
+    min_new_tokens: int
+
+    def matcher(self) -> Matcher:
+        return Matcher(self)
+
+
+class Matcher:
+    """What one sequence may have next. It stays with the sequence, seated or not, and knows nothing of steps.
+
+    A token that ends the request is allowed exactly where the grammar may end, and not before ``min_new_tokens``,
+    unless no other token is. Tokens that the tokenizer does not know, and special ones, have no text and are allowed
+    only where a grammar names them.
+    """
+
+    def __init__(self, constraint: Constraint):
+        self._constraint = constraint
+        self._state: Any = None
+        self._num_tokens = 0
+        self._mask: Future[Mask] | None = None
+        self._failure = ""
+
+    def prepare(self) -> None:
+        """Begin to compute the mask of the next token, on another thread, unless that was done."""
+        if self._mask is not None:
+            return
+        try:
+            self._mask = self._constraint.vocabulary.threads.submit(self._compute)
+        except RuntimeError as error:  # no thread can be started: it is this sequence's failure and no other's
+            self._fail(error)
+            self._mask = Future()
+            self._mask.set_result(self._constraint.vocabulary.mask_of(()))
+
+    def mask(self) -> Mask:
+        """Of the next token. No bit is set where the grammar can neither go on nor end, or the mask could not be made;
+        see :attr:`error`.
+        """
+        self.prepare()
+        assert self._mask is not None
+        return self._mask.result()
+
+    @property
+    def error(self) -> str:
+        """What the library says where it gave up, a limit being reached, or what else failed; empty otherwise."""
+        self.mask()  # no other thread uses the state from here on
+        return self._failure or _told(self._state.get_error())
+
+    def advance(self, token_id: int) -> bool:
+        """Take the next token, one that :meth:`mask` allows and that does not end the request. Returns whether the
+        answer is complete: nothing can follow. Otherwise the next mask is begun.
+        """
+        self.mask()
+        self._mask = None
+        is_taken: bool = self._state.consume_token(token_id)
+        self._num_tokens += 1
+        if is_taken and self._state.is_stopped():
+            return True
+        self.prepare()
+        return False
+
+    def _compute(self) -> Mask:
+        try:
+            return self._next_mask()
+        except BaseException as error:  # a panic of the library's is no ``Exception``, and nobody interrupts a thread
+            self._fail(error)
+            return self._constraint.vocabulary.mask_of(())
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = f"{type(error).__name__}: {error}"
+
+    def _next_mask(self) -> Mask:
+        constraint, vocabulary = self._constraint, self._constraint.vocabulary
+        if self._state is None:
+            self._state = constraint.start.deep_copy()
+        allowed, may_end = vocabulary.next_tokens(self._state)
+        allowed &= ~constraint.ending
+        if may_end and (self._num_tokens >= constraint.min_new_tokens or not allowed.any()):
+            allowed |= constraint.ending
+        return allowed
+
+
+class _Vocabulary:
+    """The model's tokens as the library knows them, and the threads that compute masks of them."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self._library = _import_library()
+        self._vocab_size, self._num_words = vocab_size, -(-vocab_size // 32)
+        try:
+            # The library knows one end-of-text token, which it allows where the grammar may end. It gets one that the
+            # model has not, so that what is a token of the model's and what is the end are never confused.
+            backend = deepcopy(tokenizer.backend_tokenizer)
+            backend.add_special_tokens([_END])
+            self._end_id: int = backend.token_to_id(_END)
+            ids = tokenizer.get_vocab().values()
+            if self._end_id in ids:
+                raise ValueError("its token ids have gaps")
+            num_ids = max(vocab_size, self._end_id + 1, *ids)
+            self._tokenizer = self._library.LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=self._end_id)
+        except (AttributeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"response_format cannot be served: llguidance does not read this model's tokenizer: {error}"
+            ) from error
+        self._in_head = self.mask_of(token_id for token_id in range(vocab_size) if token_id != self._end_id)
+        self._limits = self._library.LLParserLimits(**_LIMITS, verbose_errors=False)
+        self.threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="fastgen-mask")
+
+    def mask_of(self, token_ids: Iterable[int]) -> Mask:
+        """With the bits of ``token_ids`` set; those that the head does not reach are left out."""
+        bits = np.zeros(32 * self._num_words, np.uint8)
+        bits[[each for each in token_ids if each < self._vocab_size]] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def compile(self, response_format: ResponseFormat) -> Any:
+        """The library's matcher, at the start. Raises ``InvalidArgumentError`` for what it cannot keep to."""
+        matcher = self._library.LLMatcher
+        refused = f"response_format ({response_format.kind}) is refused"
+        try:
+            grammar = _GRAMMARS[response_format.kind](matcher, response_format.text)
+        except ValueError as error:
+            raise InvalidArgumentError(f"{refused}: {error}") from None
+        start = matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if start.is_error():
+            raise InvalidArgumentError(f"{refused}: {_told(start.get_error())}")
+        first = start.deep_copy()
+        allowed, may_end = self.next_tokens(first)
+        if not (may_end or allowed.any()):
+            reason = _told(first.get_error()) or "none of the model's tokens can begin such an answer"
+            raise InvalidArgumentError(f"{refused}: {reason}")
+        if response_format.kind == "json_schema":
+            for names in optional_runs(json.loads(response_format.text)):
+                if reason := self._too_wide(names):
+                    raise InvalidArgumentError(
+                        f"{refused}: an object has {len(names)} properties in a row that may be left out, "
+                        f"{names[0]!r:.40} the first; make more of them required ({reason})"
+                    )
+        return start
+
+    def _too_wide(self, names: SequenceOf[str]) -> str:
+        """What the library says where so many properties may be next; empty where it goes on."""
+        schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}}
+        grammar = _json_grammar(self._library.LLMatcher, json.dumps(schema))
+        state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        for _ in range(2):  # behind the brace any of them may come
+            allowed, _ = self.next_tokens(state)
+            if not allowed.any():
+                break
+            state.consume_token(_first_of(allowed))
+        return _told(state.get_error())
+
+    def next_tokens(self, state: Any) -> tuple[Mask, bool]:
+        """The mask of the library's own tokens after ``state``, and whether the grammar may end there."""
+        words = np.empty(-(-self._tokenizer.vocab_size // 32), np.int32)
+        state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if state.is_error():
+            return np.zeros(self._num_words, np.int32), False
+        may_end = bool(words[self._end_id // 32] >> self._end_id % 32 & 1)
+        return words[: self._num_words] & self._in_head, may_end
+
+
+def _first_of(mask: Mask) -> int:
+    return int(np.unpackbits(mask.view(np.uint8), bitorder="little").argmax())
+
+
+def optional_runs(schema: object) -> Iterator[list[str]]:
+    """Of each object in a JSON ``schema`` the longest run of properties that may be left out, where it is long enough
+    to be of interest.
+
+    They come in the schema's order, so behind a required one, or the beginning, any of the next run can be next, or the
+    one behind it.
+    """
+    stack = [schema]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, list):
+            stack += part
+        if not isinstance(part, dict):
+            continue
+        stack += part.values()
+        properties = part.get("properties")
+        if not isinstance(properties, dict) or len(properties) < _MANY_PROPERTIES:
+            continue
+        required = part.get("required", ())
+        required = frozenset(each for each in required if isinstance(each, str))
+        runs = [list(run) for is_required, run in groupby(properties, required.__contains__) if not is_required]
+        longest = max(runs, key=len, default=[])
+        if len(longest) >= _MANY_PROPERTIES:
+            yield longest
+
+
+def _told(error: str) -> str:
+    """The library's message, without its note that it could say more; empty where it is only that no token fits."""
+    told = error.removesuffix("<non-verbose/>").strip()
+    return "" if told == "NoExtensionBias" else told
+
+
+def _import_library() -> ModuleType:
+    try:
+        import llguidance
+    except ImportError:
+        raise InvalidArgumentError(
+            'response_format needs llguidance, which is not installed; pip install "fastgen[grammar]"'
+        ) from None
+    return llguidance
+
+
+def _json_grammar(matcher: Any, schema: str) -> str:
+    found: str = matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
+    return found
+
+
+_GRAMMARS: dict[str, Callable[[Any, str], str]] = {
+    "json_object": lambda matcher, _: _json_grammar(matcher, json.dumps({"type": "object"})),
+    "json_schema": _json_grammar,
+    "regex": lambda matcher, pattern: matcher.grammar_from_regex(pattern),
+    "grammar": lambda matcher, grammar: matcher.grammar_from_lark(grammar),
+}

@@ -1,0 +1,1 @@
+"""What each step computes: who waits, who runs, and how many tokens each is given."""

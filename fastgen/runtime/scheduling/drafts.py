@@ -1,0 +1,184 @@
+"""Speculative decoding by prompt lookup: a sequence's own tokens say what may come next.
+
+Where the last n tokens of a sequence have stood in it before, what followed them then is proposed to follow now::
+
+    tokens    5  9  2  7  4  1  5  9  2
+              -------           -------    the last three stood at the beginning,
+                       7  4  1  5          and with k = 4 these are the drafts
+
+The drafts are computed beside the token that is due, as one ragged chunk whose every row gets logits, and each row is
+sampled as it would have been anyway: a draft is accepted while it equals the token that was sampled before it. So the
+tokens are the same as without drafts, and a step that accepts ``a`` of them gives ``a + 1``.
+
+After "Prompt Lookup Decoding" (Saxena, 2023) and "Inference with Reference: Lossless Acceleration of Large Language
+Models" (Yang et al., 2023), which copies from a text beside the prompt. What follows may overlap what it is copied to,
+as in LZ77 (Ziv and Lempel, 1977), so that a text that repeats a single word gets all its drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+from fastgen.runtime.request import TO_COME, Sequence
+from fastgen.runtime.scheduling.schedule import ScheduledTokens
+
+ProposeDrafts = Callable[[Sequence, int], SequenceOf[int]]
+"""Asked for at most so many guesses of what follows the tokens of a decode."""
+
+MIN_NGRAM, MAX_NGRAM = 2, 3
+"""Sizes of the n-grams that are looked up, the largest first. A single token is no evidence of what comes next."""
+INDEXED_AT_ONCE = 1024
+"""Tokens of a long prompt that one step indexes at most, in about a millisecond."""
+_TOKEN_BITS = 32
+
+
+class NgramIndex:
+    """Where each n-gram of a sequence was seen last. Follows the sequence as it grows, in constant time a token, and
+    takes about 200 bytes for each.
+    """
+
+    def __init__(self) -> None:
+        sizes = range(MAX_NGRAM, MIN_NGRAM - 1, -1)
+        self._followers: list[tuple[int, dict[int, int]]] = [((1 << size * _TOKEN_BITS) - 1, {}) for size in sizes]
+        """For each size the bits of so many tokens, and by n-gram where the token stands that followed it."""
+        self._num_indexed = 0
+        self._last = 0
+        """The last tokens as one number, each plus 1, so that fewer than an n-gram has are none. A number, unlike a
+        tuple, is nothing that garbage collection has to look at."""
+
+    def find(self, token_ids: list[int]) -> int | None:
+        """Where the token stands that followed the last tokens when they stood in ``token_ids`` before: as many of
+        these as possible, and then the latest place. ``None`` where there is none, or the index still lags behind.
+        """
+        end = min(len(token_ids), self._num_indexed + INDEXED_AT_ONCE)
+        last, longest = self._last, self._followers[0][0]
+        for place in range(self._num_indexed, end):
+            for bits, followers in self._followers:
+                followers[last & bits] = place
+            last = (last << _TOKEN_BITS | token_ids[place] + 1) & longest
+        self._num_indexed, self._last = end, last
+        if end < len(token_ids):
+            return None
+        for bits, followers in self._followers:
+            if (found := followers.get(last & bits)) is not None:
+                return found
+        return None
+
+
+class NgramDrafter:
+    """Drafts for the decodes of an engine, at most ``num_draft_tokens`` for each.
+
+    A sequence is proposed as many as were right the last time, one at least, and twice as many where all were. So text
+    that does not repeat itself costs one row more where an n-gram happens to occur again, and nothing elsewhere.
+    Sequences with a ``response_format``, beams, and those that ``may_draft`` refuses, get none.
+    """
+
+    def __init__(self, num_draft_tokens: int, may_draft: Callable[[Sequence], bool] = lambda sequence: True):
+        self.num_draft_tokens, self._may_draft = num_draft_tokens, may_draft
+        self._of_sequence: dict[Sequence, _Drafts] = {}
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> SequenceOf[int]:
+        """At most ``max_tokens`` drafts of what follows the tokens of ``sequence``, a decode.
+
+        There are never so many that the token sampled after the last of them would exceed ``max_new_tokens``. Depends
+        on the sequence's tokens and on when it was asked for drafts before.
+        """
+        sampling = sequence.request.sampling
+        num_generated = sequence.num_tokens - sequence.num_prompt_tokens
+        most = min(max_tokens, sampling.max_new_tokens - num_generated - 1)
+        if most < 1 or not self.may_draft(sequence):
+            return ()
+        drafts = self._of_sequence.get(sequence)
+        if drafts is None:
+            drafts = self._of_sequence[sequence] = _Drafts(self.num_draft_tokens)
+        return drafts.next(sequence.token_ids, most)
+
+    def may_draft(self, sequence: Sequence) -> bool:
+        """Whether ``sequence`` is looked at at all."""
+        return sequence.matcher is None and not sequence.request.has_beams and self._may_draft(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """``sequence`` has ended."""
+        self._of_sequence.pop(sequence, None)
+
+
+class _Drafts:
+    """Of one sequence."""
+
+    __slots__ = ("_end", "_index", "_last", "_limit", "_most")
+
+    def __init__(self, most: int):
+        self._index = NgramIndex()
+        self._limit = self._most = most
+        self._last: list[int] = []
+        self._end = 0
+        """Where the ``_last`` drafts would have stood."""
+
+    def next(self, token_ids: list[int], max_tokens: int) -> list[int]:
+        if self._last and len(token_ids) > self._end:
+            self._judge(token_ids)
+        place = self._index.find(token_ids)
+        if place is None:
+            return []
+        period = len(token_ids) - place
+        self._last = [token_ids[place + ahead % period] for ahead in range(min(self._limit, max_tokens))]
+        self._end = len(token_ids)
+        return self._last
+
+    def _judge(self, token_ids: list[int]) -> None:
+        came = token_ids[self._end : self._end + len(self._last)]
+        num_right = 0
+        while num_right < len(came) and came[num_right] == self._last[num_right]:
+            num_right += 1
+        all_right = num_right == len(self._last)
+        self._limit = min(max(self._limit, 2 * num_right), self._most) if all_right else max(num_right, 1)
+        self._last = []
+
+
+class DraftedSequence:
+    """A sequence as it would be with ``drafts`` generated, to the eyes of a sampler: what the row of the last of them
+    is sampled for.
+    """
+
+    matcher = None
+    """Sequences that have one are drafted nothing: only the step that samples a token says what may follow it."""
+
+    __slots__ = ("drafts", "index", "num_prompt_tokens", "num_tokens", "request", "sequence")
+
+    def __init__(self, sequence: Sequence, drafts: SequenceOf[int]):
+        self.sequence, self.drafts = sequence, drafts
+        self.request, self.index = sequence.request, sequence.index
+        self.num_prompt_tokens = sequence.num_prompt_tokens
+        self.num_tokens = sequence.num_tokens + len(drafts)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.sequence.token_ids, *self.drafts]
+
+
+SampledSequence = Sequence | DraftedSequence
+"""What a row of logits is sampled for."""
+
+
+def owner(row: SampledSequence) -> Sequence:
+    """Whose row it is."""
+    return row if isinstance(row, Sequence) else row.sequence
+
+
+def with_drafts(
+    decodes: list[Sequence], num_places: int, propose: ProposeDrafts, allocate: Callable[[Sequence, int], bool]
+) -> tuple[list[Sequence], list[ScheduledTokens]]:
+    """The decodes without drafts (beams have none), and those with, as chunks; at most ``num_places`` drafts. Where
+    ``allocate`` has no blocks for so many tokens there are none.
+    """
+    plain, drafted = [], []
+    for seq in decodes:
+        may_draft = num_places and not seq.request.has_beams and seq.token_ids[-1] != TO_COME
+        drafts = tuple(propose(seq, num_places)) if may_draft else ()
+        if drafts and allocate(seq, 1 + len(drafts)):
+            drafted.append(ScheduledTokens(seq, seq.num_computed_tokens, 1 + len(drafts), True, drafts))
+            num_places -= len(drafts)
+        else:
+            plain.append(seq)
+    return plain, drafted

@@ -1,0 +1,17 @@
+"""Iteration-level scheduling: each step takes every decode and whatever whole prompts fit beside them.
+
+After "Orca: A Distributed Serving System for Transformer-Based Generative Models" (Yu et al., 2022). Requests come and
+go with every step; but a long prompt makes a long step, in which those who are being answered wait.
+"""
+
+from __future__ import annotations
+
+from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView
+
+
+class Orca(Policy):
+    splits_prompts = False
+
+    def plan(self, view: StepView) -> StepPlan:
+        num_places = view.token_budget - len(view.decodes)
+        return StepPlan(True, num_places, view.num_free_seats, view.token_budget)

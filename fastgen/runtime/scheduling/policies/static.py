@@ -1,0 +1,16 @@
+"""Static batching: request-level batches of who is there, without waiting for more."""
+
+from __future__ import annotations
+
+from fastgen.runtime.scheduling.policies.dynamic import DynamicBatching
+
+
+class StaticBatching(DynamicBatching):
+    """Batches of at most ``batch_size`` requests, by default as many as run at once; the next batch begins when all of
+    the last have finished.
+    """
+
+    parameters = ("batch_size",)
+
+    def __init__(self, batch_size: int | None = None):
+        super().__init__(batch_size, max_delay_s=0.0)

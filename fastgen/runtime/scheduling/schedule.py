@@ -1,0 +1,97 @@
+"""What one step computes, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from fastgen.runtime.kv_cache.block_tables import BlockCopy, BlockUpdate
+from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
+from fastgen.runtime.request import Sequence
+from fastgen.runtime.scheduling.step_time import StepWork, chunk_pairs
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """Tokens ``start .. end - 1`` of ``seq``; ``samples`` where nothing remains pending, so that the step samples
+    the next token.
+
+    The last of them are ``drafts``: guesses that ``seq`` does not have. The step samples behind each of them too.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """How many of its last tokens need logits."""
+        return 1 + len(self.drafts) if self.samples else 0
+
+    def check(self, kv: KVCacheManager) -> None:
+        """Assert that its tokens are pending, seated and have their blocks."""
+        seq = self.seq
+        assert seq.seat is not None, f"{self} has no seat"
+        known_end = self.end - len(self.drafts)
+        assert seq.num_computed_tokens == self.start < known_end <= seq.num_tokens, f"{self} is not what is pending"
+        assert self.samples == (known_end == seq.num_tokens), f"{self} samples before it has caught up"
+        assert self.samples or not self.drafts, f"{self} has drafts before it has caught up"
+        assert len(seq.block_tables) == kv.num_groups, f"{self} has {len(seq.block_tables)} block tables"
+        for table in seq.block_tables:
+            assert self.end <= len(table) * kv.block_size, f"{self} has only the blocks {table}"
+
+
+class Schedule(NamedTuple):
+    """What one step computes: one token of each of the ``decodes``, which all sample, and the ``chunks``.
+
+    ``positions`` has for each decode where its token stands. Chunks of prompts come in order of urgency, and behind
+    them those of decodes with drafts. ``block_updates`` are the entries of the block tables that the device has not
+    been given; ``block_copies`` are to be made before the forward pass, all at once. ``preempted`` lost their seats and
+    blocks before the step. ``size`` is the captured size to run at.
+    """
+
+    decodes: tuple[Sequence, ...]
+    positions: tuple[int, ...]
+    chunks: tuple[ScheduledTokens, ...]
+    block_updates: tuple[BlockUpdate, ...]
+    block_copies: tuple[BlockCopy, ...]
+    preempted: tuple[Sequence, ...]
+    num_tokens: int
+    size: int
+
+    @property
+    def entries(self) -> tuple[ScheduledTokens, ...]:
+        """The decodes, each as the chunk of one token that it is, and the chunks: for tests and tools. The step itself
+        makes no object for a decode.
+        """
+        decodes = zip(self.decodes, self.positions, strict=True)
+        return (*(ScheduledTokens(seq, position, 1, samples=True) for seq, position in decodes), *self.chunks)
+
+    @property
+    def work(self) -> StepWork:
+        """What its time depends on."""
+        num_context = sum(self.positions) + len(self.positions)
+        return StepWork(
+            self.num_tokens, num_context, sum(chunk_pairs(chunk.start, chunk.num_tokens) for chunk in self.chunks)
+        )
+
+    def check(self, kv: KVCacheManager, token_budget: int) -> None:
+        """Assert what a step relies on: it fits its size, and its tokens are pending, seated and have their blocks."""
+        entries = self.entries
+        num_tokens = sum(entry.num_tokens for entry in entries)
+        assert num_tokens == self.num_tokens, f"{num_tokens} tokens are said to be {self.num_tokens}"
+        assert 0 < num_tokens <= self.size <= token_budget, f"{num_tokens} tokens at size {self.size}"
+        for entry in entries:
+            entry.check(kv)
+        seats = {entry.seq.seat for entry in entries}
+        assert len(seats) == len(entries), f"{len(entries)} entries on the seats {seats}"
+        prompts = [chunk.seq for chunk in self.chunks if not chunk.drafts]
+        for first, second in pairwise(prompts):
+            assert first.urgency < second.urgency, f"{second} stands behind {first}"

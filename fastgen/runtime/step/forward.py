@@ -1,0 +1,203 @@
+"""The model's part of a step: hidden states of its tokens, and logits of the rows that need some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fastgen.compile.cuda_graph import Graph, GraphPool
+from fastgen.compile.recording import library_call
+from fastgen.layers.kv_cache import PagedKVCache
+from fastgen.layers.ragged_batch import RaggedBatch
+from fastgen.models.causal_lm import CausalLM
+from fastgen.runtime.scheduling.policies.splitfuse import smallest_size
+
+Views = Callable[[int, int], RaggedBatch]
+"""The static inputs of a step with so many tokens, and so many rows that need logits."""
+Sample = Callable[[Tensor], None]
+"""Samples from the logits of a step's first rows."""
+
+
+class Forward:
+    """Calls the model's modules. What it returns is valid until the next step."""
+
+    def __init__(self, model: CausalLM, kv_cache: PagedKVCache):
+        self.model, self.kv_cache = model, kv_cache
+
+    def hidden(self, batch: RaggedBatch) -> Tensor:
+        """``[T, H]``; writes the batch's keys and values."""
+        hidden: Tensor = self.model(batch, self.kv_cache)
+        return hidden
+
+    def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
+        """``[R, V]`` in fp32, of the rows ``batch.logits_indices`` of this step's ``hidden``."""
+        return self.model.logits(hidden[batch.logits_indices.long()])
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a step computes: ``hidden [T, hidden_size]`` of ``dtype``, ``logits [R, vocab_size]`` in fp32."""
+
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _ReplayedForward(Forward):
+    """Replays steps that ``pool`` made graphs of, by their number of tokens, or of rows; they read ``views`` and leave
+    their ``results`` in static buffers."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: PagedKVCache,
+        pool: GraphPool,
+        views: Views,
+        results: Results,
+        *,
+        max_tokens: int,
+        max_rows: int,
+    ):
+        super().__init__(model, kv_cache)
+        self._pool, self._views = pool, views
+        self._forwards: dict[int, Graph] = {}
+        self._heads: dict[int, Graph] = {}
+        device = results.device
+        self._hidden = torch.zeros(max_tokens, results.hidden_size, dtype=results.dtype, device=device)
+        self._logits = torch.zeros(max_rows, results.vocab_size, device=device)
+
+    def _forward_step(self, num_tokens: int) -> None:
+        hidden = self.model(self._views(num_tokens, 0), self.kv_cache)
+        library_call(torch.Tensor.copy_, self._hidden[:num_tokens], hidden)
+
+    def _head_step(self, num_rows: int) -> None:
+        rows = self._hidden.new_empty(num_rows, self._hidden.shape[1])
+        indices = self._views(0, num_rows).logits_indices
+        library_call(torch.index_select, self._hidden, 0, indices, out=rows)
+        self.model.logits(rows, out=self._logits[:num_rows])
+
+
+class TapedForward(_ReplayedForward):
+    """Steps that occur again run from tapes, recorded when their number of tokens, or of rows, first occurs: all small
+    ones, and those at one of the ascending ``sizes``, which the scheduler fills. The others last so long that calling
+    the modules does not show."""
+
+    SMALL = 64
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: PagedKVCache,
+        pool: GraphPool,
+        views: Views,
+        results: Results,
+        *,
+        sizes: Sequence[int],
+        max_rows: int,
+    ):
+        super().__init__(model, kv_cache, pool, views, results, max_tokens=sizes[-1], max_rows=max_rows)
+        self._sizes, self._recurring = sizes, {*range(1, min(self.SMALL, sizes[-1]) + 1), *sizes}
+        # The largest comes first, so that what all others leave in between finds room where its own lies. Then those of
+        # a request by itself, whose second token would come late otherwise.
+        with torch.inference_mode():
+            for num_tokens in (sizes[-1], 1):
+                self._forwards[num_tokens] = self._record(num_tokens)
+            self._heads[1] = self._record_head(1)
+
+    def hidden(self, batch: RaggedBatch) -> Tensor:
+        num_tokens = len(batch.input_ids)
+        if num_tokens not in self._recurring:
+            return super().hidden(batch)
+        if num_tokens not in self._forwards:
+            self._forwards[num_tokens] = self._record(num_tokens)
+        self._forwards[num_tokens].replay()
+        return self._hidden[:num_tokens]
+
+    def record_sizes(self) -> None:
+        """Record now what the first step at each of the sizes would have to: some milliseconds each."""
+        with torch.inference_mode():
+            for num_tokens in reversed(self._sizes):
+                if num_tokens not in self._forwards:
+                    self._forwards[num_tokens] = self._record(num_tokens)
+            for num_rows in range(len(self._logits), 0, -1):
+                self._heads[num_rows] = self._record_head(num_rows)
+
+    def _record_head(self, num_rows: int) -> Graph:
+        return self._pool.record(f"logits of {num_rows} rows", partial(self._head_step, num_rows))
+
+    def _record(self, num_tokens: int) -> Graph:
+        return self._pool.record(f"a step of {num_tokens} tokens", partial(self._forward_step, num_tokens))
+
+    def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
+        num_rows = len(batch.logits_indices)
+        if len(hidden) not in self._recurring or not num_rows:
+            return super().logits(hidden, batch)
+        if num_rows not in self._heads:
+            self._heads[num_rows] = self._record_head(num_rows)
+        self._heads[num_rows].replay()
+        return self._logits[:num_rows]
+
+    def record_decodes(self, num_rows: int, prepare: Callable[[], None], sample: Sample) -> Graph:
+        """A whole step of so many decodes: ``prepare`` writes its inputs, each token's logits go to ``sample``."""
+
+        def step() -> None:
+            prepare()
+            hidden = self.model(self._views(num_rows, 0), self.kv_cache)
+            self.model.logits(hidden, out=self._logits[:num_rows])
+            sample(self._logits[:num_rows])
+
+        return self._pool.record(f"a step of {num_rows} decodes", step)
+
+
+class CapturedForward(_ReplayedForward):
+    """All steps run from graphs, captured beforehand for each of the ascending ``sizes`` and ``row_sizes``.
+
+    Batches come at one of the ``sizes``. Rows are padded here; behind the last in use the batch names the first
+    token. Graphs of logits end with ``sample``.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: PagedKVCache,
+        pool: GraphPool,
+        views: Views,
+        results: Results,
+        *,
+        sizes: Sequence[int],
+        row_sizes: Sequence[int],
+        sample: Sample,
+    ):
+        super().__init__(model, kv_cache, pool, views, results, max_tokens=sizes[-1], max_rows=row_sizes[-1])
+        self._sizes, self._row_sizes, self._sample = sizes, row_sizes, sample
+
+    def capture(self, progress: Callable[[int, int], None]) -> None:
+        """Captures every graph, the largest first; ``progress`` is told how many of how many there are."""
+        total = len(self._sizes) + len(self._row_sizes)
+        for size in reversed(self._sizes):
+            self._forwards[size] = self._pool.capture(f"a step of {size} tokens", partial(self._forward_step, size))
+            progress(len(self._forwards), total)
+        for num_rows in reversed(self._row_sizes):
+            step = partial(self._head_step, num_rows)
+            self._heads[num_rows] = self._pool.capture(f"logits of {num_rows} rows", step)
+            progress(len(self._forwards) + len(self._heads), total)
+
+    def _head_step(self, num_rows: int) -> None:
+        super()._head_step(num_rows)
+        self._sample(self._logits[:num_rows])
+
+    def hidden(self, batch: RaggedBatch) -> Tensor:
+        num_tokens = len(batch.input_ids)
+        self._forwards[num_tokens].replay()
+        return self._hidden[:num_tokens]
+
+    def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
+        num_rows = len(batch.logits_indices)
+        if num_rows:
+            self._heads[smallest_size(num_rows, self._row_sizes)].replay()
+        return self._logits[:num_rows]

@@ -1,0 +1,314 @@
+"""From a schedule to the ragged batch: arrays built on the host, moved to the device in one packed copy.
+
+Every buffer is static: its address never changes after construction, so a captured graph may read it. A batch at
+captured size ``T`` is a set of views of the first ``T`` entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fastgen.compile.device import to_device
+from fastgen.compile.ops.next_decodes import NextDecodesKernel
+from fastgen.layers.ragged_batch import RaggedBatch
+from fastgen.runtime.kv_cache.block_tables import BlockUpdate
+from fastgen.runtime.request import TO_COME, Sequence
+from fastgen.runtime.scheduling.drafts import DraftedSequence, SampledSequence, owner
+from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
+
+_NUM_STAGING_BUFFERS = 2  # the host may fill one while the device still reads the other
+_ALIGNMENT = 16  # bytes
+
+_HostArrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class _Field:
+    dtype: npt.DTypeLike
+    torch_dtype: torch.dtype
+    offset: int  # bytes
+    count: int
+
+
+class PackedLayout:
+    """Where each array lies in one buffer of bytes."""
+
+    def __init__(self, counts: dict[str, tuple[npt.DTypeLike, torch.dtype, int]]):
+        self.fields: dict[str, _Field] = {}
+        self.size_bytes = 0
+        for name, (dtype, torch_dtype, count) in counts.items():
+            self.fields[name] = _Field(dtype, torch_dtype, self.size_bytes, count)
+            size = count * np.dtype(dtype).itemsize
+            self.size_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+
+    def host_views(self, buffer: Tensor) -> _HostArrays:
+        raw = buffer.numpy()
+        return {
+            name: raw[f.offset : f.offset + f.count * np.dtype(f.dtype).itemsize].view(f.dtype)
+            for name, f in self.fields.items()
+        }
+
+    def device_views(self, buffer: Tensor) -> dict[str, Tensor]:
+        return {
+            name: buffer[f.offset : f.offset + f.count * np.dtype(f.dtype).itemsize].view(f.torch_dtype)
+            for name, f in self.fields.items()
+        }
+
+
+def input_layout(token_budget: int, max_num_seqs: int, max_rows: int, num_groups: int, block_size: int) -> PackedLayout:
+    """Of what a step copies to the device."""
+    max_updates = _max_updates(token_budget, max_num_seqs, num_groups, block_size)
+    i32 = (np.int32, torch.int32)
+    return PackedLayout(
+        {
+            "slot_mapping": (np.int64, torch.int64, num_groups * token_budget),
+            "update_index": (np.int64, torch.int64, max_updates),
+            "update_block": (*i32, max_updates),
+            "input_ids": (*i32, token_budget),
+            "token_source": (*i32, token_budget),
+            "positions": (*i32, token_budget),
+            "cu_seqlens_q": (*i32, max_num_seqs + 1),
+            "seq_lens": (*i32, max_num_seqs),
+            "logits_indices": (*i32, max_rows),
+            "logits_seats": (*i32, max_rows),
+            "sampled_positions": (*i32, max_rows),
+        }
+    )
+
+
+def _max_updates(token_budget: int, max_num_seqs: int, num_groups: int, block_size: int) -> int:
+    """A chunk of n tokens begins at most n/P + 1 blocks in each group. Twice that leaves a margin for the updates of
+    steps that failed, which are still due."""
+    return 2 * num_groups * (token_budget // block_size + max_num_seqs)
+
+
+class InputBatch:
+    """Owns the device-side inputs of a step: the packed buffer, the block tables, the ids last sampled for each seat.
+
+    ``block_tables [G, S, max_blocks]`` stay on the device; a step's copy carries only the entries that changed. With
+    ``pads`` its sizes are few: of tokens the captured ones, of block updates one. A step has at most ``max_rows`` rows
+    that need logits: one for each sequence, and one for each draft.
+
+    The host works on whole arrays, so that a decode costs it little: Python only asks each for its numbers.
+    """
+
+    def __init__(
+        self,
+        *,
+        token_budget: int,
+        max_num_seqs: int,
+        max_rows: int,
+        num_groups: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        pads: bool = True,
+    ):
+        self.block_size, self.pads = block_size, pads
+        self.num_groups, self.max_num_seqs, self.max_rows = num_groups, max_num_seqs, max_rows
+        self.max_updates = _max_updates(token_budget, max_num_seqs, num_groups, block_size)
+        self._layout = input_layout(token_budget, max_num_seqs, max_rows, num_groups, block_size)
+        pinned = device.type == "cuda"
+        self._staging = [
+            torch.zeros(self._layout.size_bytes, dtype=torch.uint8, pin_memory=pinned)
+            for _ in range(_NUM_STAGING_BUFFERS)
+        ]
+        self._host = [self._layout.host_views(buffer) for buffer in self._staging]
+        self._copied: list[torch.cuda.Event | None] = [None] * _NUM_STAGING_BUFFERS
+        """Behind the last copy out of each, where the device may be late to make it."""
+        self._turn = 0
+        self._packed = torch.zeros(self._layout.size_bytes, dtype=torch.uint8, device=device)
+        self._device = self._layout.device_views(self._packed)
+        # one entry more than the tables hold: unused updates are written there
+        self._flat_tables = torch.zeros(num_groups * max_num_seqs * max_blocks + 1, dtype=torch.int32, device=device)
+        self.block_tables = self._flat_tables[:-1].view(num_groups, max_num_seqs, max_blocks)
+        self._tables = np.zeros(self.block_tables.shape, np.int64)
+        """The block tables as the host knows them, to find slots by."""
+        self.sampled_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._noted: dict[int, tuple[Sequence, int, int]] = {}
+        """For seats, whose token ``sampled_ids`` holds: sequence, its preemptions so far, the token's position."""
+        self._token_views: dict[int, dict[str, Tensor]] = {}
+
+    def build(self, schedule: Schedule) -> tuple[RaggedBatch, list[SampledSequence]]:
+        """The batch of ``schedule``, at its captured size where it ``pads``, and what the rows of its
+        ``logits_indices`` are sampled for: the decodes, then of the chunks each sequence that has caught up, with what
+        is drafted for it behind it.
+        """
+        size = schedule.size if self.pads else schedule.num_tokens
+        if (copied := self._copied[self._turn]) is not None:
+            copied.synchronize()
+        host = self._host[self._turn]
+        num_updates = self._fill_updates(host, schedule.block_updates)
+        rows = self._fill_tokens(host, schedule, size)
+        self._packed.copy_(self._staging[self._turn], non_blocking=True)
+        if self._packed.is_cuda:
+            self._copied[self._turn] = copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        self._turn = (self._turn + 1) % _NUM_STAGING_BUFFERS
+        if num_updates:
+            index, block = (self._device[name][:num_updates] for name in ("update_index", "update_block"))
+            self._flat_tables[index] = block
+        return self.views(size, len(rows)), rows
+
+    def views(self, num_tokens: int, num_rows: int) -> RaggedBatch:
+        """The batch of ``num_tokens`` tokens and ``num_rows`` that need logits, whatever they are by then."""
+        device = self._device
+        if num_tokens not in self._token_views:
+            self._token_views[num_tokens] = {
+                "input_ids": device["input_ids"][:num_tokens],
+                "token_source": device["token_source"][:num_tokens],
+                "positions": device["positions"][:num_tokens],
+                "slot_mapping": device["slot_mapping"].view(self.num_groups, -1)[:, :num_tokens],
+            }
+        return RaggedBatch(
+            **self._token_views[num_tokens],
+            cu_seqlens_q=device["cu_seqlens_q"],
+            seq_lens=device["seq_lens"],
+            block_tables=self.block_tables,
+            logits_indices=device["logits_indices"][:num_rows],
+            sampled_ids=self.sampled_ids,
+        )
+
+    def advance(self, kernel: NextDecodesKernel, seats: Tensor, token_ids: Tensor, sampled_positions: Tensor) -> None:
+        """Make of a batch of decodes, those in ``seats``, that of their next step, as :func:`next_decodes` says."""
+        batch = self.views(len(seats), 0)
+        kernel(
+            token_ids,
+            seats,
+            self.block_tables,
+            batch.input_ids,
+            batch.token_source,
+            batch.positions,
+            batch.seq_lens,
+            batch.slot_mapping,
+            sampled_positions,
+            block_size=self.block_size,
+        )
+
+    def update_tables(self, updates: SequenceOf[BlockUpdate]) -> None:
+        """Enter ``updates``, of which there are some, at once, on a CPU, where no copy need carry them."""
+        entry, block = self._enter(updates)
+        self._flat_tables.numpy()[entry] = block
+
+    def sampled_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """For each row that needs logits its seat, −1 behind the last row in use, and where its token will stand; i32.
+        Whatever they are by then."""
+        return self._device["logits_seats"][:num_rows], self._device["sampled_positions"][:num_rows]
+
+    def forget_sampled(self, rows: Iterable[SampledSequence]) -> None:
+        """What was sampled last for these ``rows`` is about to be overwritten."""
+        for row in rows:
+            self._noted.pop(_seat(owner(row)), None)
+
+    def note_sampled(self, sequences: SequenceOf[Sequence]) -> None:
+        """The next token of each of ``sequences`` is in :attr:`sampled_ids`, where the step's kernels wrote it, and the
+        next step may find it there. Call before it is appended to the sequence. What follows a beam is for its search
+        to say, and comes from the host.
+        """
+        for sequence in sequences:
+            if not sequence.request.has_beams:
+                self._noted[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
+
+    def _fill_tokens(self, host: _HostArrays, schedule: Schedule, size: int) -> list[SampledSequence]:
+        decodes, chunks, num_decodes = schedule.decodes, schedule.chunks, len(schedule.decodes)
+        seats = np.array([sequence.seat for sequence in decodes], np.int64)
+        positions = np.array(schedule.positions, np.int64)
+        cu_seqlens_q, seq_lens = host["cu_seqlens_q"], host["seq_lens"]
+        cu_seqlens_q[:] = 0
+        seq_lens[:] = 0
+        cu_seqlens_q[seats + 1] = 1
+        seq_lens[seats] = positions + 1
+        for chunk in chunks:
+            cu_seqlens_q[_seat(chunk.seq) + 1] = chunk.num_tokens
+            seq_lens[_seat(chunk.seq)] = chunk.end
+        np.cumsum(cu_seqlens_q, out=cu_seqlens_q)
+
+        end = cu_seqlens_q[-1]
+        host["input_ids"][end:size] = 0
+        host["positions"][end:size] = 0
+        host["token_source"][:size] = -1
+        slots = host["slot_mapping"].reshape(self.num_groups, -1)
+        slots[:, end:size] = 0
+        rows: list[SampledSequence] = list(decodes)
+        if num_decodes:
+            places = cu_seqlens_q[seats]
+            host["input_ids"][places] = [sequence.token_ids[-1] for sequence in decodes]
+            host["positions"][places] = positions
+            blocks, offsets = np.divmod(positions, self.block_size)
+            slots[:, places] = self._tables[:, seats, blocks] * self.block_size + offsets
+            host["logits_indices"][:num_decodes] = places
+            host["logits_seats"][:num_decodes] = seats
+            host["sampled_positions"][:num_decodes] = positions + 1
+        for chunk in chunks:
+            self._fill_chunk(host, slots, chunk, rows)
+        host["logits_indices"][len(rows) :] = 0
+        host["logits_seats"][len(rows) :] = -1
+        if self._noted:
+            self._take_from_device(host, schedule)
+        is_known = (host["input_ids"][:size] != TO_COME) | (host["token_source"][:size] >= 0)
+        assert is_known.all(), "a token that is not known yet is not on the device either"
+        return rows
+
+    def _take_from_device(self, host: _HostArrays, schedule: Schedule) -> None:
+        """Where the next token of a sequence is the one that is noted for its seat, it is taken from there."""
+        for sequence in (*schedule.decodes, *(chunk.seq for chunk in schedule.chunks)):
+            seat, position = _seat(sequence), sequence.num_computed_tokens
+            if self._noted.get(seat) == (sequence, sequence.num_preemptions, position):
+                host["token_source"][host["cu_seqlens_q"][seat]] = seat
+
+    def _fill_chunk(
+        self, host: _HostArrays, slots: npt.NDArray[np.int64], chunk: ScheduledTokens, rows: list[SampledSequence]
+    ) -> None:
+        sequence, seat, drafts = chunk.seq, _seat(chunk.seq), chunk.drafts
+        first = int(host["cu_seqlens_q"][seat])
+        places = slice(first, first + chunk.num_tokens)
+        positions = np.arange(chunk.start, chunk.end)
+        host["input_ids"][places] = [*sequence.token_ids[chunk.start : chunk.end], *drafts]
+        host["positions"][places] = positions
+        blocks, offsets = np.divmod(positions, self.block_size)
+        slots[:, places] = self._tables[:, seat, blocks] * self.block_size + offsets
+        if chunk.num_rows:
+            sampled = slice(len(rows), len(rows) + chunk.num_rows)
+            host["logits_indices"][sampled] = np.arange(places.stop - chunk.num_rows, places.stop)
+            host["logits_seats"][sampled] = seat
+            host["sampled_positions"][sampled] = positions[-chunk.num_rows :] + 1
+            rows.append(sequence)
+            rows.extend(DraftedSequence(sequence, drafts[: index + 1]) for index in range(len(drafts)))
+
+    def _fill_updates(self, host: _HostArrays, updates: SequenceOf[BlockUpdate]) -> int:
+        """Where entries of the block tables go, and how many the step's copy carries; padding writes the spare entry.
+        What it has no room for is written here: a long prefix out of the cache brings its whole table.
+        """
+        num_carried = min(len(updates), self.max_updates)
+        if self.pads:
+            host["update_index"][:] = self._flat_tables.numel() - 1
+            host["update_block"][:] = 0
+        if updates:
+            entry, block = self._enter(updates)
+            carried, rest = slice(num_carried), slice(num_carried, None)
+            host["update_index"][carried], host["update_block"][carried] = entry[carried], block[carried]
+            if len(updates) > num_carried:
+                given = torch.from_numpy(entry[rest]), torch.from_numpy(block[rest].astype(np.int32))
+                index, blocks = (to_device(each, self._packed.device) for each in given)
+                self._flat_tables[index] = blocks
+        return self.max_updates if self.pads else num_carried
+
+    def _enter(self, updates: SequenceOf[BlockUpdate]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Take note of ``updates``; returns the places in the tables, counted through, and the blocks."""
+        seat, group, index, block = np.array(updates).T
+        entry = np.ravel_multi_index((group, seat, index), self._tables.shape)
+        self._tables.reshape(-1)[entry] = block
+        return entry, block
+
+
+def _seat(sequence: Sequence) -> int:
+    assert sequence.seat is not None
+    return sequence.seat

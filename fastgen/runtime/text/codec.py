@@ -1,0 +1,191 @@
+"""Between text and token ids: the checkpoint's tokenizer, its chat template, and what its files say of generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastgen.errors import CheckpointError, InvalidArgumentError
+from fastgen.models.checkpoint_files import read_json_object
+from fastgen.runtime.sampling.sampling_params import SamplingParams, default_sampling
+from fastgen.runtime.text.detokenizer import Detokenizer, TokenDecoder
+from fastgen.runtime.text.prompts import Conversation, Prompt, as_token_ids
+from fastgen.runtime.text.token_bytes import TokenBytes
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tokenizer_config.json",
+)
+
+
+class TextCodec:
+    """Encodes prompts and makes detokenizers. ``tokenizer`` is ``None`` for a checkpoint that has none.
+
+    ``eos_token_ids`` end an answer; ``default_sampling`` is what the checkpoint's ``generation_config.json`` asks for.
+    """
+
+    def __init__(self, tokenizer: Any, *, eos_token_ids: frozenset[int], default_sampling: SamplingParams):
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.default_sampling = default_sampling
+        self._decoder = TokenDecoder(tokenizer) if tokenizer is not None else None
+        self._token_bytes = TokenBytes(tokenizer, self._decoder) if self._decoder is not None else None
+        self.render_chat: Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None], str] = self._render_chat
+        """Renders messages and tools by the chat template; whoever does not trust it puts another here."""
+
+    @classmethod
+    def from_checkpoint(cls, directory: Path, config: Mapping[str, Any]) -> TextCodec:
+        """Read the tokenizer and ``generation_config.json`` of ``directory``; no code of the checkpoint is run."""
+        file = directory / "generation_config.json"
+        generation = read_json_object(file) if file.is_file() else {}
+        tokenizer = _load_tokenizer(directory)
+        try:
+            sampling = default_sampling(generation)
+        except InvalidArgumentError as error:
+            raise CheckpointError(f"{directory}: {error}") from None
+        return cls(tokenizer, eos_token_ids=_eos_token_ids(generation, config, tokenizer), default_sampling=sampling)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._decoder is not None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it can encode conversations."""
+        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of ``prompt``, with the special tokens the tokenizer puts around text; ids stay as they are."""
+        if isinstance(prompt, str):
+            return self.encode_text(prompt, add_special_tokens=True)
+        return as_token_ids(prompt)
+
+    @property
+    def chat_template(self) -> str:
+        """The checkpoint's own; empty where it has none."""
+        template = self.tokenizer.chat_template if self.tokenizer is not None else None
+        return template if isinstance(template, str) else ""
+
+    def encode_chat(self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """The token ids of a conversation as the chat template renders it, up to where the answer begins.
+
+        ``tools`` are handed to the template: ``{"type": "function", "function": {"name": …, …}}`` each.
+        """
+        if not isinstance(messages, (list, tuple)):
+            raise InvalidArgumentError(f"a conversation is a list of messages, not {messages!r:.40}")
+        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        self._need_tokenizer("a conversation")
+        if not self.has_chat_template:
+            raise InvalidArgumentError(
+                "this model's tokenizer has no chat template; use generate with a prompt of your own"
+            )
+        try:
+            text = self.render_chat(plain, tools)
+        except Exception as error:  # the template is the checkpoint's: division by zero, endless recursion, anything
+            raise InvalidArgumentError(f"the model's chat template refuses this conversation: {error}") from error
+        return self.encode_text(text, add_special_tokens=False)
+
+    def _render_chat(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=False
+        )
+        return text
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``; special tokens have none."""
+        self._need_tokenizer("text")
+        detokenizer = self.new_detokenizer(())
+        return "".join(map(detokenizer.append, token_ids)) + detokenizer.finish()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for by itself; see :class:`~fastgen.runtime.text.token_bytes.TokenBytes`."""
+        return self._token_bytes[token_id] if self._token_bytes is not None else b""
+
+    def special_ids(self, text: str) -> dict[str, int]:
+        """The special tokens that stand in ``text``, by their spelling."""
+        if self.tokenizer is None:
+            return {}
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {token.content: token_id for token_id, token in added if token.special and token.content in text}
+
+    def new_detokenizer(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        spelled: Mapping[int, str] | None = None,
+    ) -> Detokenizer:
+        """Of an answer to ``prompt_ids``; ``spelled`` are special tokens that have a text in it."""
+        assert self._decoder is not None
+        if sampling is None:
+            return Detokenizer(self._decoder, prompt_ids, spelled=spelled)
+        return Detokenizer(
+            self._decoder,
+            prompt_ids,
+            stop=sampling.stop,
+            min_new_tokens=sampling.min_new_tokens,
+            spelled=spelled,
+        )
+
+    def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of ``text``, on request with the special tokens the tokenizer puts around it."""
+        self._need_tokenizer("a text prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError(f"the prompt is not valid Unicode: {error}") from None
+        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return list(encoded["input_ids"])
+
+    def _need_tokenizer(self, what: str) -> None:
+        if self.tokenizer is None:
+            raise InvalidArgumentError(
+                f"{what} needs a tokenizer, and this checkpoint has none; give token ids instead"
+            )
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the library raises anything from KeyError to its Rust part's own exceptions
+        raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
+
+
+def _plain_message(index: int, message: object) -> dict[str, Any]:
+    """``message`` with its content as one text: not every template knows of content in parts."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+        raise InvalidArgumentError(f"message {index} must be {{'role': …, 'content': …}}, not {message!r:.80}")
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise InvalidArgumentError(f"message {index}: content must be text, not {content!r:.40}")
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidArgumentError(
+                f"message {index}: content must be text, or parts {{'type': 'text', 'text': …}}, not {part!r:.60}"
+            )
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:
+    """From the first of the three that names any."""
+    for source, named in (
+        ("generation_config.json", generation.get("eos_token_id")),
+        ("config.json", config.get("eos_token_id")),
+        ("the tokenizer", getattr(tokenizer, "eos_token_id", None)),
+    ):
+        if named is None or named == []:
+            continue
+        ids = named if isinstance(named, list) else [named]
+        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
+            raise CheckpointError(f"{source}: eos_token_id must be a token id or a list of them, not {named!r:.60}")
+        return frozenset(ids)
+    return frozenset()

@@ -1,0 +1,181 @@
+"""The flight recorder: what it keeps of each step is what was decided, and it never keeps more than it may."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from fastgen.runtime.flight.recorder import Recorder
+from fastgen.runtime.flight.recording import Arrival, Finish, Recording
+from tests.runtime.histories import History, random_history
+
+SEEDS = range(12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_recording_says_what_was_scheduled(seed: int) -> None:
+    history = random_history(random.Random(seed), failures=0.05)
+    expected = []
+
+    def note(schedule: object, *, run=history.device.run) -> object:
+        scheduler = history.engine.scheduler
+        entries = [(f"{e.seq.key[0]}.{e.seq.index}", e.start, e.num_tokens) for e in schedule.entries]
+        seats = {f"{e.seq.key[0]}.{e.seq.index}": e.seq.seat for e in schedule.entries}
+        preempted = [f"{seq.key[0]}.{seq.index}" for seq in schedule.preempted]
+        expected.append((entries, seats, preempted, schedule.size, scheduler.kv.pool.num_free))
+        return run(schedule)
+
+    history.device.run = note
+    history.live(150)
+    steps = history.engine.recorder.recording("m").steps
+    assert [step.step for step in steps] == list(range(len(expected)))
+    seat_of: dict[str, int] = {}
+    for step, (entries, seats, preempted, size, num_free) in zip(steps, expected, strict=True):
+        assert [entry[:3] for entry in step.entries] == entries
+        assert (list(step.preempted), step.size, step.blocks_free) == (preempted, size, num_free)
+        seat_of |= {admission.sequence: admission.seat for admission in step.admitted}
+        assert {sequence: seat_of[sequence] for sequence in seats} == seats
+        assert step.began_s <= step.scheduled_s <= step.end_s
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tokens_and_times_are_those_of_the_answers(seed: int) -> None:
+    history = random_history(random.Random(seed), failures=0.05)
+    history.live(150)
+    recording = history.engine.recorder.recording("m")
+    for generation in history.generations:
+        arrival = recording.arrivals[generation.request.request_id]
+        assert arrival.clock_s == generation.request.arrival_s
+        assert arrival.prompt_tokens == len(generation.request.prompt_ids)
+        for completion in generation.completions:
+            name = f"{arrival.request}.{completion.sequence.index}"
+            finish, ran = recording.finishes[name], [step for step in recording.steps if step.ran_s is not None]
+            assert (finish.reason, finish.num_tokens) == (completion.finish_reason, len(completion.token_ids))
+            entries = [(step.ran_s, entry) for step in ran for entry in step.entries if entry.sequence == name]
+            times_s = [ran_s for ran_s, entry in entries for _ in range(entry.num_sampled)]
+            assert times_s == completion.token_times_s
+
+
+def test_a_failed_step_is_there_without_an_end() -> None:
+    history = random_history(random.Random(0))
+    history.submit(8, max_new_tokens=2)
+    history.device.failures = 1.0
+    history.step()
+    history.device.failures = 0.0
+    history.submit(8, max_new_tokens=2)
+    history.finish()
+    recording = history.engine.recorder.recording("m")
+    first, second, *_ = recording.steps
+    assert (first.ran_s, first.ended_s, first.end_s) == (None, None, first.scheduled_s)
+    assert [entry[:4] for entry in first.entries] == [("0.0", 0, first.num_tokens, 0)]
+    assert (recording.finishes["0.0"].reason, recording.finishes["0.0"].step) == ("error", None)
+    assert second.ran_s is not None
+    assert {entry.sequence for entry in second.entries} == {"1.0"}
+    assert [admission[:2] for step in (first, second) for admission in step.admitted] == [("0.0", 0), ("1.0", 0)]
+
+
+def bounded(history: History, **bounds: int) -> Recorder:
+    """Give the engine of ``history`` a recorder with these bounds."""
+    recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, **bounds)
+    history.engine.recorder = recorder
+    return recorder
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("bounds", [{"max_steps": 7}, {"max_bytes": 9000}])
+def test_the_ring_keeps_the_last_of_what_a_larger_one_keeps(seed: int, bounds: dict[str, int]) -> None:
+    small, large = (random_history(random.Random(seed)) for _ in range(2))
+    recorder = bounded(small, **bounds)
+    small.live(120)
+    large.live(120)
+    some, all_ = recorder.recording("m"), large.engine.recorder.recording("m")
+    first = some.header.first_step
+    assert first > 0
+    assert some.steps == all_.steps[first:]
+    assert len(some.steps) <= bounds.get("max_steps", len(all_.steps))
+    assert [event for event in some.events if isinstance(event, Finish)] == list(all_.finishes.values())[
+        -len(some.finishes) :
+    ]
+    named = {entry.sequence for step in some.steps for entry in step.entries} | some.finishes.keys()
+    assert {int(name.split(".")[0]) for name in named} <= some.arrivals.keys()
+    assert all(all_.arrivals[request] == arrival for request, arrival in some.arrivals.items())
+
+
+def test_nothing_is_kept_of_requests_that_left_the_ring() -> None:
+    history = random_history(random.Random(5))
+    recorder = bounded(history, max_steps=3)
+    for _ in range(20):
+        history.submit(3, max_new_tokens=2)
+        history.finish()
+    assert len(recorder.recording("m").arrivals) <= 3
+
+
+def test_a_recording_can_be_taken_at_any_moment() -> None:
+    history = random_history(random.Random(1))
+    history.submit(8, max_new_tokens=8, ignore_eos=True)
+    for _ in range(4):
+        history.step()
+    recording = history.engine.recorder.recording("m")
+    assert (len(recording.steps), recording.finishes) == (4, {})
+    history.finish()
+    assert recording.steps == history.engine.recorder.recording("m").steps[:4]
+
+
+def brute_force_numbers(token_ids: dict[str, list[int]], block_size: int) -> dict[str, list[int]]:
+    """Each full block's number, by comparing whole prefixes."""
+    prefixes: list[list[int]] = []
+    numbers: dict[str, list[int]] = {}
+    for name, ids in token_ids.items():
+        numbers[name] = []
+        for end in range(block_size, len(ids) + 1, block_size):
+            if ids[:end] not in prefixes:
+                prefixes.append(ids[:end])
+            numbers[name].append(prefixes.index(ids[:end]))
+    return numbers
+
+
+def same_structure(left: dict[str, list[int]], right: dict[str, list[int]]) -> bool:
+    """Whether a renaming of the numbers turns one into the other."""
+    pairs = {pair for name in left for pair in zip(left[name], right[name], strict=True)}
+    return len({a for a, _ in pairs}) == len(pairs) == len({b for _, b in pairs})
+
+
+def blocks_of(recording: Recording) -> dict[str, list[int]]:
+    later = {event.sequence: list(event.blocks) for event in recording.events if event.kind == "blocks"}
+    return {
+        f"{arrival.request}.{index}": [*arrival.blocks, *later.get(f"{arrival.request}.{index}", [])]
+        for arrival in recording.arrivals.values()
+        for index in range(arrival.n)
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_block_numbers_say_which_blocks_are_equal_and_nothing_else(seed: int) -> None:
+    history = random_history(random.Random(seed))
+    recorder = bounded(history)
+    recorder.engine = replace(recorder.engine, prefix_caching=True)
+    history.live(80)
+    recording = recorder.recording("m")
+    token_ids = {
+        f"{generation.request.request_id}.{completion.sequence.index}": completion.sequence.token_ids
+        for generation in history.generations
+        for completion in generation.completions
+    }
+    expected = brute_force_numbers(token_ids, history.block_size)
+    found = blocks_of(recording)
+    assert same_structure(found, expected)
+    numbers = {number for blocks in found.values() for number in blocks}
+    assert numbers == set(range(len(numbers)))
+    arrivals = [event for event in recording.events if isinstance(event, Arrival)]
+    first_seen = list(dict.fromkeys(number for arrival in arrivals for number in arrival.blocks))
+    assert first_seen == sorted(first_seen)
+
+
+def test_without_a_prefix_cache_nothing_is_said_of_tokens() -> None:
+    history = random_history(random.Random(2))
+    history.live(40)
+    recording = history.engine.recorder.recording("m")
+    assert all(arrival.blocks == () for arrival in recording.arrivals.values())
+    assert {event.kind for event in recording.events} == {"arrival", "step", "finish"}

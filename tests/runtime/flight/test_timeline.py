@@ -1,0 +1,123 @@
+"""The picture of a recording: its cells say who held what, and what cannot be drawn is refused."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastgen.errors import InvalidArgumentError, RecordingError
+from fastgen.runtime.flight import timeline
+from fastgen.runtime.flight.recorder import Recorder
+from fastgen.runtime.flight.recording import Recording
+from fastgen.runtime.flight.timeline import CACHED, FREE, OTHERS, SHARED
+from fastgen.runtime.flight.timeline_picture import draw
+from tests.runtime.histories import History, random_history
+
+
+def shared_and_cached() -> History:
+    """A prompt, another one, and the first twice at once: 20 blocks of 4."""
+    history = History(random.Random(0), num_blocks=21, token_budget=16, max_num_seqs=2, prefix_caching=True)
+    for prompts in ([7], [5], [7, 7]):
+        for token_id in prompts:
+            history.engine.submit([token_id] * 9, history.sampling(max_new_tokens=3, ignore_eos=True))
+        history.finish()
+    return history
+
+
+def test_the_block_map_says_who_held_what() -> None:
+    history = shared_and_cached()
+    recording = history.engine.recorder.recording("m")
+    found = timeline.block_map(recording, num_columns=len(recording.steps) * 200, num_requests=2)
+    assert found.cells.shape == (20, len(recording.steps)), "no more columns than steps"
+    codes = {code: (found.cells == code).sum() for code in range(6)}
+    assert codes[CACHED] > 0
+    assert codes[SHARED] > 0
+    assert codes[FREE] > codes[CACHED]
+    assert codes[OTHERS] > 0, "of four requests two are named"
+    assert len(found.requests) == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_cells_recounted_from_the_block_tables(seed: int) -> None:
+    """Every step is given the same time, so that each has a column of its own."""
+    columns: list[dict[int, set[int]]] = []
+    history = random_history(random.Random(seed), prefix_caching=seed % 2 == 0)
+
+    def run(schedule: Any, *, run: Any = history.device.run) -> Any:
+        holders: dict[int, set[int]] = {}
+        for seq in history.engine.scheduler.running:
+            for table in seq.block_tables:
+                for block in table:
+                    holders.setdefault(block, set()).add(seq.key[0])
+        columns.append(holders)
+        return run(schedule)
+
+    history.device.run = run  # type: ignore[method-assign]
+    history.live(80)
+    recording = history.engine.recorder.recording("m")
+    found = timeline.block_map(recording, num_requests=3)
+    shown = timeline._columns(recording.steps, len(recording.steps))
+    for step, places in shown.items():
+        for place in places:
+            for block in range(1, history.num_blocks):
+                holders, cell = columns[step].get(block, set()), found.cells[block - 1, place]
+                if len(holders) > 1:
+                    assert cell == SHARED
+                elif holders:
+                    (request,) = holders
+                    named = [OTHERS + 1 + place for place, each in enumerate(found.requests) if each == request]
+                    # Of a windowed group some may have been left behind when the step was committed.
+                    left_behind = (FREE, CACHED) if any(history.windows) else ()
+                    assert cell in (*(named or [OTHERS]), *left_behind)
+                else:
+                    assert cell in (FREE, CACHED)
+
+
+def test_series_are_the_steps() -> None:
+    recording = shared_and_cached().engine.recorder.recording("m")
+    found = timeline.series(recording)
+    assert (found.decodes + found.prompts).tolist() == [step.num_tokens for step in recording.steps]
+    assert found.running.tolist() == [step.running for step in recording.steps]
+    assert found.start_s[0] == 0.0
+    assert np.all(found.end_s[:-1] <= found.start_s[1:])
+
+
+SIGNATURES = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml"}
+
+
+@pytest.mark.parametrize("suffix", SIGNATURES)
+@pytest.mark.parametrize("first_steps_are_gone", [False, True])
+def test_a_picture_is_drawn(suffix: str, first_steps_are_gone: bool, tmp_path: Path) -> None:
+    history = random_history(random.Random(4), failures=0.05, prefix_caching=True)
+    if first_steps_are_gone:
+        history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_steps=10)
+    history.live(80)
+    picture = tmp_path / f"flight{suffix}"
+    draw(history.engine.recorder.recording("a/model"), picture)
+    content = picture.read_bytes()
+    assert content.startswith(SIGNATURES[suffix])
+    if suffix == ".svg":
+        assert (b"request" in content or b"block" in content) is True
+    else:
+        width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
+        assert (width, height) == (1320, 1080)
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = shared_and_cached().engine.recorder.recording("m")
+    with pytest.raises(InvalidArgumentError, match=r"flight\.gif: the picture is written as \.png or \.svg"):
+        draw(recording, tmp_path / "flight.gif")
+    with pytest.raises(InvalidArgumentError, match="holds no step"):
+        draw(Recording(recording.header, ()), tmp_path / "flight.png")
+    with pytest.raises(RecordingError, match="the picture cannot be written: No such file"):
+        draw(recording, tmp_path / "missing" / "flight.png")
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(InvalidArgumentError, match=r"needs matplotlib.*pip install 'fastgen\[bench\]'"):
+        draw(recording, tmp_path / "flight.png")

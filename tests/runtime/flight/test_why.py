@@ -1,0 +1,310 @@
+"""Where a request's time went, on recordings made by hand whose answer is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.flight.recording import (
+    Admission,
+    Arrival,
+    EngineFacts,
+    Entry,
+    Event,
+    Finish,
+    Header,
+    Recording,
+    Step,
+)
+from fastgen.runtime.flight.time_account import OtherPrompts, Share, Span
+from fastgen.runtime.flight.why import Preemption, Why, why
+from fastgen.runtime.flight.why_text import seconds, tell
+
+ENGINE = EngineFacts(
+    token_budget=100,
+    max_num_seqs=2,
+    block_size=16,
+    num_blocks=65,
+    windows=(None,),
+    max_chunk=100,
+    policy="splitfuse",
+    policy_parameters={},
+    aging_s=30.0,
+    prefix_caching=False,
+)
+
+
+def recording(*events: Event, first_step: int = 0) -> Recording:
+    header = Header(
+        fastgen="0", model="m", started="2026-01-01T00:00:00", clock_s=0.0, first_step=first_step, engine=ENGINE
+    )
+    return Recording(header, events)
+
+
+def arrival(clock_s: float, request: int, prompt_tokens: int, **fields: Any) -> Arrival:
+    return Arrival(clock_s=clock_s, request=request, prompt_tokens=prompt_tokens, max_new_tokens=9, **fields)
+
+
+def step(number: int, began_s: float, ended_s: float, *entries: tuple[Any, ...], **fields: Any) -> Step:
+    """A step without scheduling, building and updating. An entry is ``(sequence, start, num_tokens, num_sampled)``."""
+    given: dict[str, Any] = {
+        "scheduled_s": began_s,
+        "build_s": 0.0,
+        "ran_s": ended_s,
+        "size": 128,
+        "num_padding": 0,
+        "num_decodes": 0,
+        "running": len(entries),
+        "waiting": 0,
+        "blocks_free": 10,
+    }
+    made = tuple(Entry(name, start, count, 0, sampled) for name, start, count, sampled in entries)
+    return Step(step=number, began_s=began_s, ended_s=ended_s, entries=made, **{**given, **fields})
+
+
+def finish(clock_s: float, sequence: str, num_tokens: int, reason: Any = "length") -> Finish:
+    return Finish(clock_s=clock_s, sequence=sequence, reason=reason, num_tokens=num_tokens, step=None)
+
+
+def seat(sequence: str, number: int, start: int = 0, cached_tokens: int = 0) -> Admission:
+    return Admission(sequence, number, start, cached_tokens)
+
+
+def shares(span: Span | None) -> dict[str, float]:
+    assert span is not None
+    return {share.cause: pytest.approx(share.seconds) for share in span.shares}
+
+
+def test_alone_all_time_is_its_own_but_what_passes_between_steps() -> None:
+    told = why(
+        recording(
+            arrival(10.0, 0, 50),
+            step(0, 11.0, 13.0, ("0.0", 0, 50, 1), admitted=(seat("0.0", 0),)),
+            step(1, 14.0, 15.0, ("0.0", 50, 1, 1), num_decodes=1),
+            step(2, 15.0, 18.0, ("0.0", 51, 1, 1), num_decodes=1),
+            finish(18.0, "0.0", 3),
+        ),
+        "0",
+    )
+    assert (told.sequence, told.completions, told.prompt_tokens, told.new_tokens, told.steps) == ("0.0", 1, 50, 3, 3)
+    assert (told.queue_s, told.ttft_s, told.total_s, told.ahead) == (1.0, 3.0, 8.0, 0)
+    assert shares(told.first_token) == {"queued_step": 1.0, "own": 2.0}
+    assert shares(told.other_tokens) == {"own": 4.0, "between_steps": 1.0}
+    assert told.tokens_per_s == pytest.approx(2 / 5)
+    assert told.median_gap_s == 2.5
+    assert told.worst_gap is not None
+    assert (told.worst_gap.after, told.worst_gap.span.seconds, told.worst_gap.step.step) == (2, 3.0, 2)
+    assert tell(told).splitlines() == [
+        "Request 0: a prompt of 50 tokens, 3 new tokens in 3 steps and 8.00 s; it reached its length.",
+        "First token after 3.00 s: 67 % computing its own tokens, 33 % queued until a step was scheduled.",
+        "Then 2 tokens, 0.4 a second: 80 % computing its own tokens, 20 % with no step running.",
+        "Gaps between tokens: median 2.50 s, worst 3.00 s after token 2: 100 % computing its own tokens.",
+        "The longest step of that gap was step 2, 3.00 s for 1 decode "
+        "(schedule 0 µs, build 0 µs, forward and sample 3.00 s, update 0 µs).",
+    ]
+
+
+def test_steps_are_shared_by_tokens_with_prompts_and_decodes() -> None:
+    told = why(
+        recording(
+            arrival(0.0, 0, 10),
+            arrival(0.0, 1, 600),
+            arrival(0.0, 2, 40),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(seat("0.0", 0),)),
+            step(
+                1,
+                1.0,
+                11.0,
+                *(("0.0", 10, 1, 1), ("1.0", 0, 79, 0), ("2.0", 0, 20, 0)),
+                num_decodes=1,
+                admitted=(seat("1.0", 1), seat("2.0", 2, cached_tokens=0)),
+            ),
+            step(2, 11.0, 21.0, ("1.0", 79, 80, 0)),
+            step(3, 21.0, 31.0, ("2.0", 20, 20, 1), ("1.0", 159, 80, 0)),
+        ),
+        "2",
+    )
+    assert told.ttft_s == 31.0
+    # a second in the queue; of the next step 20, 79 and 1 hundredths; passed over; then 20 and 80 hundredths
+    assert shares(told.first_token) == {
+        "queued_policy": 1.0,
+        "own": 2.0 + 2.0,
+        "other_prompts": 7.9 + 8.0,
+        "other_decodes": 0.1,
+        "passed_over": 10.0,
+    }
+    assert told.first_token.others == OtherPrompts(
+        num_requests=1, longest_request=1, longest_tokens=600, computed_tokens=239
+    )
+    assert told.finish_reason is None
+    assert "still going on where the recording ends" in tell(told)
+    assert "51 % sharing steps with the 600-token prompt of request 1" in tell(told)
+
+
+WAITS: dict[str, tuple[dict[str, Any], str]] = {
+    "queued_seats": ({"running": 2}, "queued for a seat"),
+    "queued_blocks": ({"running": 1, "blocks_free": 0}, "queued for KV cache blocks"),
+    "queued_tokens": ({"running": 1, "size": 100}, "queued behind prompts before it"),
+    "queued_policy": ({"running": 1, "size": 128}, "held back by the scheduling policy"),
+}
+
+
+@pytest.mark.parametrize("cause", WAITS)
+def test_what_the_queue_waited_for(cause: str) -> None:
+    fields, words = WAITS[cause]
+    told = why(
+        recording(
+            arrival(0.0, 0, 100),
+            arrival(1.0, 1, 10, n=2),
+            arrival(2.0, 2, 10),
+            step(0, 2.0, 6.0, ("0.0", 0, 100, 1), admitted=(seat("0.0", 0),), **fields),
+            step(1, 6.0, 7.0, ("2.0", 0, 10, 1), admitted=(seat("2.0", 1),)),
+        ),
+        "2.0",
+    )
+    assert shares(told.first_token) == {cause: 4.0, "own": 1.0}
+    assert told.ahead == 4 - 1, "request 0 and both sequences of request 1 had no seat yet"
+    assert f"80 % {words}, 20 % computing its own tokens. 3 sequences waited when it came." in tell(told)
+
+
+def test_a_preemption_is_time_waited_and_time_to_compute_again() -> None:
+    told = why(
+        recording(
+            arrival(0.0, 0, 10),
+            arrival(0.0, 1, 30),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), ("1.0", 0, 30, 1), admitted=(seat("0.0", 0), seat("1.0", 1))),
+            step(1, 1.0, 2.0, ("0.0", 10, 1, 1), ("1.0", 30, 1, 1), num_decodes=2),
+            step(2, 2.0, 5.0, ("0.0", 11, 1, 1), num_decodes=1, preempted=("1.0",)),
+            step(3, 5.0, 6.0, ("0.0", 12, 1, 1), num_decodes=1),
+            finish(6.0, "0.0", 4),
+            step(4, 6.0, 14.0, ("1.0", 0, 32, 1), admitted=(seat("1.0", 1),)),
+            finish(14.0, "1.0", 3),
+        ),
+        "1",
+    )
+    assert told.preemptions == (Preemption(step=2, waited_s=4.0, lost_tokens=31),)
+    assert told.worst_gap is not None
+    assert told.worst_gap.preempted
+    assert (told.worst_gap.after, told.worst_gap.span.seconds, told.worst_gap.step.step) == (2, 12.0, 4)
+    assert shares(told.worst_gap.span) == {"preempted": 4.0, "recomputing": 8.0 * 31 / 32, "own": 8.0 / 32}
+    text = tell(told)
+    assert "1 preemption (step 2): 31 tokens to compute again, 4.00 s until blocks were free." in text
+    assert "meanwhile it was preempted" in text
+
+
+def test_wrong_drafts_are_its_own_computing_and_nothing_is_computed_again() -> None:
+    drafted = [Entry("0.0", 10, 5, 4, 2), Entry("0.0", 12, 3, 2, 3), Entry("0.0", 0, 16, 0, 1)]
+    steps = [replace(step(number, number, number + 1.0), entries=(drafted[number - 1],)) for number in (1, 2, 3)]
+    told = why(
+        recording(
+            arrival(0.0, 0, 10),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(seat("0.0", 0),)),
+            *steps[:2],
+            replace(steps[2], preempted=("0.0",), admitted=(seat("0.0", 0),)),
+        ),
+        "0",
+    )
+    assert told.new_tokens == 1 + 2 + 3 + 1
+    assert told.preemptions == (Preemption(step=3, waited_s=0.0, lost_tokens=15),)
+    assert shares(told.other_tokens) == {"own": 2.0 + 1 / 16, "recomputing": 15 / 16}
+
+
+def test_who_waits_behind_one_that_was_preempted_waits_for_blocks() -> None:
+    told = why(
+        recording(
+            arrival(0.0, 0, 10),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(seat("0.0", 0),)),
+            step(1, 1.0, 2.0, preempted=("0.0",), size=1),
+            arrival(2.0, 1, 5),
+            step(2, 2.0, 3.0),
+            step(3, 3.0, 4.0, ("0.0", 0, 11, 1), ("1.0", 0, 11, 1), admitted=(seat("0.0", 0), seat("1.0", 1))),
+        ),
+        "1",
+    )
+    assert shares(told.first_token) == {"queued_blocks": 1.0, "own": 0.5, "other_prompts": 0.5}
+
+
+def test_a_cached_prompt_and_a_request_that_never_got_a_token() -> None:
+    events = (
+        arrival(0.0, 0, 50, n=2),
+        step(0, 0.0, 2.0, ("0.0", 48, 2, 0), admitted=(seat("0.0", 0, 48, 48),), size=2),
+        finish(4.0, "0.0", 0, "timeout"),
+        finish(4.0, "0.1", 0, "cancelled"),
+    )
+    first, second = why(recording(*events), "0.0"), why(recording(*events), "0.1")
+    assert (first.cached_tokens, first.queue_s, first.ttft_s, first.finish_reason) == (48, 0.0, None, "timeout")
+    assert shares(first.first_token) == {"own": 2.0, "between_steps": 2.0}
+    assert tell(first).splitlines() == [
+        "Request 0, completion 0 of 2: a prompt of 50 tokens (48 of them found in the prefix cache), 0 new tokens in "
+        "1 step and 4.00 s; its time was up.",
+        "No token came in 4.00 s: 50 % computing its own tokens, 50 % with no step running.",
+    ]
+    assert (second.queue_s, second.steps) == (None, 0)
+    assert shares(second.first_token) == {"queued_tokens": 2.0, "queued_step": 2.0}
+
+
+def test_several_tokens_of_one_step_come_without_a_gap() -> None:
+    told = why(
+        recording(
+            arrival(0.0, 0, 10),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(seat("0.0", 0),)),
+            step(1, 1.0, 2.0, ("0.0", 10, 4, 3)),
+            step(2, 2.0, 4.0, ("0.0", 13, 1, 1), num_decodes=1),
+        ),
+        "0",
+    )
+    assert (told.new_tokens, told.steps, told.median_gap_s) == (5, 3, 0.5)
+    assert told.worst_gap is not None
+    assert (told.worst_gap.after, told.worst_gap.span.seconds) == (4, 2.0)
+
+
+def test_a_failed_step_is_no_one_s_computing() -> None:
+    told = why(
+        recording(
+            arrival(0.0, 0, 10),
+            step(0, 1.0, 1.0, ("0.0", 0, 10, 0), admitted=(seat("0.0", 0),), ran_s=None),
+            step(1, 3.0, 4.0, ("0.0", 0, 10, 1)),
+        ),
+        "0",
+    )
+    assert told.queue_s == 1.0
+    assert shares(told.first_token) == {"queued_step": 1.0, "between_steps": 2.0, "own": 1.0}
+
+
+def test_what_the_recording_does_not_hold() -> None:
+    empty = recording()
+    with pytest.raises(InvalidArgumentError, match=r"holds no request, but no sequence '0\.0'"):
+        why(empty, "0")
+    some = recording(arrival(0.0, 4, 10, n=2), arrival(0.0, 6, 10), step(9, 1.0, 2.0), first_step=9)
+    for name in ("3", "4.2", "4.x", "x", "4.0.0", ""):
+        with pytest.raises(InvalidArgumentError, match=r"holds requests 4 to 6, but no sequence"):
+            why(some, name)
+    with pytest.raises(InvalidArgumentError, match="request 6 came before step 9, where this recording begins"):
+        why(some, "6")
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1.0], [1.0, 1.0, 1.0], [0.5, 99.5], [0.4, 0.4, 0.2, 99.0], [1e-9, 1.0], [3.0] * 7]
+)
+def test_percentages_sum_to_100_and_none_is_off_by_one(lengths: list[float]) -> None:
+    causes = ["own", "recomputing", "other_prompts", "other_decodes", "passed_over", "preempted", "between_steps"]
+    parts = tuple(Share(cause, length) for cause, length in zip(causes, lengths, strict=False))  # type: ignore[arg-type]
+    found = Span(seconds=sum(lengths), shares=parts, others=None).percentages
+    assert sum(found.values()) == 100
+    for cause, length in parts:
+        assert abs(found[cause] - 100 * length / sum(lengths)) < 1
+
+
+def test_no_time_has_no_percentages() -> None:
+    assert Span(seconds=0.0, shares=(), others=None).percentages == {}
+    told = why(recording(arrival(0.0, 0, 1), finish(0.0, "0.0", 0, "cancelled")), "0")
+    assert isinstance(told, Why)
+    assert "No token came in 0 µs: no time passed." in tell(told)
+
+
+def test_times_are_told_with_the_digits_that_suit_them() -> None:
+    told = [seconds(length) for length in (0.0, 4e-6, 0.9994e-3, 0.9996e-3, 0.0123456, 0.9994, 0.9996, 1.844, 4000.0)]
+    assert told == ["0 µs", "4 µs", "999 µs", "1 ms", "12.3 ms", "999 ms", "1.00 s", "1.84 s", "4,000.00 s"]

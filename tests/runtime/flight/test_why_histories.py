@@ -1,0 +1,106 @@
+"""Where time went, over random histories: shares sum to the whole, and times are those that the answers tell."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+
+from fastgen.runtime.flight.recording import Recording
+from fastgen.runtime.flight.time_account import Span
+from fastgen.runtime.flight.why import Why, why
+from fastgen.runtime.flight.why_text import tell
+from fastgen.runtime.generation import Generation
+from tests.runtime.histories import random_history
+
+SEEDS = range(10)
+
+
+def lived(seed: int, *, beams: bool = False) -> tuple[list[Generation], Recording]:
+    history = random_history(
+        random.Random(seed), failures=0.05, prefix_caching=seed % 2 == 0, beams=beams, drafts=seed % 3 == 0
+    )
+    history.live(150)
+    return history.generations, history.engine.recorder.recording("m")
+
+
+def names(recording: Recording) -> list[str]:
+    return [f"{arrival.request}.{index}" for arrival in recording.arrivals.values() for index in range(arrival.n)]
+
+
+def spans(told: Why) -> list[Span]:
+    found = [told.first_token, told.other_tokens, told.worst_gap.span if told.worst_gap else None]
+    return [span for span in found if span is not None]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_shares_sum_to_the_whole(seed: int) -> None:
+    _, recording = lived(seed, beams=True)
+    for name in names(recording):
+        told = why(recording, name)
+        for span in spans(told):
+            assert all(share.seconds > 0 for share in span.shares)
+            assert math.isclose(sum(share.seconds for share in span.shares), span.seconds, rel_tol=1e-9, abs_tol=1e-12)
+            if span.shares:
+                assert sum(span.percentages.values()) == 100
+        assert name.split(".")[0] in tell(told)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_times_are_those_of_the_answers(seed: int) -> None:
+    generations, recording = lived(seed)
+    for generation in generations:
+        queued = []
+        for output in generation.output().completions:
+            told = why(recording, f"{output.request_id}.{output.index}")
+            metrics = output.metrics
+            assert (told.finish_reason, told.new_tokens) == (output.finish_reason, len(output.token_ids))
+            assert told.ttft_s == metrics.ttft_s
+            assert len(told.preemptions) == metrics.preemptions
+            assert told.cached_tokens == metrics.cached_tokens
+            if metrics.gaps_s:
+                assert told.worst_gap is not None
+                assert told.worst_gap.span.seconds == pytest.approx(max(metrics.gaps_s), rel=1e-12)
+                assert told.median_gap_s == statistics.median(metrics.gaps_s)
+            queued.append(told.queue_s)
+        if any(each is not None for each in queued):
+            assert min(each for each in queued if each is not None) == generation.output().metrics.queue_s
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_own_and_recomputed_time_recounted_token_by_token(seed: int) -> None:
+    """Each token that a step computed of a sequence is worth its part of the step; one seen before is recomputed."""
+    _, recording = lived(seed)
+    for name in names(recording):
+        told = why(recording, name)
+        if told.ttft_s is None:
+            continue
+        first_s = recording.arrival(name).clock_s + told.ttft_s
+        own = again = 0.0
+        seen: set[int] = set()
+        admitted = {step.step for step in recording.steps if any(each.sequence == name for each in step.admitted)}
+        for step in recording.steps:
+            entry = step.entry_of(name)
+            if entry is None or step.ran_s is None or step.began_s > first_s:
+                continue
+            begins_s = step.scheduled_s if step.step in admitted else step.began_s
+            a_token_s = (min(step.end_s, first_s) - begins_s) / step.num_tokens
+            for position in range(entry.start, entry.start + entry.num_tokens):
+                own += a_token_s * (position not in seen)
+                again += a_token_s * (position in seen)
+                seen.add(position)
+        found = dict(told.first_token.shares)
+        assert found.get("own", 0.0) == pytest.approx(own, abs=1e-9)
+        assert found.get("recomputing", 0.0) == pytest.approx(again, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_beam_searchs_times_are_those_of_its_answers(seed: int) -> None:
+    generations, recording = lived(seed, beams=True)
+    for generation in (generation for generation in generations if generation.request.has_beams):
+        for output in generation.output().completions:
+            told = why(recording, f"{output.request_id}.{output.index}")
+            assert (told.ttft_s, told.new_tokens) == (output.metrics.ttft_s, len(output.token_ids))
+            assert (told.worst_gap is None) == (not output.metrics.gaps_s)

@@ -1,0 +1,109 @@
+"""Steps from tapes: the same bits as from the modules, recorded once for each size, whatever the steps hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgen
+from fastgen import LLM
+from fastgen.compile.tape import Tape
+from fastgen.layers.ragged_batch import RaggedBatch
+from fastgen.runtime.engine import Engine
+from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
+from fastgen.runtime.step.forward import Forward, TapedForward
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with fastgen.load("tiny-mistral", target="cpp", token_budget=128, max_num_seqs=24) as loaded:
+        yield loaded
+
+
+def engine_of(llm: LLM) -> Engine:
+    assert llm._engine is not None
+    return llm._engine
+
+
+class Watched(TapedForward):
+    """Beside every step from a tape computes it by the modules, and looks whether another recording is the same."""
+
+    def __init__(self, forward: TapedForward):
+        self.__dict__ |= forward.__dict__
+        self.sizes: list[tuple[int, int]] = []
+        self.num_differences = 0
+
+    def hidden(self, batch: RaggedBatch) -> Tensor:
+        expected = Forward.hidden(self, batch).clone()  # the same keys and values are written twice
+        found = super().hidden(batch)
+        self.num_differences += not torch.equal(found, expected)
+        if (tape := self._forwards.get(len(batch.input_ids))) is not None:
+            assert isinstance(tape, Tape)
+            again = self._pool.record(tape.name, lambda: self._forward_step(len(expected)))
+            self.num_differences += tape.difference(again) is not None
+        return found
+
+    def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
+        expected = Forward.logits(self, hidden, batch).clone()
+        found = super().logits(hidden, batch)
+        self.num_differences += not torch.equal(found, expected)
+        self.sizes.append((len(hidden), len(found)))
+        return found
+
+
+def test_the_same_bits_over_a_random_history(llm: LLM) -> None:
+    """Prompts of all lengths arrive while others decode; every step, small or large, is looked at."""
+    engine, draw = engine_of(llm), random.Random(7)
+    forward = engine.runner.forward
+    assert isinstance(forward, TapedForward)
+    watched = engine.runner.forward = Watched(forward)
+    try:
+        prompts = [[draw.randrange(300) for _ in range(draw.choice((1, 2, 9, 40, 130)))] for _ in range(40)]
+        lengths = [draw.randint(1, 12) for _ in prompts]
+        samplings = [fastgen.SamplingParams(max_new_tokens=length, ignore_eos=True, seed=1) for length in lengths]
+        outputs = llm.generate(prompts, samplings)
+    finally:
+        engine.runner.forward = forward
+    assert [len(output.token_ids) for output in outputs] == lengths
+    assert watched.num_differences == 0
+    num_tokens = {size for size, _ in watched.sizes}
+    recurring = {*range(1, TapedForward.SMALL + 1), *captured_sizes(128)}
+    assert num_tokens - set(captured_sizes(128))  # as many tokens as there were, not padded to one of these
+    assert any(size > rows > 0 for size, rows in watched.sizes)  # decodes and a chunk that needs no logits
+    assert num_tokens & recurring <= forward._forwards.keys() <= recurring
+    assert {128} < num_tokens & recurring
+
+
+def test_a_step_of_a_number_that_will_hardly_come_again(llm: LLM) -> None:
+    """Two sequences read the last of their prompts together, in a step that is neither small nor filled."""
+    prompt = list(range(1, 101))
+    assert 100 not in captured_sizes(128)
+    together = llm.generate([prompt], max_new_tokens=2, temperature=0, ignore_eos=True, logprobs=0)[0]
+    assert 100 not in engine_of(llm).runner.forward._forwards
+    with fastgen.load("tiny-mistral", target="cpp", token_budget=64, max_num_seqs=24) as other:
+        chunked = other.generate([prompt], max_new_tokens=2, temperature=0, ignore_eos=True, logprobs=0)[0]
+    assert together.logprobs == chunked.logprobs
+
+
+def test_a_tape_is_recorded_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm.generate([[5, 6, 7]], max_new_tokens=3, ignore_eos=True)
+    monkeypatch.setattr(engine_of(llm).runner.forward._pool, "record", lambda *_: pytest.fail("recorded again"))
+    llm.generate([[8, 9, 10]], max_new_tokens=5, ignore_eos=True)
+
+
+def test_where_gaps_are_bounded_nothing_is_recorded_under_traffic() -> None:
+    options: dict[str, Any] = {"target": "cpp", "token_budget": 128, "max_num_seqs": 6, "itl_target_ms": 50}
+    with fastgen.load("tiny-mistral", **options) as llm:
+        forward = engine_of(llm).runner.forward
+        assert isinstance(forward, TapedForward)
+        sizes, heads = dict(forward._forwards), dict(forward._heads)
+        assert sizes.keys() == set(captured_sizes(128))
+        assert heads.keys() == {*range(1, 7)}
+        llm.generate([[5] * 300, [6] * 40, [7]], max_new_tokens=9, ignore_eos=True)
+        assert {size: forward._forwards[size] for size in sizes} == sizes
+        assert forward._heads == heads

@@ -1,0 +1,192 @@
+"""Steps of decodes that continue each other run from one tape each, and nothing of their answers shows it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import fastgen
+from fastgen import LLM, SamplingParams
+from fastgen.compile.tape import Tape
+from fastgen.runtime.engine import Engine
+from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.step.forward import TapedForward
+from fastgen.runtime.step.model_runner import StepOutput
+from fastgen.runtime.step.steady_decodes import SteadyDecodes
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with fastgen.load(
+        "tiny-mistral", target="cpp", token_budget=64, max_num_seqs=8, block_size=4, prefix_caching=False
+    ) as loaded:
+        yield loaded
+
+
+def engine_of(llm: LLM) -> Engine:
+    assert llm._engine is not None
+    return llm._engine
+
+
+class Counted(SteadyDecodes):
+    """Counts the steps that it continued, and those that it could not."""
+
+    def __init__(self, steady: SteadyDecodes):
+        self.__dict__ |= steady.__dict__
+        self.num_continued = self.num_refused = 0
+
+    def run(self, schedule: Schedule) -> list[int] | None:
+        found = super().run(schedule)
+        self.num_continued += found is not None
+        self.num_refused += found is None
+        return found
+
+
+@pytest.fixture
+def counted(llm: LLM) -> Iterator[Counted]:
+    runner = engine_of(llm).runner
+    assert runner.steady is not None
+    before, runner.steady = runner.steady, Counted(runner.steady)
+    yield runner.steady
+    runner.steady = before
+
+
+def without(llm: LLM, *arguments: Any, **fields: Any) -> Any:
+    """What the same engine answers when every step is built from its schedule."""
+    runner = engine_of(llm).runner
+    before, runner.steady = runner.steady, None
+    try:
+        return llm.generate(*arguments, **fields)
+    finally:
+        runner.steady = before
+
+
+def random_sampling(draw: random.Random) -> SamplingParams:
+    fields: dict[str, Any] = {"max_new_tokens": draw.choice((1, 9, 60)), "ignore_eos": True, "seed": draw.randrange(9)}
+    fields |= draw.choice(
+        (
+            {},
+            {"temperature": 1.3},
+            {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+            {"temperature": 2.0, "min_p": 0.05},
+            {"repetition_penalty": 1.2},
+            {"logprobs": 2},
+            {"max_new_tokens": 20, "min_new_tokens": 3, "stop_token_ids": [7, 9, 11]},
+        )
+    )
+    return SamplingParams(**fields)
+
+
+def test_a_random_history_has_the_same_answers(llm: LLM, counted: Counted) -> None:
+    draw = random.Random(11)
+    prompts = [[draw.randrange(300) for _ in range(draw.choice((1, 3, 17, 90)))] for _ in range(60)]
+    samplings = [random_sampling(draw) for _ in prompts]
+    outputs = llm.generate(prompts, samplings)
+    expected = without(llm, prompts, samplings)
+    assert [each.token_ids for each in outputs] == [each.token_ids for each in expected]
+    assert [each.logprobs for each in outputs] == [each.logprobs for each in expected]
+    assert counted.num_continued > 20  # among steps with chunks, penalties and log-probabilities
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_p": 0.8, "seed": 4}]
+)
+def test_all_but_the_first_steps_are_continued(llm: LLM, counted: Counted, fields: dict[str, Any]) -> None:
+    """The prompts' step and the first one of decodes are built; 4 tokens fill a block, so tables grow meanwhile."""
+    fields = {"max_new_tokens": 40, "ignore_eos": True, **fields}
+    prompts = [[5, 6, 7], [8], [9] * 6]
+    outputs = llm.generate(prompts, **fields)
+    assert (counted.num_refused, counted.num_continued) == (2, 38)
+    assert [each.token_ids for each in outputs] == [each.token_ids for each in without(llm, prompts, **fields)]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"presence_penalty": 0.5}, {"logprobs": 0}, {"logit_bias": {5: 1.0}}, {"repetition_penalty": 1.1}]
+)
+def test_what_depends_on_the_tokens_so_far_is_not(llm: LLM, counted: Counted, fields: dict[str, Any]) -> None:
+    llm.generate([5, 6, 7], max_new_tokens=8, ignore_eos=True, **fields)
+    assert counted.num_continued == 0
+
+
+def test_a_step_that_was_computed_in_vain_is_computed_again(
+    llm: LLM, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tape has moved on, and the schedule is made again: it is no continuation, and its tokens are the same."""
+    runner, num_runs, sampling = engine_of(llm).runner, 0, SamplingParams(max_new_tokens=30, ignore_eos=True)
+    expected = without(llm, [[5, 6, 7], [8, 9]], sampling)
+    run = runner.run
+
+    def run_twice(schedule: Schedule) -> StepOutput:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs in (9, 15):
+            run(schedule)
+        return run(schedule)
+
+    monkeypatch.setattr(runner, "run", run_twice)
+    outputs = llm.generate([[5, 6, 7], [8, 9]], sampling)
+    assert [each.token_ids for each in outputs] == [each.token_ids for each in expected]
+    assert counted.num_refused == 4
+
+
+def test_a_continued_step_is_one_native_call(llm: LLM, counted: Counted) -> None:
+    llm.generate([[5, 6], [7, 8]], max_new_tokens=6, ignore_eos=True)
+    tape = counted._tapes[2]
+    assert isinstance(tape, Tape)
+    assert len(tape._stretches) == 1
+
+
+def test_nothing_is_recorded_while_a_lone_request_is_answered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
+    forward = engine_of(llm).runner.forward
+    assert isinstance(forward, TapedForward)
+    record = forward._pool.record
+
+    def note(name: str, step: Callable[[], None]) -> Tape:
+        recorded.append(name)
+        return record(name, step)
+
+    monkeypatch.setattr(forward._pool, "record", note)
+    llm.generate([5] * 23, max_new_tokens=6, ignore_eos=True)
+    assert recorded == ["a step of 23 tokens"]  # that of its prompt, and none of decodes
+
+
+def test_whoever_comes_later_records_the_same_tape(llm: LLM, counted: Counted) -> None:
+    llm.generate([[5, 6], [7, 8]], max_new_tokens=6, ignore_eos=True)
+    tape = counted._tapes[2]
+    assert isinstance(tape, Tape)
+    llm.generate([[1, 2, 3], [4] * 50], max_new_tokens=30, ignore_eos=True, temperature=1.0, seed=1)
+    again = counted._forward.record_decodes(2, lambda: counted._prepare(2), counted._sampling.sample_held)
+    assert isinstance(again, Tape)
+    assert tape.difference(again) is None
+
+
+def test_a_batch_that_was_built_over_is_not_continued(
+    llm: LLM, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newcomer's step is interrupted, and it gives up: the same decodes are due at the same positions as before it
+    came, but the batch has the newcomer's tokens in it.
+    """
+    engine, sampling = engine_of(llm), SamplingParams(max_new_tokens=20, ignore_eos=True)
+    prompts = [[5, 6, 7], [8, 9]]
+    expected = without(llm, prompts, sampling)
+    generations = [engine.submit(prompt, sampling) for prompt in prompts]
+    for _ in range(6):
+        engine.step()
+    assert counted.num_continued == 4
+    newcomer = engine.submit([40] * 30, sampling)
+
+    def interrupted(batch: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.forward, "hidden", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.cancel(newcomer)
+    while engine.has_work:
+        engine.step()
+    assert [each.output().token_ids for each in generations] == [each.token_ids for each in expected]

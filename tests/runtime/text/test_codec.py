@@ -1,0 +1,141 @@
+"""Between text and ids: the checkpoint's own tokenizer, template and generation settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastgen.errors import CheckpointError, InvalidArgumentError
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.text.codec import TextCodec
+from tests.runtime.checkpoints import save_tokenizer
+
+USER = [{"role": "user", "content": "the cat"}]
+
+
+def save_wrapping_tokenizer(directory: Path) -> None:
+    """Puts ``<s>`` before every text, and has a template that writes its own."""
+    save_tokenizer(directory, chat_template="<s>{% for m in messages %}<user>{{ m.content }}{% endfor %}"
+                                            "{% if add_generation_prompt %}<assistant>{% endif %}")  # fmt: skip
+    file = directory / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }
+    file.write_text(json.dumps(tokenizer))
+
+
+def codec_of(directory: Path, generation: Any = None, **config: Any) -> TextCodec:
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return TextCodec.from_checkpoint(directory, config)
+
+
+def test_special_tokens_go_around_text_once(tmp_path: Path) -> None:
+    save_wrapping_tokenizer(tmp_path)
+    codec = codec_of(tmp_path)
+    ids = codec.encode("the cat")
+    assert ids[0] == 1
+    assert ids[1:] == codec.tokenizer("the cat", add_special_tokens=False)["input_ids"]
+    assert 1 not in ids[1:]
+    assert codec.encode("") == [1]
+    chat = codec.encode_chat(USER)
+    assert chat.count(1) == 1, "the template's own <s> is not put there a second time"
+    assert codec.tokenizer.decode(chat) == "<s><user>the cat<assistant>"
+
+
+def test_ids_stay_as_they_are_and_become_plain_integers(tmp_path: Path) -> None:
+    codec = codec_of(tmp_path)
+    assert codec.encode([5, 0, 10**9]) == [5, 0, 10**9]
+    for prompt in (np.array([5, 6]), range(5, 7), (5, 6)):
+        found = codec.encode(prompt)  # type: ignore[arg-type]
+        assert found == [5, 6]
+        assert all(type(token_id) is int for token_id in found)
+    for bad in ([5, True], [5, 6.0], [5, "6"], [5, None]):
+        with pytest.raises(InvalidArgumentError, match=r"prompt token 1 is .*, not a token id"):
+            codec.encode(bad)
+
+
+def test_a_conversation_is_not_changed(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, chat_template="{% for m in messages %}{% set _ = m.update(role='x') %}{% endfor %}cat")
+    messages = [dict(message) for message in USER]
+    codec = codec_of(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="refuses this conversation"):
+        codec.encode_chat(messages)
+    assert messages == USER
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "with_tokenizer", "expected"),
+    [
+        ({"eos_token_id": 9}, {"eos_token_id": 8}, True, {9}),
+        ({"eos_token_id": [9, 7]}, {"eos_token_id": 8}, True, {9, 7}),
+        ({"eos_token_id": None}, {"eos_token_id": 8}, True, {8}),
+        ({}, {"eos_token_id": [8, 6]}, True, {8, 6}),
+        (None, {"eos_token_id": 0}, True, {0}),
+        (None, {"eos_token_id": None}, True, {2}),
+        (None, {}, True, {2}),
+        (None, {}, False, set()),
+    ],
+)
+def test_which_ids_end_a_text(
+    tmp_path: Path, generation: Any, config: dict[str, Any], with_tokenizer: bool, expected: set[int]
+) -> None:
+    """``generation_config.json`` before ``config.json`` before the tokenizer (whose ``</s>`` is 2)."""
+    if with_tokenizer:
+        save_tokenizer(tmp_path)
+    codec = codec_of(tmp_path, generation, **config)
+    assert codec.eos_token_ids == expected
+    assert codec.has_tokenizer == with_tokenizer == (codec.tokenizer is not None)
+
+
+def test_sampling_defaults(tmp_path: Path) -> None:
+    assert codec_of(tmp_path).default_sampling == SamplingParams()
+    found = codec_of(tmp_path, {"do_sample": True, "top_p": 0.5, "max_new_tokens": 3}).default_sampling
+    assert found == SamplingParams(temperature=1.0, top_p=0.5)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p must be"):
+        codec_of(tmp_path, {"do_sample": True, "top_p": 2})
+
+
+def test_without_a_tokenizer_text_is_refused(tmp_path: Path) -> None:
+    codec = codec_of(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="a text prompt needs a tokenizer"):
+        codec.encode("text")
+    with pytest.raises(InvalidArgumentError, match="a conversation needs a tokenizer"):
+        codec.encode_chat(USER)
+
+
+def test_no_code_of_the_checkpoint_is_run(tmp_path: Path) -> None:
+    """A tokenizer class of the checkpoint's own is refused, and its module is not imported."""
+    marker = tmp_path / "was_run"
+    (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass EvilTokenizer: pass\n")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}})
+    )
+    with pytest.raises(CheckpointError, match="its tokenizer cannot be loaded"):
+        codec_of(tmp_path)
+    assert not marker.exists()
+
+
+def test_a_detokenizer_knows_the_prompt_the_stop_strings_and_when_they_count(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    codec = codec_of(tmp_path)
+    cat = codec.encode("the cat")
+    dog = codec.encode(" the dog")
+    detokenizer = codec.new_detokenizer(cat, SamplingParams(stop=["do"]))
+    text = "".join(detokenizer.append(token_id) for token_id in dog)
+    assert (text, detokenizer.stopped) == (" the ", True)
+    late = codec.new_detokenizer(cat, SamplingParams(stop=["the"], min_new_tokens=len(dog)))
+    text = "".join(late.append(token_id) for token_id in dog) + late.finish()
+    assert (text, late.stopped) == (" the dog", False)
+    # half of é in the prompt, half in the answer
+    first, second = codec.tokenizer.convert_tokens_to_ids(["Ã", "©"])
+    split = codec.new_detokenizer([*cat, first], SamplingParams())
+    assert split.append(second) == "é"
