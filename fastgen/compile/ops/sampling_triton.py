@@ -91,7 +91,7 @@ def sampling_specs(
     mask: bool = True,
     bias: bool = True,
     block: int = 2048,
-    chunk: int = 2048,
+    chunk: int = 1024,
     needed_by: tuple[str, ...] = (),
 ) -> SamplingSpecs:
     """The kernels for a vocabulary, for :class:`SamplingKernels`.

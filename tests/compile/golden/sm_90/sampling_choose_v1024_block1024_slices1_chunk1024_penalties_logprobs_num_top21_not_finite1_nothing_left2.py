@@ -1,4 +1,4 @@
-# sampling_choose(V=1024, block=1024, slices=1, chunk=2048, penalties=True, logprobs=True, num_top=21, not_finite=1, nothing_left=2, enable_fp_fusion=False, num_warps=4) for triton
+# sampling_choose(V=1024, block=1024, slices=1, chunk=1024, penalties=True, logprobs=True, num_top=21, not_finite=1, nothing_left=2, enable_fp_fusion=False, num_warps=2) for triton
 
 import triton
 import triton.language as tl
@@ -41,7 +41,7 @@ def gumbel(word):
     v = ((8388607 - steps).to(tl.float32) + 0.5) * (2.0**-23)
     series = v * (1 + v * (0.5 + v * (1 / 3 + v * (0.25 + v * (0.2 + v * (1 / 6))))))
     return -tl.log(tl.where(v < 0.03125, series, -tl.log(u)))
-CHUNK = tl.constexpr(2048)  # of a row's list, read at once
+CHUNK = tl.constexpr(1024)  # of a row's list, read at once
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def lowest_ids(list_keys_ptr, list_ids_ptr, size, key, target):
 
 
 @triton.jit
-def sampling_choose_v1024_block1024_slices1_chunk2048_penalties_logprobs_num_top21_not_finite1_nothing_left2(logits_ptr, seats_ptr, reals_ptr, integers_ptr, positions_ptr, seeds_ptr, peaks_ptr, states_ptr, peak_ids_ptr, drawn_ptr, drawn_ids_ptr, masses_ptr, list_keys_ptr, list_ids_ptr, list_counts_ptr, raw_peaks_ptr, raw_sums_ptr, slice_top_ptr, slice_top_ids_ptr, uses_ptr, token_ids_ptr, sampled_ids_ptr, logprobs_ptr, top_logprobs_ptr, top_ids_ptr):
+def sampling_choose_v1024_block1024_slices1_chunk1024_penalties_logprobs_num_top21_not_finite1_nothing_left2(logits_ptr, seats_ptr, reals_ptr, integers_ptr, positions_ptr, seeds_ptr, peaks_ptr, states_ptr, peak_ids_ptr, drawn_ptr, drawn_ids_ptr, masses_ptr, list_keys_ptr, list_ids_ptr, list_counts_ptr, raw_peaks_ptr, raw_sums_ptr, slice_top_ptr, slice_top_ids_ptr, uses_ptr, token_ids_ptr, sampled_ids_ptr, logprobs_ptr, top_logprobs_ptr, top_ids_ptr):
     """The token of a row: the largest score, what the slices drew, or a draw from the list of what may be kept."""
     row = tl.program_id(0)
     seat = tl.load(seats_ptr + row)
