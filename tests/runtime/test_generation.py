@@ -24,8 +24,11 @@ class Letters:
     def is_text(self, token_id: int) -> bool:
         return True
 
+    def piece(self, token_id: int) -> str:
+        return chr(ord("a") + token_id)
+
     def decode(self, token_ids: list[int]) -> str:
-        return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+        return "".join(map(self.piece, token_ids))
 
 
 def generation_of(*, with_text: bool = True, **fields: object) -> Generation:

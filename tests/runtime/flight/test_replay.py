@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime import spreading
 from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.flight.recording import Arrival, Beams, Recording, Snapshot, Step, Withdrawal
 from fastgen.runtime.flight.recording_file import read_recording, write_recording
 from fastgen.runtime.flight.replay import first_difference, replay
+from fastgen.runtime.scheduling import spreading
 from fastgen.runtime.scheduling.policies import POLICIES, choose_policy, make_policy, policy_name
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
 from fastgen.runtime.scheduling.policies.time_budget import TimeBudgetSplitFuse

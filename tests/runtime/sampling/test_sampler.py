@@ -16,8 +16,8 @@ from fastgen.compile.ops.sampling import gumbel_noise
 from fastgen.compile.target import Target
 from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.errors import GenerationError
-from fastgen.runtime import sampler
 from fastgen.runtime.request import Request
+from fastgen.runtime.sampling import sampler
 from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.runtime.sampling.sampler import Sampler, prompt_logprobs, sampling_kernel
 from fastgen.runtime.sampling.sampling_params import SamplingParams
