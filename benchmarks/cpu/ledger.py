@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,16 +86,27 @@ def _bytes(tensors: Any) -> int:
 
 
 class AllocationPeak(TorchDispatchMode):
-    """The most bytes that tensors made within took at once."""
+    """The most bytes that tensors made within took at once.
 
-    def __init__(self) -> None:
+    With ``collects`` those are not counted that only wait for Python's garbage collector, as what Triton's interpreter
+    has used does. That is slow unless :func:`gc.freeze` was called before.
+    """
+
+    def __init__(self, *, collects: bool = False) -> None:
         super().__init__()
         self.most = 0
+        self._collects = collects
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._collects:
+            gc.collect()
         before = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
+        if (
+            func.overloadpacket is torch.ops.aten.set_
+        ):  # laid over memory that is there; the interpreter of Triton does so
+            return result
         for each in _tensors(result):
             storage = each.untyped_storage()
             if storage._cdata not in before and storage._cdata not in self._alive:
