@@ -177,10 +177,8 @@ class EngineLoop:
             why = f"the engine failed to queue this request: {cause_of(error)}"
             self._refused.append(Refused(message.number, why, is_failure=True))
             return
-        opened, request_id = (
-            _Open(message.number, generation, is_stream=message.is_stream),
-            generation.request.request_id,
-        )
+        opened = _Open(message.number, generation, is_stream=message.is_stream)
+        request_id = generation.request.request_id
         self._open[message.number] = self._by_request_id[request_id] = self._unheard[request_id] = opened
         if message.is_stream:
             self._streams[request_id] = opened

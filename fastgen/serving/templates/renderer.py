@@ -76,7 +76,7 @@ class TemplateRenderer:
                 answer = None
             if answer is None:
                 status = process.wait()
-                self._process = None
+                self.close()
                 raise InvalidArgumentError(_why(status))
         rendered = msgspec.msgpack.decode(answer, type=Rendered)
         if rendered.text is None:
@@ -94,7 +94,9 @@ class TemplateRenderer:
                 stream.close()
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
             command = [sys.executable, "-m", "fastgen.serving.templates.process"]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         return self._process
