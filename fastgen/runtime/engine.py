@@ -97,12 +97,12 @@ class Engine:
         request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock(), constraint)
         beams = BeamGroup(request, sampling.stop_ids(self.eos_token_ids)) if request.has_beams else None
         generation = Generation(request, beams)
-        self.scheduler.enqueue(request)
-        self._generations[request.request_id] = generation
         self.recorder.arrived(request)
         self.metrics.arrived(len(prompt_ids))
         if sampling.timeout_s is not None:
             self._deadlines.add(request.request_id, request.arrival_s + sampling.timeout_s)
+        self.scheduler.enqueue(request)  # last: what could not be noted must not run, for nobody would hear of it
+        self._generations[request.request_id] = generation
         return generation
 
     def cancel(self, generation: Generation, reason: FinishReason = "cancelled", error: str | None = None) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import uvloop
@@ -27,6 +28,8 @@ from fastgen.serving.monitoring.log import set_up_logging
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 
+_MAX_THREADS = 32
+"""Where texts become tokens: more than conversations can keep, so that those which take long leave some for others."""
 _log = logging.getLogger(__name__)
 
 
@@ -45,6 +48,7 @@ def run(
 
 
 async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Callable[[Deployment], None]) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS, "work"))
     endings = _Endings()
     ending = Ending(secrets.token_urlsafe(32), options.api_keys, endings.first.set)
     service = Service(

@@ -64,11 +64,12 @@ class ScriptedService:
         self.codec, self._answer = codec, answer
         self.facts = SimpleNamespace(max_model_len=max_model_len, vocab_size=len(codec.tokenizer))
         self.asked: list[tuple[list[int], SamplingParams]] = []
-        self.num_cancelled = 0
-        self.engine: Any = SimpleNamespace(finish=lambda request: None, cancel=self._cancel)
+        self._cancelled: set[EngineRequest] = set()
+        self.engine: Any = SimpleNamespace(finish=lambda request: None, cancel=self._cancelled.add)
 
-    def _cancel(self, request: EngineRequest) -> None:
-        self.num_cancelled += 1
+    @property
+    def num_cancelled(self) -> int:
+        return len(self._cancelled)
 
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool, request_id: str, spelled: Any = None

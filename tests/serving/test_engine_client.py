@@ -11,7 +11,7 @@ import zmq
 import fastgen
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.generation import Generation
+from fastgen.runtime.request import Request
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.simulated import CostModel, SimulatedServer
 from fastgen.serving import engine_process
@@ -85,17 +85,17 @@ def test_what_is_no_port_is_refused(name: str, port: int) -> None:
 def test_what_fails_in_the_engine_for_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that cannot be queued, for no fault of its own, and counters that cannot be told."""
     engine = SimulatedServer(CostModel(step_s=0.0, token_s=0.0), token_budget=64, max_num_seqs=4, num_blocks=64).engine
-    submit = engine.submit
+    note = engine.recorder.arrived
 
-    def submit_unless_broken(prompt_ids: list[int], sampling: SamplingParams) -> Generation:
-        if prompt_ids == [13]:
+    def note_unless_broken(request: Request) -> None:
+        if list(request.prompt_ids) == [13]:
             raise ZeroDivisionError("bad luck")
-        return submit(prompt_ids, sampling)
+        note(request)
 
     def broken(engine: Engine) -> None:
         raise OSError("no counters")
 
-    monkeypatch.setattr(engine, "submit", submit_unless_broken)
+    monkeypatch.setattr(engine.recorder, "arrived", note_unless_broken)
     monkeypatch.setitem(engine_process.ANSWERS, "metrics", broken)
     with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
         ours.bind("inproc://engine")
@@ -133,3 +133,4 @@ def test_what_fails_in_the_engine_for_one_request_leaves_the_others(monkeypatch:
         for progress in report.progress:
             num_tokens[progress.number] += len(progress.token_ids)
     assert num_tokens == {1: 3, 3: 2}
+    assert not engine.has_work  # nothing is left of the one that could not be queued

@@ -12,6 +12,8 @@ import openai
 import pytest
 
 from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.serving.http.streaming import Gone
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, OverloadedError, RefusedError
 from tests.serving.scripted import MODEL, ScriptedService, application, openai_client, scripted_codec
 
@@ -150,7 +152,36 @@ def test_a_client_that_goes_while_it_waits_is_cancelled(path: str, body: dict[st
     async def send(message: Any) -> None:
         pass
 
-    scope = {
+    asyncio.run(asyncio.wait_for(application(service)(scope_of(path), receive, send), 30))
+    assert (len(service.asked), service.num_cancelled) == (1, 1)
+
+
+@both
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_went_before_its_request_was_queued_is_cancelled(
+    path: str, body: dict[str, Any], stream: bool
+) -> None:
+    gone = Gone()
+
+    def leave(prompt_ids: list[int], sampling: SamplingParams) -> tuple[list[int], FinishReason]:
+        gone.set()
+        return [], "stop"
+
+    service = ScriptedService(scripted_codec(), leave)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(body | {"stream": stream}).encode(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = scope_of(path) | {"state": {"gone": gone}}
+    asyncio.run(asyncio.wait_for(application(service)(scope, receive, send), 30))
+    assert (len(service.asked), service.num_cancelled) == (1, 1)
+
+
+def scope_of(path: str) -> dict[str, Any]:
+    return {
         "type": "http",
         "http_version": "1.1",
         "method": "POST",
@@ -158,5 +189,3 @@ def test_a_client_that_goes_while_it_waits_is_cancelled(path: str, body: dict[st
         "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
     }
-    asyncio.run(asyncio.wait_for(application(service)(scope, receive, send), 30))
-    assert (len(service.asked), service.num_cancelled) == (1, 1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.models.hub import locate
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
+from fastgen.serving.refusals import UnavailableError
 from fastgen.serving.templates.renderer import TemplateRenderer
 
 MESSAGES: list[dict[str, Any]] = [
@@ -79,9 +78,28 @@ def test_what_costs_too_much_or_fails_is_refused_and_the_next_is_rendered(
 
 def test_a_process_that_ended_is_started_again(renderer: TemplateRenderer) -> None:
     expected = renderer.render(MESSAGES[:2], None)
-    process = renderer._process
-    assert process is not None
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    (process,) = renderer._processes
+    process.kill()
+    process._process.wait()
     assert renderer.render(MESSAGES[:2], None) == expected
-    assert not Path(f"/proc/{process.pid}").exists()
+    assert process not in renderer._processes
+
+
+def test_who_would_wait_for_a_conversation_that_takes_long_is_rendered_by_another_process(
+    renderer: TemplateRenderer,
+) -> None:
+    expected = renderer.render(MESSAGES[:2], None)
+    busy = renderer._take()
+    assert renderer.render(MESSAGES[:2], None) == expected
+    assert len(renderer._processes) == 2
+    renderer._idle.put(busy)
+
+
+def test_what_is_rendered_when_all_processes_are_ended_fails(tokenizer: Any) -> None:
+    renderer = TemplateRenderer(tokenizer)
+    renderer.start()
+    (process,) = renderer._processes
+    renderer.close()
+    assert not process.is_alive
+    with pytest.raises(UnavailableError, match="ending"):
+        renderer.render(MESSAGES[:2], None)

@@ -123,7 +123,7 @@ def generate_routes(service: Service) -> APIRouter:
         prompt_ids, sampling = await asyncio.to_thread(_read, service, body)
         running = await service.submit(prompt_ids, sampling, is_stream=body.stream, request_id=request_id_of(request))
         if body.stream:
-            return await event_stream(request, _events(running))
+            return await event_stream(request, running, _events(running))
         async with running, unless_gone(request):
             return json_response(OutputRecord.of(await running.output()))
 

@@ -83,7 +83,7 @@ def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
                 spelled=tools.spelled if tools is not None else None,
             )
             if body.stream:
-                return await event_stream(request, _events(batch, writer, body))
+                return await event_stream(request, batch, _events(batch, writer, body))
             async with batch, unless_gone(request):
                 (output,) = await batch.outputs()
         return json_response(writer.whole(output))

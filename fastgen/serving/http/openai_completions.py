@@ -65,7 +65,7 @@ def completion_routes(service: Service) -> APIRouter:
         writer = _Writer(service, body, prompts, prompt_ids, f"cmpl-{request_id}")
         batch = await Batch.submit(service, prompt_ids, samplings, is_stream=bool(body.stream), request_id=request_id)
         if body.stream:
-            return await event_stream(request, _events(batch, writer, body))
+            return await event_stream(request, batch, _events(batch, writer, body))
         async with batch, unless_gone(request):
             return json_response(writer.whole(await batch.outputs()))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -147,24 +147,33 @@ class StreamUsage:
         }
 
 
-async def event_stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """A response of ``events`` that begins once the first of them is there: what fails before has a status of its own,
-    and where the client goes before, ``events`` is closed. What fails later is an event of its own, the last one."""
+async def event_stream(
+    request: Request,
+    running: Batch | Running,
+    events: AsyncGenerator[bytes, None],
+    *,
+    done: bytes = DONE,
+    failed: Callable[[Any], bytes] = lambda body: b"event: error\n" + event_of(body),
+) -> Response:
+    """A response of ``events``, which are those of ``running``. It begins once the first of them is there: what fails
+    before has a status of its own, and where the client goes before, ``running`` is cancelled. ``done`` comes last, or
+    what ``failed`` makes of the body of an error that came later."""
     try:
         async with unless_gone(request):
             first = await anext(events)
     except BaseException:
+        running.cancel()  # events that were not begun cannot
         await events.aclose()
         raise
-    return EventStream(_WithEnd(first, events))
+    return EventStream(_WithEnd(first, events, done, failed))
 
 
 class _WithEnd:
     """``first``, ``events``, and how they ended. Closing it closes ``events``, though nobody has looked at them yet."""
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]):
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], done: bytes, failed: Callable[[Any], bytes]):
         self._first: bytes | None = first
-        self._events = events
+        self._events, self._done, self._failed = events, done, failed
         self._has_ended = False
 
     def __aiter__(self) -> Self:
@@ -179,9 +188,9 @@ class _WithEnd:
         try:
             return await anext(self._events)
         except StopAsyncIteration:
-            end = DONE
+            end = self._done
         except Exception as error:
-            end = b"event: error\n" + event_of(failure_body(error))
+            end = self._failed(failure_body(error))
         self._has_ended = True
         return end
 

@@ -6,7 +6,7 @@ in those of the LMI and TGI containers.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,8 +19,9 @@ from fastgen.runtime.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.http.errors import ERRORS, invalid_request
 from fastgen.serving.http.generate import own_words
-from fastgen.serving.http.openai_run import Batch, encode_prompts, json_response, request_id_of
-from fastgen.serving.http.streaming import EventStream, unless_gone
+from fastgen.serving.http.openai_answers import finish_of
+from fastgen.serving.http.openai_run import Batch, encode_prompts, event_stream, json_response, request_id_of
+from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
 
@@ -167,9 +168,14 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
     )
     words = _Words(service, invocation.parameters)
     if invocation.stream:
-        lines = _Lines(batch, words, texts[0], is_sse="text/event-stream" in request.headers.get("accept", ""))
-        async with unless_gone(request):
-            return await lines.response()
+        is_sse = "text/event-stream" in request.headers.get("accept", "")
+        line = _event if is_sse else _line
+        events = _lines(batch, words, texts[0], line)
+        if is_sse:
+            return await event_stream(request, batch, events, done=b"")
+        response = await event_stream(request, batch, events, done=b"", failed=line)
+        response.headers["content-type"] = "application/jsonlines"
+        return response
     async with batch, unless_gone(request):
         outputs = await batch.outputs()
     answers = [words.answer(text, output) for text, output in zip(texts, outputs, strict=True)]
@@ -183,7 +189,9 @@ class _Words:
         self._codec, self._parameters = service.codec, parameters
 
     def answer(self, text: str, output: GenerationOutput) -> dict[str, Any]:
-        """A whole one to ``text``; the details where they were asked for."""
+        """A whole one to ``text``; the details where they were asked for. Raises where there is none."""
+        for completion in output.completions:
+            finish_of(completion.finish_reason, completion.error)
         answer: dict[str, Any] = {"generated_text": self.text(text, output.text)}
         if self._parameters.details or self._parameters.decoder_input_details:
             answer["details"] = self.details(text, output.finish_reason, output.token_ids)
@@ -229,51 +237,29 @@ class _Words:
         return "eos_token" if token_ids and token_ids[-1] in self._codec.eos_token_ids else "stop_sequence"
 
 
-class _Lines:
-    """A stream: a line of JSON a token, or a server-sent event. The last has the whole text."""
+async def _lines(batch: Batch, words: _Words, prompt: str, line: Callable[[Any], bytes]) -> AsyncGenerator[bytes, None]:
+    """A stream: a ``line`` a token. The last has the whole text."""
+    text, token_ids = "", list[int]()
+    async with batch:
+        async for updates in batch.updates():
+            for _, update in updates:
+                text += update.text
+                token_ids += update.token_ids
+                values: list[dict[str, Any]] = [
+                    {"token": token} for token in words.tokens(update.token_ids, update.logprobs)
+                ]
+                if update.end is not None:
+                    finish_of(update.end.reason, update.end.error)
+                    values = values or [{}]
+                    values[-1]["generated_text"] = words.text(prompt, text)
+                    values[-1]["details"] = words.details(prompt, update.end.reason, token_ids)
+                if values:
+                    yield b"".join(map(line, values))
 
-    def __init__(self, batch: Batch, words: _Words, prompt: str, *, is_sse: bool):
-        self._batch, self._words, self._prompt, self._is_sse = batch, words, prompt, is_sse
 
-    async def response(self) -> Response:
-        """Begun when the first tokens are there: what fails before has a status of its own."""
-        lines = self._lines()
-        try:
-            first = await anext(lines)
-        except BaseException:
-            await lines.aclose()
-            raise
+def _line(value: Any) -> bytes:
+    return msgspec.json.encode(value) + b"\n"
 
-        async def all_of_them() -> AsyncGenerator[bytes, None]:
-            try:
-                yield first
-                async for line in lines:
-                    yield line
-            finally:
-                await lines.aclose()
 
-        response = EventStream(all_of_them())
-        if not self._is_sse:
-            response.headers["content-type"] = "application/jsonlines"
-        return response
-
-    async def _lines(self) -> AsyncGenerator[bytes, None]:
-        text, token_ids = "", list[int]()
-        async with self._batch:
-            async for updates in self._batch.updates():
-                for _, update in updates:
-                    text += update.text
-                    token_ids += update.token_ids
-                    lines: list[dict[str, Any]] = [
-                        {"token": token} for token in self._words.tokens(update.token_ids, update.logprobs)
-                    ]
-                    if update.end is not None:
-                        lines = lines or [{}]
-                        lines[-1]["generated_text"] = self._words.text(self._prompt, text)
-                        lines[-1]["details"] = self._words.details(self._prompt, update.end.reason, token_ids)
-                    if lines:
-                        yield b"".join(map(self._line, lines))
-
-    def _line(self, value: dict[str, Any]) -> bytes:
-        encoded = msgspec.json.encode(value)
-        return b"data:" + encoded + b"\n\n" if self._is_sse else encoded + b"\n"
+def _event(value: Any) -> bytes:
+    return b"data:" + msgspec.json.encode(value) + b"\n\n"

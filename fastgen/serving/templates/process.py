@@ -1,7 +1,7 @@
 """The process that renders chat templates, as transformers does.
 
 Run as ``python -m fastgen.serving.templates.process`` it reads conversations from standard input and writes their texts
-to standard output, until the first is closed.
+to standard output, until the first is closed. An empty one comes first, once it is ready.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def main() -> None:
     conversations, texts = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever prints is not to be taken for a text
     _limit_memory()
+    write_message(texts, b"")  # it is ready
     while (message := read_message(conversations)) is not None:
         conversation = msgspec.msgpack.decode(message, type=Conversation)
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)

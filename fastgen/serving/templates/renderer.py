@@ -1,7 +1,10 @@
-"""The server's side of the process that renders chat templates: started when it is needed, and again where it ended."""
+"""The server's side of the processes that render chat templates: started when they are needed, and again where they
+ended."""
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import signal
 import struct
 import subprocess
@@ -12,7 +15,8 @@ from typing import IO, Any
 
 import msgspec
 
-from fastgen.errors import InvalidArgumentError
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.serving.refusals import UnavailableError
 
 MAX_CPU_S = 2.0
 """Of processor time, to render a conversation."""
@@ -20,6 +24,9 @@ MAX_MEMORY_BYTES = 512 << 20
 """What the process may have beside what it starts with."""
 MAX_CHARACTERS = 1 << 24
 """Of a rendered conversation."""
+MAX_PROCESSES = 4
+_PATIENCE_S = 0.05
+"""How long a conversation waits for a process until another is started, which takes some ten times as long."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -41,19 +48,21 @@ class Rendered(msgspec.Struct, array_like=True):
 
 class TemplateRenderer:
     """Renders the chat template of ``tokenizer``, one of transformers'. A template is a program, and may come from
-    anywhere: what it does happens in a process that is ended where it takes too long or too much memory. May be used
-    from several threads.
+    anywhere: what it does happens in a process that is ended where it takes too long or too much memory. Who has to
+    wait for that starts another, so that a conversation that takes long holds up no other. May be used from several
+    threads.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: set[_Process] = set()
+        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
+        self._is_closed = False
 
     def start(self) -> None:
-        """Have the process there before it is needed: it takes a second."""
-        with self._lock:
-            self._running()
+        """Have a process there before it is needed: it takes a second. Raises ``FastgenError`` where that fails."""
+        self._put_another()
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """The text of a conversation, up to where the answer begins. Raises whatever stands in its way."""
@@ -65,41 +74,97 @@ class TemplateRenderer:
             special_tokens={name: str(token) for name, token in self._tokenizer.special_tokens_map.items()},
         )
         request = msgspec.msgpack.encode(conversation)
-        with self._lock:
-            process = self._running()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                write_message(process.stdin, request)
-                answer = read_message(process.stdout)
-            except OSError:
-                answer = None
-            if answer is None:
-                status = process.wait()
-                self.close()
-                raise InvalidArgumentError(_why(status))
+        process = self._take()
+        answer = process.ask(request)
+        if answer is None:
+            status = self._drop(process)
+            self._put_another()  # whose conversation this was is late already, and others need not be
+            raise InvalidArgumentError(_why(status))
+        self._idle.put(process)
         rendered = msgspec.msgpack.decode(answer, type=Rendered)
         if rendered.text is None:
             raise InvalidArgumentError(rendered.error or "it failed")
         return rendered.text
 
     def close(self) -> None:
-        """End the process."""
-        process, self._process = self._process, None
-        if process is not None:
+        """End all processes; what they render fails."""
+        with self._lock:
+            self._is_closed = True
+        for process in list(self._processes):
             process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                assert stream is not None
-                stream.close()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._drop(self._idle.get_nowait())
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is not None:
-            self.close()
-        if self._process is None:
-            command = [sys.executable, "-m", "fastgen.serving.templates.process"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        return self._process
+    def _take(self) -> _Process:
+        """One that has nothing to do."""
+        while True:
+            try:
+                process = self._idle.get(timeout=_PATIENCE_S)
+            except queue.Empty:
+                self._put_another()
+                continue
+            if process.is_alive:
+                return process
+            self._drop(process)
+
+    def _put_another(self) -> None:
+        """Have one more that has nothing to do, unless there are as many as there may be."""
+        with self._lock:
+            if self._is_closed:
+                raise UnavailableError("the server is ending")
+            if len(self._processes) == MAX_PROCESSES:
+                return
+            process = _Process()
+            self._processes.add(process)
+        if not process.is_ready():
+            raise FastgenError(f"the process that renders chat templates ended with status {self._drop(process)}")
+        self._idle.put(process)
+
+    def _drop(self, process: _Process) -> int:
+        """End it; its status."""
+        with self._lock:
+            self._processes.discard(process)
+        return process.end()
+
+
+class _Process:
+    """A process that renders, for one thread at a time."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "fastgen.serving.templates.process"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._to, self._from = self._process.stdin, self._process.stdout
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def is_ready(self) -> bool:
+        """Wait until it is; ``False`` where it ends before."""
+        return read_message(self._from) is not None
+
+    def ask(self, request: bytes) -> bytes | None:
+        """Its answer; ``None`` where it ends before it has one."""
+        try:
+            write_message(self._to, request)
+            return read_message(self._from)
+        except OSError:
+            return None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> int:
+        """End it, if it has not. Returns the status that it ended with."""
+        if self._process.poll() is None:
+            self._to.close()  # which tells it to
+        status = self._process.wait()
+        self._to.close()
+        self._from.close()
+        return status
 
 
 def write_message(stream: IO[bytes], message: bytes) -> None:
