@@ -64,7 +64,11 @@ class Service:
 
     @property
     def state(self) -> State:
-        return "draining" if self._is_draining else self.engine.state
+        if self._is_draining:
+            return "draining"
+        if self._codec is None and self.engine.state == "ready":  # its tokenizer is still being read
+            return "starting"
+        return self.engine.state
 
     @property
     def metrics(self) -> ServerMetrics:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -10,10 +12,12 @@ import zmq
 
 import fastgen
 from fastgen.errors import InvalidArgumentError
+from fastgen.models.hub import locate
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.request import Request
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.simulated import CostModel, SimulatedServer
+from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving import engine_process
 from fastgen.serving.messages import (
     Ask,
@@ -63,6 +67,23 @@ def test_answers_are_those_of_the_library() -> None:
             assert [_answer(each) for each in got.completions] == [_answer(each) for each in wanted.completions]
             assert got.prompt_logprobs == wanted.prompt_logprobs
             assert len(got.metrics.gaps_s) == len(wanted.metrics.gaps_s)
+
+
+def test_it_is_ready_once_texts_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, seen = Service({"model": "tiny-llama"}), list[str]()
+
+    async def start() -> SimpleNamespace:
+        service.engine.state = "ready"
+        return SimpleNamespace(directory=locate("tiny-llama"))
+
+    def read(directory: Path, config: object) -> TextCodec:
+        seen.append(service.state)
+        return TextCodec(None, eos_token_ids=frozenset(), default_sampling=SamplingParams())
+
+    monkeypatch.setattr(service.engine, "start", start)
+    monkeypatch.setattr(TextCodec, "from_checkpoint", read)
+    asyncio.run(service.start())
+    assert [*seen, service.state] == ["starting", "ready"]
 
 
 def _answer(output: fastgen.GenerationOutput) -> tuple[object, ...]:

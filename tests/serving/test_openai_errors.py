@@ -211,6 +211,29 @@ def test_bodies_that_are_no_request(server: ServerProcess, body: bytes, status: 
         assert found["error"]["message"]
 
 
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_that_is_not_said_to_be_json_is_told_how_to_be(server: ServerProcess, content_type: str) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(ONCE), {"content-type": content_type})
+        answer = connection.getresponse()
+        message = json.loads(answer.read())["error"]["message"]
+    finally:
+        connection.close()
+    assert (answer.status, "content-type: application/json" in message) == (400, True)
+
+
+def test_head_is_get_without_a_body(server: ServerProcess) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    try:
+        for path, status in (("/health", 200), ("/v1/models", 200), ("/nothing", 404), ("/v1/completions", 405)):
+            connection.request("HEAD", path)
+            answer = connection.getresponse()
+            assert (answer.status, answer.read()) == (status, b"")
+    finally:
+        connection.close()
+
+
 def test_paths_and_methods_that_are_not_there(server: ServerProcess) -> None:
     connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
     try:

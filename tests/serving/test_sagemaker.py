@@ -156,5 +156,7 @@ def test_what_is_wrong_is_a_400_that_says_so(http: httpx2.Client, body: Any, par
         assert error["param"] == param
 
 
-def test_what_is_no_json_is_a_400(http: httpx2.Client) -> None:
-    assert http.post("/invocations", content=b"{").status_code == 400
+@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b'{"inputs": "\xff"}'])
+def test_what_is_no_json_is_a_400(http: httpx2.Client, body: bytes) -> None:
+    response = http.post("/invocations", content=body)
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")

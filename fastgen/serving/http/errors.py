@@ -124,6 +124,10 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    if isinstance(error.body, bytes):
+        return error_response(
+            BadRequestError("the body was not read: send JSON, with 'content-type: application/json'")
+        )
     return error_response(invalid_request(error.errors(), error.body))
 
 

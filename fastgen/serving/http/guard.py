@@ -39,7 +39,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began_s = time.monotonic()
+        began_s, method = time.monotonic(), scope["method"]
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}  # the connection, which knows better, leaves the body out
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
@@ -66,9 +68,9 @@ class Guard:
             await response(scope, receive, named_send)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.http_request(route, scope["method"], status or CLIENT_LEFT)
+            self._metrics.http_request(route, method, status or CLIENT_LEFT)
             if self._options.log_requests:
-                self._note(scope, request_id, status, time.monotonic() - began_s, body)
+                self._note(scope, method, request_id, status, time.monotonic() - began_s, body)
 
     def _check_key(self, path: str, headers: Headers) -> None:
         if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
@@ -97,18 +99,18 @@ class Guard:
         except TimeoutError:
             raise RequestTimeoutError(f"the body did not come within {limits.body_timeout_s:g} s") from None
 
-    def _note(self, scope: Scope, request_id: str, status: int, took_s: float, body: bytes) -> None:
+    def _note(self, scope: Scope, method: str, request_id: str, status: int, took_s: float, body: bytes) -> None:
         facts = {
             "request_id": request_id,
             "client": scope["client"][0] if scope.get("client") else None,
-            "method": scope["method"],
+            "method": method,
             "path": scope["path"],
             "status": status or None,
             "took_s": round(took_s, 6),
         }
         if self._options.log_prompts:
             facts["body"] = body.decode("utf-8", "replace")
-        _log.info("%s %s %s", scope["method"], scope["path"], status or "left", extra={"facts": facts})
+        _log.info("%s %s %s", method, scope["path"], status or "left", extra={"facts": facts})
 
 
 _REASONS: dict[type[RefusedError], str] = {

@@ -117,7 +117,7 @@ def sagemaker_routes(service: Service) -> APIRouter:
         """A request in OpenAI's terms, or in LMI's and TGI's."""
         try:
             body = msgspec.json.decode(await request.body())
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequestError(f"the body is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise BadRequestError("the body must be a JSON object")
