@@ -216,6 +216,35 @@ def test_a_head_that_does_not_end_is_refused() -> None:
     check(test)
 
 
+def test_a_head_that_comes_at_once_may_be_as_long_as_one_that_comes_slowly() -> None:
+    async def test(server: Served) -> None:
+        assert (await server.ask(post("/echo", b"x", "x-a: " + "a" * 60_000)))[0] == 200
+        for more in (["x-a: " + "a" * 70_000], [f"x-{number}: a" for number in range(9000)]):
+            status, _, body = await server.ask(post("/echo", b"x", *more))
+            assert status == 413
+            error_of(body)
+
+    check(test)
+
+
+@pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
+def test_another_protocol_that_is_offered_is_not_taken_and_the_request_is_answered(upgrade: str) -> None:
+    offer = (f"upgrade: {upgrade}", "connection: Upgrade, HTTP2-Settings", "http2-settings: AAEAAEAAAAIAAAAA")
+
+    async def test(server: Served) -> None:
+        request = post("/echo", b"body", *offer)
+        assert (await server.ask(request))[::2] == (200, b"body")
+        client = await server.connect()
+        for piece in (request[:50], request[50:-2], request[-2:] + post("/echo", b"next")):
+            client.writer.write(piece)
+            await client.writer.drain()
+        assert [(await client.response())[2] for _ in range(2)] == [b"body", b"next"]
+        client.writer.close()
+        assert (await server.ask(b"CONNECT here:1 HTTP/1.1\r\nhost: here\r\nupgrade: h2c\r\n\r\n"))[0] >= 400
+
+    check(test)
+
+
 def test_what_is_not_http_is_told_so() -> None:
     async def test(server: Served) -> None:
         status, _, body = await server.ask(b"\x16\x03\x01 is not HTTP\r\n\r\n")

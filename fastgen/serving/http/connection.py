@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import httptools
 from starlette.responses import JSONResponse
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -55,11 +56,34 @@ class LimitedConnection(HttpToolsProtocol):
             limit = self._limits.max_connections
             self._refuse(OverloadedError(f"{limit} connections are open, no more are taken", retry_after_s=1.0))
             return
-        super().data_received(data)
+        self._parse(data)
         if self._head_since_s is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > _MAX_HEAD_BYTES:
-                self._refuse(TooLargeError(f"the head of a request may have {_MAX_HEAD_BYTES} bytes"))
+                self._refuse(_head_too_large())
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stopped:
+            if self._offers_another_protocol:  # which CONNECT does not
+                self._ignore_upgrade(data[stopped.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(BadRequestError("this is not HTTP/1.1"))
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Read the request and the ``rest`` behind its head as if another protocol had not been offered. A server may;
+        the parser stops there, and what was the request's body it would take for that protocol. Java's client offers
+        HTTP/2 so, and curl does where it is told to."""
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(b"\r\n".join([*lines, b"", rest]))
+
+    @property
+    def _offers_another_protocol(self) -> bool:
+        return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
 
     def on_message_begin(self) -> None:
         self._unset_keepalive_if_required()
@@ -67,16 +91,22 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self._offers_another_protocol:
+            return
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > _MAX_HEAD_BYTES:
+            self._refuse(_head_too_large())
+            raise httptools.HttpParserCallbackError  # which ends the parsing
         self._head_since_s, self._num_head_bytes = None, 0
         self.scope["state"]["gone"] = self._gone
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        if not self._offers_another_protocol:
+            super().on_message_complete()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._gone.set()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(BadRequestError("this is not HTTP/1.1"))
 
     def eof_received(self) -> None:
         """The client sends no more. Whether it is gone altogether cannot be told, so it counts as gone; if it still
@@ -118,6 +148,10 @@ class LimitedConnection(HttpToolsProtocol):
         self._gone.set()
         self.transport.write(b"".join([*content, b"\r\n", response.body]))
         self.transport.close()
+
+
+def _head_too_large() -> TooLargeError:
+    return TooLargeError(f"the head of a request may have {_MAX_HEAD_BYTES} bytes")
 
 
 async def close_slow(server_state: ServerState, limits: ConnectionLimits) -> None:
