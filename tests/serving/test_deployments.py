@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,14 @@ import pytest
 import fastgen
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.scheduling.policies import DynamicBatching
-from fastgen.serving.clients.deployments import Deployment, deployments, find_deployment, process_birth, registered
+from fastgen.serving.clients.deployments import (
+    Deployment,
+    deployment_at,
+    deployments,
+    find_deployment,
+    process_birth,
+    registered,
+)
 
 SCRIPT = """
 import sys, fastgen
@@ -123,6 +131,19 @@ def test_one_name_is_one_deployment(directory: Path, sleeper: subprocess.Popen[b
         with pytest.raises(InvalidArgumentError, match=r"'three' is not served on this machine; one at .*, two at "):
             find_deployment("three")
     assert deployments() == []
+
+
+def test_an_address_of_this_machine_is_its_deployment_by_either_protocol(directory: Path) -> None:
+    one, two = stand_in("one"), replace(stand_in("two"), grpc_address="127.0.0.1:2")
+    with registered(two):
+        assert deployment_at(two.address + "/") == deployment_at("127.0.0.1:2") == two
+        assert deployment_at(one.address) is None
+        with pytest.raises(FastgenError, match=r"no server answers at 127\.0\.0\.1:2"):
+            fastgen.client(two.address, protocol="grpc").generate("a")
+        (directory / "junk.json").write_text("{}")
+        assert deployment_at(one.address) is None
+    with pytest.raises(InvalidArgumentError, match="http://here:1 is an address of HTTP; that of gRPC"):
+        fastgen.client("http://here:1", protocol="grpc").generate("a")
 
 
 def test_entries_of_dead_processes_are_removed(directory: Path, sleeper: subprocess.Popen[bytes]) -> None:

@@ -211,6 +211,16 @@ def test_bodies_that_are_no_request(server: ServerProcess, body: bytes, status: 
         assert found["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"beam_width": 3, "temperature": 0.7}, "beam_width"), ({"max_new_tokens": 9999}, "prompt"), ({"n": 0}, "n")],
+)
+def test_what_generate_refuses_is_about_the_field_that_it_names(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    assert refusal(client, "../generate", {"prompt": "Once", **fields}).param == param
+
+
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded"])
 def test_a_body_that_is_not_said_to_be_json_is_told_how_to_be(server: ServerProcess, content_type: str) -> None:
     connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)

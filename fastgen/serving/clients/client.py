@@ -13,7 +13,7 @@ from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_conversations, as_prompts, name_prompt
-from fastgen.serving.clients.deployments import Deployment, find_deployment
+from fastgen.serving.clients.deployments import Deployment, deployment_at, find_deployment
 from fastgen.serving.clients.requests import ClientRequest, Transport, as_requests, of_messages, of_prompt
 from fastgen.serving.extra import need_extra
 from fastgen.serving.refusals import OverloadedError
@@ -27,7 +27,8 @@ Protocols = Literal["http", "grpc"]
 
 def client(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http") -> Client:
     """A client of a server: of that at the address ``model`` (``"http://host:port"``; with ``protocol="grpc"``
-    ``"host:port"``), or else of that which serves ``model`` on this machine, or was given this name.
+    ``"host:port"``, or either of a server on this machine), or else of that which serves ``model`` on this machine, or
+    was given this name.
 
     Raises ``InvalidArgumentError`` where there is none such, or several.
     """
@@ -37,7 +38,8 @@ def client(model: str | Path, *, api_key: str | None = None, protocol: Protocols
 def async_client(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http") -> AsyncClient:
     """The same for asyncio: what :func:`client` gives, with coroutines for methods."""
     name = str(model)
-    return connect(name if _is_address(name) else find_deployment(name), api_key=api_key, protocol=protocol)
+    server = deployment_at(name) or name if _is_address(name) else find_deployment(name)
+    return connect(server, api_key=api_key, protocol=protocol)
 
 
 def connect(server: Deployment | str, *, api_key: str | None, protocol: Protocols) -> AsyncClient:
@@ -55,6 +57,8 @@ def connect(server: Deployment | str, *, api_key: str | None, protocol: Protocol
     from fastgen.serving.clients.grpc import GrpcTransport
 
     address = deployment.grpc_address if deployment else str(server)
+    if address is not None and address.startswith(("http://", "https://")):
+        raise InvalidArgumentError(f"{address} is an address of HTTP; that of gRPC is such as host:port")
     if address is None:
         raise InvalidArgumentError("this server has no gRPC; start it with a grpc_port, or use protocol='http'")
     return AsyncClient(GrpcTransport(address, api_key, certificate), deployment)

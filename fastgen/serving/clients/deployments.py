@@ -100,6 +100,15 @@ def deployments() -> list[Deployment]:
     return [deployment for *_, deployment in sorted(found, key=lambda one: one[:2])]
 
 
+def deployment_at(address: str) -> Deployment | None:
+    """The one of this machine that has this address, by HTTP or by gRPC."""
+    with contextlib.suppress(InvalidArgumentError):  # of a file that is no deployment's: an address needs none
+        for one in deployments():
+            if address.rstrip("/") in (one.address, one.grpc_address):
+                return one
+    return None
+
+
 def find_deployment(name: str) -> Deployment:
     """The one of this name, or of this model. Raises ``InvalidArgumentError`` where there is none, or several."""
     running = deployments()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -166,8 +167,9 @@ def own_words(otherwise: str) -> Iterator[None]:
     try:
         yield
     except (BadRequestError, InvalidArgumentError) as error:
-        message, _, _ = str(error).partition(" ")
-        param = getattr(error, "param", None) or (message if message in _SAMPLING_FIELDS else otherwise)
+        first_word = re.match(r"\w*", str(error))
+        assert first_word is not None
+        param = getattr(error, "param", None) or (first_word[0] if first_word[0] in _SAMPLING_FIELDS else otherwise)
         raise BadRequestError(str(error), param=param) from None
 
 
