@@ -231,7 +231,7 @@ class EngineClient:
             silent_s = time.monotonic() - self._heard_s
             if silent_s > self._timeout_s and not self._ended.done():
                 self._process.kill()
-                await self._ended
+                await asyncio.wait({self._ended})  # to be cancelled here must not cancel what others wait for
                 return f"was silent for {silent_s:.1f} s and was ended"
             if self._counting is None or self._counting.done():
                 self._counting = asyncio.create_task(self.count())

@@ -77,7 +77,7 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
                 token=ending.token,
             )
             with rarely_collected(), registered(deployment):
-                _announce(service, deployment)
+                _announce(service, deployment, needs_key=bool(options.api_keys))
                 on_ready(deployment)
                 await endings.first_or(_failure(service))
                 _log.info("ending: requests that run may take %g s to finish", options.drain_timeout_s)
@@ -138,12 +138,13 @@ def _address(options: ServeOptions, listener: socket.socket) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _announce(service: Service, deployment: Deployment) -> None:
+def _announce(service: Service, deployment: Deployment, *, needs_key: bool) -> None:
     """What a person wants to know first, and a line to try."""
     print(service.facts.ledger, file=sys.stderr)
     print(f"fastgen: {service.model_name} is served at {deployment.address}")
     if deployment.grpc_address is not None:
         print(f"fastgen: and by gRPC at {deployment.grpc_address}")
     body = json.dumps({"model": service.model_name, "prompt": "Once upon a time", "max_tokens": 32})
-    print(f"fastgen: try  curl {deployment.address}/v1/completions -H 'content-type: application/json' -d '{body}'")
+    headers = "-H 'content-type: application/json'" + (" -H 'authorization: Bearer KEY'" if needs_key else "")
+    print(f"fastgen: try  curl {deployment.address}/v1/completions {headers} -d '{body}'")
     sys.stdout.flush()
