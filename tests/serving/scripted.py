@@ -22,6 +22,7 @@ from fastgen.serving.http.errors import add_error_handlers
 from fastgen.serving.http.openai_chat import chat_routes
 from fastgen.serving.http.openai_completions import completion_routes
 from fastgen.serving.http.openai_models import model_routes
+from fastgen.serving.http.sagemaker import sagemaker_routes
 from fastgen.serving.messages import End, Progress
 from fastgen.serving.service import Running
 from fastgen.serving.tools.formats import ToolFormat
@@ -86,12 +87,13 @@ class ScriptedService:
 
 
 def application(service: Any, tool_format: ToolFormat | None = None) -> FastAPI:
-    """OpenAI's endpoints over ``service``."""
+    """OpenAI's endpoints and SageMaker's over ``service``."""
     app = FastAPI()
     add_error_handlers(app)
     app.include_router(model_routes(service, "0"))
     app.include_router(completion_routes(service))
     app.include_router(chat_routes(service, tool_format))
+    app.include_router(sagemaker_routes(service))
     return app
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx2
@@ -85,6 +86,20 @@ def test_a_stream_that_fails_ends_with_an_error_event(path: str, body: dict[str,
 
     with pytest.raises(openai.APIError, match="failed while it ran"):
         ask(ending("error"), use)
+
+
+@pytest.mark.parametrize(("accept", "mark"), [("*/*", ""), ("text/event-stream", "event: error\ndata: ")])
+def test_an_invocation_that_fails_says_so(accept: str, mark: str) -> None:
+    async def use(client: openai.AsyncOpenAI, stream: bool) -> httpx2.Response:
+        body = {"inputs": "Once", "stream": stream}
+        return await client._client.post("http://scripted/invocations", json=body, headers={"accept": accept})
+
+    whole, streamed = (ask(ending("error"), partial(use, stream=stream)) for stream in (False, True))
+    assert (whole.status_code, whole.json()["error"]["code"]) == (500, "generation_failed")
+    last = streamed.text.rstrip().rpartition(mark or "\n")[2]
+    assert mark in streamed.text
+    assert json.loads(last)["error"]["code"] == "generation_failed"
+    assert "generated_text" not in streamed.text
 
 
 @both
