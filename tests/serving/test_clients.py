@@ -204,7 +204,10 @@ def test_what_is_served_is_told(client: Client) -> None:
     assert info["vocab_size"] == 1536
 
 
-def test_an_address_will_do(deployment: Deployment, protocol: Protocols) -> None:
+def test_an_address_will_do(
+    deployment: Deployment, protocol: Protocols, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTGEN_DEPLOYMENTS", str(tmp_path))  # as it is on another machine
     address = deployment.address if protocol == "http" else str(deployment.grpc_address)
     with fastgen.client(address, protocol=protocol) as client:
         assert len(client.generate(PROMPTS[0], max_new_tokens=2, ignore_eos=True).token_ids) == 2
