@@ -224,7 +224,7 @@ TARGETS = (
         less_is_better=True,
     ),
     Target(
-        "share of a decode step during which no kernel runs, one request",
+        "decode, one request: share of a step without a kernel",
         outside_kernels,
         _by_format(0.05, 0.05, 0.05, 0.05),
         _by_format(0.05, 0.05, 0.05, 0.05),
