@@ -62,7 +62,7 @@ def run(
             return [rng.randrange(10, llm.spec.vocab_size) for _ in range(length)]
 
         # Sizes of steps that were never run are recorded first, so that it is not this that is measured.
-        llm.generate(prompt(num_prompt), max_new_tokens=1)
+        llm.generate(prompt(min(num_prompt, 4 * llm.config.token_budget)), max_new_tokens=1)
         streams = [llm.stream(prompt(32), max_new_tokens=limit - 32, ignore_eos=True) for _ in range(num_streams)]
         for _ in range(WARM_UP_TOKENS):  # the others run along
             next(streams[0])
