@@ -72,7 +72,7 @@ _LEAST_ERROR = 0.01
 _ERROR_GAIN = 0.05
 _MOST_MARGIN = 8.0
 """In usual errors; so it does not stay where some bad moments have brought it."""
-_EXCEEDED = 0.01
+_EXCEEDED = 0.005
 """The share of steps that may take longer than the upper bound."""
 _LEAST_STEP_S = 1e-6
 """Less than any step takes."""
@@ -144,13 +144,13 @@ class StepTimeModel:
 
     @property
     def scatter(self) -> float:
-        """How many times longer than expected 99 of 100 steps with chunks take at most. Never above 2, so that prompts
+        """How many times longer than expected 199 of 200 steps with chunks take at most. Never above 2, so that prompts
         get on where the machine often pauses.
         """
         return 1 + min(max(self._margin, 0.0), 1.0)
 
     def upper_bound_s(self, work: StepWork) -> float:
-        """What 99 of 100 such steps stay below, and more where no such steps were seen so far."""
+        """What 199 of 200 such steps stay below, and more where no such steps were seen so far."""
         features = np.array((1, *work)) * _SCALES
         expected_s = float(features @ self._coefficients)
         unknown_s = self._error * math.sqrt(max(0.0, features @ np.linalg.solve(self._information, features)))

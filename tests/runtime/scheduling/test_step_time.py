@@ -51,7 +51,7 @@ def test_it_finds_what_steps_take(noise: float, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.3])
-def test_one_step_in_a_hundred_takes_longer_than_the_upper_bound(noise: float) -> None:
+def test_one_step_in_two_hundred_takes_longer_than_the_upper_bound(noise: float) -> None:
     model, rng = StepTimeModel(), random.Random(6)
     learn(model, [mixed(rng) for _ in range(300)], rng, noise)
     num_longer = 0
@@ -60,7 +60,7 @@ def test_one_step_in_a_hundred_takes_longer_than_the_upper_bound(noise: float) -
         step_s = COST.mean_s(work) * rng.lognormvariate(0.0, noise)
         num_longer += step_s > model.upper_bound_s(work)
         model.observe(work, step_s)
-    assert 15 <= num_longer <= 60
+    assert 5 <= num_longer <= 30
 
 
 def test_what_it_has_learned_survives_a_long_time_of_other_steps() -> None:
