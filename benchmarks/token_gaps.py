@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=60_000, help="cut to what the model takes")
-    parser.add_argument("--targets", type=float, nargs="+", default=[20.0, 40.0], help="milliseconds")
+    parser.add_argument("--targets", type=float, nargs="+", default=[20.0, 30.0, 40.0], help="milliseconds")
     parser.add_argument("--token-budget", type=int, default=512)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
