@@ -62,7 +62,7 @@ def run(
             return [rng.randrange(10, llm.spec.vocab_size) for _ in range(length)]
 
         # Sizes of steps that were never run are recorded first, so that it is not this that is measured.
-        llm.generate(prompt(num_prompt), max_new_tokens=1)
+        llm.generate(prompt(min(num_prompt, 4 * llm.config.token_budget)), max_new_tokens=1)
         streams = [llm.stream(prompt(32), max_new_tokens=limit - 32, ignore_eos=True) for _ in range(num_streams)]
         for _ in range(WARM_UP_TOKENS):  # the others run along
             next(streams[0])
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=60_000, help="cut to what the model takes")
-    parser.add_argument("--targets", type=float, nargs="+", default=[20.0, 40.0], help="milliseconds")
+    parser.add_argument("--targets", type=float, nargs="+", default=[20.0, 30.0, 40.0], help="milliseconds")
     parser.add_argument("--token-budget", type=int, default=512)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -89,6 +89,8 @@ class Metrics:
     kv_blocks_held: int
     kv_blocks_cached: int
     """Of those that no sequence holds: blocks whose contents the prefix cache may use again."""
+    itl_target_missed_total: int
+    """Steps with decodes that took longer than ``itl_target_ms``; none where that was not given."""
     step_seconds: Mapping[int, Histogram]
     """Whole steps, by the captured size that their tokens fit in."""
     queue_seconds: Histogram
@@ -107,7 +109,7 @@ class EngineMetrics:
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
         self._requests = self._prompt_tokens = self._generation_tokens = 0
-        self._computed_tokens = self._padding_tokens = self._preemptions = 0
+        self._computed_tokens = self._padding_tokens = self._preemptions = self._targets_missed = 0
         self._finished: Counter[FinishReason] = Counter()
         self._steps: dict[int, _Tally] = {}
         self._queue, self._ttft = _Tally(REQUEST_BOUNDS_S), _Tally(REQUEST_BOUNDS_S)
@@ -147,6 +149,9 @@ class EngineMetrics:
         """A step was run to its end; since the one before, or since it began, this took ``step_s``."""
         self._computed_tokens += schedule.num_tokens
         self._padding_tokens += num_padding
+        target_s = self._scheduler.policy.itl_target_s
+        if target_s is not None and schedule.decodes:
+            self._targets_missed += step_s > target_s
         if schedule.size not in self._steps:
             self._steps[schedule.size] = _Tally(STEP_BOUNDS_S)
         self._steps[schedule.size].add(step_s)
@@ -181,6 +186,7 @@ class EngineMetrics:
             kv_blocks=pool.capacity,
             kv_blocks_held=pool.capacity - scheduler.kv.num_free,
             kv_blocks_cached=pool.num_cached,
+            itl_target_missed_total=self._targets_missed,
             step_seconds={size: tally.histogram() for size, tally in sorted(self._steps.items())},
             queue_seconds=self._queue.histogram(),
             ttft_seconds=self._ttft.histogram(),

@@ -224,7 +224,7 @@ def test_the_policy_is_told_what_steps_took(bench: Bench) -> None:
     bench.runner.run = slow  # type: ignore[method-assign]
     bench.submit([1] * 3, max_new_tokens=2)
     bench.run()
-    assert told == [(StepWork(3, 0, 6), 0.25), (StepWork(1, 4, 0), 0.25)]
+    assert told == [(StepWork(3, 3, 6), 0.25), (StepWork(1, 4, 0), 0.25)]
 
 
 def test_a_request_may_time_out_before_it_is_scheduled() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -10,13 +12,14 @@ from fastgen.runtime.scheduling.policies import Policy, choose_policy
 from fastgen.runtime.scheduling.step_time import StepWork
 from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
 
-COST = CostModel(step_s=0.008, token_s=4e-5, context_s=2e-7, pair_s=1e-9)
+COST = CostModel(step_s=0.008, token_s=4e-5, context_s=5e-8, pair_s=1e-9)
 """Of a GPU's order: 10 ms for a small step, 90 ms for one of 2048 tokens."""
 
 
-def server(policy: Policy | None = None, *, noise: float = 0.0) -> SimulatedServer:
+def server(policy: Policy | None = None, *, noise: float = 0.0, prefix_caching: bool = False) -> SimulatedServer:
     cost = CostModel(COST.step_s, COST.token_s, COST.context_s, COST.pair_s, noise)
-    return SimulatedServer(cost, token_budget=2048, max_num_seqs=32, num_blocks=8000, policy=policy)
+    sizes = {"token_budget": 2048, "max_num_seqs": 32, "num_blocks": 8000}
+    return SimulatedServer(cost, **sizes, policy=policy, prefix_caching=prefix_caching)
 
 
 def test_time_passes_as_the_cost_model_says() -> None:
@@ -24,8 +27,8 @@ def test_time_passes_as_the_cost_model_says() -> None:
     prompts = [Arrival(0.0, [1] * 100, SamplingParams(max_new_tokens=3)), Arrival(0.01, [1] * 5, SamplingParams())]
     first, second = device.serve(prompts)
     metrics = first.output().metrics
-    first_step_s = COST.mean_s(StepWork(100, 0, 5050))
-    second_step_s = COST.mean_s(StepWork(1 + 5, 101, 15))
+    first_step_s = COST.mean_s(StepWork(100, 100, 5050))
+    second_step_s = COST.mean_s(StepWork(1 + 5, 101 + 5, 15))
     assert metrics.ttft_s == pytest.approx(first_step_s)
     assert metrics.gaps_s[0] == pytest.approx(second_step_s)
     assert second.output().metrics.queue_s == pytest.approx(first_step_s - 0.01), "a step is not interrupted"
@@ -79,10 +82,7 @@ def sum_of_chunks_s(itl_target_s: float) -> float:
     computed, steps = 0, 0
     while computed < len(LONG.prompt_ids):
         size = 1
-        while (
-            size < 2032
-            and COST.mean_s(StepWork(16 + size, 16 * 400, size * computed + size * size // 2)) < itl_target_s
-        ):
+        while size < 2032 and COST.mean_s(StepWork(16, 16 * 400, 0).with_chunk(computed, size)) < itl_target_s:
             size += 1
         computed += size
         steps += 1
@@ -95,11 +95,57 @@ def test_without_a_target_the_gaps_are_as_long_as_the_budget_makes_them(name: st
     assert float(np.quantile(gaps, 0.99)) > 0.1
 
 
-def test_where_decodes_alone_take_longer_than_the_target_a_prompt_gets_on_all_the_same() -> None:
+def test_a_long_prompt_that_is_cached_does_not_surprise_with_its_context() -> None:
+    """What the prefix cache has of a prompt is known only when it is admitted; its first chunk reads all of that."""
+    device = server(choose_policy("splitfuse", 20), prefix_caching=True)
+    system = [3] * 60_000
+    device.serve([Arrival(0.0, system, SamplingParams(max_new_tokens=1))])
+    begin_s = device.clock.now_s
+    streams = [stream._replace(at_s=begin_s) for stream in STREAMS]
+    users = [
+        Arrival(begin_s + 2 + user, [*system, *[5 + user] * 900], SamplingParams(max_new_tokens=1)) for user in range(5)
+    ]
+    generations = device.serve([*streams, *users])
+    assert all(each.output().metrics.cached_tokens == len(system) for each in generations[len(streams) :])
+    times_s = generations[0].completions[0].token_times_s
+    gaps = [later - earlier for earlier, later in pairwise(times_s) if later > begin_s + 2]
+    assert max(gaps) < 1.1 * 0.020
+
+
+def test_where_decodes_alone_take_longer_than_the_target_a_prompt_gets_on_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     device = server(choose_policy("splitfuse", 5))  # a step takes 8 ms at least
     prompt = Arrival(1.0, [1] * 500, SamplingParams(max_new_tokens=1))
-    *_, long = device.serve(
-        [*(stream._replace(sampling=SamplingParams(max_new_tokens=300)) for stream in STREAMS), prompt]
+    streams = [stream._replace(sampling=SamplingParams(max_new_tokens=300)) for stream in STREAMS]
+    first, *_, long = device.serve([*streams, prompt])
+    end_s, times_s = long.completions[0].token_times_s[0], first.completions[0].token_times_s
+    gaps = [later - earlier for earlier, later in pairwise(times_s) if 1.0 < later <= end_s]
+    least_s = COST.mean_s(StepWork(16, 16 * (50 + len(times_s)), 0).with_chunk(500, 1))
+    assert max(gaps) < 1.2 * least_s, "not much longer than it must be"
+    assert len(gaps) < 50, "and yet ten tokens of it and more in a step"
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(
+        "itl_target_ms=5 cannot be held: a step of 16 decodes and one token of a prompt at position 0"
     )
-    times_s = long.completions[0].token_times_s
-    assert times_s[0] - 1.0 < 0.01 * (500 / 16 + 2), "16 tokens of it in each step, which runs at the size 32"
+    metrics = device.engine.metrics.snapshot()
+    assert metrics.itl_target_missed_total >= len(times_s) - 1
+
+
+def test_a_target_that_is_held_is_not_said_to_be_missed(caplog: pytest.LogCaptureFixture) -> None:
+    device = server(choose_policy("splitfuse", 50))
+    device.serve([*(stream._replace(sampling=SamplingParams(max_new_tokens=300)) for stream in STREAMS), LONG])
+    assert device.engine.metrics.snapshot().itl_target_missed_total == 0
+    assert not caplog.records
+
+
+def test_drafts_keep_to_the_target_too() -> None:
+    """A device on which each token counts: 16 decodes of 9 ms, and as many drafts as there is room for."""
+    cost = CostModel(step_s=0.001, token_s=5e-4)
+    longest = []
+    for policy in (choose_policy("splitfuse"), choose_policy("splitfuse", 20)):
+        device = SimulatedServer(cost, token_budget=256, max_num_seqs=16, num_blocks=8000, policy=policy)
+        device.engine.scheduler._propose_drafts = lambda seq, most: [-7] * min(most, 8)  # never right
+        generations = device.serve([each._replace(sampling=SamplingParams(max_new_tokens=40)) for each in STREAMS])
+        longest.append(max(max(each.output().metrics.gaps_s) for each in generations))
+    assert longest[0] > 0.060 > 1.1 * 0.020 > longest[1]

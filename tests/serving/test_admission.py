@@ -21,6 +21,7 @@ def engine(step_s: dict[int, float]) -> Metrics:
     steps = {size: Histogram(bounds=(1.0,), counts=(100, 0), sum=100 * each_s) for size, each_s in step_s.items()}
     none = Histogram(bounds=(1.0,), counts=(0, 0), sum=0.0)
     totals = ("requests", "prompt_tokens", "generation_tokens", "computed_tokens", "padding_tokens", "preemptions")
+    totals += ("itl_target_missed",)
     caches = ("lookup_tokens", "hit_tokens", "evictions")
     gauges = ("requests_running", "requests_waiting", "sequences_running", "sequences_waiting")
     fields: dict[str, Any] = {f"{name}_total": 0 for name in totals}

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastgen.runtime.flight.recording import Recording, Step
-from fastgen.runtime.flight.replay import replay
+from fastgen.runtime.flight.replay import num_replayed, replay
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
 FREE, CACHED, SHARED, OTHERS = 0, 1, 2, 3
@@ -32,11 +32,14 @@ class Series:
 
 @dataclass(frozen=True)
 class BlockMap:
-    """``cells[block - 1, column]`` says who holds a block in each of equal stretches of the time that steps took.
+    """``cells[block - 1, column]`` says who holds a block in each of equal stretches of the time from ``start_s``,
+    counted as in :class:`Series`, to the end of the last step: all of the time, or where the recorder had let go of the
+    first step, from its first snapshot on.
 
     ``requests`` are those that held most blocks for the longest, the first one most.
     """
 
+    start_s: float
     cells: NDArray[np.uint8]
     requests: tuple[int, ...]
 
@@ -64,9 +67,9 @@ def series(recording: Recording) -> Series:
 def block_map(recording: Recording, *, num_columns: int = 1000, num_requests: int = 7) -> BlockMap:
     """The blocks over time, found by running the scheduler again up to the first step that would now differ.
 
-    :raises InvalidArgumentError: where the recording does not begin with the engine's first step.
+    :raises InvalidArgumentError: where the recording begins neither with the engine's first step nor has a snapshot.
     """
-    steps = recording.steps
+    steps = recording.steps[len(recording.steps) - num_replayed(recording) :]
     num_columns = max(1, min(num_columns, len(steps)))
     wanted = _columns(steps, num_columns)
     holders = np.zeros((recording.header.engine.num_blocks, num_columns), dtype=np.int64)
@@ -78,7 +81,8 @@ def block_map(recording: Recording, *, num_columns: int = 1000, num_requests: in
     cells = np.where(holders > _FIRST, OTHERS, holders).astype(np.uint8)
     for place, code in enumerate(longest, start=1):
         cells[holders == code] = OTHERS + place
-    return BlockMap(cells[1:], tuple(code - _FIRST - 1 for code in longest))
+    start_s = steps[0].began_s - recording.steps[0].began_s if steps else 0.0
+    return BlockMap(start_s, cells[1:], tuple(code - _FIRST - 1 for code in longest))
 
 
 _FIRST = OTHERS

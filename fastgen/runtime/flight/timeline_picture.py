@@ -89,12 +89,22 @@ def _draw_sequences(axes: Axes, values: Series) -> None:
 def _draw_blocks(axes: Axes, recording: Recording, values: Series) -> None:
     num_blocks = recording.header.engine.num_blocks - 1
     axes.set_ylim(0, num_blocks)
-    if recording.header.first_step:
-        edges, free = _outline(values, values.blocks_free)
-        axes.fill_between(edges, num_blocks - free, color=_OTHERS, linewidth=0, label="held")
+    try:
+        blocks = timeline.block_map(recording)
+    except InvalidArgumentError:  # who held them at first is not known, and so not what became of that
+        _draw_held(axes, values, num_blocks, len(values.start_s))
         _finish(axes, "blocks held (whose is not known:\nearlier steps are gone)")
         return
-    _finish(axes, "KV cache blocks", _draw_map(axes, timeline.block_map(recording), values))
+    _draw_held(axes, values, num_blocks, int(np.searchsorted(values.start_s, blocks.start_s)))
+    _finish(axes, "KV cache blocks", _draw_map(axes, blocks, values))
+
+
+def _draw_held(axes: Axes, values: Series, num_blocks: int, num_steps: int) -> None:
+    """How many blocks were held in the first ``num_steps`` steps, and between them."""
+    edges, free = _line(values, values.blocks_free)
+    axes.fill_between(
+        edges[: 2 * num_steps], num_blocks - free[: 2 * num_steps], color=_OTHERS, linewidth=0, label="held"
+    )
 
 
 def _draw_map(axes: Axes, blocks: BlockMap, values: Series) -> list[Patch]:
@@ -103,7 +113,7 @@ def _draw_map(axes: Axes, blocks: BlockMap, values: Series) -> list[Patch]:
     from matplotlib.patches import Patch
 
     colours = (_FREE, _CACHED, _SHARED, _OTHERS, *_REQUESTS)
-    extent = (0.0, float(values.end_s[-1]) or 1.0, float(len(blocks.cells)), 0.0)
+    extent = (blocks.start_s, float(values.end_s[-1]) or 1.0, float(len(blocks.cells)), 0.0)
     axes.imshow(
         blocks.cells,
         aspect="auto",

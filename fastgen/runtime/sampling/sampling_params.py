@@ -12,6 +12,7 @@ import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from numbers import Integral, Real
 from typing import Any, Literal, cast
 
@@ -83,21 +84,17 @@ class SamplingParams:
     response_format: ResponseFormat | None = None
     """The answer's shape, as :func:`~fastgen.runtime.sampling.response_format.parse_response_format` takes it."""
 
-    def __new__(cls, **given: object) -> SamplingParams:
-        """Refuse an unknown field with the library's own error, however the parameters are made."""
-        unknown = () if given.keys() <= _CHECKS.keys() else given.keys() - _CHECKS.keys()
-        for name in unknown:
-            near = difflib.get_close_matches(name, _CHECKS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(_CHECKS)}."
-            raise InvalidArgumentError(f"sampling parameter {name!r} is not known; {hint}")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        given = vars(self)
-        for name, check, default in _CHECKED:
-            value = given[name]
-            if value is not default:  # a default is valid, and most fields have theirs
-                object.__setattr__(self, name, check(name, value))
+    def _fill(self, given: dict[str, object]) -> None:
+        """Be what is ``given``, each field checked, and for the rest the defaults, which are valid."""
+        kept = vars(self)  # field by field, ``object.__setattr__`` would take most of the time
+        kept.update(_DEFAULTS, logit_bias={})
+        for name, value in given.items():
+            if name not in _DEFAULTS:
+                near = difflib.get_close_matches(name, _CHECKS, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(_CHECKS)}."
+                raise InvalidArgumentError(f"sampling parameter {name!r} is not known; {hint}")
+            if value is not _DEFAULTS[name]:
+                kept[name] = _CHECKS[name](name, value)
         if self.min_new_tokens > self.max_new_tokens:
             raise InvalidArgumentError(
                 f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), not {self.min_new_tokens}"
@@ -301,4 +298,12 @@ _CHECKS: dict[str, _Check] = {
     "response_format": lambda _, value: parse_response_format(value),
 }
 assert list(_CHECKS) == [item.name for item in fields(SamplingParams)], "every field has its check"
-_CHECKED = [(item.name, _CHECKS[item.name], item.default) for item in fields(SamplingParams)]
+_DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
+
+
+@wraps(SamplingParams.__init__)
+def _init(self: SamplingParams, **given: object) -> None:
+    self._fill(given)
+
+
+SamplingParams.__init__ = _init  # type: ignore[method-assign]

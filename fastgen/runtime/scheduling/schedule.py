@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fastgen.runtime.kv_cache.block_tables import BlockCopy, BlockUpdate
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.request import Sequence
-from fastgen.runtime.scheduling.step_time import StepWork, chunk_pairs
+from fastgen.runtime.scheduling.step_time import StepWork, decode_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class Schedule(NamedTuple):
     @property
     def work(self) -> StepWork:
         """What its time depends on."""
-        num_context = sum(self.positions) + len(self.positions)
-        return StepWork(
-            self.num_tokens, num_context, sum(chunk_pairs(chunk.start, chunk.num_tokens) for chunk in self.chunks)
-        )
+        work = decode_work(self.positions)
+        for chunk in self.chunks:
+            work = work.with_chunk(chunk.start, chunk.num_tokens)
+        return work
 
     def check(self, kv: KVCacheManager, token_budget: int) -> None:
         """Assert what a step relies on: it fits its size, and its tokens are pending, seated and have their blocks."""

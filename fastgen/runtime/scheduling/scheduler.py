@@ -42,6 +42,7 @@ from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse, captured_si
 from fastgen.runtime.scheduling.running_set import RunningSet
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduling.spreading import Spreading
+from fastgen.runtime.scheduling.step_room import StepRoom
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
 _urgency, _token_ids = attrgetter("urgency"), attrgetter("token_ids")
@@ -186,17 +187,19 @@ class Scheduler:
         self._make_way(preempted)
         plan = self._plan(preempted)
         assert plan.until_s is None, f"{self.policy} puts a step off while sequences run"
-        chunks = [] if plan.runs_decodes else self._give_prompts(plan, may_admit=not preempted)
         decodes: list[Sequence] = []
+        room = StepRoom(self.policy, decodes, self.sizes)
+        chunks = [] if plan.runs_decodes else self._give_prompts(plan, room, may_admit=not preempted)
         if not chunks:
             num_preempted = len(preempted)
             self._give_decodes(preempted)
             decodes = self.running.due_decodes
             if len(preempted) > num_preempted:
                 plan = self._plan(preempted)
+            room = StepRoom(self.policy, decodes, self.sizes)
             if plan.runs_decodes or not decodes:
-                chunks = self._give_prompts(plan, may_admit=not preempted)
-        return self._close(decodes, chunks, preempted, plan.token_budget)
+                chunks = self._give_prompts(plan, room, may_admit=not preempted)
+        return self._close(decodes, chunks, preempted, room)
 
     def _schedule_decodes(self) -> Schedule | None:
         """The next step where decodes are all there is: nothing is to be shared out, so no policy is asked."""
@@ -204,7 +207,8 @@ class Scheduler:
             return None
         preempted: list[Sequence] = []
         self._give_decodes(preempted)
-        return self._close(self.running.due_decodes, [], preempted, self.token_budget)
+        decodes = self.running.due_decodes
+        return self._close(decodes, [], preempted, StepRoom(self.policy, decodes, self.sizes))
 
     def told(self, schedule: Schedule) -> None:
         """The device has the block updates and copies of ``schedule``; what comes from now on is for the next one."""
@@ -310,7 +314,7 @@ class Scheduler:
         if not preempted and not self.running.prompts:
             self.spreading.give_spares(decodes, num_wanting)
 
-    def _give_prompts(self, plan: StepPlan, *, may_admit: bool) -> list[ScheduledTokens]:
+    def _give_prompts(self, plan: StepPlan, room: StepRoom, *, may_admit: bool) -> list[ScheduledTokens]:
         """Chunks of the most urgent prompts, until places or blocks run out."""
         chunks: list[ScheduledTokens] = []
         num_places = plan.num_prompt_tokens
@@ -319,18 +323,19 @@ class Scheduler:
         while num_places:
             waiting = self._admissible() if may_admit else None
             if waiting is not None and (running is None or waiting.urgency < running.urgency):
-                chunk = self._give_chunk(waiting, num_places, plan.num_prompt_tokens)
+                chunk = self._give_chunk(waiting, num_places, plan, room)
                 if chunk is None:  # nobody passes it by, but who runs goes on
                     may_admit = False
                     continue
             elif running is not None:
-                chunk = self._give_chunk(running, num_places, plan.num_prompt_tokens)
+                chunk = self._give_chunk(running, num_places, plan, room)
                 running = next(prompts, None)
             else:
                 break
             if chunk is None:  # no place or no block is left, and then none for the less urgent either
                 break
             chunks.append(chunk)
+            room.take(chunk)
             num_places -= chunk.num_tokens
             if not chunk.samples:
                 break
@@ -343,9 +348,9 @@ class Scheduler:
             return None
         return seq if self.running.num_free_seats >= seq.request.sampling.beam_width else None
 
-    def _give_chunk(self, seq: Sequence, num_places: int, num_prompt_tokens: int) -> ScheduledTokens | None:
+    def _give_chunk(self, seq: Sequence, num_places: int, plan: StepPlan, room: StepRoom) -> ScheduledTokens | None:
         """The next pending tokens of ``seq`` with blocks for them, and a seat where it was waiting; or ``None`` with
-        nothing changed. ``num_places`` are left of the ``num_prompt_tokens`` of the step.
+        nothing changed. ``num_places`` are left of those that the ``plan`` has for prompts.
         """
         waits = seq.status is SequenceStatus.WAITING
         if waits and self.kv.num_free < self.kv.num_groups:  # whatever others have computed: it is not looked up
@@ -356,8 +361,9 @@ class Scheduler:
                 self.forks.attach(seq)
             num_pending, num_free = seq.num_pending_tokens, self.kv.max_tokens(seq)
             num_tokens = min(num_pending, num_places, num_free)
-            if not self.policy.splits_prompts and num_tokens < min(num_pending, num_prompt_tokens):
+            if not self.policy.splits_prompts and num_tokens < min(num_pending, plan.num_prompt_tokens):
                 num_tokens = 0
+            num_tokens = room.limit(seq.num_computed_tokens, num_tokens)
             if num_tokens > 0 and (not waits or self.forks.has_room(seq)) and self._allocate(seq, num_tokens):
                 if waits:
                     self.waiting.remove(seq)
@@ -370,12 +376,12 @@ class Scheduler:
         return chunk
 
     def _close(
-        self, decodes: list[Sequence], chunks: list[ScheduledTokens], preempted: list[Sequence], token_budget: int
+        self, decodes: list[Sequence], chunks: list[ScheduledTokens], preempted: list[Sequence], room: StepRoom
     ) -> Schedule:
-        """The schedule, with drafts as far as the ``token_budget`` has room, and the assertions that cost little;
+        """The schedule, with drafts as far as there is ``room``, and the assertions that cost little;
         :meth:`Schedule.check` has all."""
         if self._propose_drafts is not None and decodes:
-            num_places = token_budget - _num_tokens(decodes, chunks)
+            num_places = room.limit_drafts(self.token_budget - _num_tokens(decodes, chunks))
             decodes, drafted = with_drafts(decodes, num_places, self._propose_drafts, self._allocate)
             chunks += drafted
         positions = tuple(map(_num_computed_tokens, decodes))

@@ -41,6 +41,7 @@ HELP = {
     "kv_blocks": "Blocks of the KV cache.",
     "kv_blocks_held": "Blocks that sequences hold.",
     "kv_blocks_cached": "Blocks that nobody holds and the prefix cache may use again.",
+    "itl_target_missed_total": "Steps with decodes that took longer than itl_target_ms.",
     "step_seconds": "Seconds a step took, by the size that its tokens fit in.",
     "queue_seconds": "Seconds from a request's submission until it was first scheduled.",
     "ttft_seconds": "Seconds from a request's submission to the first token of a sequence.",

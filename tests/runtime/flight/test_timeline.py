@@ -42,11 +42,14 @@ def test_the_block_map_says_who_held_what() -> None:
     assert len(found.requests) == 2
 
 
+@pytest.mark.parametrize("max_steps", [10_000, 24])
 @pytest.mark.parametrize("seed", range(8))
-def test_cells_recounted_from_the_block_tables(seed: int) -> None:
-    """Every step is given the same time, so that each has a column of its own."""
+def test_cells_recounted_from_the_block_tables(seed: int, max_steps: int) -> None:
+    """Every step is given the same time, so that each has a column of its own. Where the first steps are gone, the map
+    begins with the first snapshot."""
     columns: list[dict[int, set[int]]] = []
     history = random_history(random.Random(seed), prefix_caching=seed % 2 == 0)
+    history.engine.recorder.max_steps = max_steps
 
     def run(schedule: Any, *, run: Any = history.device.run) -> Any:
         holders: dict[int, set[int]] = {}
@@ -61,7 +64,10 @@ def test_cells_recounted_from_the_block_tables(seed: int) -> None:
     history.live(80)
     recording = history.engine.recorder.recording("m")
     found = timeline.block_map(recording, num_requests=3)
-    shown = timeline._columns(recording.steps, len(recording.steps))
+    first = int(np.searchsorted(timeline.series(recording).start_s, found.start_s))
+    assert (recording.header.first_step > 0) == (max_steps < 80)
+    shown = timeline._columns(recording.steps[first:], len(recording.steps) - first)
+    assert found.cells.shape[1] == sum(map(len, shown.values()))
     for step, places in shown.items():
         for place in places:
             for block in range(1, history.num_blocks):

@@ -49,9 +49,9 @@ class DynamicBatching(Policy):
             assert first is not None, "nobody runs, so there is a seat for who waits"
             begins_s = first.request.arrival_s + self.max_delay_s
             if view.now_s < begins_s:
-                return StepPlan(False, 0, 0, view.token_budget, until_s=begins_s)
+                return StepPlan(False, 0, 0, until_s=begins_s)
         return self._plan(view, min(size, view.num_waiting), runs_decodes=False)
 
     def _plan(self, view: StepView, num_admissions: int, *, runs_decodes: bool) -> StepPlan:
         num_prompt_tokens = view.token_budget - len(view.decodes) * runs_decodes
-        return StepPlan(runs_decodes, num_prompt_tokens, num_admissions, view.token_budget)
+        return StepPlan(runs_decodes, num_prompt_tokens, num_admissions)

@@ -40,15 +40,13 @@ class StepPlan:
 
     At most ``num_prompt_tokens`` of prompts go in, and at most ``num_admissions`` requests are admitted; a sequence
     that was preempted may always come back, and further ones of a request follow the first. Where ``runs_decodes`` is
-    false they run all the same if prompts can have nothing. ``token_budget`` is the most tokens of this step, drafts
-    included. With ``until_s``, possible while nobody has a seat, there is no step; the next plan is asked for then, or
-    when a request comes.
+    false they run all the same if prompts can have nothing. With ``until_s``, possible while nobody has a seat, there
+    is no step; the next plan is asked for then, or when a request comes.
     """
 
     runs_decodes: bool
     num_prompt_tokens: int
     num_admissions: int
-    token_budget: int
     until_s: float | None = None
 
 
@@ -63,6 +61,9 @@ class Policy(ABC):
     """The arguments it is made with, each an attribute too. They say all that it decides by, but what it observes."""
     observes: ClassVar[bool] = False
     """Whether it is told how long steps took."""
+    itl_target_s: float | None = None
+    """The longest gap between two tokens of an answer, in seconds, where it bounds that: it is asked to :meth:`limit`
+    what goes beside decodes."""
 
     @property
     def learned(self) -> tuple[float, ...]:
@@ -78,6 +79,12 @@ class Policy(ABC):
     @abstractmethod
     def plan(self, view: StepView) -> StepPlan:
         """What the step of ``view`` takes."""
+
+    def limit(self, work: StepWork, start: int, num_tokens: int, sizes: SequenceOf[int]) -> int:
+        """How many of ``num_tokens`` tokens of a sequence, from position ``start`` on, a step takes that has ``work``
+        already, decodes among it. At least one where it has no other chunk yet, so that somebody gets on.
+        """
+        return num_tokens
 
     def observe(self, work: StepWork, step_s: float) -> None:  # noqa: B027
         """A step with ``work`` took ``step_s`` seconds. Called where :attr:`observes`."""

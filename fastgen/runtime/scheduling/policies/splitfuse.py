@@ -23,17 +23,12 @@ class SplitFuse(Policy):
     splits_prompts = True
 
     def plan(self, view: StepView) -> StepPlan:
-        return plan_within(view.token_budget, view)
-
-
-def plan_within(token_budget: int, view: StepView) -> StepPlan:
-    """The plan of ``view`` for at most ``token_budget`` tokens."""
-    num_decodes = len(view.decodes)
-    enough = FILLS_FROM_PASSES * (token_budget - num_decodes)
-    num_pending = count_pending(view.prompts, enough)
-    num_pending += count_pending(view.waiting, enough - num_pending)
-    _, num_prompt_tokens = even_share(num_decodes, num_pending, token_budget, view.sizes)
-    return StepPlan(True, num_prompt_tokens, view.num_free_seats, token_budget)
+        num_decodes = len(view.decodes)
+        enough = FILLS_FROM_PASSES * (view.token_budget - num_decodes)
+        num_pending = count_pending(view.prompts, enough)
+        num_pending += count_pending(view.waiting, enough - num_pending)
+        _, num_prompt_tokens = even_share(num_decodes, num_pending, view.token_budget, view.sizes)
+        return StepPlan(True, num_prompt_tokens, view.num_free_seats)
 
 
 def count_pending(prompts: Iterable[Sequence], enough: int) -> int:

@@ -1,31 +1,38 @@
-"""SplitFuse under a bound on the gap between tokens: the budget of each step is what the time allows.
+"""SplitFuse under a bound on the gap between tokens: a step takes of prompts what the time allows.
 
-A model of step times, fitted while the engine runs, says how long a step of so many tokens would take; the budget is
-the largest captured size that stays below the target. A prompt gets on in every step all the same, at the smallest size
-that has a place for it: where decodes alone take longer than the target nothing would be gained by stopping it.
+A model of step times, fitted while the engine runs, says how long a step of so many tokens would take; a chunk beside
+decodes is as long as the step stays below the target, at a captured size where it can. A prompt gets on in every step
+all the same. Where even a token of it is too much, the step takes about as long as with that one: beside reading its
+context, a few more cost next to nothing, and where decodes alone take longer than the target little would be gained.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Sequence as SequenceOf
 
-from fastgen.runtime.request import Sequence
-from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView
-from fastgen.runtime.scheduling.policies.splitfuse import FILLS_FROM_PASSES, even_share
-from fastgen.runtime.scheduling.step_time import StepTimeModel, StepWork, chunk_pairs
+from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
+from fastgen.runtime.scheduling.step_time import StepTimeModel, StepWork
+
+_log = logging.getLogger(__name__)
+_FEW_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+"""Lengths of chunks in steps below the sizes that are close together."""
+_CLOSE_SIZE = 64
+_SLACK = 1.1
+"""How many times longer than with one token of a prompt a step may take where that is too long already."""
 
 
-class TimeBudgetSplitFuse(Policy):
+class TimeBudgetSplitFuse(SplitFuse):
     """SplitFuse whose steps take at most ``itl_target_s`` seconds as long as anybody is being answered."""
 
-    splits_prompts = True
     parameters = ("itl_target_s",)
     observes = True
 
     def __init__(self, itl_target_s: float):
-        self.itl_target_s = itl_target_s
+        self.itl_target_s: float = itl_target_s
         self.model = StepTimeModel()
+        self._has_told = False
 
     @property
     def learned(self) -> tuple[float, ...]:
@@ -37,48 +44,39 @@ class TimeBudgetSplitFuse(Policy):
     def observe(self, work: StepWork, step_s: float) -> None:
         self.model.observe(work, step_s)
 
-    def plan(self, view: StepView) -> StepPlan:
-        num_decodes, budget = len(view.decodes), view.token_budget
-        prompts = _read(view, FILLS_FROM_PASSES * (budget - num_decodes))
-        if view.decodes and prompts:
-            budget = self._budget(view, prompts)
-        num_pending = sum(seq.num_pending_tokens for seq in prompts)
-        _, num_prompt_tokens = even_share(num_decodes, num_pending, budget, view.sizes)
-        return StepPlan(True, num_prompt_tokens, view.num_free_seats, budget)
+    def limit(self, work: StepWork, start: int, num_tokens: int, sizes: SequenceOf[int]) -> int:
+        is_first = not work.num_pairs
+        most = min(num_tokens, self.model.most_tokens(sizes[-1]) - work.num_tokens)
+        if most < 1:
+            return int(is_first)
 
-    def _budget(self, view: StepView, prompts: SequenceOf[Sequence]) -> int:
-        """The largest size that the model gives the time for, of those that it can know something about."""
-        num_decodes = len(view.decodes)
-        num_context = sum([seq.num_tokens for seq in view.decodes])
-        least = bisect_right(view.sizes, num_decodes)
-        most = bisect_right(view.sizes, self.model.most_tokens(view.token_budget))
-        for size in reversed(view.sizes[least + 1 : most]):
-            work = StepWork(size, num_context, _pairs(prompts, size - num_decodes))
-            if self.model.upper_bound_s(work) <= self.itl_target_s:
-                return size
-        return view.sizes[min(least, len(view.sizes) - 1)]
+        def step_s(length: int) -> float:
+            return self.model.upper_bound_s(work.with_chunk(start, length))
 
+        limit_s = max(self.itl_target_s, _SLACK * self._least_s(work, start)) if is_first else self.itl_target_s
+        lengths = _lengths(work.num_tokens, most, sizes)
+        num_fitting = bisect_right(lengths, limit_s, key=step_s)
+        return lengths[num_fitting - 1] if num_fitting else int(is_first)
 
-def _read(view: StepView, enough: int) -> list[Sequence]:
-    """The prompts, the running ones first, as far as they are needed to know of ``enough`` pending tokens."""
-    prompts: list[Sequence] = []
-    num_pending = 0
-    for some in (view.prompts, view.waiting):
-        for seq in some if num_pending < enough else ():
-            prompts.append(seq)
-            num_pending += seq.num_pending_tokens
-            if num_pending >= enough:
-                break
-    return prompts
+    def _least_s(self, work: StepWork, start: int) -> float:
+        """What a step takes at least in which the prompt at ``start`` gets on; that this is too long is told once."""
+        expected_s = self.model.predict_s(work.with_chunk(start, 1))
+        if expected_s > self.itl_target_s and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "itl_target_ms=%g cannot be held: a step of %d decodes and one token of a prompt at position %d takes "
+                "about %.3g ms. Gaps are kept near that; fewer sequences (max_num_seqs), shorter prompts or a higher "
+                "target would help.",
+                1000 * self.itl_target_s,
+                work.num_tokens,
+                start,
+                1000 * expected_s,
+            )
+        return expected_s * self.model.scatter
 
 
-def _pairs(prompts: SequenceOf[Sequence], num_tokens: int) -> int:
-    """How many tokens those of the chunks would read together, were ``num_tokens`` of the prompts taken in order."""
-    num_pairs = 0
-    for seq in prompts:
-        length = min(seq.num_pending_tokens, num_tokens)
-        num_pairs += chunk_pairs(seq.num_computed_tokens, length)
-        num_tokens -= length
-        if not num_tokens:
-            break
-    return num_pairs
+def _lengths(num_before: int, most: int, sizes: SequenceOf[int]) -> list[int]:
+    """What a chunk of at most ``most`` tokens may have beside ``num_before`` others, ascending."""
+    few = [length for length in _FEW_TOKENS if num_before + length < _CLOSE_SIZE]
+    many = [size - num_before for size in sizes[bisect_right(sizes, max(num_before, _CLOSE_SIZE - 1)) :]]
+    return [*(length for length in (*few, *many) if length < most), most]
