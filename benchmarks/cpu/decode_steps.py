@@ -2,9 +2,10 @@
 
     python -m benchmarks.cpu.decode_steps MODEL FORMAT
 
-Cases are numbers of requests at a time and of tokens already cached. Of each pair of steps in a row the better one
-counts, between two measurements of the machine's limits; a pair is steady where these agree. Also printed: the share of
-a step that is not spent inside kernels, and how much memory loading took.
+Cases are numbers of requests at a time and of tokens already cached. Between two measurements of the machine's limits
+are three steps in a row, of which the first does not count, since its kernels may have been begun before; of the others
+the better one does. What lies between is steady where the limits before and after agree. Also printed: the share of a
+step during which no kernel runs, and how much memory loading took.
 """
 
 from __future__ import annotations
@@ -23,31 +24,59 @@ from benchmarks.cpu.machine_limits import Machine
 from benchmarks.cpu.memory import MemoryWatch
 from fastgen.compile import device
 from fastgen.compile.build_cpp import CppBuilder, CppKernel, cpp_arch
+from fastgen.compile.thread_pool import ThreadPool
 from fastgen.runtime.engine import Engine
 
 CASES = ((1, 16), (8, 16), (16, 16), (1, 4000))
-_NUM_UNTIMED = 4  # steps after the prompts are read
+_NUM_UNTIMED = 20  # steps after the prompts are read
 
 
 class KernelClock:
-    """Adds up the seconds inside kernels that are loaded while it is there: the calls alone, not what prepares them."""
+    """Adds up the seconds since :meth:`reset` during which kernels run that are loaded while it is there: the calls
+    alone, not what prepares them, and what runs begun early, while the host has something else to do.
+    """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        load = CppBuilder.load
+        self._seconds, self._since_s = 0.0, 0.0
+        self._begun_s: float | None = None
+        load, start, end = CppBuilder.load, ThreadPool.start, ThreadPool.end
 
         def load_clocked(builder: CppBuilder, *arguments: Any) -> CppKernel:
             kernel = load(builder, *arguments)
             kernel._function = self._clocked(kernel._function)
             return kernel
 
+        def start_clocked(pool: ThreadPool, *arguments: Any) -> int:
+            self._begun_s = time.perf_counter()
+            number = start(pool, *arguments)
+            if number == 0:
+                self._begun_s = None
+            return number
+
+        def end_clocked(pool: ThreadPool, number: int) -> float:
+            ended_s = end(pool, number)
+            if self._begun_s is not None:
+                self._seconds += max(0.0, ended_s - max(self._begun_s, self._since_s))
+                self._begun_s = None
+            return ended_s
+
         CppBuilder.load = load_clocked  # type: ignore[assignment, method-assign]
+        ThreadPool.start, ThreadPool.end = start_clocked, end_clocked  # type: ignore[method-assign]
+
+    def reset(self) -> None:
+        self._seconds, self._since_s = 0.0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """What was begun and has not been ended is taken to run."""
+        runs_s = 0.0 if self._begun_s is None else time.perf_counter() - max(self._begun_s, self._since_s)
+        return self._seconds + runs_s
 
     def _clocked(self, function: Any) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
             start = time.perf_counter()
             function(*arguments)
-            self.seconds += time.perf_counter() - start
+            self._seconds += time.perf_counter() - start
 
         call.argtypes = function.argtypes  # type: ignore[attr-defined]
         return call
@@ -93,7 +122,7 @@ def measure_case(
 ) -> dict[str, Any]:
     """``pairs`` are limits before and after, bytes and operations a second, and seconds of a step and in kernels."""
     generator = random.Random(0)
-    num_new = _NUM_UNTIMED + 2 * num_pairs + 1
+    num_new = _NUM_UNTIMED + 3 * num_pairs + 1
     sampling = fastgen.SamplingParams(max_new_tokens=num_new, min_new_tokens=num_new, temperature=0, ignore_eos=True)
     generations = [
         engine.submit([generator.randrange(300, 31_900) for _ in range(num_cached)], sampling)
@@ -103,17 +132,21 @@ def measure_case(
         engine.step()
     first_length = num_cached + len(generations[0].completions[0].token_ids)
     pairs = []
+    assert engine.runner.steady is not None
     for _ in range(num_pairs):
+        engine.runner.steady.wait()  # what was begun is not to run while the machine is measured
         before = machine.measure()
+        engine.step()
         step_s, kernel_s = min(_time_step(engine, clock) for _ in range(2))
+        engine.runner.steady.wait()
         after = machine.measure()
         pairs.append({"before": vars(before), "after": vars(after), "step_s": step_s, "kernel_s": kernel_s})
     engine.cancel_all()
-    return {"mean_length": first_length + num_pairs, "pairs": pairs}
+    return {"mean_length": first_length + 3 * num_pairs // 2, "pairs": pairs}
 
 
 def _time_step(engine: Engine, clock: KernelClock) -> tuple[float, float]:
-    clock.seconds = 0.0
+    clock.reset()
     start = time.perf_counter()
     engine.step()
     return time.perf_counter() - start, clock.seconds
@@ -124,7 +157,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("format", choices=OPTIONS)
     parser.add_argument("--num-threads", type=int, default=device.current("cpu").num_cores)
-    parser.add_argument("--pairs", type=int, default=30, help="pairs of steps a case")
+    parser.add_argument("--pairs", type=int, default=24, help="measurements a case")
     options = parser.parse_args()
     print(json.dumps(measure(options.model, options.format, options.num_threads, options.pairs)))
 

@@ -125,7 +125,7 @@ def _steps(data: Data, model: str) -> list[str]:
     formats = [each for each in BITS if step_seconds(data, model, each, 1, 16) is not None]
     if not formats:
         return []
-    lines = ["", "### Decode steps of fastgen: milliseconds, and the share that is not in kernels", ""]
+    lines = ["", "### Decode steps of fastgen: milliseconds, and the share during which no kernel runs", ""]
     lines += [f"| format | {' | '.join(_CASES.values())} |", "|---" * (len(_CASES) + 1) + "|"]
     for weight_format in formats:
         cells = []

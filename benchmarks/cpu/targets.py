@@ -130,7 +130,7 @@ def step_seconds(data: Data, model: str, weight_format: str, requests: int, cach
 
 
 def outside_kernels(data: Data, model: str, weight_format: str, requests: int = 1, cached: int = 16) -> float | None:
-    """The share of a decode step's time."""
+    """The share of a decode step's time during which no kernel runs."""
     return _median_case(
         data, model, weight_format, requests, cached, lambda pair, _: 1 - float(pair["kernel_s"] / pair["step_s"])
     )
@@ -224,7 +224,7 @@ TARGETS = (
         less_is_better=True,
     ),
     Target(
-        "share of a decode step outside kernels, one request",
+        "decode, one request: share of a step without a kernel",
         outside_kernels,
         _by_format(0.05, 0.05, 0.05, 0.05),
         _by_format(0.05, 0.05, 0.05, 0.05),

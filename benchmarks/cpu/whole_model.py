@@ -92,7 +92,7 @@ class Benchmark:
             self._results.add("steps", **key, **self._steps(weight_format))
             for requests in (1, 16):
                 share = outside_kernels(self._results.data, self._model.name, weight_format, requests)
-                print(f"  {share:.1%} of a decode step of {requests} is not in kernels", flush=True)
+                print(f"  {share:.1%} of a decode step of {requests} is without a kernel", flush=True)
         missing = [
             name for name in self._options.workloads
             if name != STEPS and not self._results.has_sample(**key, workload=name)

@@ -23,6 +23,7 @@ from fastgen.compile.build import BuiltKernel
 from fastgen.compile.build_cpp import CppKernel
 from fastgen.compile.recording import recording
 from fastgen.compile.spec import Argument, KernelSpec
+from fastgen.compile.thread_pool import ThreadPool
 from fastgen.errors import CaptureError
 
 _ATEN = torch.ops.aten
@@ -85,6 +86,8 @@ class Tape:
     """Made by :func:`record`. ``runner`` is the kernel of :func:`tape_spec`, which launches C++ kernels in one call."""
 
     def __init__(self, name: str, entries: Sequence[Entry], runner: CppKernel | None = None):
+        self._begun: tuple[ThreadPool, int] | None = None
+        """On which pool a replay was begun, and its number there."""
         self.name = name
         self.entries: Sequence[Entry] = tuple(entries)
         self._closed = False
@@ -96,6 +99,23 @@ class Tape:
             raise CaptureError(f"{self.name} is replayed after it was closed")
         for run in self._stretches:
             run()
+
+    def begin(self, pool: ThreadPool) -> bool:
+        """Begin a replay on threads of the ``pool`` while the calling one goes on. Until :meth:`end` nothing that it
+        reads or writes may be touched. ``False``, with nothing done, where it is not C++ kernels from end to end, or
+        the pool has no thread for it now.
+        """
+        if not self._closed and len(self._stretches) == 1 and isinstance(run := self._stretches[0], _NativeStretch):
+            number = pool.start(run.entry_point, run.slots)
+            self._begun = (pool, number) if number else None
+        return self._begun is not None
+
+    def end(self) -> None:
+        """Wait for the replay that was begun, if one was, and work with it."""
+        if self._begun is not None:
+            pool, number = self._begun
+            pool.end(number)
+            self._begun = None
 
     def difference(self, other: Tape) -> str | None:
         """The first thing in which another recording of the same step differs from this one; ``None`` if nothing.
@@ -118,7 +138,11 @@ class Tape:
 
     def close(self) -> None:
         """Lets go of kernels and tensors."""
+        self.end()
         self._closed, self.entries, self._stretches = True, (), []
+
+    def __del__(self) -> None:
+        self.end()  # before its tensors go
 
 
 def tape_spec() -> KernelSpec:
@@ -240,7 +264,7 @@ def _stretches(entries: Sequence[Entry], runner: CppKernel | None) -> list[Calla
     def end_native() -> None:
         if native:
             assert runner is not None
-            stretches.append(_native_stretch(runner, native))
+            stretches.append(_NativeStretch(runner, native))
             native.clear()
 
     for entry in entries:
@@ -253,14 +277,22 @@ def _stretches(entries: Sequence[Entry], runner: CppKernel | None) -> list[Calla
     return stretches
 
 
-def _native_stretch(runner: CppKernel, launches: Sequence[Launch]) -> Callable[[], None]:
+class _NativeStretch:
     """Launches of C++ kernels, laid out for one call: for each the function's address and its arguments' block."""
-    slots: list[int] = []
-    calls: list[int] = []
-    for launch in launches:
-        assert isinstance(launch.kernel, CppKernel)
-        calls += launch.kernel.entry_point, len(slots)
-        slots += launch.kernel.slots(launch.arguments)
-    table = torch.tensor(calls + slots, dtype=torch.int64)
-    table[1 : len(calls) : 2] = table[1 : len(calls) : 2] * table.itemsize + table[len(calls) :].data_ptr()
-    return runner.bind((), table, len(launches))
+
+    def __init__(self, runner: CppKernel, launches: Sequence[Launch]):
+        slots: list[int] = []
+        calls: list[int] = []
+        for launch in launches:
+            assert isinstance(launch.kernel, CppKernel)
+            calls += launch.kernel.entry_point, len(slots)
+            slots += launch.kernel.slots(launch.arguments)
+        table = torch.tensor(calls + slots, dtype=torch.int64)
+        table[1 : len(calls) : 2] = table[1 : len(calls) : 2] * table.itemsize + table[len(calls) :].data_ptr()
+        arguments = table, len(launches)
+        self._run = runner.bind((), *arguments)
+        self.entry_point, self.slots = runner.entry_point, torch.tensor(runner.slots(arguments))
+        """The same call, as a thread of the pool makes it."""
+
+    def __call__(self) -> None:
+        self._run()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import threading
 
+from torch import Tensor
+
 from fastgen.compile.loader import KernelLoader
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import InvalidArgumentError
@@ -26,6 +28,9 @@ class ThreadPool:
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
+        library.fastgen_start_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        library.fastgen_end_run.argtypes = [ctypes.c_int64]
+        library.fastgen_start_run.restype = library.fastgen_end_run.restype = ctypes.c_int64
 
     @property
     def num_threads(self) -> int:
@@ -39,6 +44,19 @@ class ThreadPool:
         if not 1 <= num_threads <= MAX_THREADS:
             raise InvalidArgumentError(f"num_threads={num_threads}: expected 1 to {MAX_THREADS}")
         return int(self._library.fastgen_set_num_threads(num_threads))
+
+    def start(self, entry_point: int, slots: Tensor) -> int:
+        """Have the kernel at ``entry_point`` run on threads of the pool's own, with arguments as it takes them from
+        ``slots``, and return at once with a number for this. 0, with nothing done, where there is no such thread, or
+        what was started last, by whomever, goes on.
+        """
+        return int(self._library.fastgen_start_run(entry_point, slots.data_ptr()))
+
+    def end(self, number: int) -> float:
+        """Help what was started under that ``number`` until it has ended. Returns at which second of
+        :func:`time.perf_counter` the pool last ended something that was started so.
+        """
+        return int(self._library.fastgen_end_run(number)) / 1e9
 
 
 def thread_pool_spec() -> KernelSpec:

@@ -8,6 +8,7 @@ from fastgen.compile.cuda_graph import GraphPool
 from fastgen.compile.ops.next_decodes import NextDecodesKernel, next_decodes_spec
 from fastgen.compile.ops.quantization import QuantizedFormat
 from fastgen.compile.target import Target
+from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import build, kv_groups, kv_shapes, kv_windows
 from fastgen.models.causal_lm import CausalLM
@@ -97,7 +98,9 @@ def build_engine(
     steady = None
     if next_decodes is not None and sampler.kernel is not None and isinstance(forward, TapedForward):
         advance = NextDecodesKernel(next_decodes)
-        steady = SteadyDecodes(forward, input_batch, sampler.kernel, advance, sampler.rows)
+        assert target.loader is not None
+        pool = load_thread_pool(target.loader)
+        steady = SteadyDecodes(forward, input_batch, sampler.kernel, advance, sampler.rows, pool)
         steady.record(1)
     return Engine(
         ModelRunner(forward, input_batch, sampler, steady),

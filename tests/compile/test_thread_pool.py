@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastgen.compile.build_cpp import CppBuilder
 from fastgen.compile.loader import KernelLoader
@@ -22,6 +23,8 @@ from fastgen.compile.thread_pool import MAX_THREADS, ThreadPool, load_thread_poo
 from fastgen.errors import InvalidArgumentError
 
 CHUNK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+NO_SLOTS = torch.zeros(1, dtype=torch.int64)
 DEADLINE_S = 300
 """For what comes at once on an idle machine: reached only where something hangs."""
 
@@ -38,6 +41,10 @@ def parallel_for(num_chunks: int, work: Callable[[int], None]) -> None:
     run = ctypes.CDLL(None).fastgen_parallel_for
     run.argtypes, run.restype = [CHUNK, ctypes.c_void_p, ctypes.c_int64], None
     run(CHUNK(lambda _, chunk: work(chunk)), None, num_chunks)
+
+
+def address_of(run: ctypes._CFunctionType) -> int:
+    return ctypes.cast(run, ctypes.c_void_p).value or 0
 
 
 def pool_threads() -> dict[str, dict[str, str]]:
@@ -156,6 +163,68 @@ def test_a_thread_told_to_go_while_it_begins_goes(pool: ThreadPool) -> None:
     wait_until(lambda: not pool_threads())
 
 
+def test_a_run_goes_on_without_who_started_it_who_helps_in_the_end(pool: ThreadPool) -> None:
+    """Its second job cannot end before the one who started it takes a chunk, as it does only when it wants the end."""
+    pool.resize(2)
+    here, done, helped = threading.get_native_id(), Counter[int](), threading.Event()
+    first_is_over = threading.Event()
+
+    def work(chunk: int) -> None:
+        done.update([chunk])
+        if threading.get_native_id() == here:
+            helped.set()
+        else:
+            assert helped.wait(DEADLINE_S)
+
+    def run(slots: int) -> None:
+        parallel_for(5, lambda chunk: done.update([100 + chunk]))
+        first_is_over.set()
+        parallel_for(8, work)
+
+    function = RUN(run)
+    number = pool.start(address_of(function), NO_SLOTS)
+    assert number > 0
+    assert first_is_over.wait(DEADLINE_S)
+    assert pool.start(address_of(function), NO_SLOTS) == 0  # one at a time
+    before_s = time.perf_counter()
+    ended_s = pool.end(number)
+    assert before_s < ended_s < time.perf_counter()
+    assert helped.is_set()
+    assert done == Counter([*range(8), *range(100, 105)])
+    assert pool.end(number) == ended_s  # it has ended already
+
+
+def test_a_run_is_given_its_slots_and_another_may_follow_unasked(pool: ThreadPool) -> None:
+    pool.resize(3)
+    seen: list[int] = []
+    function = RUN(seen.append)
+    numbers = []
+    for _ in range(3):
+        numbers.append(pool.start(address_of(function), NO_SLOTS))
+        wait_until(lambda: len(seen) == len(numbers))
+        pool.end(numbers[0])  # whoever started the first one does not wait for what others started since
+        pool.end(numbers[-1])
+    assert seen == [NO_SLOTS.data_ptr()] * 3
+    assert numbers == sorted(set(numbers))
+
+
+def test_nothing_is_started_where_there_is_no_other_thread(pool: ThreadPool) -> None:
+    pool.resize(1)
+    assert pool.start(address_of(RUN(lambda slots: None)), NO_SLOTS) == 0
+
+
+def test_a_pool_is_resized_when_a_run_has_ended(pool: ThreadPool) -> None:
+    """Its thread may be one that is to go."""
+    for size in (1, 2, 4):
+        pool.resize(3)
+        done = Counter[int]()
+        function = RUN(lambda slots, done=done: [parallel_for(7, lambda each: done.update([each])) for _ in range(20)])
+        number = pool.start(address_of(function), NO_SLOTS)
+        assert pool.resize(size) == size
+        assert done == Counter(dict.fromkeys(range(7), 20))
+        pool.end(number)
+
+
 @pytest.mark.parametrize("num_threads", [0, -1, MAX_THREADS + 1])
 def test_an_impossible_size_changes_nothing(pool: ThreadPool, num_threads: int) -> None:
     pool.resize(2)
@@ -190,7 +259,7 @@ def test_a_forked_child_has_a_pool_of_its_own(pool: ThreadPool) -> None:
 
 @pytest.mark.slow
 def test_thread_sanitizer_finds_nothing(tmp_path: Path) -> None:
-    """Three callers, jobs of all sizes, resized all the while; every chunk adds to plain memory of its own."""
+    """Three callers, jobs of all sizes and runs, resized all the while; every chunk adds to plain memory of its own."""
     (tmp_path / "main.cpp").write_text(
         render(thread_pool_spec())
         + """
@@ -208,6 +277,17 @@ int main() {
                 fastgen_parallel_for([](void* job, int64_t chunk) { ++static_cast<Job*>(job)->counts[chunk]; }, &job,
                                      int64_t(job.counts.size()));
                 for (int count : job.counts) if (count != 1) return std::abort();
+                int runs[2] = {};
+                const int64_t slots[1] = {int64_t(runs)};
+                const int64_t run = fastgen_start_run([](const int64_t* slots) {
+                    int* runs = reinterpret_cast<int*>(slots[0]);
+                    for (int job = 0; job < 3; ++job) {
+                        fastgen_parallel_for([](void* at, int64_t chunk) { ++static_cast<int*>(at)[chunk]; }, runs, 2);
+                    }
+                }, slots);
+                if (round % 3 == 0) fastgen_parallel_for([](void*, int64_t) {}, nullptr, 5);
+                if (run != 0) fastgen_end_run(run);
+                if (runs[0] != (run != 0 ? 3 : 0) || runs[0] != runs[1]) return std::abort();
                 if (caller == 0 && round % 100 == 0) fastgen_set_num_threads(1 + round / 100 % 5);
                 if (round % 500 == 0) usleep(2000);  // long enough for all to fall asleep
             }

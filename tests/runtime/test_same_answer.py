@@ -178,7 +178,14 @@ def poison(llm: LLM) -> None:
     assert engine is not None
     inputs, scheduler = engine.runner.input_batch, engine.scheduler
     steady = engine.runner.steady
-    if steady is None or scheduler._scheduled.decodes != steady._decodes:  # else the last batch becomes the next one
+    is_next = (
+        steady is not None and scheduler._scheduled.decodes == steady._decodes
+    )  # the last batch becomes the next one
+    num_begun = 0
+    if steady is not None and steady._begun is not None:
+        steady.wait()
+        num_begun = int(is_next)  # what else was begun is in vain
+    if not is_next:
         inputs._packed.fill_(0x7F)
     for buffer in inputs._staging:
         buffer.fill_(0x7F)
@@ -186,7 +193,7 @@ def poison(llm: LLM) -> None:
     kept = {*scheduler.kv.pool.published, *(copy.source for copy in scheduler._scheduled.block_copies)}
     computed = dict.fromkeys(kept, llm.config.block_size)
     for sequence in scheduler.running:
-        for table, position in product(sequence.block_tables, range(sequence.num_computed_tokens)):
+        for table, position in product(sequence.block_tables, range(sequence.num_computed_tokens + num_begun)):
             if (block := table[position // llm.config.block_size]) != PADDING_BLOCK:
                 computed[block] = max(computed.get(block, 0), position % llm.config.block_size + 1)
     for k, v in engine.runner.kv_cache.storage:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastgen.compile.cuda_graph import Graph, GraphPool
 from fastgen.compile.recording import library_call
+from fastgen.compile.tape import Tape
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
@@ -142,7 +143,7 @@ class TapedForward(_ReplayedForward):
         self._heads[num_rows].replay()
         return self._logits[:num_rows]
 
-    def record_decodes(self, num_rows: int, prepare: Callable[[], None], sample: Sample) -> Graph:
+    def record_decodes(self, num_rows: int, prepare: Callable[[], None], sample: Sample) -> Tape:
         """A whole step of so many decodes: ``prepare`` writes its inputs, each token's logits go to ``sample``."""
 
         def step() -> None:

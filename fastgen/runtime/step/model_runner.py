@@ -132,6 +132,8 @@ class ModelRunner:
     def run(self, schedule: Schedule) -> StepOutput:
         """A step from its beginning to its tokens."""
         if schedule.block_copies:
+            if self.steady is not None:
+                self.steady.forget()
             self._copy_blocks(schedule)
         if self.steady is not None and (found := self.steady.run(schedule)) is not None:
             return StepOutput(list(zip(schedule.decodes, map(sampled_token, found, schedule.decodes), strict=True)), [])

@@ -2,7 +2,11 @@
 step, inputs and sampling included, is one tape and one native call.
 
 What a step does outside its kernels is paid with cold caches, since the weights have just been streamed through them:
-host code takes several times as long there as in a loop.
+host code takes several times as long there as in a loop. So once steps have followed each other for a while the next
+begins, where all that is known of it says that it comes, before the host has looked at the tokens of the last one.
+Where another comes instead (a sequence ended, somebody new is there) what was begun has been for nothing, and is as if
+it had never been: what it wrote lies behind the last token of each sequence, in blocks of its own, and whoever is given
+these writes them first.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ from operator import attrgetter
 
 import torch
 
-from fastgen.compile.cuda_graph import Graph
 from fastgen.compile.ops.next_decodes import NextDecodesKernel
 from fastgen.compile.ops.sampling_cpp import SampledRow, SamplingKernel
+from fastgen.compile.tape import Tape
+from fastgen.compile.thread_pool import ThreadPool
 from fastgen.runtime.request import Sequence
 from fastgen.runtime.sampling.sampled_rows import penalises
 from fastgen.runtime.scheduling.schedule import Schedule
@@ -27,6 +32,9 @@ RowsOf = Callable[[SequenceOf[Sequence]], SequenceOf[SampledRow]]
 """How the next token of each sequence is sampled."""
 
 _NEXT = (1).__add__
+_STEPS_PER_DECODE = 8
+"""How many steps follow each other, for each of their decodes, before the next begins early. Of more decodes one ends
+sooner, and a step for nothing lasts longer, while what is saved stays as it is."""
 
 
 class SteadyDecodes:
@@ -42,10 +50,15 @@ class SteadyDecodes:
         sampling: SamplingKernel,
         next_decodes: NextDecodesKernel,
         rows_of: RowsOf,
+        pool: ThreadPool,
     ):
         self._forward, self._inputs, self._sampling = forward, inputs, sampling
-        self._next_decodes, self._rows_of = next_decodes, rows_of
-        self._tapes: dict[int, Graph] = {}
+        self._next_decodes, self._rows_of, self._pool = next_decodes, rows_of, pool
+        self._tapes: dict[int, Tape] = {}
+        self._begun: Tape | None = None
+        """The next step's, where it was begun."""
+        self._num_continued = 0
+        """How many steps followed each other so far."""
         self._seats = torch.zeros(sampling.max_rows, dtype=torch.int32)
         self._decodes: SequenceOf[Sequence] = ()
         self._next_positions: SequenceOf[int] = ()
@@ -61,20 +74,49 @@ class SteadyDecodes:
         """The next token of each of the schedule's decodes, or ``-status``. ``None``, with nothing done, where they are
         not those of the step before, one token further on, or how they are sampled depends on what was generated.
         """
+        was_begun = self._end_begun()
         decodes, positions = schedule.decodes, schedule.positions
         is_next = decodes == self._decodes and positions == self._next_positions and not schedule.chunks
         self._decodes = ()  # whether it runs here or is built: a step that does not come to its end is not continued
         if not is_next or not (self._places or self._hold(decodes)):
+            self._num_continued = 0
             return None
         num_rows = len(decodes)
         if num_rows not in self._tapes:
             self.record(num_rows)
         if schedule.block_updates:
             self._inputs.update_tables(schedule.block_updates)
-        self._tapes[num_rows].replay()
+        if not was_begun:
+            self._tapes[num_rows].replay()
         self._expect(decodes, positions)
         found = self._sampling.chosen(num_rows)
+        self._num_continued += 1
+        if self._num_continued >= _STEPS_PER_DECODE * num_rows and self._seems_to_continue(decodes, positions):
+            tape = self._tapes[num_rows]
+            self._begun = tape if tape.begin(self._pool) else None
         return list(map(found.__getitem__, self._places))
+
+    def forget(self) -> None:
+        """What the batch holds is not continued, whatever comes."""
+        self._end_begun()
+        self._decodes = ()
+
+    def wait(self) -> None:
+        """Until the kernels of a step that was begun, if one was, have run. It counts as before."""
+        if self._begun is not None:
+            self._begun.end()
+
+    def _end_begun(self) -> bool:
+        """Whether a step was begun; if so, it has run."""
+        self.wait()
+        was_begun, self._begun = self._begun is not None, None
+        return was_begun
+
+    def _seems_to_continue(self, decodes: SequenceOf[Sequence], positions: SequenceOf[int]) -> bool:
+        """Whether another step follows unless the tokens of this one, of ``positions``, end a sequence or somebody
+        comes: none has all its tokens, nor begins a block, for which it needs the scheduler."""
+        block_size = self._inputs.block_size
+        return all((position + 1) % block_size for position in positions) and not any(map(_is_last, decodes))
 
     @torch.inference_mode()
     def record(self, num_rows: int) -> None:
@@ -106,6 +148,11 @@ class SteadyDecodes:
     def _prepare(self, num_rows: int) -> None:
         token_ids, positions = self._sampling.token_ids[:num_rows], self._sampling.held_positions(num_rows)
         self._inputs.advance(self._next_decodes, self._seats[:num_rows], token_ids, positions)
+
+
+def _is_last(sequence: Sequence) -> bool:
+    """Whether the token that it gets now is the last one of ``sequence`` for sure."""
+    return sequence.num_tokens + 1 - sequence.num_prompt_tokens >= sequence.request.sampling.max_new_tokens
 
 
 def _can_be_held(sequence: Sequence) -> bool:

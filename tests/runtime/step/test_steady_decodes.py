@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import fastgen
 from fastgen import LLM, SamplingParams
+from fastgen.compile.build_cpp import CppBuilder
+from fastgen.compile.loader import KernelLoader
 from fastgen.compile.tape import Tape
+from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.step import steady_decodes
 from fastgen.runtime.step.forward import TapedForward
 from fastgen.runtime.step.model_runner import StepOutput
 from fastgen.runtime.step.steady_decodes import SteadyDecodes
@@ -36,10 +41,13 @@ class Counted(SteadyDecodes):
 
     def __init__(self, steady: SteadyDecodes):
         self.__dict__ |= steady.__dict__
-        self.num_continued = self.num_refused = 0
+        self.num_continued = self.num_refused = self.num_begun = self.num_in_vain = 0
 
     def run(self, schedule: Schedule) -> list[int] | None:
+        was_begun = self._begun is not None
         found = super().run(schedule)
+        self.num_begun += was_begun
+        self.num_in_vain += was_begun and found is None
         self.num_continued += found is not None
         self.num_refused += found is None
         return found
@@ -62,6 +70,16 @@ def without(llm: LLM, *arguments: Any, **fields: Any) -> Any:
         return llm.generate(*arguments, **fields)
     finally:
         runner.steady = before
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """With one there is nobody to begin a step."""
+    pool = load_thread_pool(KernelLoader(CppBuilder("portable")))
+    before = pool.num_threads
+    pool.resize(2)
+    yield
+    pool.resize(before)
 
 
 def random_sampling(draw: random.Random) -> SamplingParams:
@@ -190,3 +208,71 @@ def test_a_batch_that_was_built_over_is_not_continued(
     while engine.has_work:
         engine.step()
     assert [each.output().token_ids for each in generations] == [each.token_ids for each in expected]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_steps_begin_early_once_they_have_followed_each_other(llm: LLM, counted: Counted) -> None:
+    """Of 39 decodes 37 continue, the first at position 4, of 4 in a block; after 8 of them the next begin early, but
+    for those that begin a block, and the one that would come after the last token."""
+    outputs = llm.generate([[5, 6, 7]], max_new_tokens=40, ignore_eos=True, temperature=0)
+    continued = range(4, 42)
+    early = [position for position in continued[8:] if position % 4]
+    assert (counted.num_begun, counted.num_in_vain) == (len(early), 0)
+    assert (
+        outputs[0].token_ids
+        == without(llm, [[5, 6, 7]], max_new_tokens=40, ignore_eos=True, temperature=0)[0].token_ids
+    )
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("what", ["stop token", "newcomer", "cancel"])
+def test_a_step_that_was_begun_for_nothing_leaves_no_trace(
+    llm: LLM, counted: Counted, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """At every place in a block. Whoever goes on, comes then or is given the blocks has the answer it has alone."""
+    monkeypatch.setattr(steady_decodes, "_STEPS_PER_DECODE", 1)
+    engine, prompts = engine_of(llm), [[5, 6, 7], [8, 9]]
+    plain = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=1.0, seed=5)
+    alone = [without(llm, [prompt], plain)[0].token_ids for prompt in (*prompts, [40] * 9)]
+    for num_steps in range(8, 13):
+        first = plain
+        if what == "stop token":
+            first = replace(plain, ignore_eos=False, stop_token_ids=[alone[0][num_steps]])
+        generations = [engine.submit(prompts[0], first), engine.submit(prompts[1], plain)]
+        for _ in range(num_steps):
+            engine.step()
+        if what == "newcomer":
+            generations.append(engine.submit([40] * 9, plain))
+        if what == "cancel":
+            engine.cancel(generations[0])
+        while engine.has_work:
+            engine.step()
+            engine.check_integrity()
+        for generation, expected in zip(generations, alone, strict=False):
+            found = generation.output().token_ids
+            ends_early = generation is generations[0] and what != "newcomer"
+            assert found == (expected[: len(found)] if ends_early else expected)
+    assert counted.num_in_vain > 0
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_engine_is_closed_while_a_step_that_was_begun_runs() -> None:
+    for _ in range(3):
+        with fastgen.load("tiny-mistral", target="cpp", num_threads=2, token_budget=64, max_num_seqs=2) as llm:
+            engine = engine_of(llm)
+            engine.submit([5, 6, 7], SamplingParams(max_new_tokens=40, ignore_eos=True))
+            while engine.runner.steady is not None and engine.runner.steady._begun is None:
+                engine.step()
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_two_engines_that_begin_steps_keep_out_of_each_others_way(llm: LLM, counted: Counted) -> None:
+    sampling = SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=1.0, seed=2)
+    with fastgen.load("tiny-llama", target="cpp", num_threads=2, token_budget=64, max_num_seqs=2) as other:
+        expected = [without(llm, [5, 6, 7], sampling), without(other, [5, 6, 7], sampling)]
+        both = [(engine_of(each), engine_of(each).submit([5, 6, 7], sampling)) for each in (llm, other)]
+        while any(engine.has_work for engine, _ in both):
+            for engine, _ in both:
+                engine.step()
+    assert [generation.output().token_ids for _, generation in both] == [each.token_ids for each in expected]
+    assert counted.num_begun > 0

@@ -169,12 +169,13 @@ INLINE f32v load_some(const float* from, int64_t count) {
     return load<f32v>(some);
 }
 INLINE void store_some(float* to, f32v v, int64_t count) {
-    std::memcpy(to, &v, (count < LANES ? count : LANES) * sizeof(float));
+    if (count >= LANES) return store(to, v);
+    std::memcpy(to, &v, count * sizeof(float));
 }
 
 // The activation of the feed-forward part. Every number takes the same way, whatever its place in a
 // vector, so that a row's result does not depend on which rows are beside it.
-constexpr int64_t ROWS = 8;  // of a chunk of work
+constexpr int64_t FEATURES = 1024, MOST_ROWS = 8;  // of a chunk of work
 
 namespace {
 
@@ -193,13 +194,17 @@ extern "C" void activation_relu_avx512vnni(
     int64_t num_rows,
     int64_t num_features,
     int64_t x_stride) {
-    parallel_for((num_rows + ROWS - 1) / ROWS, [=](int64_t chunk) {
-        const int64_t end = chunk * ROWS + ROWS < num_rows ? chunk * ROWS + ROWS : num_rows;
-        for (int64_t row = chunk * ROWS; row < end; ++row) {
-            for (int64_t i = 0; i < num_features; i += LANES) {
-                const float* from = x + row * x_stride + i;
-                f32v value = activate(load_some(from, num_features - i));
-                store_some(out + row * num_features + i, value, num_features - i);
+    const int64_t rows = num_rows < 8 * MOST_ROWS ? num_rows / 8 + 1 : MOST_ROWS;
+    const int64_t num_pieces = (num_features + FEATURES - 1) / FEATURES;  // of a row
+    parallel_for((num_rows + rows - 1) / rows * num_pieces, [=](int64_t chunk) {
+        const int64_t begin = chunk / num_pieces * rows, end = begin + rows < num_rows ? begin + rows : num_rows;
+        const int64_t first = chunk % num_pieces * FEATURES, left = num_features - first;
+        for (int64_t row = begin; row < end; ++row) {
+            const float* from = x + row * x_stride + first;
+            float* to = out + row * num_features + first;
+            for (int64_t i = 0; i < (left < FEATURES ? left : FEATURES); i += LANES) {
+                f32v value = activate(load_some(from + i, left - i));
+                store_some(to + i, value, left - i);
             }
         }
     });

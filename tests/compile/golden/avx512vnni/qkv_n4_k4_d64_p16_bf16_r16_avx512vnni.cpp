@@ -196,7 +196,8 @@ INLINE f32v load_some(const float* from, int64_t count) {
     return load<f32v>(some);
 }
 INLINE void store_some(float* to, f32v v, int64_t count) {
-    std::memcpy(to, &v, (count < LANES ? count : LANES) * sizeof(float));
+    if (count >= LANES) return store(to, v);
+    std::memcpy(to, &v, count * sizeof(float));
 }
 
 // What happens between the projection to queries, keys and values and attention: rotation, and keys

@@ -169,7 +169,8 @@ INLINE f32v load_some(const float* from, int64_t count) {
     return load<f32v>(some);
 }
 INLINE void store_some(float* to, f32v v, int64_t count) {
-    std::memcpy(to, &v, (count < LANES ? count : LANES) * sizeof(float));
+    if (count >= LANES) return store(to, v);
+    std::memcpy(to, &v, count * sizeof(float));
 }
 
 // Which TOP of E experts each token goes to, best first, and with what weights.

@@ -21,8 +21,12 @@
 //
 // A chunk is claimed before the job is read, and a job ends only when all claimed chunks have, so a worker that wakes
 // late (its core was busy with someone else) finds the ranges empty, or work of the next job: nobody waits for it.
+//
+// A run is jobs one after the other that nobody waits for at first. The worker that takes it is their caller; whoever
+// started it has something else to do, and works in that worker's place from when it wants the run to end.
 
 using Chunk = void (*)(void* job, int64_t chunk);
+using Run = void (*)(const int64_t* slots);
 
 namespace {
 
@@ -36,6 +40,8 @@ struct alignas(64) Range {
 struct alignas(64) AtWork {
     std::atomic<int32_t> id{0};  // the system's id of the thread, while it computes a chunk
 };
+
+enum RunState : uint32_t { HAS_ENDED, WAITS, IS_RUN };
 
 struct Pool {
     pthread_mutex_t one_job_at_a_time = PTHREAD_MUTEX_INITIALIZER;
@@ -51,11 +57,18 @@ struct Pool {
     alignas(64) std::atomic<uint32_t> epoch{0};
     std::atomic<uint32_t> num_sleeping{0};
     std::atomic<int> num_wanted{1};  // workers from here on leave
+
+    Run begun = nullptr;
+    const int64_t* slots = nullptr;
+    std::atomic<uint32_t> run_state{HAS_ENDED};
+    std::atomic<int64_t> run_number{0};
+    std::atomic<int> run_by{1};  // whose place is free meanwhile
+    std::atomic<int64_t> run_ended_ns{0};
 };
 
 Pool pool;
 thread_local bool inside_a_job = false;
-thread_local int32_t own_id = 0;  // the system's; 0 on threads that are not the pool's
+thread_local int32_t own_id = 0;  // the system's; 0 on threads that never take a worker's place
 
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
     syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
@@ -123,6 +136,47 @@ void work(int index) {
     }
 }
 
+void move_epoch() {
+    pool.epoch.fetch_add(1);
+    if (pool.num_sleeping.load() != 0) wake_all(pool.epoch);
+}
+
+// The run that waits, if one does.
+void take_run(int index) {
+    uint32_t waits = WAITS;
+    if (pool.run_state.load(std::memory_order_relaxed) != WAITS || !pool.run_state.compare_exchange_strong(waits, IS_RUN)) return;
+    pool.run_by.store(index);
+    const bool was_inside = inside_a_job;
+    inside_a_job = false;
+    pool.begun(pool.slots);
+    inside_a_job = was_inside;
+    pool.run_ended_ns.store(now_ns());
+    pool.run_state.store(HAS_ENDED);
+    move_epoch();  // for whoever waits for the end
+}
+
+// Until there is something new to do.
+void wait_for_work(uint32_t seen) {
+    if (spin_until([seen] { return pool.epoch.load() != seen; })) return;
+    pool.num_sleeping.fetch_add(1);
+    while (pool.epoch.load() == seen) sleep_while(pool.epoch, seen);
+    pool.num_sleeping.fetch_sub(1);
+}
+
+// Returns when the run with that number neither waits nor goes on, having helped.
+void help_run(int64_t number) {
+    if (own_id == 0) own_id = int32_t(syscall(SYS_gettid));
+    take_run(0);
+    for (;;) {
+        const uint32_t seen = pool.epoch.load();
+        if (pool.run_number.load() != number || pool.run_state.load() == HAS_ENDED) return;
+        inside_a_job = true;
+        work(pool.run_by.load());
+        inside_a_job = false;
+        wait_for_work(seen);
+    }
+}
+
 void* worker(void* argument) {
     const int index = int(intptr_t(argument));
     char name[16];
@@ -133,17 +187,10 @@ void* worker(void* argument) {
     for (;;) {
         const uint32_t seen = pool.epoch.load();  // before what it announces, or a worker would sleep through its end
         if (index >= pool.num_wanted.load()) return nullptr;
+        take_run(index);
         work(index);
-        if (spin_until([seen] { return pool.epoch.load() != seen; })) continue;
-        pool.num_sleeping.fetch_add(1);
-        while (pool.epoch.load() == seen) sleep_while(pool.epoch, seen);
-        pool.num_sleeping.fetch_sub(1);
+        wait_for_work(seen);
     }
-}
-
-void move_epoch() {
-    pool.epoch.fetch_add(1);
-    if (pool.num_sleeping.load() != 0) wake_all(pool.epoch);
 }
 
 // Moves a thread onto the core `here`, or off it, and leaves it free to go where it was free to go.
@@ -184,6 +231,8 @@ void forget_threads() {
     pool.num_sleeping = 0;
     for (Range& range : pool.ranges) range.chunks = 0;
     for (AtWork& each : pool.at_work) each.id = 0;
+    pool.run_state = HAS_ENDED;
+    own_id = 0;
     inside_a_job = false;
 }
 
@@ -219,9 +268,37 @@ extern "C" void fastgen_parallel_for(Chunk run, void* job, int64_t num_chunks) {
 
 extern "C" int32_t fastgen_num_threads() { return pool.num_threads; }
 
+// Has run(slots) called on a thread of the pool's own, soon, and returns at once with a number for it; run's jobs are
+// spread as any. 0, with nothing done, where the pool has no other thread, or another run has not ended.
+extern "C" int64_t fastgen_start_run(Run run, const int64_t* slots) {
+    if (inside_a_job || pool.num_threads == 1 || pool.run_state.load() != HAS_ENDED) return 0;
+    pthread_mutex_lock(&pool.one_job_at_a_time);
+    int64_t number = 0;
+    if (pool.run_state.load() == HAS_ENDED && pool.num_threads > 1) {
+        pool.begun = run;
+        pool.slots = slots;
+        number = pool.run_number.fetch_add(1) + 1;
+        pool.run_state.store(WAITS);
+        move_epoch();
+    }
+    pthread_mutex_unlock(&pool.one_job_at_a_time);
+    return number;
+}
+
+// Helps the run with that number until it has ended. Returns when the last one that ended did, in ns of the monotonic clock.
+extern "C" int64_t fastgen_end_run(int64_t number) {
+    help_run(number);
+    return pool.run_ended_ns.load();
+}
+
 // Makes the pool as large as asked, or as large as the system allows; returns its size.
 extern "C" int32_t fastgen_set_num_threads(int32_t asked) {
     pthread_mutex_lock(&pool.one_job_at_a_time);
+    while (pool.run_state.load() != HAS_ENDED) {  // no thread is to go in the midst of a run
+        pthread_mutex_unlock(&pool.one_job_at_a_time);
+        help_run(pool.run_number.load());
+        pthread_mutex_lock(&pool.one_job_at_a_time);
+    }
     const int wanted = asked < 1 ? 1 : asked > MAX_THREADS ? MAX_THREADS : asked;
     int size = pool.num_threads;
     sigset_t all, before;  // signals are for the program's own threads
