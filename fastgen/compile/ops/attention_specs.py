@@ -78,7 +78,7 @@ class Tiling:
 # 128 rows take two warp groups and halve what is read of keys and values against 64. None of this is measured yet.
 # Of n stages Triton has (n - 1) // 2 for keys and values, since where they lie is loaded first. With five, the next
 # tile is on its way while one is computed on; with three it is fetched in between, which only other programs of the
-# same multiprocessor hide, and tiles of chunks leave room for none. Other devices than sm_80 and sm_90 have three still.
+# same multiprocessor hide, and tiles of chunks leave room for none. Others than sm_80 and sm_90 have three still.
 _CHUNKS: dict[str, dict[int, Tiling]] = {
     "sm_80": {
         96: Tiling(128, 64, 8, 5),
