@@ -187,10 +187,11 @@ def _needed(
     from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
     from fastgen.models.kernels import kernel_specs
     from fastgen.models.resolve import resolve
-    from fastgen.runtime.config import DEFAULT_BLOCK_SIZE, parse_dtype
+    from fastgen.runtime.config import DEFAULT_BLOCK_SIZE, check_sizes, parse_dtype
     from fastgen.runtime.targets import bundle_flags, parse_quantize
 
-    loader = KernelLoader(make_builder(target or target_of(current())))
+    check_sizes(block_size=block_size, max_num_seqs=max_num_seqs)
+    loader = KernelLoader(make_builder(target_of(current()) if target is None else target))
     directory = hub.locate(model, revision=revision)
     checkpoint = Checkpoint.open(directory)
     found = registry.find_recipe(checkpoint.config, recipe=recipe, checkpoint_dir=directory)

@@ -13,14 +13,16 @@ import json
 import logging
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -51,7 +53,7 @@ class TritonBuilder:
     """Builds for ``arch``: one of :data:`TRITON_ARCHES` or the like, or ``interpret``.
 
     Raises :class:`KernelError` for ``interpret`` in a process that was started without ``TRITON_INTERPRET=1``, which
-    Triton reads when it is imported, and ``ValueError`` for a name that is no architecture.
+    Triton reads when it is imported, and ``ValueError`` for a name that is no architecture, or none that Triton knows.
     """
 
     target: Target = "triton"
@@ -60,6 +62,8 @@ class TritonBuilder:
         self.arch = arch
         self.modules: Path | None = None
         self._gpu = None if arch == INTERPRET else parse_arch(arch)
+        if self._gpu is not None and arch not in TRITON_ARCHES and arch not in _others(self._gpu):
+            raise ValueError(f"architecture {arch!r}: Triton {triton.__version__} does not know it")
         self._workers = _Workers(arch)
         if self._gpu is None and not triton.knobs.runtime.interpret:
             raise KernelError(
@@ -170,6 +174,16 @@ class TritonKernel(BuiltKernel):
             raise launch_error(self.spec, self.source, arguments, error, text) from error
 
 
+def _others(gpu: GPUTarget) -> set[str]:
+    """What the installed Triton builds for beside :data:`TRITON_ARCHES`: of NVIDIA's what its assembler names."""
+    if gpu.backend != "cuda":
+        return {"gfx906", "gfx908", "gfx90a", "gfx950"}
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    said = subprocess.run([get_ptxas(gpu.arch).path, "--help"], capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"'(sm_\d+)'", said))
+
+
 def _options(spec: KernelSpec, gpu: GPUTarget | None) -> dict[str, Any]:
     """A spec counts warps of 32 threads; where they have 64, half as many make as many threads."""
     options = {**_OPTIONS, **spec.options}
@@ -228,46 +242,71 @@ def _forbid_compiling() -> None:
     triton.knobs.runtime.jit_cache_hook = hook
 
 
+class _Worker(NamedTuple):
+    """A process, and a file for all that compilers print there."""
+
+    process: subprocess.Popen[str]
+    printed: IO[bytes]
+
+    def end(self) -> None:
+        self.process.communicate()
+        self.printed.close()
+
+
 class _Workers:
     """Worker processes for one architecture, started when needed and used again; each serves one thread at a time."""
 
     def __init__(self, arch: str):
         self._arch = arch
-        self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
 
     def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Its answer; an ``error`` comes with a ``log``, of what compilers printed too."""
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
             worker = self._start()
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        line = ""
+        process, descriptor = worker.process, worker.printed.fileno()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        before, line = os.fstat(descriptor).st_size, ""
         with contextlib.suppress(BrokenPipeError):
-            worker.stdin.write(json.dumps(question) + "\n")
-            worker.stdin.flush()
-            line = worker.stdout.readline()
-        if not line:
-            worker.communicate()
-            said = f"the compiling process ended with status {worker.returncode}"
-            return {"error": said, "log": f"{said}\n{json.dumps(question)}"}
-        self._idle.put(worker)
-        answer: Mapping[str, Any] = json.loads(line)
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+        else:
+            process.wait()
+            said = f"the compiling process ended with status {process.returncode}"
+            answer = {"error": said, "log": f"{said}\n{json.dumps(question)}"}
+        if "error" in answer:
+            # read at a place, since the process writes to the same open file
+            printed = os.pread(descriptor, os.fstat(descriptor).st_size - before, before).decode(errors="replace")
+            answer["log"] = f"{answer['log']}\n{printed}"
+        if line:
+            self._idle.put(worker)
+        else:
+            worker.end()
         return answer
 
     def close(self) -> None:
         """Ends them; the next question starts new ones."""
         while True:
             try:
-                self._idle.get_nowait().communicate()
+                self._idle.get_nowait().end()
             except queue.Empty:
                 return
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> _Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(each) for each in sys.path)}
         environment.pop("TRITON_INTERPRET", None)
         # -P: what lies in the working directory must not stand in for a module; it is on the path above where it was
         # here. A session of its own: Ctrl-C is for the process that asked, and when that ends, so does its worker.
         command = [sys.executable, "-P", "-m", "fastgen.compile.triton_worker", self._arch]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True)
+        printed = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process runs)
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=printed, text=True, env=environment, start_new_session=True
+        )
+        return _Worker(process, printed)

@@ -145,12 +145,17 @@ def _execute(source: Path) -> dict[str, Any]:
 
 def first_line(error: BaseException) -> str:
     """What is wrong, and the line of source that a compile error of Triton's points at with a caret."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = _lines(error)
     pointed_at = next((before for before, line in itertools.pairwise(lines) if line == "^"), None)
     while error.__cause__ is not None:
         error = error.__cause__
-    reason = (str(error).strip().splitlines() or [""])[-1]
+    # An assembler's error ends with how to run it again.
+    reason = next((line for line in reversed(_lines(error)) if not line.startswith("Repro command")), "")
     return f"{type(error).__name__}: {reason}" + (f", at: {pointed_at}" if pointed_at else "")
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()]
 
 
 def main() -> None:

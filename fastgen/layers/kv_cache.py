@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgen.compile.device import to_device
 from fastgen.compile.ops.attention_cpp import empty_cpp_cache
 
 
@@ -90,9 +91,10 @@ class PagedKVCache:
 
         All are read before any is written, so a block may be the source of one copy and the destination of another.
         """
-        of, to = (torch.tensor(block_ids, device=self.layers[0].k.device) for block_ids in (sources, destinations))
+        device = self.layers[0].k.device
+        of, to = (to_device(torch.tensor(block_ids), device) for block_ids in (sources, destinations))
         for layer in self.layers:
             if layer.group == group:
                 values_in_keys = layer.v.data_ptr() == layer.k.data_ptr()
                 for tensor in (layer.k,) if values_in_keys else (layer.k, layer.v):
-                    tensor[to] = tensor[of]
+                    tensor.index_copy_(0, to, tensor.index_select(0, of))

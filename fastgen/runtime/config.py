@@ -80,15 +80,13 @@ def resolve_engine_config(
 
     :raises OutOfMemoryError: with the arithmetic and the nearest sizes that fit.
     """
-    for name, value in (
-        ("token_budget", token_budget),
-        ("max_num_seqs", max_num_seqs),
-        ("block_size", block_size),
-        ("max_model_len", max_model_len),
-        ("num_draft_tokens", num_draft_tokens),
-    ):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise InvalidArgumentError(f"{name}={value!r}: expected an integer of at least 1")
+    check_sizes(
+        token_budget=token_budget,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        num_draft_tokens=num_draft_tokens,
+    )
     if not isinstance(prefix_caching, bool):
         raise InvalidArgumentError(f"prefix_caching={prefix_caching!r}: expected True or False")
     _check_model_len(memory.build.spec, max_model_len)
@@ -100,6 +98,13 @@ def resolve_engine_config(
     except OutOfMemoryError as error:
         advice = nearest_that_fits(memory, asked, _in_full(memory, asked), _resolve)
         raise OutOfMemoryError(f"{error}; {advice}") from None
+
+
+def check_sizes(**asked: int | None) -> None:
+    """Raises :class:`InvalidArgumentError` for a size, by the name of its argument, that is given and not positive."""
+    for name, value in asked.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise InvalidArgumentError(f"{name}={value!r}: expected an integer of at least 1")
 
 
 def _in_full(memory: MemoryModel, asked: AskedSizes) -> AskedSizes:

@@ -186,6 +186,10 @@ def test_list_for_people(run) -> None:
     [
         (("show", "tiny-llama", "no_such", "--target", "sm_90"), 2, "tiny-llama needs no kernel no_such"),
         (("build", "tiny-llama", "--target", "h100"), 1, "--target 'h100': expected such as sm_80"),
+        (("list", "tiny-llama", "--target", "sm_77"), 1, "--target 'sm_77': expected such as sm_80"),
+        (("list", "tiny-llama", "--target", ""), 1, "--target '': expected such as sm_80"),
+        (("build", "tiny-llama", "--target", "sm_90", "--block-size", "0"), 1, "--block-size 0: expected an integer"),
+        (("build", "tiny-llama", "--target", "sm_90", "--max-num-seqs", "0"), 1, "--max-num-seqs 0: expected an"),
         (("build", "tiny-lama", "--target", "sm_90"), 1, "tiny-lama"),
         (("report", "tiny-llama", "--target", "sm_90", "--dtype", "int7"), 1, "int7"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from fastgen.compile.build_triton import TRITON_ARCHES, TritonBuilder
-from fastgen.compile.cache import KernelCache
+from fastgen.compile.cache import Entry, KernelCache
 from fastgen.compile.loader import KernelLoader
 from fastgen.compile.ops.attention_specs import AttentionShape, attention_specs
 from fastgen.compile.ops.few_row_linear import FewRowShape, default_split, few_row_specs
@@ -115,15 +116,21 @@ def test_nothing_is_wrong_with_what_was_built_and_the_page_says_the_same() -> No
 # ---- built now
 
 
-def check(arch: str, specs: list[KernelSpec], directory: Path) -> None:
+def check(arch: str, specs: list[KernelSpec], directory: Path) -> list[Entry]:
     loader = KernelLoader(TritonBuilder(arch), cache=KernelCache(directory), num_jobs=1)
-    for spec, entry in zip(specs, loader.build(specs), strict=True):
+    entries = loader.build(specs)
+    for spec, entry in zip(specs, entries, strict=True):
         assert not problems(arch, spec, dict(entry.report)), f"{spec}: {entry.report}"
+    return entries
 
 
 @pytest.mark.parametrize("arch", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_some_kernels_are_built_as_they_must_be(arch: str, tmp_path: Path) -> None:
-    check(arch, [chunks(arch, 64), linear(arch, 16)], tmp_path)
+    attention, _ = check(arch, [chunks(arch, 64), linear(arch, 16)], tmp_path)
+    if arch == "sm_90":
+        (ptx,) = attention.directory.glob("*.ptx")
+        still_under_way = re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx.read_text())
+        assert "3" in still_under_way  # the next tile's keys and values, and where those after it lie
 
 
 @pytest.mark.slow  # some 150 kernels for each target

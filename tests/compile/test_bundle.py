@@ -315,9 +315,9 @@ def test_for_another_machine(written: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_by_another_triton(written_for_h100: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = build_triton.triton.__version__
-    monkeypatch.setattr(build_triton.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(build_triton.triton, "__version__", "3.5.9")
     with pytest.raises(
-        BundleError, match=f"it was built by Triton {real}, and Triton 3.6.0 is installed here; {AGAIN}"
+        BundleError, match=f"it was built by Triton {real}, and Triton 3.5.9 is installed here; {AGAIN}"
     ):
         load_bundle(written_for_h100, H100)
 

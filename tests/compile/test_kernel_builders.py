@@ -31,7 +31,9 @@ def test_builders_by_name() -> None:
     assert (make_builder("sm_103").target, make_builder("gfx942").arch) == ("triton", "gfx942")
     assert make_builder("interpret").target == "triton"
     assert [make_builder(arch).arch for arch in CPP_ARCHES] == list(CPP_ARCHES)
-    for wrong in ("", "cuda", "sm90", "sm_9", "avx", "gfx"):
+    for real in ("sm_75", "sm_120", "gfx90a"):
+        assert make_builder(real).arch == real
+    for wrong in ("", "cuda", "sm90", "sm_9", "sm_77", "sm_999", "sm_90a", "gfx9ff", "avx", "gfx"):
         with pytest.raises(InvalidArgumentError, match=f"target='{wrong}': expected such as sm_80"):
             make_builder(wrong)
 
@@ -91,8 +93,8 @@ def test_a_compiler_process_that_dies_is_an_error_and_the_next_build_works(tmp_p
 
     def start_and_kill(self):
         worker = start(self)
-        worker.kill()
-        worker.wait()
+        worker.process.kill()
+        worker.process.wait()
         return worker
 
     monkeypatch.setattr(build_triton._Workers, "_start", start_and_kill)

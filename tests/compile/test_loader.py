@@ -142,12 +142,14 @@ def run_alone(script: str | None) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every norm renders with a mistake in its last line."""
+    """Every norm renders with a mistake in its last line, at which compilers print something."""
     from fastgen.compile import loader
 
     def render_body(spec: KernelSpec) -> str:
         text = render(replace(spec, needed_by=())).partition("\n\n")[2]
         wrong = {"triton": "    tl.store(out_ptr, tl.missing)\n", "cpp": "int missing = nowhere;\n"}
+        if spec.target == "triton":
+            text = 'import sys\nprint("printed, and missing in the answer", file=sys.stderr)\n' + text
         return text.rstrip() + "\n" + wrong[spec.target]
 
     monkeypatch.setattr(loader, "render_body", render_body)
@@ -160,7 +162,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sm_90", r"CompilationError: .*no attribute .missing.*, at: tl.store\(out"),
     ],
 )
-def test_a_kernel_that_does_not_compile(tmp_path, broken, arch, said) -> None:
+def test_a_kernel_that_does_not_compile(tmp_path, broken, arch, said, capfd) -> None:
     loader = KernelLoader(make_builder(arch), cache=KernelCache(tmp_path))
     spec = a_norm(loader.builder.target, needed_by=(NODE,))
     with pytest.raises(KernelError) as caught:
@@ -172,7 +174,10 @@ def test_a_kernel_that_does_not_compile(tmp_path, broken, arch, said) -> None:
     assert all(part in str(error) for part in (NODE, str(spec), error.file, error.reproducer))
     assert "missing" in Path(error.file).read_text()
     assert NODE in Path(error.file).read_text()
-    assert len(Path(error.file).with_name("log.txt").read_text()) > 100
+    log = Path(error.file).with_name("log.txt").read_text()
+    assert len(log) > 100
+    assert arch == "portable" or "printed, and missing in the answer" in log
+    assert capfd.readouterr().err == ""
     done = run_alone(error.reproducer)
     assert done.returncode != 0
     assert re.search("nowhere|missing", done.stderr)

@@ -109,20 +109,36 @@ def test_beside_the_weights(
     assert (output.token_ids, output.text) == expected
 
 
+def answer_on_triton(model: Path, **options: Any) -> list[int]:
+    """Interpreted, in the place of a GPU's: its engine, whose steps are all captured at the start."""
+    with fastgen.load(model, token_budget=2, max_num_seqs=2, device="cpu", **options) as llm:
+        return llm.generate([5, 17, 99], max_new_tokens=3, temperature=0, ignore_eos=True).token_ids
+
+
 def test_interpreted_triton_kernels(bundles: BuildBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of a GPU's: its engine, whose steps are all captured at the start."""
     model = save_checkpoint("llama", tmp_path / "model")
-
-    def answer(**options: Any) -> list[int]:
-        with fastgen.load(model, token_budget=2, max_num_seqs=2, device="cpu", **options) as llm:
-            return llm.generate([5, 17, 99], max_new_tokens=3, temperature=0, ignore_eos=True).token_ids
-
-    built = answer(target="triton")
+    built = answer_on_triton(model, target="triton")
     place = bundles("interpret", model, "--max-num-seqs", "2")
     forbid_compiling(monkeypatch)
-    assert answer(sealed=place) == built
+    assert answer_on_triton(model, sealed=place) == built
     with pytest.raises(BundleError, match=r"lacks 1 of \d+ kernels .*attention_plan.* --max-num-seqs 1 --output DIR"):
         fastgen.load(model, token_budget=2, max_num_seqs=1, device="cpu", sealed=place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["int8_weight_only", "int4_weight_only", "fp8_weight_only"])
+def test_interpreted_triton_kernels_of_weights_in_few_bits(
+    quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, place = save_checkpoint("llama", tmp_path / "model"), tmp_path / "bundle"
+    flags = ["--target", "interpret", "--quantize", quantize, "--max-num-seqs", "2", "--output", str(place)]
+    done = CliRunner().invoke(app, ["kernels", "build", str(model), *flags])
+    assert done.exit_code == 0, done.output
+    built = answer_on_triton(model, target="triton", quantize=quantize)
+    forbid_compiling(monkeypatch)
+    assert answer_on_triton(model, target="triton", sealed=place, quantize=quantize) == built
+    with pytest.raises(BundleError, match=f"is for quantize {quantize}, and none is asked for"):
+        fastgen.load(model, sealed=place, device="cpu")
 
 
 def test_the_command_that_builds_it_has_what_decides_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

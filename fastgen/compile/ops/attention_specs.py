@@ -76,18 +76,29 @@ class Tiling:
 # Tile sizes, by architecture and by the features of the larger of a key and a value, up to which they hold: the largest
 # that build without spilling registers and fit shared memory (99 KiB on sm_86 and sm_89, 64 KiB on gfx942). On Hopper,
 # 128 rows take two warp groups and halve what is read of keys and values against 64. None of this is measured yet.
+# Of n stages Triton has (n - 1) // 2 for keys and values, since where they lie is loaded first. With five, the next
+# tile is on its way while one is computed on; with three it is fetched in between, which only other programs of the
+# same multiprocessor hide, and tiles of chunks leave room for none. Others than sm_80 and sm_90 have three still.
 _CHUNKS: dict[str, dict[int, Tiling]] = {
     "sm_80": {
+        96: Tiling(128, 64, 8, 5),
+        128: Tiling(128, 32, 8, 5),
+        192: Tiling(64, 64, 8, 5),
+        256: Tiling(64, 32, 8, 5),
+        576: Tiling(32, 32, 8, 5),
+    },
+    "sm_86": {
+        80: Tiling(128, 64, 8, 3),
         128: Tiling(128, 64, 8, 3),
         192: Tiling(64, 64, 8, 3),
         256: Tiling(64, 32, 8, 2),
         576: Tiling(32, 32, 8, 2),
     },
-    "sm_90": {192: Tiling(128, 64, 8, 3), 256: Tiling(64, 64, 8, 2), 576: Tiling(32, 64, 8, 2)},
+    "sm_90": {192: Tiling(128, 64, 8, 5), 256: Tiling(64, 64, 8, 5), 576: Tiling(32, 64, 8, 5)},
+    "sm_100": {192: Tiling(128, 64, 8, 3), 256: Tiling(64, 64, 8, 2), 576: Tiling(32, 64, 8, 2)},
     "gfx942": {128: Tiling(128, 32, 4, 2), 256: Tiling(64, 32, 4, 2), 576: Tiling(16, 32, 4, 1)},
     "interpret": {1024: Tiling(32, 16, 4, 1)},
 }
-_CHUNKS |= {"sm_86": {80: Tiling(128, 64, 8, 3)} | _CHUNKS["sm_80"], "sm_100": _CHUNKS["sm_90"]}
 _CHUNKS |= {"sm_89": _CHUNKS["sm_86"]}
 # Query tiles of decodes have 16 rows, the least that tensor cores take; more where more heads share a KV head, so that
 # its keys and values are not read again for each 16 of them: up to 64 rows, or 32 where a head is large.
@@ -115,7 +126,7 @@ _DECODES: dict[str, dict[int, Tiling]] = {
 }
 _DECODES |= {"sm_89": _DECODES["sm_86"], "sm_90": _DECODES["sm_80"], "sm_100": _DECODES["sm_80"]}
 # Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise.
-_CHUNKS_GATHERED = {"sm_86": {128: Tiling(128, 32, 8, 3)}, "sm_90": {256: Tiling(64, 32, 8, 3)}}
+_CHUNKS_GATHERED = {"sm_86": {128: Tiling(128, 32, 8, 3)}, "sm_90": {256: Tiling(64, 32, 8, 5)}}
 _CHUNKS_GATHERED |= {"sm_89": _CHUNKS_GATHERED["sm_86"]}
 _DECODES_GATHERED = {
     "sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4), 256: Tiling(16, 32, 4, 2, programs_per_sm=2)},
@@ -144,13 +155,14 @@ def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
 
 
 def candidate_tilings(default: Tiling) -> list[Tiling]:
-    """What is worth measuring beside a default, which comes first: KV tiles halved and doubled, a stage less and more,
-    and query tiles of half as many rows by half as many warps."""
+    """What is worth measuring beside a default, which comes first: KV tiles halved and doubled, one less and one more
+    of them on its way, and query tiles of half as many rows by half as many warps."""
     found = [default]
     if default.block_n > 16:
         found.append(replace(default, block_n=default.block_n // 2))
     found.append(replace(default, block_n=default.block_n * 2))
-    found += [replace(default, num_stages=stages) for stages in (default.num_stages - 1, default.num_stages + 1)]
+    step = 2 if default.num_stages > 2 else 1  # NVIDIA's: see the table
+    found += [replace(default, num_stages=default.num_stages + change) for change in (-step, step)]
     if default.block_m > 32:
         found.append(replace(default, block_m=default.block_m // 2, num_warps=max(4, default.num_warps // 2)))
     return [tiling for tiling in found if tiling.num_stages > 0]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgen.compile.device import to_device
 from fastgen.compile.ops.sampling import Adjustments, Draws, RowStatus, adjust, log_probabilities, row_status, sample
 from fastgen.compile.ops.sampling_cpp import RowLogprobs, SampledRow, SamplingKernel, sampling_spec
 from fastgen.compile.target import Target
@@ -203,8 +204,8 @@ class Sampler:
             [sequences[row] for row in rows], [forbidden[row] for row in rows], logits.shape[1], logits.device
         )
         scores = logits.to(torch.float32, copy=True)
-        scores[torch.tensor(rows, device=logits.device)] = adjust(_take(logits, rows), adjustments)
-        return scores
+        adjusted = adjust(_take(logits, rows), adjustments)
+        return scores.index_copy_(0, to_device(torch.tensor(rows), logits.device), adjusted)
 
     def _forbidden(self, sequence: SampledSequence) -> frozenset[int]:
         if sequence.num_tokens - sequence.num_prompt_tokens >= sequence.request.sampling.min_new_tokens:
@@ -271,7 +272,7 @@ def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceO
     temperature and filters: comparable between requests and with the prompt's. A row's token comes first, then the
     alternatives from likely to unlikely, the lower id first among equals.
     """
-    return _launch_logprobs(logits, torch.tensor(token_ids, dtype=torch.int64, device=logits.device), counts)()
+    return _launch_logprobs(logits, to_device(torch.tensor(token_ids, dtype=torch.int64), logits.device), counts)()
 
 
 def _launch_logprobs(logits: Tensor, token_ids: Tensor, counts: SequenceOf[int]) -> Callable[[], list[Logprobs]]:
@@ -321,7 +322,7 @@ def _token_first(token_id: int, value: float, likeliest: Iterable[tuple[int, flo
 
 
 def _take(values: Tensor, rows: list[int]) -> Tensor:
-    return values if len(rows) == len(values) else values[torch.tensor(rows, device=values.device)]
+    return values if len(rows) == len(values) else values.index_select(0, to_device(torch.tensor(rows), values.device))
 
 
 def _adjusts(sequence: SampledSequence) -> bool:
@@ -360,16 +361,16 @@ def _adjustments(
     parameters = [sequence.request.sampling for sequence in sequences]
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return to_device(torch.tensor(values, dtype=torch.float32), device)
 
     return Adjustments(
-        seen=seen.to(device),
-        counts=counts.to(device),
+        seen=to_device(seen, device),
+        counts=to_device(counts, device),
         # Kept to what fp32 can hold: an extreme penalty neither becomes 0 nor infinite.
         repetition=column([min(max(sampling.repetition_penalty, _FP32.tiny), _FP32.max) for sampling in parameters]),
         presence=column([sampling.presence_penalty for sampling in parameters]),
         frequency=column([sampling.frequency_penalty for sampling in parameters]),
-        bias=bias.to(device),
+        bias=to_device(bias, device),
     )
 
 
@@ -386,8 +387,8 @@ def _draws(sequences: SequenceOf[SampledSequence], device: torch.device) -> Draw
             for item, sequence in zip(parameters, sequences, strict=True)
         ]
     )
-    temperature, top_p, min_p = reals.to(device).unbind(1)
-    top_k, seeds, positions, indices = integers.to(device).unbind(1)
+    temperature, top_p, min_p = to_device(reals, device).unbind(1)
+    top_k, seeds, positions, indices = to_device(integers, device).unbind(1)
     return Draws(temperature, top_k, top_p, min_p, seeds, positions, indices)
 
 
