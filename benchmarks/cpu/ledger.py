@@ -20,6 +20,7 @@ from fastgen.layers.latent_attention import HeadLinear
 from fastgen.layers.linear import Linear
 from fastgen.layers.moe import GroupedLinear
 from fastgen.layers.rotary import Rotary
+from fastgen.models.moe_kernels_triton import TritonMoe
 from fastgen.runtime.engine import Engine
 
 
@@ -75,6 +76,10 @@ def _workspaces(model: Any) -> int:
         if isinstance(plain, TritonLinear):
             rooms = [plain._whole, *(few._workspace for few in plain._few.values())]
             found |= {id(room): room for room in rooms if room is not None}
+        mixture = getattr(module, "kernels", None)
+        if isinstance(mixture, TritonMoe):
+            for cut in mixture._cuts.values():
+                found |= {id(each): each for each in (cut.tiles.order, cut.tiles.tiles, cut.tiles.num_tiles)}
     plans = [each for plan in model.plans for each in vars(plan).values() if isinstance(each, Tensor)]
     return _bytes(found.values()) + _bytes(plans)
 

@@ -222,13 +222,21 @@ class EngineClient:
                         return
 
     async def _end_of_process(self) -> str:
-        """Wait until the process has ended, and end it where it is silent for too long. Returns how it ended."""
+        """Wait until the process has ended, and end it where it is silent for too long. Returns how it ended.
+
+        Time in which this loop stood still counts as two beats at most: what held it up, a machine that was paused for
+        one, may have held the engine up as well.
+        """
         assert self._process is not None
         assert self._ended is not None
+        silent_s = 0.0
         while not self._ended.done():
+            heard_s, began_s = self._heard_s, time.monotonic()
             await asyncio.wait({self._ended}, timeout=_BEAT_S)
             self._receive()  # what has come while this loop was busy counts
-            silent_s = time.monotonic() - self._heard_s
+            silent_s += min(time.monotonic() - began_s, 2 * _BEAT_S)
+            if self._heard_s > heard_s:
+                silent_s = 0.0
             if silent_s > self._timeout_s and not self._ended.done():
                 self._process.kill()
                 await asyncio.wait({self._ended})  # to be cancelled here must not cancel what others wait for

@@ -161,6 +161,10 @@ def test_an_idle_engine_that_is_asked_nothing_is_not_taken_for_silent(live: Live
     live.run(asyncio.sleep(4.0))
     time.sleep(3.5)  # nor is one that this loop had no time to listen to
     live.run(asyncio.sleep(1.0))
+    live.kill(signal.SIGSTOP)
+    time.sleep(3.5)  # nor one that stood still with this loop
+    live.kill(signal.SIGCONT)
+    live.run(asyncio.sleep(1.0))
     assert (live.service.engine.pid, live.service.state) == (pid, "ready")
 
 
