@@ -38,8 +38,9 @@ class TritonMoe:
         cut.tiles(experts)
         inner = x.new_empty(num_choices, sum(inward.out_features))
         cut.inward(x, inward.weight, inward.bias, cut.tiles, num_choices, inner)
+        inner = activation(inner)  # the outputs take the place of what it was made from
         outputs = x.new_empty(num_choices, sum(down.out_features))
-        cut.down(activation(inner), down.weight, down.bias, cut.tiles, num_choices, outputs)
+        cut.down(inner, down.weight, down.bias, cut.tiles, num_choices, outputs)
         return outputs
 
     def combine(self, outputs: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
