@@ -1,14 +1,16 @@
 """What HTTP adds to the library: throughput and the time to the first token of both, in one run.
 
-``python -m benchmarks.serving [--models MODELS] [--rounds N] [--output FILE]`` starts two processes for each model:
-``LLM``, and ``fastgen serve``, asked over bare sockets. In every round they take turns, in an order of its own, while
-the others sleep, so that a machine whose speed moves from minute to minute moves for all. Both get the same token ids
-and one thread for kernels, so that the server and its client have the other core of a small machine. Every answer of
-the one is compared with the other's.
+``python -m benchmarks.serving [--models MODELS] [--rounds N] [--output FILE]`` starts two processes in every round, for
+where in memory a process comes to lie makes it a little faster or slower for as long as it runs: ``LLM``, and ``fastgen
+serve``, asked over bare sockets. They take turns, in an order of each round's own, while the other sleeps, so that a
+machine whose speed moves from minute to minute moves for all. Both get the same token ids and one thread for kernels,
+so that the server and its client have the other core of a small machine. Every answer of the one is compared with the
+other's.
 
-Throughput is that of 128 requests that come at once, 32 of which run at a time, 64 tokens of prompt and 128 of answer
-each, from the first request to the last answer. The time to the first token is that of single requests to an idle
-engine. What is told of HTTP is the median over rounds of what it came to beside the library in the same round.
+Throughput is that of requests of 64 tokens of prompt and 128 of answer each, 32 of which run at a time, from the first
+request to the last answer. There are 128 of them, or as many more as take ``LLM`` five seconds; a client of HTTP has
+128 connections open at a time. The time to the first token is that of single requests to an idle engine. What is told
+of HTTP is the median over rounds of what it came to beside the library in the same round.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,10 @@ import fastgen
 from benchmarks.cpu.models import write_model
 from benchmarks.scheduler import processor
 
-NUM_REQUESTS, NUM_PROMPT, NUM_ANSWER = 128, 64, 128
+NUM_PROMPT, NUM_ANSWER = 64, 128
+NUM_AT_A_TIME = 128
+"""Requests that a client keeps open, and the fewest that throughput is measured with."""
+LEAST_S = 5.0
 NUM_SINGLE = 40
 """Requests whose first token is timed."""
 LOAD: dict[str, Any] = {"max_num_seqs": 32, "prefix_caching": False, "num_threads": 1}
@@ -51,6 +57,8 @@ TOLD = ("throughput_loss_percent", "ttft_added_ms")
 class Measured:
     """One side, once."""
 
+    num_requests: int
+    """Whose throughput is measured."""
     texts: list[str] = field(default_factory=list)
     """The answers, for the gate."""
     seconds: float = 0.0
@@ -59,7 +67,7 @@ class Measured:
 
     @property
     def tokens_per_s(self) -> float:
-        return NUM_REQUESTS * NUM_ANSWER / self.seconds
+        return self.num_requests * NUM_ANSWER / self.seconds
 
     @property
     def ttft_ms(self) -> float:
@@ -74,15 +82,15 @@ def prompts(number: int) -> list[list[int]]:
 
 
 def serve_library(model: str) -> None:
-    """Measure ``LLM`` in this process, once for each line that comes, and tell each time what came of it."""
+    """Measure ``LLM`` in this process, with as many requests as each line that comes says, and tell what came of it."""
     fields: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     with fastgen.load(model, **LOAD) as llm:
         print(flush=True)
-        for _ in sys.stdin:
-            measured = Measured()
-            llm.generate(prompts(NUM_REQUESTS), max_new_tokens=4, **fields)
+        for line in sys.stdin:
+            measured = Measured(int(line))
+            llm.generate(prompts(NUM_AT_A_TIME), max_new_tokens=4, **fields)
             began_s = time.perf_counter()
-            outputs = llm.generate(prompts(NUM_REQUESTS), max_new_tokens=NUM_ANSWER, **fields)
+            outputs = llm.generate(prompts(measured.num_requests), max_new_tokens=NUM_ANSWER, **fields)
             measured.seconds = time.perf_counter() - began_s
             measured.texts = [output.text for output in outputs]
             for prompt in prompts(NUM_SINGLE):
@@ -95,18 +103,18 @@ def serve_library(model: str) -> None:
 
 
 @contextmanager
-def library(model: str) -> Iterator[Callable[[], Measured]]:
-    """What measures ``LLM`` in a process of its own."""
+def library(model: str) -> Iterator[Callable[[int], Measured]]:
+    """What measures ``LLM`` in a process of its own, with so many requests."""
     command = [sys.executable, "-m", "benchmarks.serving", "--library", model]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()  # it is loaded
 
-        def measure() -> Measured:
+        def measure(num_requests: int) -> Measured:
             assert process.stdin is not None
             assert process.stdout is not None
-            print(file=process.stdin, flush=True)
+            print(num_requests, file=process.stdin, flush=True)
             return Measured(**json.loads(process.stdout.readline()))
 
         try:
@@ -115,12 +123,12 @@ def library(model: str) -> Iterator[Callable[[], Measured]]:
             process.stdin.close()
 
 
-def measure_http(port: int, model: str, *, is_stream: bool) -> Measured:
+def measure_http(port: int, model: str, num_requests: int, *, is_stream: bool) -> Measured:
     """Both figures of the server at ``port``, after the same prompts have warmed it up."""
-    measured = Measured()
+    measured = Measured(num_requests)
     body = {"model": model, "temperature": 0, "ignore_eos": True, "stream": is_stream}
-    bodies = [json.dumps(body | {"prompt": each, "max_tokens": NUM_ANSWER}).encode() for each in prompts(NUM_REQUESTS)]
-    short = [json.dumps(body | {"prompt": each, "max_tokens": 4}).encode() for each in prompts(NUM_REQUESTS)]
+    bodies = [json.dumps(body | {"prompt": each, "max_tokens": NUM_ANSWER}).encode() for each in prompts(num_requests)]
+    short = [json.dumps(body | {"prompt": each, "max_tokens": 4}).encode() for each in prompts(NUM_AT_A_TIME)]
     ask_all(port, short)
     began_s = time.perf_counter()
     answers = ask_all(port, bodies)
@@ -163,19 +171,25 @@ class Answer:
 
 
 def ask_all(port: int, bodies: list[bytes]) -> list[Answer]:
-    """The answers to requests that come at once. It looks at nothing but whether they have ended: what a client costs
-    is not what is measured, and it has the same core as the server.
+    """The answers to requests, so many of which are open at a time. It looks at nothing but whether they have ended:
+    what a client costs is not what is measured, and it has the same core as the server.
     """
-    answers = []
+    answers: list[Answer] = []
     with selectors.DefaultSelector() as selector:
-        for body in bodies:
-            answers.append(Answer(port, body))
+
+        def ask() -> None:
+            answers.append(Answer(port, bodies[len(answers)]))
             selector.register(answers[-1].socket, selectors.EVENT_READ, answers[-1])
+
+        while len(answers) < min(NUM_AT_A_TIME, len(bodies)):
+            ask()
         while selector.get_map():
             for key, _ in selector.select():
                 if key.data.take():
                     selector.unregister(key.fileobj)
                     key.data.socket.close()
+                    if len(answers) < len(bodies):
+                        ask()
     return answers
 
 
@@ -208,22 +222,25 @@ def served(model: str) -> Iterator[int]:
 def compare(model: str, name: str, num_rounds: int) -> dict[str, Any]:
     """All sides in turns. Raises ``RuntimeError`` where answers differ."""
     rounds: list[dict[str, Measured]] = []
-    with library(model) as measure_library, served(model) as port:
-        sides: dict[str, Callable[[], Measured]] = {
-            "library": measure_library,
-            "http": lambda: measure_http(port, model, is_stream=False),
-            "http stream": lambda: measure_http(port, model, is_stream=True),
-        }
-        for number in range(num_rounds):
+    with library(model) as measure_library:
+        rate = measure_library(NUM_AT_A_TIME).tokens_per_s / NUM_ANSWER
+    num_requests = max(NUM_AT_A_TIME, round(rate * LEAST_S))
+    for number in range(num_rounds):
+        with library(model) as measure_library, served(model) as port:
+            sides: dict[str, Callable[[], Measured]] = {
+                "library": partial(measure_library, num_requests),
+                "http": partial(measure_http, port, model, num_requests, is_stream=False),
+                "http stream": partial(measure_http, port, model, num_requests, is_stream=True),
+            }
             first = number % len(SIDES)
             measured = {side: sides[side]() for side in SIDES[first:] + SIDES[:first]}
-            for side in SIDES:
-                if measured[side].texts != measured["library"].texts:
-                    raise RuntimeError(f"{side} answers otherwise than the library")
-                told = f"{measured[side].tokens_per_s:.0f} tokens/s, first token {measured[side].ttft_ms:.2f} ms"
-                print(f"{name} round {number + 1}, {side}: {told}", file=sys.stderr, flush=True)
-            rounds.append(measured)
-    found: dict[str, Any] = {"model": name}
+        for side in SIDES:
+            if measured[side].texts != measured["library"].texts:
+                raise RuntimeError(f"{side} answers otherwise than the library")
+            told = f"{measured[side].tokens_per_s:.0f} tokens/s, first token {measured[side].ttft_ms:.2f} ms"
+            print(f"{name} round {number + 1}, {side}: {told}", file=sys.stderr, flush=True)
+        rounds.append(measured)
+    found: dict[str, Any] = {"model": name, "requests": num_requests}
     for side in SIDES:
         found[side] = {
             "tokens_per_s": [round(each[side].tokens_per_s, 1) for each in rounds],
@@ -257,7 +274,7 @@ def main() -> None:
     if arguments.output is not None:
         machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
         about = {"machine": machine, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "fastgen": fastgen.__version__}
-        workload = {"requests": NUM_REQUESTS, "prompt_tokens": NUM_PROMPT, "answer_tokens": NUM_ANSWER, "load": LOAD}
+        workload = {"at_a_time": NUM_AT_A_TIME, "prompt_tokens": NUM_PROMPT, "answer_tokens": NUM_ANSWER, "load": LOAD}
         arguments.output.write_text(json.dumps(about | {"workload": workload, "models": found}, indent=1) + "\n")
 
 
