@@ -26,6 +26,7 @@ from typing import IO, Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
 
 from fastgen.compile.build import INTERPRET, BuildFailure, BuiltKernel
 from fastgen.compile.cache import Entry
@@ -206,7 +207,10 @@ def _load_binary(function: Any, spec: KernelSpec, options: Mapping[str, Any], en
     with triton.knobs.cache.scope(), _loading_allowed():
         triton.knobs.cache.manager_class = FlatCache.at(entry.directory, entry.report["triton_key"])
         compiled = function.warmup(*stand_ins, grid=(1,), **options)
-    compiled.run  # noqa: B018 (puts it on the GPU now; else the first launch would)
+    try:
+        compiled.run  # noqa: B018 (puts it on the GPU now; else the first launch would)
+    except TritonError as error:  # what it takes of a multiprocessor is more than this one has
+        raise RuntimeError(str(error)) from error
 
 
 class _Permission(threading.local):
