@@ -31,6 +31,7 @@ from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, can_run
 from fastgen.compile.cache import Entry, file_hash, publish, remove, sync
 from fastgen.compile.device import Device, current
 from fastgen.compile.loader import KernelLoader, Progress, body_hash, make_builder, target_of
+from fastgen.compile.ops.quantization import QUANTIZED
 from fastgen.compile.render import SUFFIXES
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import BundleError
@@ -211,13 +212,29 @@ def bundle_beside(weights: Path, device: Device, about: Mapping[str, str]) -> Pa
     Raises :class:`BundleError`, with the command that writes it, where there is none. ``about`` as in
     :func:`write_bundle`.
     """
-    places = [weights.absolute() / f"kernels-{arch}" for arch in _arches(device)]
-    if found := next((place for place in places if place.exists()), None):
+    if found := find_beside(weights, device):
         return found
+    right = _right_arch(device, about)
+    place = weights.absolute() / f"kernels-{right}"
     raise BundleError(
-        f"no sealed bundle lies beside the weights: there is no {places[0]}; build it: "
-        f"{_command(about, target_of(device), places[0])}"
+        f"no sealed bundle lies beside the weights: there is no {place}; build it: {_command(about, right, place)}"
     )
+
+
+def find_beside(weights: Path, device: Device) -> Path | None:
+    """That of :func:`bundle_beside`, if it is there."""
+    places = (weights.absolute() / f"kernels-{arch}" for arch in _arches(device))
+    return next((place for place in places if place.exists()), None)
+
+
+def bundle_target(directory: Path) -> str | None:
+    """Whose kernels the bundle at ``directory`` has, as it says itself; ``None`` where nothing can be read there, of
+    which :func:`load_bundle` tells."""
+    try:
+        found = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))["target"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if found in QUANTIZED else None
 
 
 def load_bundle(
@@ -233,7 +250,7 @@ def load_bundle(
     device = device or current()
     wanted = bundle.about if about is None else about
     if bundle.arch not in _arches(device):
-        right = target_of(device)
+        right = _right_arch(device, wanted)
         raise BundleError(
             f"the bundle {bundle.directory} is for {bundle.arch}, and {device.name} needs one for {right}: "
             f"{_command(wanted, right, 'DIR')}"
@@ -258,6 +275,12 @@ def _arches(device: Device) -> list[str]:
     if device.kind != "cpu":
         return [target_of(device)]
     return [*(arch for arch in CPP_ARCHES if can_run(arch, device)), INTERPRET]
+
+
+def _right_arch(device: Device, about: Mapping[str, str]) -> str:
+    """The one to build for on ``device``: on a CPU interpreted kernels where its own cannot multiply the format."""
+    can_multiply = device.kind != "cpu" or about.get("quantize") in (None, *QUANTIZED["cpp"])
+    return target_of(device) if can_multiply else INTERPRET
 
 
 def _copy(spec: KernelSpec, entry: Entry, kernels: Path) -> dict[str, Any]:

@@ -296,6 +296,8 @@ def test_for_another_device(written: Path, written_for_h100: Path) -> None:
         load_bundle(written, H100)
     with pytest.raises(BundleError, match=r"is for sm_90, and .* needs one for "):
         load_bundle(written_for_h100, CPU)
+    with pytest.raises(BundleError, match=r"one for interpret: .* --target interpret --quantize int4_weight_only "):
+        load_bundle(written_for_h100, CPU, {"model": "tiny-llama", "quantize": "int4_weight_only"})
 
 
 def test_for_a_cpu_with_other_instructions(cache: KernelCache, tmp_path: Path) -> None:
