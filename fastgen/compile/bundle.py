@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -134,23 +135,37 @@ def write_bundle(
 
     ``about`` is kept beside them: the ``model``, and the flags of ``fastgen kernels build`` that decide what is in it.
     Nothing is written unless all are built. Raises :class:`KernelError` for one that cannot be, and
-    :class:`BundleError` for a directory that holds something else.
+    :class:`BundleError` for a directory that holds something else, or that cannot be written.
     """
-    if (
-        directory.exists()
-        and not (directory / _MANIFEST).is_file()
-        and (not directory.is_dir() or any(directory.iterdir()))
-    ):
+    try:
+        _check_place(directory)
+        wanted = list(dict.fromkeys(specs))
+        entries = loader.build(wanted, progress)
+        _write(loader, list(zip(wanted, entries, strict=True)), directory, about)
+    except OSError as error:
+        raise BundleError(f"the bundle cannot be written to {directory}: {error.strerror or error}") from error
+    return Bundle.open(directory)
+
+
+def _check_place(directory: Path) -> None:
+    """Before minutes are spent on building."""
+    if not directory.exists():
+        above = next(each for each in directory.parents if each.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise BundleError(f"the bundle cannot be written to {directory}: {above} is no directory to write to")
+    elif not (directory / _MANIFEST).is_file() and (not directory.is_dir() or any(directory.iterdir())):
         raise BundleError(f"{directory} is not empty and no bundle of kernels: name a directory that is new")
-    wanted = list(dict.fromkeys(specs))
-    entries = loader.build(wanted, progress)
+
+
+def _write(
+    loader: KernelLoader, built: Sequence[tuple[KernelSpec, Entry]], directory: Path, about: Mapping[str, str]
+) -> None:
+    """Beside ``directory``, and then in its place."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
     try:
-        kernels = {
-            spec.digest: _copy(spec, entry, draft / _KERNELS) for spec, entry in zip(wanted, entries, strict=True)
-        }
-        loader.builder.accompany(list(zip(wanted, entries, strict=True)), draft / _MODULES)
+        kernels = {spec.digest: _copy(spec, entry, draft / _KERNELS) for spec, entry in built}
+        loader.builder.accompany(built, draft / _MODULES)
         files = sorted(file for file in draft.rglob("*") if file.is_file())
         manifest: dict[str, Any] = {
             "format": _FORMAT,
@@ -169,7 +184,6 @@ def write_bundle(
         publish(draft, directory)
     finally:
         remove(draft)
-    return Bundle.open(directory)
 
 
 class SealedLoader(KernelLoader):

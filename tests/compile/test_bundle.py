@@ -166,6 +166,9 @@ def test_writing_replaces_a_bundle_and_nothing_else(place: Path, cache: KernelCa
     (tmp_path / "file").write_text("mine")
     with pytest.raises(BundleError, match="is not empty and no bundle of kernels"):
         write_bundle(kernels, [a_norm()], tmp_path / "file", about={})
+    for nowhere in (tmp_path / "file" / "below", Path("/proc/nowhere"), tmp_path / ("long" * 100)):
+        with pytest.raises(BundleError, match=f"the bundle cannot be written to {nowhere}: "):
+            write_bundle(kernels, [a_norm()], nowhere, about={})
     assert sorted(each.name for each in tmp_path.iterdir()) == ["bundle", "empty", "file"]
 
 
