@@ -12,7 +12,7 @@ import pytest
 
 from fastgen.compile import build_triton
 from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, find_compiler
-from fastgen.compile.build_triton import TritonBuilder, triton_arch
+from fastgen.compile.build_triton import TritonBuilder, TritonKernel, triton_arch
 from fastgen.compile.cache import KernelCache
 from fastgen.compile.device import Device
 from fastgen.compile.loader import KernelLoader, make_builder, target_of
@@ -85,6 +85,18 @@ def test_interpreted_and_compiled_kernels_do_not_mix(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(build_triton.triton.knobs.runtime, "interpret", False)
     with pytest.raises(KernelError, match="set TRITON_INTERPRET=1"):
         TritonBuilder("interpret")
+
+
+def test_an_interpreter_that_is_too_old_for_numpy_is_told(tmp_path: Path) -> None:
+    class Interpreted:
+        def __getitem__(self, grid: tuple[int, ...]) -> None:
+            raise TypeError("only 0-dimensional arrays can be converted to Python scalars")  # as from NumPy 2.4 on
+
+    source = tmp_path / "kernels" / "a_norm" / "a_norm.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("")
+    with pytest.raises(KernelError, match=r"interpreter of Triton \S+ does not work with NumPy \S+: .* numpy<2\.4"):
+        TritonKernel(a_norm(), source, Interpreted(), {}).launch((1,))
 
 
 def test_a_compiler_process_that_dies_is_an_error_and_the_next_build_works(tmp_path, monkeypatch) -> None:
