@@ -91,7 +91,7 @@ def _settings(bench: Bench) -> dict[str, Any]:
     except ImportError:
         return {}
     known = signature(ContinuousBatchingConfig).parameters
-    block = "page_size" if "page_size" in known else "block_size"  # before 5.18 or so
+    block = "page_size" if "page_size" in known else "block_size"  # 5.17 calls it that
     small = {block: 16, "num_blocks": 64, "max_batch_tokens": 32, "use_async_batching": False}
     given = {"allow_block_sharing": False, **(small if bench.toy else {})}
     return {"continuous_batching_config": ContinuousBatchingConfig(**given)}
