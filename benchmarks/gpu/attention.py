@@ -7,7 +7,7 @@ measured where they are installed. The plan, which all layers of a step share, i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -72,6 +72,15 @@ def measure(bench: Bench) -> Rows:
         yield bench.attempt(f"{case}, blocks of 16", partial(measure_case, shapes[1], case, bench))
 
 
+def build(shapes: Iterable[AttentionShape], sequences: list[Sequences], bench: Bench) -> None:
+    """All kernels for batches of so many sequences, several at a time."""
+    num_seqs, arch = sum(each.count for each in sequences), bench.loader.builder.arch
+    found = [attention_specs(shape, max_num_seqs=num_seqs, arch=arch) for shape in shapes]
+    bench.loader.build(
+        [kernel for specs in found for kernel in (specs.plan, specs.chunks, specs.decodes, specs.combine)]
+    )
+
+
 def measure_case(shape: AttentionShape, sequences: Sequences, bench: Bench) -> Row:
     subject = Subject(shape, [sequences], bench)
     ours, plan = bench.seconds(subject), bench.seconds(subject.run_plan)
@@ -99,8 +108,8 @@ class Subject:
         rows = [(each.cached, each.new) for each in sequences for _ in range(each.count)]
         self.shape, self.num_tokens = shape, sum(new for _, new in rows)
         where, dtype, loader = bench.where, torch_dtype(shape.dtype), bench.loader
+        build([shape], sequences, bench)
         specs = attention_specs(shape, max_num_seqs=len(rows), arch=loader.builder.arch)
-        loader.build([specs.plan, specs.chunks, specs.decodes, specs.combine])
         self.plan = AttentionPlan(
             specs,
             loader.load,
@@ -137,11 +146,15 @@ class Subject:
         return float((self.out.float() - expected.float()).abs().max())
 
 
+def gated(bench: Bench) -> list[Sequences]:
+    """A mixed batch: chunks, decodes, a long decode."""
+    return [Sequences(2, 3, 21), Sequences(3, 17, 1), Sequences(1, 40 if bench.toy else 5000, 1)]
+
+
 def gate(shape: AttentionShape, bench: Bench) -> float:
-    """The largest difference over a mixed batch: chunks, decodes, a long decode. Raises where it is too large."""
+    """The largest difference over the batch that is :func:`gated`. Raises where it is too large."""
     torch.manual_seed(1)
-    batch = [Sequences(2, 3, 21), Sequences(3, 17, 1), Sequences(1, 40 if bench.toy else 5000, 1)]
-    difference = Subject(shape, batch, bench).difference()
+    difference = Subject(shape, gated(bench), bench).difference()
     if not difference <= GATE_TOLERANCE:
         raise GateError(f"attention differs from the torch reference by {difference:.1e}")
     return difference

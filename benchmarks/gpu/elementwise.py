@@ -69,11 +69,12 @@ class Subject:
     expected: Callable[[], list[Tensor]]
 
     def difference(self) -> float:
-        """The largest between the two. The reference comes first, since kernels may change their input."""
+        """The largest between the two, relative to answers above 1: the larger they are, the coarser they are rounded.
+        The reference comes first, since kernels may change their input."""
         expected = self.expected()
         self.run()
-        pairs = zip(self.answers, expected, strict=True)
-        return max(float((found.float() - want.float()).abs().max()) for found, want in pairs)
+        pairs = ((found.float(), want.float()) for found, want in zip(self.answers, expected, strict=True))
+        return max(float(((found - want) / want.abs().clamp(min=1)).abs().max()) for found, want in pairs)
 
 
 class Maker:

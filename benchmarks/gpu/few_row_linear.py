@@ -8,8 +8,10 @@ exceed every cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import asdict, replace
+from itertools import product
 from typing import get_args
 
 import torch
@@ -44,18 +46,33 @@ def measure(bench: Bench) -> Rows:
         yield from measure_layer("toy", TOY, 1, bench)
         return
     for name, sizes in LAYERS.items():
-        for num_rows in ROWS:
-            for weight_format in FORMATS:
-                try:
-                    yield from measure_layer(name, FewRowShape(*sizes, "bf16", weight_format), num_rows, bench)
-                except RuntimeError as error:
-                    yield {"case": f"{name} × {num_rows}, {weight_format}", "error": str(error)}
-                torch.cuda.empty_cache()
+        cases = [(FewRowShape(*sizes, "bf16", weight), num_rows) for num_rows, weight in product(ROWS, FORMATS)]
+        build(
+            ((shape, num_rows, split) for shape, num_rows in cases for split in _measured(shape, num_rows, bench)),
+            bench,
+        )
+        for shape, num_rows in cases:
+            try:
+                yield from measure_layer(name, shape, num_rows, bench)
+            except RuntimeError as error:
+                yield {"case": f"{name} × {num_rows}, {shape.weight}", "error": str(error)}
+            torch.cuda.empty_cache()
+
+
+def build(cases: Iterable[tuple[FewRowShape, int, SplitK]], bench: Bench) -> None:
+    """All their kernels, several at a time: one after the other, as they are loaded, would take minutes."""
+    found = [few_row_specs(*case) for case in cases]
+    bench.loader.build([kernel for specs in found for kernel in (specs.main, specs.reduce) if kernel is not None])
+
+
+def _measured(shape: FewRowShape, num_rows: int, bench: Bench) -> list[SplitK]:
+    """The default; of 16-bit weights all others too."""
+    splits = candidate_splits(shape, num_rows, bench.loader.builder.arch, bench.num_sms)
+    return splits if shape.weight == "plain" else splits[:1]
 
 
 def measure_layer(name: str, shape: FewRowShape, num_rows: int, bench: Bench) -> Rows:
     """A row for each way of cutting; for weights in few bits, the default one alone."""
-    arch = bench.loader.builder.arch
     first = weight_of(shape, bench.where)
     size_bytes = first.size_bytes if isinstance(first, QuantizedWeight) else first.nbytes
     weights = [first, *(deepcopy(first) for _ in range(1, bench.num_copies(size_bytes)))]
@@ -70,8 +87,8 @@ def measure_layer(name: str, shape: FewRowShape, num_rows: int, bench: Bench) ->
             "split": split and asdict(split),
         }
 
-    splits = candidate_splits(shape, num_rows, arch, bench.num_sms)
-    for split in splits if shape.weight == "plain" else splits[:1]:
+    splits = _measured(shape, num_rows, bench)
+    for split in splits:
         subject = Subject(shape, num_rows, split, bench)
         runs = [lambda weight=weight, subject=subject: subject(weight) for weight in weights]
         yield row("default" if split == splits[0] else "candidate", bench.rotated_seconds(runs), split)
@@ -114,13 +131,16 @@ def gate(shape: FewRowShape, bench: Bench) -> float:
     """The largest difference over formats, cuts and row tiles. Raises where it is too large."""
     torch.manual_seed(1)
     worst, arch = 0.0, bench.loader.builder.arch
-    for weight_format in FORMATS:
-        here = replace(shape, weight=weight_format)
-        weight = weight_of(here, bench.where)
-        for num_rows in (1, 17, 64):
-            for split in candidate_splits(here, num_rows, arch, bench.num_sms):
-                difference = Subject(here, num_rows, split, bench).difference(weight)
-                if not difference <= GATE_TOLERANCE:
-                    raise GateError(f"{here} with {split} differs from the torch reference by {difference:.1e}")
-                worst = max(worst, difference)
+    cases = [
+        (here, num_rows, split)
+        for here, num_rows in product([replace(shape, weight=each) for each in FORMATS], (1, 17, 64))
+        for split in candidate_splits(here, num_rows, arch, bench.num_sms)
+    ]
+    build(cases, bench)
+    weights = {each: weight_of(replace(shape, weight=each), bench.where) for each in FORMATS}
+    for here, num_rows, split in cases:
+        difference = Subject(here, num_rows, split, bench).difference(weights[here.weight])
+        if not difference <= GATE_TOLERANCE:
+            raise GateError(f"{here} with {split} differs from the torch reference by {difference:.1e}")
+        worst = max(worst, difference)
     return worst

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from benchmarks.gpu.measuring import Bench, Row, Rows
+import pytest
+
+from benchmarks.gpu.measuring import Bench, Rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,20 +24,20 @@ def files_of(tests: Path) -> list[Path]:
 
 
 def run(files: list[Path], mark: str) -> Rows:
-    """Raises ``RuntimeError`` where pytest does not come as far as running any."""
-    with tempfile.TemporaryDirectory() as directory:
-        report = Path(directory) / "report.xml"
-        options = ["-q", "-m", mark, "-p", "no:cacheprovider", f"--junitxml={report}"]
-        command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
-        # tuning would build some hundred kernels more for models that nobody runs again
-        environment = {**os.environ, "TRITON_INTERPRET": "0", "FASTGEN_AUTOTUNE": "0"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        if not report.exists():
-            raise RuntimeError(f"pytest ended with status {done.returncode}: {(done.stderr or done.stdout)[-500:]}")
-        yield from map(_row, ElementTree.parse(report).iter("testcase"))
-
-
-def _row(test: ElementTree.Element) -> Row:
-    row: Row = {"case": f"{test.get('classname')}.{test.get('name')}", "seconds": float(test.get("time") or 0)}
-    wrong = next((each for each in test if each.tag in ("failure", "error", "skipped")), None)
-    return row if wrong is None else {**row, "error": f"{wrong.tag}: {wrong.get('message')}"}
+    """Rows as the tests end. Raises ``RuntimeError`` where pytest does not come as far as running any."""
+    options = ["-q", "-m", mark, "-p", "no:cacheprovider", "-p", "benchmarks.gpu.gpu_test_rows"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+    # tuning would build some hundred kernels more for models that nobody runs again
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "FASTGEN_AUTOTUNE": "0"}
+    pipe, said = subprocess.PIPE, []
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    ) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                said.append(line)
+    if tests.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(f"pytest ended with status {tests.returncode}: {''.join(said)[-500:]}")

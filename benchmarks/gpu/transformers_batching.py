@@ -11,6 +11,7 @@ import gc
 import itertools
 import logging
 import random
+from inspect import signature
 from typing import Any
 
 import torch
@@ -89,7 +90,9 @@ def _settings(bench: Bench) -> dict[str, Any]:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
     except ImportError:
         return {}
-    small = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 32, "use_async_batching": False}
+    known = signature(ContinuousBatchingConfig).parameters
+    block = "page_size" if "page_size" in known else "block_size"  # 5.17 calls it that
+    small = {block: 16, "num_blocks": 64, "max_batch_tokens": 32, "use_async_batching": False}
     given = {"allow_block_sharing": False, **(small if bench.toy else {})}
     return {"continuous_batching_config": ContinuousBatchingConfig(**given)}
 

@@ -121,7 +121,7 @@ def build_command(
         if output is None:
             entries = loader.build(specs, update)
         else:
-            bundle = write_bundle(loader, specs, output.absolute(), about=about, progress=update)
+            bundle = write_bundle(loader, specs, output.resolve(), about=about, progress=update)
             entries = list(bundle.entries.values())
     _print([_entry_facts(entry) for entry in entries], as_json, ("name", "directory"))
     if output is not None and not as_json:

@@ -24,8 +24,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
 
+import numpy
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
 
 from fastgen.compile.build import INTERPRET, BuildFailure, BuiltKernel
 from fastgen.compile.cache import Entry
@@ -171,7 +173,16 @@ class TritonKernel(BuiltKernel):
             context = {"grid": grid, "arguments": made_up(arguments), "options": self._options}
             context["interpreted"] = triton.knobs.runtime.interpret
             text = script("launch_triton", self.spec, self.source, **context)
-            raise launch_error(self.spec, self.source, arguments, error, text) from error
+            cause = _of_numpy(error) if triton.knobs.runtime.interpret else error
+            raise launch_error(self.spec, self.source, arguments, cause, text) from error
+
+
+def _of_numpy(error: Exception) -> Exception:
+    """In plain words where Triton 3.6's interpreter, and maybe others, asks for what NumPy 2.4 does not do any more."""
+    if "only 0-dimensional arrays can be converted to Python scalars" not in str(error):
+        return error
+    versions = f"Triton {triton.__version__} does not work with NumPy {numpy.__version__}"
+    return RuntimeError(f"the interpreter of {versions}: install a newer Triton, or numpy<2.4")
 
 
 def _others(gpu: GPUTarget) -> set[str]:
@@ -206,7 +217,10 @@ def _load_binary(function: Any, spec: KernelSpec, options: Mapping[str, Any], en
     with triton.knobs.cache.scope(), _loading_allowed():
         triton.knobs.cache.manager_class = FlatCache.at(entry.directory, entry.report["triton_key"])
         compiled = function.warmup(*stand_ins, grid=(1,), **options)
-    compiled.run  # noqa: B018 (puts it on the GPU now; else the first launch would)
+    try:
+        compiled.run  # noqa: B018 (puts it on the GPU now; else the first launch would)
+    except TritonError as error:  # what it takes of a multiprocessor is more than this one has
+        raise RuntimeError(str(error)) from error
 
 
 class _Permission(threading.local):

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, can_run
 from fastgen.compile.cache import Entry, file_hash, publish, remove, sync
 from fastgen.compile.device import Device, current
 from fastgen.compile.loader import KernelLoader, Progress, body_hash, make_builder, target_of
+from fastgen.compile.ops.quantization import QUANTIZED
 from fastgen.compile.render import SUFFIXES
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import BundleError
@@ -133,23 +135,37 @@ def write_bundle(
 
     ``about`` is kept beside them: the ``model``, and the flags of ``fastgen kernels build`` that decide what is in it.
     Nothing is written unless all are built. Raises :class:`KernelError` for one that cannot be, and
-    :class:`BundleError` for a directory that holds something else.
+    :class:`BundleError` for a directory that holds something else, or that cannot be written.
     """
-    if (
-        directory.exists()
-        and not (directory / _MANIFEST).is_file()
-        and (not directory.is_dir() or any(directory.iterdir()))
-    ):
+    try:
+        _check_place(directory)
+        wanted = list(dict.fromkeys(specs))
+        entries = loader.build(wanted, progress)
+        _write(loader, list(zip(wanted, entries, strict=True)), directory, about)
+    except OSError as error:
+        raise BundleError(f"the bundle cannot be written to {directory}: {error.strerror or error}") from error
+    return Bundle.open(directory)
+
+
+def _check_place(directory: Path) -> None:
+    """Before minutes are spent on building."""
+    if not directory.exists():
+        above = next(each for each in directory.parents if each.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise BundleError(f"the bundle cannot be written to {directory}: {above} is no directory to write to")
+    elif not (directory / _MANIFEST).is_file() and (not directory.is_dir() or any(directory.iterdir())):
         raise BundleError(f"{directory} is not empty and no bundle of kernels: name a directory that is new")
-    wanted = list(dict.fromkeys(specs))
-    entries = loader.build(wanted, progress)
+
+
+def _write(
+    loader: KernelLoader, built: Sequence[tuple[KernelSpec, Entry]], directory: Path, about: Mapping[str, str]
+) -> None:
+    """Beside ``directory``, and then in its place."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
     try:
-        kernels = {
-            spec.digest: _copy(spec, entry, draft / _KERNELS) for spec, entry in zip(wanted, entries, strict=True)
-        }
-        loader.builder.accompany(list(zip(wanted, entries, strict=True)), draft / _MODULES)
+        kernels = {spec.digest: _copy(spec, entry, draft / _KERNELS) for spec, entry in built}
+        loader.builder.accompany(built, draft / _MODULES)
         files = sorted(file for file in draft.rglob("*") if file.is_file())
         manifest: dict[str, Any] = {
             "format": _FORMAT,
@@ -168,7 +184,6 @@ def write_bundle(
         publish(draft, directory)
     finally:
         remove(draft)
-    return Bundle.open(directory)
 
 
 class SealedLoader(KernelLoader):
@@ -211,13 +226,29 @@ def bundle_beside(weights: Path, device: Device, about: Mapping[str, str]) -> Pa
     Raises :class:`BundleError`, with the command that writes it, where there is none. ``about`` as in
     :func:`write_bundle`.
     """
-    places = [weights.absolute() / f"kernels-{arch}" for arch in _arches(device)]
-    if found := next((place for place in places if place.exists()), None):
+    if found := find_beside(weights, device):
         return found
+    right = _right_arch(device, about)
+    place = weights.absolute() / f"kernels-{right}"
     raise BundleError(
-        f"no sealed bundle lies beside the weights: there is no {places[0]}; build it: "
-        f"{_command(about, target_of(device), places[0])}"
+        f"no sealed bundle lies beside the weights: there is no {place}; build it: {_command(about, right, place)}"
     )
+
+
+def find_beside(weights: Path, device: Device) -> Path | None:
+    """That of :func:`bundle_beside`, if it is there."""
+    places = (weights.absolute() / f"kernels-{arch}" for arch in _arches(device))
+    return next((place for place in places if place.exists()), None)
+
+
+def bundle_target(directory: Path) -> str | None:
+    """Whose kernels the bundle at ``directory`` has, as it says itself; ``None`` where nothing can be read there, of
+    which :func:`load_bundle` tells."""
+    try:
+        found = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))["target"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if found in QUANTIZED else None
 
 
 def load_bundle(
@@ -233,7 +264,7 @@ def load_bundle(
     device = device or current()
     wanted = bundle.about if about is None else about
     if bundle.arch not in _arches(device):
-        right = target_of(device)
+        right = _right_arch(device, wanted)
         raise BundleError(
             f"the bundle {bundle.directory} is for {bundle.arch}, and {device.name} needs one for {right}: "
             f"{_command(wanted, right, 'DIR')}"
@@ -258,6 +289,12 @@ def _arches(device: Device) -> list[str]:
     if device.kind != "cpu":
         return [target_of(device)]
     return [*(arch for arch in CPP_ARCHES if can_run(arch, device)), INTERPRET]
+
+
+def _right_arch(device: Device, about: Mapping[str, str]) -> str:
+    """The one to build for on ``device``: on a CPU interpreted kernels where its own cannot multiply the format."""
+    can_multiply = device.kind != "cpu" or about.get("quantize") in (None, *QUANTIZED["cpp"])
+    return target_of(device) if can_multiply else INTERPRET
 
 
 def _copy(spec: KernelSpec, entry: Entry, kernels: Path) -> dict[str, Any]:

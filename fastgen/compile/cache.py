@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fastgen.errors import KernelError
 
@@ -61,7 +61,10 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.directory.iterdir())
+        try:
+            return sum(file.stat().st_size for file in self.directory.iterdir())
+        except FileNotFoundError:  # another process has just cleaned the cache
+            return 0
 
     def files(self) -> list[Path]:
         """The source and what came of it, without the manifest."""
@@ -118,13 +121,27 @@ class KernelCache:
         return sorted(found, key=lambda entry: entry.name)
 
     def clean(self) -> tuple[int, int]:
-        """Removes everything: entries, damaged ones, locks, what failed. Returns how many entries, and bytes."""
+        """Removes everything but what is just being built: entries, damaged ones, locks, what failed. Returns how many
+        entries, and bytes."""
         entries = self.entries()
         freed = sum(entry.size_bytes for entry in entries)
+        locks = self.directory / _LOCKS
         if self.directory.is_dir():
             for each in self.directory.iterdir():
-                if (each / _MANIFEST).exists() or each.name.startswith(".") or each.name == _FAILED:
+                is_hidden, (place_name, _, _) = each.name.startswith("."), each.name[1:].rpartition(".")
+                if is_hidden and place_name:  # a draft
+                    with _lock(locks / place_name, waits=False) as is_held:
+                        if is_held:  # else its process is at work
+                            remove(each)
+                elif each != locks and (is_hidden or each.name == _FAILED or (each / _MANIFEST).exists()):
                     remove(each)
+        if locks.is_dir():
+            for each in locks.iterdir():
+                with _lock(each, waits=False) as is_held:
+                    if is_held:
+                        remove(each)
+            with contextlib.suppress(OSError):
+                locks.rmdir()
         return len(entries), freed
 
     def failed(self, name: str) -> Path:
@@ -232,21 +249,43 @@ def file_hash(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[bool]:
+def _lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
     """Holds the lock file at ``path``, which is left behind, since another process may already wait for it.
 
     Yields whether it is held: some network file systems have no locks. There each process builds, and the last stays.
+    Unless it ``waits``, it is not held where another process holds it.
     """
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "w") as file:
-        is_held = True
+    while True:
+        path.parent.mkdir(exist_ok=True)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            is_held = False
-        yield is_held
+            file = open(path, "w")  # noqa: SIM115 (closed below)
+        except FileNotFoundError:  # its directory was removed just now
+            continue
+        with file:
+            is_held = _acquire(file, waits=waits)
+            if not is_held or _lies_at(path, file):
+                yield is_held
+                return
+
+
+def _lies_at(path: Path, file: IO[str]) -> bool:
+    """Not one that was removed since it was opened: others lock what is there now."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _acquire(file: IO[str], *, waits: bool) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 _temporary: tempfile.TemporaryDirectory[str] | None = None

@@ -14,7 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 # Matrix instructions: Hopper's, Blackwell's, those from Ampere on; AMD's.
-_MATRIX = re.compile(r"^\s*(?:@%?\w+ )?(wgmma|tcgen05\.mma|mma|v_mfma)[._]", re.MULTILINE)
+# Not what waits for them: wgmma.fence, .commit_group and .wait_group.
+_MATRIX = re.compile(r"^\s*(?:@%?\w+ )?(wgmma(?=\.mma_async)|tcgen05\.mma|mma|v_mfma)[._]", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,16 @@ def report(asm: Mapping[str, Any], metadata: Any, target: GPUTarget) -> dict[str
         "spill_bytes": spill_bytes,
         "shared_bytes": metadata.shared,
         "shared_limit_bytes": limits and limits.max_block_bytes,
-        "matrix_instructions": dict(Counter(_MATRIX.findall(asm["ptx" if nvidia else "amdgcn"]))),
+        "matrix_instructions": count_matrix_instructions(asm["ptx" if nvidia else "amdgcn"]),
         "num_warps": metadata.num_warps,
         "occupancy": limits and _occupancy(limits, registers, target.warp_size, metadata.num_warps, metadata.shared),
         "binary_bytes": len(asm["cubin" if nvidia else "hsaco"]),
     }
+
+
+def count_matrix_instructions(assembly: str) -> dict[str, int]:
+    """Those that tensor cores execute, by name."""
+    return dict(Counter(_MATRIX.findall(assembly)))
 
 
 def _nvidia(asm: Mapping[str, Any]) -> tuple[int, int]:

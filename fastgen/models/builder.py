@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import cast
 
 import torch
@@ -124,6 +124,8 @@ class _Builder:
     weight_format: QuantizedFormat | None
     slots: list[WeightSlot] = field(default_factory=list)
     rotaries: dict[tuple[object, ...], Rotary] = field(default_factory=dict)
+    linear_kernels: dict[WeightFormat, LinearKernel] = field(default_factory=dict)
+    routed_kernel: RoutedLinearKernel | None = None
     num_attentions: int = 0
     unsettled: DeferredAdd | None = None
     """What the next reader of the stream has to add to it first, where kernels compute."""
@@ -142,31 +144,32 @@ class _Builder:
             self.weight_only = cast(WeightOnlyFormat | None, self.weight_format)
         self.matrix_format = cast(WeightFormat, self.weight_format or self.plain_format)
         self.max_in_features = max(tensor.shape[1] for tensor in self.spec.tensors() if len(tensor.shape) == 2)
-        self.linear_kernel = self.find_linear_kernel(self.matrix_format)
 
     @property
     def plain_format(self) -> WeightFormat:
         return cast(WeightFormat, dtype_name(self.dtype))
 
-    @cached_property
-    def exact_kernel(self) -> LinearKernel | None:
-        """For what is never quantised."""
-        return self.find_linear_kernel(self.plain_format)
-
-    def find_linear_kernel(self, weight_format: WeightFormat) -> LinearKernel | None:
+    def linear_kernel(self, node: NodeRef, *, exact: bool = False) -> LinearKernel | None:
+        """For the layer at ``node``: all of a format share one and its workspace. ``exact`` is never quantised."""
         if self.cpp is None:
             return None
-        kernel = linear_spec(weight_format, self.target.arch)
-        return LinearKernel(self.target.kernel(kernel), self.target.max_rows, self.max_in_features)
+        weight_format = self.plain_format if exact else self.matrix_format
+        kernel = self.target.kernel(linear_spec(weight_format, self.target.arch, needed_by=self.cpp.asking(node)))
+        if weight_format not in self.linear_kernels:
+            launches = LinearKernel(kernel, self.target.max_rows, self.max_in_features)
+            self.linear_kernels[weight_format] = launches
+        return self.linear_kernels[weight_format]
 
-    @cached_property
-    def expert_kernel(self) -> RoutedLinearKernel | None:
-        """For the experts of all layers; a token of a step is a row for each that it chooses."""
+    def expert_kernel(self, node: NodeRef) -> RoutedLinearKernel | None:
+        """For the experts at ``node``, as for those of all layers; a token is a row for each that it chooses."""
         if self.cpp is None:
             return None
-        choices = max(part.router.top_k for part in self.spec.parts() if isinstance(part, MoeSpec))
-        kernel = linear_spec(self.matrix_format, self.target.arch, routed=True)
-        return RoutedLinearKernel(self.target.kernel(kernel), self.target.max_rows * choices, self.max_in_features)
+        asking = self.cpp.asking(node)
+        kernel = self.target.kernel(linear_spec(self.matrix_format, self.target.arch, routed=True, needed_by=asking))
+        if self.routed_kernel is None:
+            choices = max(part.router.top_k for part in self.spec.parts() if isinstance(part, MoeSpec))
+            self.routed_kernel = RoutedLinearKernel(kernel, self.target.max_rows * choices, self.max_in_features)
+        return self.routed_kernel
 
     def model(self) -> CausalLM:
         spec = self.spec
@@ -281,7 +284,7 @@ class _Builder:
             turned=turned,
             dtype=self.dtype,
             device=self.device,
-            kernel=self.exact_kernel,
+            kernel=self.linear_kernel(spec.node, exact=True),
         )
         self.claim(spec.weight, linear.slot)
         return linear
@@ -394,7 +397,7 @@ class _Builder:
             [part.bias is not None for part in parts],
             dtype=self.dtype,
             device=self.device,
-            kernel=self.exact_kernel if exact else self.linear_kernel,
+            kernel=self.linear_kernel(parts[0].node, exact=exact),
             plain_kernel=self.triton.linear_kernel(parts, weight_format, out_dtype) if self.triton else None,
             weight_format=weight_format,
         )
@@ -414,7 +417,7 @@ class _Builder:
             [part.bias is not None for part in parts],
             dtype=self.dtype,
             device=self.device,
-            kernel=self.expert_kernel,
+            kernel=self.expert_kernel(parts[0].node),
         )
         for expert, its_parts in enumerate(experts):
             for index, part in enumerate(its_parts):
@@ -428,7 +431,7 @@ class _Builder:
             *tensor.shape,
             dtype=self.dtype,
             device=self.device,
-            kernel=self.linear_kernel if is_head else None,
+            kernel=self.linear_kernel(tensor.node) if is_head else None,
             weight_format=self.weight_only if is_head else None,
         )
         self.claim(tensor, table.slot)

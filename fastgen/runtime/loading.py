@@ -18,7 +18,14 @@ from fastgen.runtime.ledger import MemoryModel
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.scheduling.policies import Policy, choose_policy
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S, check_aging_s
-from fastgen.runtime.targets import bundle_flags, choose_target, parse_quantize, sealed_loader, target_facts
+from fastgen.runtime.targets import (
+    bundle_flags,
+    choose_target,
+    parse_quantize,
+    sealed_loader,
+    sealed_target,
+    target_facts,
+)
 from fastgen.runtime.text.codec import TextCodec
 
 
@@ -99,6 +106,7 @@ def load(
             raise RecipeError(error.message + doubt, file=error.file, line=error.line, node=error.node) from error
         raise
     torch_dtype = checkpoint_dtype(checkpoint.config, checkpoint) if dtype == "auto" else parse_dtype(dtype)
+    target = sealed_target(target, sealed, directory, found_device)
     facts = target_facts(target, found_device, num_threads=num_threads, sealed=sealed is not False)
     weight_format = parse_quantize(quantize, facts.name)
     memory = MemoryModel(ModelBuild(spec, torch_dtype, facts, weight_format), found_device)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fastgen.compile.build_cpp import CppBuilder, cpp_arch, find_compiler
-from fastgen.compile.bundle import SealedLoader, bundle_beside, load_bundle
+from fastgen.compile.bundle import SealedLoader, bundle_beside, bundle_target, find_beside, load_bundle
 from fastgen.compile.device import Device
 from fastgen.compile.loader import KernelLoader
 from fastgen.compile.ops.quantization import QUANTIZED, QuantizedFormat
@@ -106,6 +106,14 @@ def sealed_loader(
         raise InvalidArgumentError(f"sealed={sealed!r}: expected True, False, or the directory of a sealed bundle")
     place = bundle_beside(weights, device, about) if sealed is True else Path(sealed).expanduser()
     return load_bundle(place, device, about)
+
+
+def sealed_target(name: str, sealed: bool | str | Path, weights: Path, device: Device) -> str:
+    """The target of that name; of ``"auto"`` that of the bundle which ``sealed=`` asks for, where there is one."""
+    if name != "auto" or sealed is False or not isinstance(sealed, (bool, str, Path)):
+        return name
+    place = find_beside(weights, device) if sealed is True else Path(sealed).expanduser()
+    return (place and bundle_target(place)) or name
 
 
 def bundle_flags(

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def test_all_parts_go_into_one_file_and_none_is_begun_too_late(
     assert ran == [(name, ["-m", "benchmarks.gpu.part", name, "--toy"]) for name in ("moe", "sampling")]
     found = json.loads(file.read_text())
     assert found["parts"]["sampling"] == {"rows": [{"case": "one", "seconds": 0.5}]}
-    assert found["about"]["versions"]["torch"] == torch.__version__
+    assert found["about"]["versions"]["torch"] == version("torch")
     assert found["about"]["device"] == current("cpu").name
     assert command.main(["--toy", "--parts", "moe", "--minutes", "0", "--json", str(file)]) == 0
     assert json.loads(file.read_text())["parts"] == {"moe": {"ended": "not begun: the time is over"}}

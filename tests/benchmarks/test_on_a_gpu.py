@@ -35,10 +35,23 @@ def bench() -> Bench:
     return Bench(device, KernelLoader(TritonBuilder(triton_arch(device))), Limits(1.0, 1.0), toy=False)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_attention(bench: Bench, head_dim: int, dtype: str) -> None:
-    attention.gate(AttentionShape(8, 2, head_dim, 16, dtype, head_dim**-0.5), bench)
+ATTENTIONS = [
+    AttentionShape(8, 2, head_dim, 16, dtype, head_dim**-0.5)
+    for dtype in ("bf16", "fp16")
+    for head_dim in (64, 80, 96, 128, 256)
+]
+
+
+@pytest.fixture(scope="module")
+def attention_bench(bench: Bench) -> Bench:
+    """With all kernels built, several at a time."""
+    attention.build(ATTENTIONS, attention.gated(bench), bench)
+    return bench
+
+
+@pytest.mark.parametrize("shape", ATTENTIONS, ids=lambda shape: f"{shape.dtype}-{shape.head_dim}")
+def test_attention(attention_bench: Bench, shape: AttentionShape) -> None:
+    attention.gate(shape, attention_bench)
 
 
 def test_elementwise_kernels(bench: Bench) -> None:

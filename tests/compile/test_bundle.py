@@ -166,6 +166,9 @@ def test_writing_replaces_a_bundle_and_nothing_else(place: Path, cache: KernelCa
     (tmp_path / "file").write_text("mine")
     with pytest.raises(BundleError, match="is not empty and no bundle of kernels"):
         write_bundle(kernels, [a_norm()], tmp_path / "file", about={})
+    for nowhere in (tmp_path / "file" / "below", Path("/proc/nowhere"), tmp_path / ("long" * 100)):
+        with pytest.raises(BundleError, match=f"the bundle cannot be written to {nowhere}: "):
+            write_bundle(kernels, [a_norm()], nowhere, about={})
     assert sorted(each.name for each in tmp_path.iterdir()) == ["bundle", "empty", "file"]
 
 
@@ -296,6 +299,8 @@ def test_for_another_device(written: Path, written_for_h100: Path) -> None:
         load_bundle(written, H100)
     with pytest.raises(BundleError, match=r"is for sm_90, and .* needs one for "):
         load_bundle(written_for_h100, CPU)
+    with pytest.raises(BundleError, match=r"one for interpret: .* --target interpret --quantize int4_weight_only "):
+        load_bundle(written_for_h100, CPU, {"model": "tiny-llama", "quantize": "int4_weight_only"})
 
 
 def test_for_a_cpu_with_other_instructions(cache: KernelCache, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from fastgen.compile import build_triton
 from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, find_compiler
-from fastgen.compile.build_triton import TritonBuilder, triton_arch
+from fastgen.compile.build_triton import TritonBuilder, TritonKernel, triton_arch
 from fastgen.compile.cache import KernelCache
 from fastgen.compile.device import Device
 from fastgen.compile.loader import KernelLoader, make_builder, target_of
@@ -87,6 +87,18 @@ def test_interpreted_and_compiled_kernels_do_not_mix(tmp_path, monkeypatch) -> N
         TritonBuilder("interpret")
 
 
+def test_an_interpreter_that_is_too_old_for_numpy_is_told(tmp_path: Path) -> None:
+    class Interpreted:
+        def __getitem__(self, grid: tuple[int, ...]) -> None:
+            raise TypeError("only 0-dimensional arrays can be converted to Python scalars")  # as from NumPy 2.4 on
+
+    source = tmp_path / "kernels" / "a_norm" / "a_norm.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("")
+    with pytest.raises(KernelError, match=r"interpreter of Triton \S+ does not work with NumPy \S+: .* numpy<2\.4"):
+        TritonKernel(a_norm(), source, Interpreted(), {}).launch((1,))
+
+
 def test_a_compiler_process_that_dies_is_an_error_and_the_next_build_works(tmp_path, monkeypatch) -> None:
     loader = KernelLoader(TritonBuilder("sm_90"), cache=KernelCache(tmp_path))
     start = build_triton._Workers._start
@@ -109,6 +121,7 @@ import sys, json, torch, triton
 from pathlib import Path
 from fastgen.compile.cache import KernelCache
 from fastgen.compile.loader import KernelLoader, make_builder
+from fastgen.compile.ops.few_row_linear import FewRowShape, SplitK, few_row_specs
 from fastgen.compile.ops.norm import NormKernel, norm_spec
 from fastgen.compile.triton_worker import StandInDriver, parse_arch
 from fastgen.errors import KernelError
@@ -116,7 +129,7 @@ from fastgen.errors import KernelError
 launched, loaded, earlier = [], [], []
 
 class Utils:
-    get_device_properties = staticmethod(lambda device: {"max_shared_mem": 227 << 10})
+    get_device_properties = staticmethod(lambda device: {"max_shared_mem": 99 << 10})
     unload_module = staticmethod(lambda module: None)
 
     def load_binary(self, name, binary, shared, device):
@@ -136,8 +149,9 @@ def failure(action):
 triton.runtime.driver.set_active(Driver(parse_arch("sm_90")))
 triton.knobs.runtime.jit_cache_hook = lambda **given: earlier.append(given["fn"].name)
 spec = norm_spec("triton", "rms", 64, "bf16", 1e-5)
+too_large = few_row_specs(FewRowShape(64, 512, "bf16"), 16, SplitK(64, 128, 4, 8)).main
 loader = KernelLoader(make_builder("sm_90"), cache=KernelCache(Path(sys.argv[1])))
-(entry,) = loader.build([spec])
+entry, _ = loader.build([spec, too_large])
 loader.fence.close()
 kernel = NormKernel(loader.load(spec))
 from_cache = loaded == [entry.source.with_suffix(".cubin").read_bytes()]
@@ -159,7 +173,7 @@ theirs[(1,)](x)
 entry.source.with_name("manifest.json").write_text(
     entry.source.with_name("manifest.json").read_text().replace(entry.report["triton_key"], "A" * 52))
 changed = KernelLoader(make_builder("sm_90"), cache=loader.cache)
-errors.append(failure(lambda: changed.load(spec)))
+errors += [failure(lambda: changed.load(spec)), failure(lambda: changed.load(too_large))]
 print(json.dumps([from_cache, launched, errors, earlier, loader.find(spec) is not None]))
 """
 
@@ -174,11 +188,12 @@ def test_on_a_gpu_nothing_is_compiled_but_what_the_cache_has_is_loaded(tmp_path)
     name = a_norm().name
     assert from_cache
     assert [each[:2] for each in launched] == [[name, 6], [name, 1], ["theirs", 1]]
-    wrong_dtype, unaligned, other_gpu, other_settings = errors
+    wrong_dtype, unaligned, other_gpu, other_settings, too_large = errors
     assert "x: float32[6, 64] on cpu" in wrong_dtype
     assert "it was not built for such arguments" in wrong_dtype
     assert "weight: bfloat16[64] on cpu, unaligned" in unaligned
     assert "it is for sm_80, and the GPU here is cuda 90" in other_gpu
     assert "Triton would build another binary" in other_settings
-    assert earlier == [name, "theirs", name]  # a hook that was there before ours is still told of what is allowed
+    assert "is built but cannot be loaded: out of resource: shared memory, Required: " in too_large
+    assert earlier[:3] == [name, "theirs", name]  # a hook that was there before ours is still told of what is allowed
     assert still_there  # nothing was written beside the binaries

@@ -314,6 +314,39 @@ def test_clean_removes_all_that_is_the_caches_and_nothing_else(cache, make) -> N
     assert build(cache, make) is not None
 
 
+def test_clean_leaves_what_is_being_built(cache, make) -> None:
+    def make_while_cleaned(directory: Path) -> dict[str, int]:
+        (cache.directory / ".norm-left_behind.0a1b").mkdir()
+        assert cache.clean() == (1, size)
+        assert sorted(each.name for each in cache.directory.iterdir()) == sorted([".locks", directory.name])
+        return make(directory)
+
+    size = build(cache, make, KEY | {"source": "another"}).size_bytes
+    entry = build(cache, make_while_cleaned)
+    assert cache.find("norm", KEY) == entry
+    assert entry.size_bytes > 0
+    assert cache.clean()[0] == 1
+    assert not list(cache.directory.iterdir())
+    assert entry.size_bytes == 0
+
+
+def test_a_lock_that_is_removed_while_one_waits_for_it_is_taken_anew(tmp_path: Path) -> None:
+    path, found, waiting = tmp_path / "locks" / "norm", [], threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        with module._lock(path) as is_held:
+            found.append((is_held, path.exists()))
+
+    with module._lock(path):
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        waiting.wait()
+        path.unlink()
+    waiter.join()
+    assert found == [(True, True)]
+
+
 def test_clean_and_entries_of_a_cache_that_does_not_exist(cache) -> None:
     assert cache.clean() == (0, 0)
     assert cache.entries() == []

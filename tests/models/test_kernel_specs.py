@@ -61,6 +61,7 @@ def test_all_that_a_model_needs_renders(model, target) -> None:
     specs = needed(model, target)
     assert "norm" in " ".join(spec.op for spec in specs)
     for spec in specs:
+        assert spec.needed_by, spec
         assert f"{spec.name}(" in render(spec) or spec == thread_pool_spec()
 
 

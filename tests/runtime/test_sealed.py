@@ -136,7 +136,7 @@ def test_interpreted_triton_kernels_of_weights_in_few_bits(
     assert done.exit_code == 0, done.output
     built = answer_on_triton(model, target="triton", quantize=quantize)
     forbid_compiling(monkeypatch)
-    assert answer_on_triton(model, target="triton", sealed=place, quantize=quantize) == built
+    assert answer_on_triton(model, sealed=place, quantize=quantize) == built
     with pytest.raises(BundleError, match=f"is for quantize {quantize}, and none is asked for"):
         fastgen.load(model, sealed=place, device="cpu")
 
