@@ -49,6 +49,21 @@ def test_it_renders_what_transformers_does(
         assert renderer.render(messages, tools) == expected
 
 
+def test_arguments_of_calls_are_text_where_the_template_puts_texts_together(
+    renderer: TemplateRenderer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = "{% set call = messages[2].tool_calls[0].function %}{{ call.name + '(' + call.arguments + ')' }}"
+    monkeypatch.setattr(tokenizer, "chat_template", written)
+    codec = TextCodec(tokenizer, eos_token_ids=frozenset(), default_sampling=SamplingParams())
+    expected = codec.encode_text('f({"a": [1, null]})', add_special_tokens=False)
+    assert codec.encode_chat(MESSAGES, TOOLS) == expected
+    codec.render_chat = renderer.render
+    assert codec.encode_chat(MESSAGES, TOOLS) == expected
+    monkeypatch.setattr(tokenizer, "chat_template", written + "{{ 1 // 0 }}")
+    with pytest.raises(InvalidArgumentError, match="division"):
+        codec.encode_chat(MESSAGES, TOOLS)
+
+
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLE = "{% set n = namespace(x='x' * 1000) %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 LONG = "{{ 'x' * 20000000 }}"

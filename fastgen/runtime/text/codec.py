@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tokenizer_config.json",
 )
+_WANTS_TEXT = 'can only concatenate str (not "dict") to str'
+"""What becomes of a template that puts the arguments of a call into a text as they are, as DeepSeek's do."""
 
 
 class TextCodec:
@@ -65,11 +68,16 @@ class TextCodec:
             return self.encode_text(prompt, add_special_tokens=True)
         return as_token_ids(prompt)
 
-    @property
-    def chat_template(self) -> str:
-        """The checkpoint's own; empty where it has none."""
-        template = self.tokenizer.chat_template if self.tokenizer is not None else None
-        return template if isinstance(template, str) else ""
+    def chat_template(self, *, has_tools: bool) -> str:
+        """The checkpoint's own, of several the one that renders conversations with or without tools; empty where it has
+        none."""
+        if not self.has_chat_template:
+            return ""
+        try:
+            template: str = self.tokenizer.get_chat_template(tools=[] if has_tools else None)
+        except ValueError:  # several, and none of them the default; rendering says so
+            return ""
+        return template
 
     def encode_chat(self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """The token ids of a conversation as the chat template renders it, up to where the answer begins.
@@ -85,7 +93,12 @@ class TextCodec:
                 "this model's tokenizer has no chat template; use generate with a prompt of your own"
             )
         try:
-            text = self.render_chat(plain, tools)
+            try:
+                text = self.render_chat(plain, tools)
+            except Exception as error:
+                if _WANTS_TEXT not in str(error):
+                    raise
+                text = self.render_chat([*map(_with_arguments_as_text, plain)], tools)
         except Exception as error:  # the template is the checkpoint's: division by zero, endless recursion, anything
             raise InvalidArgumentError(f"the model's chat template refuses this conversation: {error}") from error
         return self.encode_text(text, add_special_tokens=False)
@@ -173,6 +186,21 @@ def _plain_message(index: int, message: object) -> dict[str, Any]:
                 f"message {index}: content must be text, or parts {{'type': 'text', 'text': …}}, not {part!r:.60}"
             )
     return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _with_arguments_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """``message`` with the arguments of its calls, which most templates take as objects, as JSON."""
+    found = dict(message)
+    if isinstance(calls := message.get("tool_calls"), list):
+        found["tool_calls"] = [_call_with_text(call) for call in calls]
+    return found
+
+
+def _call_with_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:

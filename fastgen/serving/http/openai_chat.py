@@ -97,7 +97,8 @@ async def encode_chat(service: Service, messages: list[Message], tools: list[dic
     Raises ``BadRequestError`` where the template refuses it or it leaves no room for an answer.
     """
     codec = service.codec
-    plain = for_template(messages, has_developer_role="developer" in codec.chat_template)
+    template = codec.chat_template(has_tools=tools is not None)
+    plain = for_template(messages, has_developer_role="developer" in template)
     try:
         prompt_ids = await asyncio.to_thread(codec.encode_chat, plain, tools)
     except InvalidArgumentError as error:
