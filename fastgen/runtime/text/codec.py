@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastgen.errors import CheckpointError, InvalidArgumentError
+from fastgen.errors import CheckpointError, InvalidArgumentError, PromptTooLongError
 from fastgen.models.checkpoint_files import read_json_object
 from fastgen.runtime.sampling.sampling_params import SamplingParams, default_sampling
 from fastgen.runtime.text.detokenizer import Detokenizer, TokenDecoder
@@ -22,6 +22,10 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tokenizer_config.json",
 )
+_MANY_CHARACTERS = 8
+"""More than tokens have in the mean, but for odd texts."""
+_MAX_TOKENS_OF_A_CUT = 64
+"""By which a text that was cut may differ, where it was cut, from the whole."""
 _WANTS_TEXT = 'can only concatenate str (not "dict") to str'
 """What becomes of a template that puts the arguments of a call into a text as they are, as DeepSeek's do."""
 
@@ -40,6 +44,8 @@ class TextCodec:
         self._token_bytes = TokenBytes(tokenizer, self._decoder) if self._decoder is not None else None
         self.render_chat: Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None], str] = self._render_chat
         """Renders messages and tools by the chat template; whoever does not trust it puts another here."""
+        self.max_tokens: int | None = None
+        """Texts of more tokens are refused; one that is far longer before all of it was encoded."""
 
     @classmethod
     def from_checkpoint(cls, directory: Path, config: Mapping[str, Any]) -> TextCodec:
@@ -145,14 +151,30 @@ class TextCodec:
         )
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of ``text``, on request with the special tokens the tokenizer puts around it."""
+        """The token ids of ``text``, on request with the special tokens the tokenizer puts around it. Raises
+        ``InvalidArgumentError``, ``PromptTooLongError`` where there may not be so many."""
         self._need_tokenizer("a text prompt")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidArgumentError(f"the prompt is not valid Unicode: {error}") from None
+        if self.max_tokens is not None:
+            self._refuse_far_more(text, self.max_tokens)
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return list(encoded["input_ids"])
+
+    def _refuse_far_more(self, text: str, max_tokens: int) -> None:
+        """Raise ``PromptTooLongError`` where a beginning of ``text`` has more tokens than all of it may: how long this
+        takes depends on ``max_tokens``, not on the text."""
+        size = _MANY_CHARACTERS * max_tokens
+        while size < len(text):
+            num_tokens = len(self.tokenizer(text[:size], add_special_tokens=False, verbose=False)["input_ids"])
+            if num_tokens > max_tokens + _MAX_TOKENS_OF_A_CUT:
+                raise PromptTooLongError(
+                    f"a text of {len(text)} characters has more than {max_tokens} tokens, which is all that the model "
+                    "takes, the answer's included"
+                )
+            size *= 2
 
     def _need_tokenizer(self, what: str) -> None:
         if self.tokenizer is None:

@@ -34,6 +34,7 @@ from fastgen.serving.http.openai_run import (
     StreamUsage,
     check_model,
     check_prompt,
+    code_of,
     event_of,
     event_stream,
     json_response,
@@ -102,7 +103,7 @@ async def encode_chat(service: Service, messages: list[Message], tools: list[dic
     try:
         prompt_ids = await asyncio.to_thread(codec.encode_chat, plain, tools)
     except InvalidArgumentError as error:
-        raise BadRequestError(f"messages: {error}"[:2000], param="messages") from error
+        raise BadRequestError(f"messages: {error}"[:2000], param="messages", code=code_of(error)) from error
     check_prompt(service, prompt_ids, "messages")
     return prompt_ids
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints
 from pydantic import Tag as Reading
 from pydantic_core import PydanticCustomError
 
+MAX_PARTS = 4096
 FunctionName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -26,10 +27,21 @@ def _reading(value: Any) -> str:
 
 
 Content = Annotated[
-    Annotated[str, Reading("text")] | Annotated[list[TextPart], Reading("parts"), Field(max_length=4096)],
+    Annotated[str, Reading("text")] | Annotated[list[TextPart], Reading("parts"), Field(max_length=MAX_PARTS)],
     Discriminator(_reading),
 ]
 """Text, whole or in parts."""
+
+
+def _few_parts(value: Any) -> Any:
+    contents = [each.get("content") for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    if sum(len(content) for content in contents if isinstance(content, list)) > MAX_PARTS:
+        raise PydanticCustomError("too_many_parts", "at most {max} parts in all messages together", {"max": MAX_PARTS})
+    return value
+
+
+few_parts = BeforeValidator(_few_parts)
+"""Of a conversation: that its contents have no more than :data:`MAX_PARTS` parts."""
 
 
 class SystemMessage(_Part):
