@@ -14,6 +14,10 @@ class InvalidArgumentError(FastgenError, ValueError):
     """An argument is unknown, out of range, or cannot be honoured."""
 
 
+class PromptTooLongError(InvalidArgumentError):
+    """A text has more tokens than the model takes."""
+
+
 class RequestTooLargeError(InvalidArgumentError):
     """A request can never be served with this configuration; the message holds the arithmetic.
 

@@ -65,6 +65,8 @@ class Engine:
         self.metrics = EngineMetrics(scheduler)
         self._in_flight: InFlight | None = None
         self._last_end_s = -math.inf
+        self._not_learned: set[type[Exception]] = set()
+        """What kept the policy from learning, which was told."""
         self.on_end: Callable[[Generation], None] | None = None
         """Told of a request whenever one of its completions has ended."""
         self.gives_text = True
@@ -251,7 +253,9 @@ class Engine:
         try:
             self.scheduler.observe(step.schedule, step_s)
         except Exception as error:  # the step is whole: it is the policy that learns nothing from it
-            _log.error("the policy cannot learn from a step: %s", cause_of(error), exc_info=error)
+            if type(error) not in self._not_learned:  # it may fail at every step
+                self._not_learned.add(type(error))
+                _log.error("the policy cannot learn from a step: %s", cause_of(error), exc_info=error)
 
     def _schedule(self, now_s: float) -> Schedule | None:
         """The next step. One that cannot be made, not even at a second try, is nobody's in particular: those end that

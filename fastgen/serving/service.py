@@ -18,10 +18,11 @@ from fastgen.serving.admission.admission import Limits
 from fastgen.serving.answers import Answers, Update
 from fastgen.serving.engine_client import EngineClient
 from fastgen.serving.engine_request import EngineRequest
+from fastgen.serving.grammars.trial import FormatTrials
 from fastgen.serving.messages import EngineFacts
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.monitoring.watch import Watch
-from fastgen.serving.refusals import UnavailableError
+from fastgen.serving.refusals import BadRequestError, UnavailableError
 from fastgen.serving.templates.renderer import TemplateRenderer
 
 State = Literal["starting", "ready", "restarting", "draining", "stopped", "failed"]
@@ -48,6 +49,7 @@ class Service:
         self.engine = EngineClient(arguments, self._watch, timeout_s=engine_timeout_s)
         self._codec: TextCodec | None = None
         self._templates: TemplateRenderer | None = None
+        self._formats: FormatTrials | None = None
         self._is_draining = False
 
     @property
@@ -95,8 +97,11 @@ class Service:
         codec = await asyncio.to_thread(TextCodec.from_checkpoint, directory, config)
         if codec.has_chat_template:
             self._templates = TemplateRenderer(codec.tokenizer)
-            await asyncio.to_thread(self._templates.start)
+            await asyncio.to_thread(self._templates.processes.start)
             codec.render_chat = self._templates.render
+        codec.max_tokens = facts.max_model_len
+        if hasattr(codec.tokenizer, "backend_tokenizer"):  # formats need it, and the engine says so
+            self._formats = FormatTrials(codec.tokenizer, facts.vocab_size)
         self._codec = codec
 
     async def submit(
@@ -114,9 +119,10 @@ class Service:
         """
         admitted = None
         try:
-            if self._is_draining:
-                raise UnavailableError("the server is ending and takes no more requests", retry_after_s=5.0)
-            self.engine.check_ready()
+            self._check_taking()
+            if reason := await self._format_refusal(sampling):
+                raise BadRequestError(reason)
+            self._check_taking()
             answers = Answers(prompt_ids, sampling, self.codec, spelled)
             admitted = self._watch.admission.admit(len(prompt_ids), sampling)
             request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream)
@@ -129,8 +135,23 @@ class Service:
         self._watch.submitted(request, admitted)
         return Running(self, request, answers, request_id)
 
+    def _check_taking(self) -> None:
+        if self._is_draining:
+            raise UnavailableError("the server is ending and takes no more requests", retry_after_s=5.0)
+        self.engine.check_ready()
+
+    async def _format_refusal(self, sampling: SamplingParams) -> str | None:
+        """Why the format that an answer must have cannot be compiled, or not soon enough."""
+        if sampling.response_format is None or self._formats is None:
+            return None
+        if self._formats.knows(sampling.response_format):
+            return self._formats.refusal(sampling.response_format)
+        return await asyncio.to_thread(self._formats.refusal, sampling.response_format)
+
     async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
         """Why such a request would be refused; ``None`` where it would not. Nothing is run."""
+        if reason := await self._format_refusal(sampling):
+            return reason
         return await self.engine.refusal(prompt_ids, sampling)
 
     async def metrics_text(self) -> bytes:
@@ -155,8 +176,9 @@ class Service:
         """End the engine, by force after ``timeout_s``. What is still in it fails."""
         self._is_draining = True
         await self.engine.stop(timeout_s)
-        if self._templates is not None:
-            self._templates.close()
+        for helper in (self._templates, self._formats):
+            if helper is not None:
+                helper.processes.close()
 
 
 class Running:

@@ -252,14 +252,19 @@ def test_text_that_cannot_be_made_ends_its_request(
     check(generations, alone, failed, "UnicodeDecodeError: ")
 
 
-def test_a_policy_that_cannot_learn_ends_nobody(
-    engine: Engine, alone: list[GenerationOutput], monkeypatch: pytest.MonkeyPatch
+def test_a_policy_that_cannot_learn_ends_nobody_and_is_told_of_once(
+    engine: Engine,
+    alone: list[GenerationOutput],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fails(*arguments: Any) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(engine.scheduler, "observe", fails)
-    check(serve(engine, requests()), alone, set(), "")
+    with caplog.at_level("ERROR"):
+        check(serve(engine, requests()), alone, set(), "")
+    assert len([record for record in caplog.records if "cannot learn" in record.message]) == 1
 
 
 @pytest.mark.parametrize("method", ["report", "advance"])

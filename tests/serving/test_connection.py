@@ -245,6 +245,29 @@ def test_another_protocol_that_is_offered_is_not_taken_and_the_request_is_answer
     check(test)
 
 
+@pytest.mark.parametrize("path", ["/echo", "/endless"])
+def test_an_answer_by_http_1_0_has_no_chunks_and_ends_with_the_connection(path: str) -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        request = post(path, b"ab", "connection: keep-alive", "expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0")
+        client.writer.write(request)
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" in head
+        assert b"transfer-encoding" not in head
+        if path == "/endless":
+            assert await client.reader.readexactly(10_000) == bytes(10_000)
+            server.app.gone.set()
+            assert set(await client.reader.read()) <= {*b"\0ab"}
+        else:
+            assert await client.reader.read() == b"ab"
+        client.writer.close()
+        status, headers, refusal = await server.ask(post("/echo", bytes(101)).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert (status, int(headers["content-length"])) == (413, len(refusal))
+
+    check(test, max_body_bytes=100)
+
+
 def test_what_is_not_http_is_told_so() -> None:
     async def test(server: Served) -> None:
         status, _, body = await server.ask(b"\x16\x03\x01 is not HTTP\r\n\r\n")

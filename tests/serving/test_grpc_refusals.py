@@ -135,3 +135,22 @@ def test_a_port_that_is_taken_is_refused() -> None:
             await first.stop(0.0)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+def test_what_cannot_be_decoded_is_an_invalid_argument(method: str) -> None:
+    service: Any = Refusing()
+
+    async def run() -> None:
+        server = GrpcServer(service, ServeOptions(grpc_port=0), Ending("token", ApiKeys(), lambda: None))
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(str(server.address)) as channel:
+                kind = channel.unary_stream if method.endswith("Stream") else channel.unary_unary
+                call = kind(f"/fastgen.v1.Generation/{method}")(b"\xff\xff")
+                assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+                assert "fastgen.v1.GenerateRequest" in await call.details()
+        finally:
+            await server.stop(0.0)
+
+    asyncio.run(run())

@@ -143,6 +143,35 @@ def test_the_template_is_told_of_tools_and_earlier_calls() -> None:
     assert told.endswith("-5")
 
 
+def test_the_template_is_told_which_tool_gave_what() -> None:
+    call = {"id": "abc", "type": "function", "function": {"name": "look_up", "arguments": ""}}
+    service = always(scripted_codec("{{ tools }}<tool_call>{% for m in messages %}[{{ m.name }}]{% endfor %}"), "Cold.")
+    answer(
+        service,
+        messages=[
+            {"role": "assistant", "content": "Hello", "tool_calls": []},
+            {"role": "tool", "tool_call_id": "abc", "content": "too early"},
+            {
+                "role": "assistant",
+                "tool_calls": [call, {**call, "id": "def", "function": {**call["function"], "name": "add"}}],
+            },
+            {"role": "tool", "tool_call_id": "def", "content": "4"},
+            {"role": "tool", "tool_call_id": "abc", "content": "-5"},
+            {"role": "tool", "tool_call_id": "abc", "content": "-5", "name": "other"},
+        ],
+    )
+    ((prompt_ids, _),) = service.asked
+    assert service.codec.tokenizer.decode(prompt_ids).endswith("[][][][add][look_up][other]")
+
+
+def test_of_several_templates_the_one_for_tools_is_asked() -> None:
+    service = always(scripted_codec(), written(TOOL_FORMATS["hermes"], [OSLO]))
+    service.codec.tokenizer.chat_template = {"default": "plain", "tool_use": HERMES}
+    assert calls_of(answer(service)) == [OSLO]
+    answer(service, tools=openai.omit)
+    assert service.codec.tokenizer.decode(service.asked[-1][0]) == "plain"
+
+
 def test_without_tools_or_a_choice_of_them_nothing_is_read() -> None:
     text = written(TOOL_FORMATS["hermes"], [OSLO])
     service = always(scripted_codec(HERMES), text)

@@ -35,7 +35,7 @@ def tokenizer() -> Any:
 def renderer(tokenizer: Any) -> Iterator[TemplateRenderer]:
     renderer = TemplateRenderer(tokenizer)
     yield renderer
-    renderer.close()
+    renderer.processes.close()
 
 
 @pytest.mark.parametrize("template", [None, DUMP, {"default": "plain", "tool_use": DUMP}])
@@ -47,6 +47,21 @@ def test_it_renders_what_transformers_does(
     for messages, tools in ((MESSAGES[:2], None), (MESSAGES, TOOLS)):
         expected = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
         assert renderer.render(messages, tools) == expected
+
+
+def test_arguments_of_calls_are_text_where_the_template_puts_texts_together(
+    renderer: TemplateRenderer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = "{% set call = messages[2].tool_calls[0].function %}{{ call.name + '(' + call.arguments + ')' }}"
+    monkeypatch.setattr(tokenizer, "chat_template", written)
+    codec = TextCodec(tokenizer, eos_token_ids=frozenset(), default_sampling=SamplingParams())
+    expected = codec.encode_text('f({"a": [1, null]})', add_special_tokens=False)
+    assert codec.encode_chat(MESSAGES, TOOLS) == expected
+    codec.render_chat = renderer.render
+    assert codec.encode_chat(MESSAGES, TOOLS) == expected
+    monkeypatch.setattr(tokenizer, "chat_template", written + "{{ 1 // 0 }}")
+    with pytest.raises(InvalidArgumentError, match="division"):
+        codec.encode_chat(MESSAGES, TOOLS)
 
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -78,28 +93,28 @@ def test_what_costs_too_much_or_fails_is_refused_and_the_next_is_rendered(
 
 def test_a_process_that_ended_is_started_again(renderer: TemplateRenderer) -> None:
     expected = renderer.render(MESSAGES[:2], None)
-    (process,) = renderer._processes
+    (process,) = renderer.processes._processes
     process.kill()
     process._process.wait()
     assert renderer.render(MESSAGES[:2], None) == expected
-    assert process not in renderer._processes
+    assert process not in renderer.processes._processes
 
 
 def test_who_would_wait_for_a_conversation_that_takes_long_is_rendered_by_another_process(
     renderer: TemplateRenderer,
 ) -> None:
     expected = renderer.render(MESSAGES[:2], None)
-    busy = renderer._take()
+    busy = renderer.processes._take()
     assert renderer.render(MESSAGES[:2], None) == expected
-    assert len(renderer._processes) == 2
-    renderer._idle.put(busy)
+    assert len(renderer.processes._processes) == 2
+    renderer.processes._idle.put(busy)
 
 
 def test_what_is_rendered_when_all_processes_are_ended_fails(tokenizer: Any) -> None:
     renderer = TemplateRenderer(tokenizer)
-    renderer.start()
-    (process,) = renderer._processes
-    renderer.close()
+    renderer.processes.start()
+    (process,) = renderer.processes._processes
+    renderer.processes.close()
     assert not process.is_alive
     with pytest.raises(UnavailableError, match="ending"):
         renderer.render(MESSAGES[:2], None)

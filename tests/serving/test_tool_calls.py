@@ -134,6 +134,7 @@ def test_what_models_write_besides(name: str, text: str, content: str | None, ca
         ("{{ available_tools or tools }}<|tool_call|>", "granite"),
         ("{{ tools }}<|START_ACTION|>", "command"),
         ("{{ tools }}", None),
+        ("{{ tools }}<tool_call>\n<function=name>\n<parameter=city>Oslo</parameter>", None),
         ("<tool_call>", None),
     ],
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -46,6 +47,10 @@ _LIMITS = {
     "step_max_items": 50_000,  # for one mask: 3 ms
     "max_lexer_states": 100_000,  # 200 MB at worst
 }
+MAX_MASK_CPU_S = 0.1
+MAX_SLOW_MASKS = 3
+"""Of an answer; with one more that takes longer it fails, for a step of all waits for its mask. What a token costs goes
+by the square of the parser's branches, which no limit of the library's is about."""
 _MANY_PROPERTIES = 300
 """Of an object, that may be left out; with fewer no limit is near."""
 
@@ -116,6 +121,7 @@ class Matcher:
         self._num_tokens = 0
         self._mask: Future[Mask] | None = None
         self._failure = ""
+        self._num_slow = 0
 
     def prepare(self) -> None:
         """Begin to compute the mask of the next token, on another thread, unless that was done."""
@@ -157,7 +163,14 @@ class Matcher:
 
     def _compute(self) -> Mask:
         try:
-            return self._next_mask()
+            began_s = time.thread_time()
+            mask = self._next_mask()
+            self._num_slow += time.thread_time() - began_s > MAX_MASK_CPU_S
+            if self._num_slow > MAX_SLOW_MASKS:
+                raise TimeoutError(
+                    f"of {MAX_SLOW_MASKS + 1} tokens each took more than {MAX_MASK_CPU_S:g} s of processor time"
+                )
+            return mask
         except BaseException as error:  # a panic of the library's is no ``Exception``, and nobody interrupts a thread
             self._fail(error)
             return self._constraint.vocabulary.mask_of(())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastgen.errors import CheckpointError, InvalidArgumentError
+from fastgen.errors import CheckpointError, InvalidArgumentError, PromptTooLongError
 from fastgen.models.checkpoint_files import read_json_object
 from fastgen.runtime.sampling.sampling_params import SamplingParams, default_sampling
 from fastgen.runtime.text.detokenizer import Detokenizer, TokenDecoder
@@ -21,6 +22,12 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tokenizer_config.json",
 )
+_MANY_CHARACTERS = 8
+"""More than tokens have in the mean, but for odd texts."""
+_MAX_TOKENS_OF_A_CUT = 64
+"""By which a text that was cut may differ, where it was cut, from the whole."""
+_WANTS_TEXT = 'can only concatenate str (not "dict") to str'
+"""What becomes of a template that puts the arguments of a call into a text as they are, as DeepSeek's do."""
 
 
 class TextCodec:
@@ -37,6 +44,8 @@ class TextCodec:
         self._token_bytes = TokenBytes(tokenizer, self._decoder) if self._decoder is not None else None
         self.render_chat: Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None], str] = self._render_chat
         """Renders messages and tools by the chat template; whoever does not trust it puts another here."""
+        self.max_tokens: int | None = None
+        """Texts of more tokens are refused; one that is far longer before all of it was encoded."""
 
     @classmethod
     def from_checkpoint(cls, directory: Path, config: Mapping[str, Any]) -> TextCodec:
@@ -65,11 +74,16 @@ class TextCodec:
             return self.encode_text(prompt, add_special_tokens=True)
         return as_token_ids(prompt)
 
-    @property
-    def chat_template(self) -> str:
-        """The checkpoint's own; empty where it has none."""
-        template = self.tokenizer.chat_template if self.tokenizer is not None else None
-        return template if isinstance(template, str) else ""
+    def chat_template(self, *, has_tools: bool) -> str:
+        """The checkpoint's own, of several the one that renders conversations with or without tools; empty where it has
+        none."""
+        if not self.has_chat_template:
+            return ""
+        try:
+            template: str = self.tokenizer.get_chat_template(tools=[] if has_tools else None)
+        except ValueError:  # several, and none of them the default; rendering says so
+            return ""
+        return template
 
     def encode_chat(self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """The token ids of a conversation as the chat template renders it, up to where the answer begins.
@@ -85,7 +99,12 @@ class TextCodec:
                 "this model's tokenizer has no chat template; use generate with a prompt of your own"
             )
         try:
-            text = self.render_chat(plain, tools)
+            try:
+                text = self.render_chat(plain, tools)
+            except Exception as error:
+                if _WANTS_TEXT not in str(error):
+                    raise
+                text = self.render_chat([*map(_with_arguments_as_text, plain)], tools)
         except Exception as error:  # the template is the checkpoint's: division by zero, endless recursion, anything
             raise InvalidArgumentError(f"the model's chat template refuses this conversation: {error}") from error
         return self.encode_text(text, add_special_tokens=False)
@@ -132,14 +151,30 @@ class TextCodec:
         )
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of ``text``, on request with the special tokens the tokenizer puts around it."""
+        """The token ids of ``text``, on request with the special tokens the tokenizer puts around it. Raises
+        ``InvalidArgumentError``, ``PromptTooLongError`` where there may not be so many."""
         self._need_tokenizer("a text prompt")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidArgumentError(f"the prompt is not valid Unicode: {error}") from None
+        if self.max_tokens is not None:
+            self._refuse_far_more(text, self.max_tokens)
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return list(encoded["input_ids"])
+
+    def _refuse_far_more(self, text: str, max_tokens: int) -> None:
+        """Raise ``PromptTooLongError`` where a beginning of ``text`` has more tokens than all of it may: how long this
+        takes depends on ``max_tokens``, not on the text."""
+        size = _MANY_CHARACTERS * max_tokens
+        while size < len(text):
+            num_tokens = len(self.tokenizer(text[:size], add_special_tokens=False, verbose=False)["input_ids"])
+            if num_tokens > max_tokens + _MAX_TOKENS_OF_A_CUT:
+                raise PromptTooLongError(
+                    f"a text of {len(text)} characters has more than {max_tokens} tokens, which is all that the model "
+                    "takes, the answer's included"
+                )
+            size *= 2
 
     def _need_tokenizer(self, what: str) -> None:
         if self.tokenizer is None:
@@ -173,6 +208,21 @@ def _plain_message(index: int, message: object) -> dict[str, Any]:
                 f"message {index}: content must be text, or parts {{'type': 'text', 'text': …}}, not {part!r:.60}"
             )
     return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _with_arguments_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """``message`` with the arguments of its calls, which most templates take as objects, as JSON."""
+    found = dict(message)
+    if isinstance(calls := message.get("tool_calls"), list):
+        found["tool_calls"] = [_call_with_text(call) for call in calls]
+    return found
+
+
+def _call_with_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:

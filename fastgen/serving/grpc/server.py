@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc.aio import ServicerContext
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -223,22 +224,22 @@ def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:
     for method in messages.pool.FindServiceByName(messages.SERVICE).methods:
         behaviour = behaviours[method.name]
         make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
-        handlers[method.name] = make(
-            _stream_in_statuses(behaviour) if method.server_streaming else _in_statuses(behaviour),
-            request_deserializer=messages.message_class(method.input_type.full_name).FromString,
+        kind = messages.message_class(method.input_type.full_name)
+        handlers[method.name] = make(  # what comes is decoded within, for what cannot be has a status too
+            _stream_in_statuses(behaviour, kind) if method.server_streaming else _in_statuses(behaviour, kind),
             response_serializer=messages.message_class(method.output_type.full_name).SerializeToString,
         )
     return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)
 
 
 def _in_statuses(
-    behaviour: Callable[[Any, ServicerContext], Awaitable[Any]],
-) -> Callable[[Any, ServicerContext], Awaitable[Any]]:
-    """``behaviour``, what it raises on purpose as a status."""
+    behaviour: Callable[[Any, ServicerContext], Awaitable[Any]], kind: Any
+) -> Callable[[bytes, ServicerContext], Awaitable[Any]]:
+    """``behaviour`` for requests of ``kind``, what it raises on purpose as a status."""
 
-    async def run(request: Any, context: ServicerContext) -> Any:
+    async def run(request: bytes, context: ServicerContext) -> Any:
         try:
-            return await behaviour(request, context)
+            return await behaviour(_decoded(request, kind), context)
         except FastgenError as error:
             await _abort(context, error)
 
@@ -246,16 +247,23 @@ def _in_statuses(
 
 
 def _stream_in_statuses(
-    behaviour: Callable[[Any, ServicerContext], AsyncIterator[Any]],
-) -> Callable[[Any, ServicerContext], AsyncIterator[Any]]:
-    async def run(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
+    behaviour: Callable[[Any, ServicerContext], AsyncIterator[Any]], kind: Any
+) -> Callable[[bytes, ServicerContext], AsyncIterator[Any]]:
+    async def run(request: bytes, context: ServicerContext) -> AsyncIterator[Any]:
         try:
-            async for response in behaviour(request, context):
+            async for response in behaviour(_decoded(request, kind), context):
                 yield response
         except FastgenError as error:
             await _abort(context, error)
 
     return run
+
+
+def _decoded(request: bytes, kind: Any) -> Any:
+    try:
+        return kind.FromString(request)
+    except DecodeError as error:
+        raise InvalidArgumentError(f"the request is no {kind.DESCRIPTOR.full_name}: {error}") from None
 
 
 async def _abort(context: ServicerContext, error: FastgenError) -> NoReturn:

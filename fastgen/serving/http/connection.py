@@ -9,7 +9,7 @@ from typing import Any
 import httptools
 from starlette.responses import JSONResponse
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from fastgen.serving.http.errors import error_response
@@ -99,6 +99,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._head_since_s, self._num_head_bytes = None, 0
         self.scope["state"]["gone"] = self._gone
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            _speak_http_1_0(self.cycle)
 
     def on_message_complete(self) -> None:
         if not self._offers_another_protocol:
@@ -148,6 +150,24 @@ class LimitedConnection(HttpToolsProtocol):
         self._gone.set()
         self.transport.write(b"".join([*content, b"\r\n", response.body]))
         self.transport.close()
+
+
+def _speak_http_1_0(cycle: RequestResponseCycle) -> None:
+    """Have an answer whose length is not known before go out as it is, not in chunks, and end with the connection; and
+    have no answer come before it."""
+    send, is_length_known = cycle.send, True
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal is_length_known
+        if message["type"] == "http.response.start":
+            is_length_known = any(name.lower() == b"content-length" for name, _ in message["headers"])
+        if not is_length_known:
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unchunked  # type: ignore[method-assign]
+    cycle.waiting_for_100_continue = False
 
 
 def _head_too_large() -> TooLargeError:

@@ -168,7 +168,10 @@ def _place(location: Sequence[Any], body: Any) -> tuple[Any, ...]:
     value: Any = body
     steps = location[1:] if location[:1] == ("body",) else location
     for number, step in enumerate(steps):
-        is_there = step in value if isinstance(value, dict) else isinstance(value, list) and step in range(len(value))
+        if isinstance(value, list):
+            is_there = isinstance(step, int) and step < len(value)
+        else:
+            is_there = isinstance(value, dict) and step in value
         if is_there:
             value = value[step]
         elif not (isinstance(value, dict) and number == len(steps) - 1):

@@ -20,6 +20,7 @@ from fastgen.serving.api_keys import bearer
 from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.openai_requests import FewErrors, at_most
 from fastgen.serving.http.openai_run import event_of, event_stream, json_response, request_id_of
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
@@ -27,6 +28,7 @@ from fastgen.serving.service import Running, Service
 
 MAX_CHECKED = 64
 """Requests that ``/check`` takes at once."""
+_MAX_BIASES = 1 << 16
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -34,14 +36,14 @@ _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _StopString = Annotated[str, Field(min_length=1)]
 
 
-class GenerateBody(BaseModel):
+class GenerateBody(FewErrors):
     """A prompt or a conversation, and the fields of ``fastgen.SamplingParams``; docs/sampling.md has their meaning. One
     that is ``null`` or left out has the model's default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    prompt: str | list[_TokenId] | None = None
-    messages: list[dict[str, Any]] | None = None
+    prompt: str | Annotated[list[_TokenId], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     stream: bool = False
 
     max_new_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
@@ -49,15 +51,17 @@ class GenerateBody(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    logit_bias: dict[Annotated[int, Field(ge=0, lt=2**31, strict=False)], _Bias] | None = None
+    logit_bias: (
+        Annotated[dict[Annotated[int, Field(ge=0, lt=2**31, strict=False)], _Bias], at_most(_MAX_BIASES)] | None
+    ) = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_k: _Count | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    stop: _StopString | list[_StopString] | None = None
-    stop_token_ids: list[_TokenId] | None = None
+    stop: _StopString | Annotated[list[_StopString], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     logprobs: _Count | None = None
     prompt_logprobs: _Count | None = None
@@ -74,7 +78,7 @@ class GenerateBody(BaseModel):
         return SamplingParams.from_fields(defaults, **given)
 
 
-class CheckBody(BaseModel):
+class CheckBody(FewErrors):
     """Requests of ``/generate``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)

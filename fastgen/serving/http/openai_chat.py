@@ -34,6 +34,7 @@ from fastgen.serving.http.openai_run import (
     StreamUsage,
     check_model,
     check_prompt,
+    code_of,
     event_of,
     event_stream,
     json_response,
@@ -97,11 +98,12 @@ async def encode_chat(service: Service, messages: list[Message], tools: list[dic
     Raises ``BadRequestError`` where the template refuses it or it leaves no room for an answer.
     """
     codec = service.codec
-    plain = for_template(messages, has_developer_role="developer" in codec.chat_template)
+    template = codec.chat_template(has_tools=tools is not None)
+    plain = for_template(messages, has_developer_role="developer" in template)
     try:
         prompt_ids = await asyncio.to_thread(codec.encode_chat, plain, tools)
     except InvalidArgumentError as error:
-        raise BadRequestError(f"messages: {error}"[:2000], param="messages") from error
+        raise BadRequestError(f"messages: {error}"[:2000], param="messages", code=code_of(error)) from error
     check_prompt(service, prompt_ids, "messages")
     return prompt_ids
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints
 from pydantic import Tag as Reading
 from pydantic_core import PydanticCustomError
 
+MAX_PARTS = 4096
 FunctionName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -26,10 +27,21 @@ def _reading(value: Any) -> str:
 
 
 Content = Annotated[
-    Annotated[str, Reading("text")] | Annotated[list[TextPart], Reading("parts"), Field(max_length=4096)],
+    Annotated[str, Reading("text")] | Annotated[list[TextPart], Reading("parts"), Field(max_length=MAX_PARTS)],
     Discriminator(_reading),
 ]
 """Text, whole or in parts."""
+
+
+def _few_parts(value: Any) -> Any:
+    contents = [each.get("content") for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    if sum(len(content) for content in contents if isinstance(content, list)) > MAX_PARTS:
+        raise PydanticCustomError("too_many_parts", "at most {max} parts in all messages together", {"max": MAX_PARTS})
+    return value
+
+
+few_parts = BeforeValidator(_few_parts)
+"""Of a conversation: that its contents have no more than :data:`MAX_PARTS` parts."""
 
 
 class SystemMessage(_Part):
@@ -82,6 +94,8 @@ class ToolMessage(_Part):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
+    name: str | None = None
+    """Of the function; where it is left out, that of the call that this answers."""
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
@@ -121,17 +135,25 @@ ToolChoice = Annotated[
 
 
 def for_template(messages: list[Message], *, has_developer_role: bool) -> list[dict[str, Any]]:
-    """``messages`` as chat templates read them: the arguments of calls as objects, and ``developer`` as ``system``
-    where the template has no such role."""
-    return [_for_template(message, has_developer_role) for message in messages]
+    """``messages`` as chat templates read them: the arguments of calls as objects, what tools gave with the names of
+    their functions, and ``developer`` as ``system`` where the template has no such role."""
+    names: dict[str, str] = {}
+    return [_for_template(message, has_developer_role, names) for message in messages]
 
 
-def _for_template(message: Message, has_developer_role: bool) -> dict[str, Any]:
+def _for_template(message: Message, has_developer_role: bool, names: dict[str, str]) -> dict[str, Any]:
+    """``names`` are those of the functions that were called up to here, by the ids of the calls."""
     plain = message.model_dump(exclude_none=True)
     plain.pop("annotations", None)
     plain.setdefault("content", "")
     if plain["role"] == "developer" and not has_developer_role:
         plain["role"] = "system"
+    if plain.get("tool_calls") == []:
+        del plain["tool_calls"]  # templates take it for calls
     for call in plain.get("tool_calls", ()):
-        call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+        function = call["function"]
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+        names[call["id"]] = function["name"]
+    if plain["role"] == "tool" and plain["tool_call_id"] in names:
+        plain.setdefault("name", names[plain["tool_call_id"]])
     return plain

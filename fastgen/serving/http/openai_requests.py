@@ -10,10 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from fastgen.serving.http.openai_messages import Message, Tool, ToolChoice
+from fastgen.serving.http.openai_messages import Message, Tool, ToolChoice, few_parts
 
 MAX_PROMPTS = 2048
 MAX_N = 128
@@ -43,6 +52,19 @@ def _refuse(why: str) -> Callable[[Any], None]:
 def _cannot(why: str) -> BeforeValidator:
     """Of a field that OpenAI has and that would change the answer: only ``null`` will do."""
     return BeforeValidator(_refuse(why))
+
+
+def at_most(number: int) -> BeforeValidator:
+    """Of an object that may have so many members: told before each of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > number:
+            raise PydanticCustomError(
+                "too_many_members", "at most {max} members, not {found}", {"max": number, "found": len(value)}
+            )
+        return value
+
+    return BeforeValidator(check)
 
 
 def _prompt(value: Any) -> Any:
@@ -87,7 +109,22 @@ _PROMPT_SCHEMA = {
 }
 
 
-class Strict(BaseModel):
+class FewErrors(BaseModel):
+    """A body that takes no longer to refuse than to take."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_will_do(cls, value: Any) -> Any:
+        """Where there are more fields than there can be, all but the first that is not known are left out: each would
+        be an error of its own, and nobody reads thousands."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in value if name not in known)
+        return {name: each for name, each in value.items() if name in known or name == unknown}
+
+
+class Strict(FewErrors):
     """No field that is not known, no number as text, nothing that is not finite."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -125,6 +162,7 @@ class SamplingRequest(Strict):
         Annotated[
             dict[Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=MAX_LOGIT_BIAS),
+            at_most(MAX_LOGIT_BIAS),
         ]
         | None
     ) = None
@@ -179,7 +217,7 @@ class JsonSchemaFormat(Strict):
 class ChatRequest(SamplingRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), few_parts]
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=_MAX_INT32)] = None
     """By default as many as fit."""
     max_tokens: Annotated[int | None, Field(ge=1, le=_MAX_INT32)] = None
@@ -194,9 +232,9 @@ class ChatRequest(SamplingRequest):
     parallel_tool_calls: bool | None = None
 
     # Without effect on what the client gets.
-    metadata: Annotated[dict[Annotated[str, StringConstraints(max_length=64)], Label] | None, Field(max_length=16)] = (
-        None
-    )
+    metadata: Annotated[
+        dict[Annotated[str, StringConstraints(max_length=64)], Label] | None, Field(max_length=16), at_most(16)
+    ] = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Literal["in_memory"] | None = None
@@ -220,7 +258,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=MAX_MESSAGES)] = None
+    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=MAX_MESSAGES), few_parts] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     add_special_tokens: bool | None = None
     """Of a text, by default true."""
@@ -230,4 +268,4 @@ class DetokenizeRequest(Strict):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

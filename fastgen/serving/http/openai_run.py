@@ -14,7 +14,7 @@ import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
-from fastgen.errors import InvalidArgumentError
+from fastgen.errors import InvalidArgumentError, PromptTooLongError
 from fastgen.runtime.outputs import GenerationOutput
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.answers import Update
@@ -219,10 +219,15 @@ async def encode_prompts(
         is_long = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) >= _LONG_CHARACTERS
         encoded = await asyncio.to_thread(encode) if is_long else encode()
     except InvalidArgumentError as error:
-        raise BadRequestError(str(error), param=param) from error
+        raise BadRequestError(str(error), param=param, code=code_of(error)) from error
     for prompt_ids in encoded:
         check_prompt(service, prompt_ids, param)
     return encoded
+
+
+def code_of(error: InvalidArgumentError) -> str | None:
+    """OpenAI's code for what is wrong with a prompt."""
+    return "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
 
 
 def check_prompt(service: Service, prompt_ids: list[int], param: str) -> None:

@@ -49,7 +49,7 @@ def chat_tools(
     _check(request)
     if not request.tools or request.tool_choice == "none":
         return None, response_format
-    template = codec.chat_template
+    template = codec.chat_template(has_tools=True)
     tool_format = override or tool_format_of(template)
     if "tools" not in template or tool_format is None:
         raise BadRequestError(

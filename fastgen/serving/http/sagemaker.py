@@ -7,11 +7,11 @@ in those of the LMI and TGI containers.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -20,6 +20,7 @@ from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.http.errors import ERRORS, invalid_request
 from fastgen.serving.http.generate import own_words
 from fastgen.serving.http.openai_answers import finish_of
+from fastgen.serving.http.openai_requests import FewErrors
 from fastgen.serving.http.openai_run import Batch, encode_prompts, event_stream, json_response, request_id_of
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
@@ -30,7 +31,7 @@ _DRAWING = {"temperature", "top_k", "top_p", "min_p"}
 _OPENAI = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 
 
-class Parameters(BaseModel):
+class Parameters(FewErrors):
     """``parameters`` of LMI and TGI. Where ``do_sample`` is left out, tokens are drawn if a field asks for that."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -45,9 +46,9 @@ class Parameters(BaseModel):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: list[str] | None = None
-    stop_sequences: list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos_token: bool | None = None
     n: int | None = None
     num_beams: int | None = None
@@ -77,12 +78,12 @@ class Parameters(BaseModel):
         return SamplingParams(**{"max_new_tokens": _DEFAULT_MAX_NEW_TOKENS, **given})
 
 
-class Invocation(BaseModel):
+class Invocation(FewErrors):
     """A request in their terms."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    inputs: str | list[str]
+    inputs: str | Annotated[list[str], Field(fail_fast=True)]
     parameters: Parameters = Parameters()
     stream: bool = False
 

@@ -1,30 +1,14 @@
-"""The process that renders chat templates, as transformers does.
-
-Run as ``python -m fastgen.serving.templates.process`` it reads conversations from standard input and writes their texts
-to standard output, until the first is closed. An empty one comes first, once it is ready.
-"""
+"""The process that renders chat templates, as transformers does: ``python -m fastgen.serving.templates.process``."""
 
 from __future__ import annotations
 
-import os
-import resource
-import signal
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fastgen.serving.templates.renderer import (
-    MAX_CHARACTERS,
-    MAX_CPU_S,
-    MAX_MEMORY_BYTES,
-    Conversation,
-    Rendered,
-    read_message,
-    write_message,
-)
+from fastgen.serving.helper_processes import answer_all
+from fastgen.serving.templates.renderer import MAX_CHARACTERS, MAX_CPU_S, MAX_MEMORY_BYTES, Conversation, Rendered
 
 
 def render(conversation: Conversation) -> Rendered:
@@ -52,27 +36,12 @@ def render(conversation: Conversation) -> Rendered:
 
 
 def main() -> None:
-    """Render what comes. A rendering that takes too long ends this process: by a signal, which no template can keep
-    from coming."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's, which is for the server
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    conversations, texts = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever prints is not to be taken for a text
-    _limit_memory()
-    write_message(texts, b"")  # it is ready
-    while (message := read_message(conversations)) is not None:
-        conversation = msgspec.msgpack.decode(message, type=Conversation)
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-        rendered = render(conversation)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        write_message(texts, msgspec.msgpack.encode(rendered))
+    """Render what comes."""
 
+    def answer(request: bytes) -> bytes:
+        return msgspec.msgpack.encode(render(msgspec.msgpack.decode(request, type=Conversation)))
 
-def _limit_memory() -> None:
-    """Let this process have so much more than it has now, where the system can tell how much that is."""
-    if sys.platform == "linux":
-        size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size_bytes + MAX_MEMORY_BYTES,) * 2)
+    answer_all(lambda _: answer, max_cpu_s=MAX_CPU_S, max_memory_bytes=MAX_MEMORY_BYTES)
 
 
 if __name__ == "__main__":

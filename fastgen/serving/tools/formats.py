@@ -85,11 +85,13 @@ TOOL_FORMATS = {
     ),
 }
 """By name, the ones that more must be seen of first."""
+_OTHER_SIGNS = ("<function=",)
+"""Of formats that are none of these, though their templates have the same signs: arguments that are not JSON."""
 
 
 def tool_format_of(template: str) -> ToolFormat | None:
     """The format that a chat template asks for: the first all of whose signs it has, if it knows of tools at all."""
-    if "tools" not in template:
+    if "tools" not in template or any(sign in template for sign in _OTHER_SIGNS):
         return None
     return next((each for each in TOOL_FORMATS.values() if all(sign in template for sign in each.signs)), None)
 

@@ -372,6 +372,19 @@ def test_an_object_as_wide_as_is_taken_can_be_written(grammars: Grammars, tokeni
             subject.advance(token_id)
 
 
+def test_an_answer_whose_masks_take_too_long_fails(
+    grammars: Grammars, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured_output, "MAX_MASK_CPU_S", -1.0)
+    subject = matcher(grammars, {"type": "regex", "pattern": "aaaaaaaa"})
+    token_id = next(token_id for token_id, text in texts_of(tokenizer).items() if text == b"a")
+    for _ in range(structured_output.MAX_SLOW_MASKS):
+        assert token_id in allowed(subject)
+        subject.advance(token_id)
+    assert allowed(subject) == set()
+    assert "took more than" in subject.error
+
+
 def test_what_no_token_can_begin_is_refused(tmp_path: Path) -> None:
     words = Tokenizer(models.BPE({"<s>": 0, "a": 1, "b": 2}, []))
     words.decoder = decoders.ByteLevel()

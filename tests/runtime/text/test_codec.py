@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastgen.errors import CheckpointError, InvalidArgumentError
+from fastgen.errors import CheckpointError, InvalidArgumentError, PromptTooLongError
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from tests.runtime.checkpoints import save_tokenizer
@@ -139,3 +139,25 @@ def test_a_detokenizer_knows_the_prompt_the_stop_strings_and_when_they_count(tmp
     first, second = codec.tokenizer.convert_tokens_to_ids(["Ã", "©"])
     split = codec.new_detokenizer([*cat, first], SamplingParams())
     assert split.append(second) == "é"
+
+
+def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tokenizer(tmp_path)
+    codec = codec_of(tmp_path)
+    codec.max_tokens = 10
+    lengths: list[int] = []
+    kind = type(codec.tokenizer)
+    call = kind.__call__
+
+    def counted(tokenizer: Any, text: str, **arguments: Any) -> Any:
+        lengths.append(len(text))
+        return call(tokenizer, text, **arguments)
+
+    monkeypatch.setattr(kind, "__call__", counted)
+    assert len(codec.encode("the cat " * 8)) >= 16, "who is a little too long is told by how much"
+    assert len(codec.encode([1] * 1000)) == 1000
+    with pytest.raises(PromptTooLongError, match="4000000 characters has more than 10 tokens"):
+        codec.encode("the " * 1_000_000)
+    assert max(lengths) < 2000

@@ -1,0 +1,42 @@
+"""The process that tries formats: ``python -m fastgen.serving.grammars.process``. It imports neither transformers nor
+torch, so that it is there soon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import msgspec
+from tokenizers import Tokenizer
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.sampling.response_format import ResponseFormat
+from fastgen.runtime.sampling.structured_output import Grammars
+from fastgen.serving.grammars.trial import MAX_CPU_S, MAX_MEMORY_BYTES, Model, Trial
+from fastgen.serving.helper_processes import answer_all
+
+
+def begin(beginning: bytes) -> Callable[[bytes], bytes]:
+    """Read the tokenizer; return what tells why a format would be refused, if it would."""
+    model = msgspec.msgpack.decode(beginning, type=Model)
+    backend = Tokenizer.from_str(model.tokenizer)
+    tokenizer = SimpleNamespace(backend_tokenizer=backend, get_vocab=backend.get_vocab)
+    grammars = Grammars(tokenizer, vocab_size=model.vocab_size, eos_token_ids=())
+
+    def refusal(response_format: ResponseFormat) -> str | None:
+        try:
+            grammars.compile(response_format)
+        except InvalidArgumentError as error:
+            return str(error)
+        return None
+
+    def answer(request: bytes) -> bytes:
+        trial = msgspec.msgpack.decode(request, type=Trial)
+        return msgspec.msgpack.encode(refusal(ResponseFormat(trial.kind, trial.text)))
+
+    refusal(ResponseFormat("json_object"))  # which has the library read the tokenizer
+    return answer
+
+
+if __name__ == "__main__":
+    answer_all(begin, max_cpu_s=MAX_CPU_S, max_memory_bytes=MAX_MEMORY_BYTES)

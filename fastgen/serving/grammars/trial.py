@@ -1,0 +1,69 @@
+"""The server's side of the processes that try what it takes to compile a format."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+from fastgen.runtime.sampling.response_format import Kind, ResponseFormat
+from fastgen.serving.helper_processes import HelperEndedError, HelperProcesses
+
+MAX_CPU_S = 0.5
+"""Of processor time, to compile a format: the engine makes no step while it compiles one."""
+MAX_MEMORY_BYTES = 1 << 30
+"""What the process may have beside what it starts with."""
+MAX_PROCESSES = 2
+_MAX_KEPT = 256
+
+
+class Model(msgspec.Struct, array_like=True):
+    """For which model formats are compiled; ``tokenizer`` is that of the library ``tokenizers``, as JSON."""
+
+    tokenizer: str
+    vocab_size: int
+
+
+class Trial(msgspec.Struct, array_like=True):
+    """What is to be compiled."""
+
+    kind: Kind
+    text: str
+
+
+class FormatTrials:
+    """Tries formats for a model with ``tokenizer``, one of transformers' fast ones, whose head has ``vocab_size``
+    tokens. The library that compiles them has limits of its own, but not for everything, and cannot be stopped: so each
+    is compiled in a process that is ended where it takes too long, and only then by the engine. May be used from
+    several threads.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        model = msgspec.msgpack.encode(Model(tokenizer.backend_tokenizer.to_str(), vocab_size))
+        self.processes = HelperProcesses("fastgen.serving.grammars.process", model, max_processes=MAX_PROCESSES)
+        self._tried: OrderedDict[ResponseFormat, str | None] = OrderedDict()
+
+    def knows(self, response_format: ResponseFormat) -> bool:
+        """Whether :meth:`refusal` has its answer already."""
+        return response_format.kind == "json_object" or response_format in self._tried
+
+    def refusal(self, response_format: ResponseFormat) -> str | None:
+        """Why the format would be refused; ``None`` where it would not."""
+        if self.knows(response_format):
+            return self._tried.get(response_format)
+        request = msgspec.msgpack.encode(Trial(response_format.kind, response_format.text))
+        try:
+            found = msgspec.msgpack.decode(self.processes.ask(request), type=str | None)
+        except HelperEndedError as ended:
+            found = f"response_format ({response_format.kind}) is refused: {_why(ended)}"
+        self._tried[response_format] = found
+        if len(self._tried) > _MAX_KEPT:
+            self._tried.popitem(last=False)
+        return found
+
+
+def _why(ended: HelperEndedError) -> str:
+    if ended.took_too_long:
+        return f"it takes more than {MAX_CPU_S:g} s of processor time to compile"
+    return f"the process that compiled it ended with status {ended.status}"

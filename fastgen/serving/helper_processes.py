@@ -1,0 +1,198 @@
+"""Work that may take too long happens in processes of its own, which are ended where it does, and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from fastgen.errors import FastgenError
+from fastgen.serving.refusals import UnavailableError
+
+_PATIENCE_S = 0.05
+"""How long work waits for a process until another is started, which takes some ten times as long."""
+_LENGTH = struct.Struct("<I")
+
+
+class HelperEndedError(Exception):
+    """The process ended, with ``status``, before it had an answer."""
+
+    def __init__(self, status: int):
+        super().__init__(f"the process ended with status {status}")
+        self.took_too_long = status == -signal.SIGPROF
+        self.status = status
+
+
+class HelperProcesses:
+    """Processes of ``python -m MODULE``, each of which runs :func:`answer_all`, at most ``max_processes``. Each is told
+    ``beginning`` first. Who has to wait for one starts another, so that what takes long holds up nothing else. May be
+    used from several threads.
+    """
+
+    def __init__(self, module: str, beginning: bytes = b"", *, max_processes: int):
+        self._command, self._beginning = [sys.executable, "-m", module], beginning
+        self._max_processes = max_processes
+        self._lock = threading.Lock()
+        self._processes: set[_Process] = set()
+        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
+        self._is_closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that run."""
+        return [process.pid for process in list(self._processes) if process.is_alive]
+
+    def start(self) -> None:
+        """Have a process there before it is needed: it takes a second. Raises ``FastgenError`` where that fails."""
+        self._put_another()
+
+    def ask(self, request: bytes) -> bytes:
+        """The answer of one of them. Raises ``HelperEndedError``, and ``UnavailableError`` after :meth:`close`."""
+        process = self._take()
+        answer = process.ask(request)
+        if answer is None:
+            status = self._drop(process)
+            self._put_another()  # whose work this was is late already, and others need not be
+            raise HelperEndedError(status)
+        self._idle.put(process)
+        return answer
+
+    def close(self) -> None:
+        """End all processes; what they do fails."""
+        with self._lock:
+            self._is_closed = True
+        for process in list(self._processes):
+            process.kill()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._drop(self._idle.get_nowait())
+
+    def _take(self) -> _Process:
+        """One that has nothing to do."""
+        while True:
+            try:
+                process = self._idle.get(timeout=_PATIENCE_S if self._processes else 0)
+            except queue.Empty:
+                self._put_another()
+                continue
+            if process.is_alive:
+                return process
+            self._drop(process)
+
+    def _put_another(self) -> None:
+        """Have one more that has nothing to do, unless there are as many as there may be."""
+        with self._lock:
+            if self._is_closed:
+                raise UnavailableError("the server is ending")
+            if len(self._processes) == self._max_processes:
+                return
+            process = _Process(self._command)
+            self._processes.add(process)
+        if process.ask(self._beginning) is None:
+            status = self._drop(process)
+            raise FastgenError(f"{' '.join(self._command[1:])} ended with status {status} before it was ready")
+        self._idle.put(process)
+
+    def _drop(self, process: _Process) -> int:
+        """End it; its status."""
+        with self._lock:
+            self._processes.discard(process)
+        return process.end()
+
+
+class _Process:
+    """A process that answers, for one thread at a time."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._to, self._from = self._process.stdin, self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: bytes) -> bytes | None:
+        """Its answer; ``None`` where it ends before it has one."""
+        try:
+            _write_message(self._to, request)
+            return _read_message(self._from)
+        except OSError:
+            return None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> int:
+        """End it, if it has not. Returns the status that it ended with."""
+        if self._process.poll() is None:
+            self._to.close()  # which tells it to
+        status = self._process.wait()
+        self._to.close()
+        self._from.close()
+        return status
+
+
+def answer_all(begin: Callable[[bytes], Callable[[bytes], bytes]], *, max_cpu_s: float, max_memory_bytes: int) -> None:
+    """In such a process: answer what comes on standard input until it is closed, by what ``begin`` makes of the
+    beginning. An answer that takes more than ``max_cpu_s`` seconds of processor time ends the process: by a signal,
+    which nothing can keep from coming."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's, which is for the server
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever prints is not to be taken for an answer
+    beginning = _read_message(requests)
+    if beginning is None:
+        return
+    answer = begin(beginning)
+    _limit_memory(max_memory_bytes)
+    _write_message(answers, b"")  # it is ready
+    while (request := _read_message(requests)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
+        answered = answer(request)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _write_message(answers, answered)
+
+
+def _limit_memory(max_more_bytes: int) -> None:
+    """Let this process have so much more than it has now, where the system can tell how much that is."""
+    if sys.platform == "linux":
+        size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size_bytes + max_more_bytes,) * 2)
+
+
+def _write_message(stream: IO[bytes], message: bytes) -> None:
+    """``message`` behind its length, whole."""
+    left = memoryview(_LENGTH.pack(len(message)) + message)
+    while left:
+        left = left[stream.write(left) :]
+
+
+def _read_message(stream: IO[bytes]) -> bytes | None:
+    """The next one; ``None`` where the other end has gone."""
+    head = _read_exactly(stream, _LENGTH.size)
+    return None if head is None else _read_exactly(stream, _LENGTH.unpack(head)[0])
+
+
+def _read_exactly(stream: IO[bytes], size: int) -> bytes | None:
+    found = bytearray()
+    while len(found) < size:
+        piece = stream.read(size - len(found))
+        if not piece:
+            return None
+        found += piece
+    return bytes(found)
