@@ -18,6 +18,7 @@ from benchmarks.cpu.targets import (
     median_of,
     outside_kernels,
     rate,
+    read_by_stream,
     samples_of,
     step_seconds,
 )
@@ -89,7 +90,7 @@ def _targets(data: Data, model: str) -> list[str]:
 
 
 def _workload(data: Data, model: str, name: str) -> list[str]:
-    """Best first among those of as many bits. ``fastgen`` is how many times as fast fastgen is."""
+    """Best first among those of as many bits, and how many times as fast fastgen is."""
     rows = {(each["engine"], each["format"]) for each in data["samples"] if each["model"] == model}
     found = [
         (engine, each, value) for engine, each in rows if (value := rate(data, model, engine, each, name)) is not None
@@ -97,8 +98,10 @@ def _workload(data: Data, model: str, name: str) -> list[str]:
     if not found:
         return []
     what, figure = _ABOUT_WORKLOADS[name]
-    head = f"| format | engine | {figure} | fastgen's over it | first token, s | gap p50 / p95 / p99, ms | rounds |"
-    lines = ["", f"### {name}: {what}", "", head, "|---|---|---|---|---|---|---|"]
+    heads = ["format", "engine", figure, "fastgen's over it", "first token, s", "gap p50 / p95 / p99, ms", "rounds"]
+    if name == "W1":
+        heads.append("of the memory's speed meanwhile")
+    lines = ["", f"### {name}: {what}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for engine, weight_format, value in sorted(found, key=lambda row: (-BITS[row[1]], -row[2])):
         samples = samples_of(data, model, engine, weight_format, name)
         shown = f"{1 / value:.2f}" if name == "W3" else f"{value:.1f}"
@@ -108,7 +111,10 @@ def _workload(data: Data, model: str, name: str) -> list[str]:
         gaps = [median_of(samples, lambda each, p=part: each["gap_s"].get(p)) for part in ("p50", "p95", "p99")]
         shown_gaps = " / ".join("–" if gap is None else f"{1e3 * gap:.1f}" for gap in gaps)
         shown_first = "–" if first is None else f"{first:.2f}"
-        cells = (weight_format, engine, shown, over, shown_first, shown_gaps, str(len(samples)))
+        cells = [weight_format, engine, shown, over, shown_first, shown_gaps, str(len(samples))]
+        if name == "W1":
+            share = read_by_stream(data, model, engine, weight_format)
+            cells.append("–" if share is None else f"{share:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     best = [best_other(data, model, each, name) for each in ("fp32", "bf16", "int8", "int4")]
     if not any(best):

@@ -143,6 +143,19 @@ def share_of_read(data: Data, model: str, weight_format: str) -> float | None:
     )
 
 
+def read_by_stream(data: Data, model: str, engine: str, weight_format: str) -> float | None:
+    """Bytes that one stream (W1) of an engine needs a second, taking weights to be as large as fastgen's of as many
+    bits and without its KV, over the read bandwidth while it ran."""
+    sizes = {BITS[each["format"]]: each["weight_bytes"] for each in data["steps"] if each["model"] == model}
+    size = sizes.get(BITS[weight_format])
+    if size is None:
+        return None
+    samples = samples_of(data, model, engine, weight_format, "W1")
+    return median_of(
+        samples, lambda each: size * rate_ / around(each, "read") if (rate_ := decode_rate(each)) else None
+    )
+
+
 def eight_over_one(data: Data, model: str, weight_format: str) -> float | None:
     one, eight = (step_seconds(data, model, weight_format, requests, 16) for requests in (1, 8))
     return None if one is None or eight is None else 8 * one / eight

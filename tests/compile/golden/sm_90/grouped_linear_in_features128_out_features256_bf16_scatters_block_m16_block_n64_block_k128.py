@@ -26,10 +26,9 @@ def grouped_linear_in_features128_out_features256_bf16_scatters_block_m16_block_
     row = tl.minimum(row, end_row - 1)  # rows behind the last repeat it, and are not stored
     column = tl.program_id(0) % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < OUT
-    column = tl.minimum(column, OUT - 1)
     feature = tl.arange(0, BLOCK_K)
     x_row = x_ptr + (row).to(tl.int64)[:, None] * IN
-    weight_row = weight_ptr + expert * (OUT * IN) + column.to(tl.int64)[:, None] * IN
+    weight_row = weight_ptr + expert * (OUT * IN) + tl.minimum(column, OUT - 1).to(tl.int64)[:, None] * IN
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     for begin in range(0, IN, BLOCK_K):
         x = tl.load(x_row + (begin + feature)[None, :])

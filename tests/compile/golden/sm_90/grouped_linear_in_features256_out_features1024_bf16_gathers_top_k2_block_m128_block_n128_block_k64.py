@@ -27,10 +27,9 @@ def grouped_linear_in_features256_out_features1024_bf16_gathers_top_k2_block_m12
     choice = tl.load(order_ptr + row)
     column = tl.program_id(0) % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < OUT
-    column = tl.minimum(column, OUT - 1)
     feature = tl.arange(0, BLOCK_K)
     x_row = x_ptr + (choice // 2).to(tl.int64)[:, None] * IN
-    weight_row = weight_ptr + expert * (OUT * IN) + column.to(tl.int64)[:, None] * IN
+    weight_row = weight_ptr + expert * (OUT * IN) + tl.minimum(column, OUT - 1).to(tl.int64)[:, None] * IN
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     for begin in range(0, IN, BLOCK_K):
         x = tl.load(x_row + (begin + feature)[None, :])
