@@ -74,7 +74,7 @@ def test_it_is_ready_once_texts_can_be_read(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def start() -> SimpleNamespace:
         service.engine.state = "ready"
-        return SimpleNamespace(directory=locate("tiny-llama"))
+        return SimpleNamespace(directory=locate("tiny-llama"), max_model_len=512)
 
     def read(directory: Path, config: object) -> TextCodec:
         seen.append(service.state)
