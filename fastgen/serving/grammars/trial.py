@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from typing import Any
 
@@ -50,8 +51,10 @@ class FormatTrials:
 
     def refusal(self, response_format: ResponseFormat) -> str | None:
         """Why the format would be refused; ``None`` where it would not."""
-        if self.knows(response_format):
-            return self._tried.get(response_format)
+        if response_format.kind == "json_object":
+            return None
+        with contextlib.suppress(KeyError):  # looked up once: another thread may let go of it meanwhile
+            return self._tried[response_format]
         request = msgspec.msgpack.encode(Trial(response_format.kind, response_format.text))
         try:
             found = msgspec.msgpack.decode(self.processes.ask(request), type=str | None)
