@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -44,6 +46,17 @@ class Refusing:
         raise self.error
 
 
+@asynccontextmanager
+async def served(service: Any) -> AsyncIterator[str]:
+    """The address of ``service``."""
+    server = GrpcServer(service, ServeOptions(grpc_port=0), Ending("token", ApiKeys(), lambda: None))
+    await server.start()
+    try:
+        yield str(server.address)
+    finally:
+        await server.stop(0.0)
+
+
 REFUSALS: list[tuple[RefusedError, grpc.StatusCode, type[FastgenError], int | None]] = [
     (BadRequestError("no"), grpc.StatusCode.INVALID_ARGUMENT, InvalidArgumentError, None),
     (TooLargeError("no"), grpc.StatusCode.INVALID_ARGUMENT, InvalidArgumentError, None),
@@ -62,26 +75,24 @@ def test_refusals_are_statuses_and_heard_as_what_they_are(
     service.error = error
 
     async def run() -> None:
-        server = GrpcServer(service, ServeOptions(grpc_port=0), Ending("token", ApiKeys(), lambda: None))
-        await server.start()
-        transport = GrpcTransport(str(server.address), None)
-        request = ClientRequest({}, prompt="a")
-        try:
-            answer: Any = anext(transport.stream(request)) if is_stream else transport.generate(request)
-            with pytest.raises(heard, match="no") as told:
-                await answer
-            if retry_ms is not None:
-                assert told.value.retry_after_s == retry_ms / 1000
-            async with grpc.aio.insecure_channel(str(server.address)) as channel:
-                call = channel.unary_unary("/fastgen.v1.Generation/Generate")(b"\x0a\x01a")
-                assert await call.code() == status
-                assert await call.details() == "no"
-                assert dict(await call.trailing_metadata()).get("retry-after-ms") == (retry_ms and str(retry_ms))
-                health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-                assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        finally:
-            await transport.close()
-            await server.stop(0.0)
+        async with served(service) as address:
+            transport = GrpcTransport(address, None)
+            request = ClientRequest({}, prompt="a")
+            try:
+                answer: Any = anext(transport.stream(request)) if is_stream else transport.generate(request)
+                with pytest.raises(heard, match="no") as told:
+                    await answer
+                if retry_ms is not None:
+                    assert told.value.retry_after_s == retry_ms / 1000
+                async with grpc.aio.insecure_channel(address) as channel:
+                    call = channel.unary_unary("/fastgen.v1.Generation/Generate")(b"\x0a\x01a")
+                    assert await call.code() == status
+                    assert await call.details() == "no"
+                    assert dict(await call.trailing_metadata()).get("retry-after-ms") == (retry_ms and str(retry_ms))
+                    health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+                    assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            finally:
+                await transport.close()
 
     asyncio.run(run())
 
@@ -90,18 +101,13 @@ def test_who_watches_hears_of_a_change() -> None:
     service: Any = Refusing()
 
     async def run() -> None:
-        server = GrpcServer(service, ServeOptions(grpc_port=0), Ending("token", ApiKeys(), lambda: None))
-        await server.start()
-        try:
-            async with grpc.aio.insecure_channel(str(server.address)) as channel:
-                watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-                told = [(await watching.read()).status]
-                service.state = "ready"
-                told.append((await watching.read()).status)
-                assert told == [health_pb2.HealthCheckResponse.NOT_SERVING, health_pb2.HealthCheckResponse.SERVING]
-                watching.cancel()
-        finally:
-            await server.stop(0.0)
+        async with served(service) as address, grpc.aio.insecure_channel(address) as channel:
+            watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            told = [(await watching.read()).status]
+            service.state = "ready"
+            told.append((await watching.read()).status)
+            assert told == [health_pb2.HealthCheckResponse.NOT_SERVING, health_pb2.HealthCheckResponse.SERVING]
+            watching.cancel()
 
     asyncio.run(run())
 
@@ -142,15 +148,10 @@ def test_what_cannot_be_decoded_is_an_invalid_argument(method: str) -> None:
     service: Any = Refusing()
 
     async def run() -> None:
-        server = GrpcServer(service, ServeOptions(grpc_port=0), Ending("token", ApiKeys(), lambda: None))
-        await server.start()
-        try:
-            async with grpc.aio.insecure_channel(str(server.address)) as channel:
-                kind = channel.unary_stream if method.endswith("Stream") else channel.unary_unary
-                call = kind(f"/fastgen.v1.Generation/{method}")(b"\xff\xff")
-                assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
-                assert "fastgen.v1.GenerateRequest" in await call.details()
-        finally:
-            await server.stop(0.0)
+        async with served(service) as address, grpc.aio.insecure_channel(address) as channel:
+            kind = channel.unary_stream if method.endswith("Stream") else channel.unary_unary
+            call = kind(f"/fastgen.v1.Generation/{method}")(b"\xff\xff")
+            assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert "fastgen.v1.GenerateRequest" in await call.details()
 
     asyncio.run(run())
