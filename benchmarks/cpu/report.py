@@ -44,7 +44,8 @@ def render(files: Sequence[Data], names: Sequence[str]) -> str:
         " machine's own limits moved by more than 15 % (where all did, none is left out).",
     ]
     for data in files:
-        for model in dict.fromkeys(each["model"] for each in [*data["samples"], *data["steps"]]):
+        every = [*data["samples"], *data.get("turns", ()), *data["steps"]]
+        for model in dict.fromkeys(each["model"] for each in every):
             lines += ["", f"## {model}", "", *_about(data), *_targets(data, model)]
             for workload in RATES:
                 lines += _workload(data, model, workload)
@@ -97,7 +98,7 @@ def _workload(data: Data, model: str, name: str) -> list[str]:
         (engine, each, value) for engine, each in rows if (value := rate(data, model, engine, each, name)) is not None
     ]
     if not found:
-        return []
+        return _turns(data, model, name)
     what, figure = _ABOUT_WORKLOADS[name]
     heads = ["format", "engine", figure, "fastgen's over it", "first token, s", "gap p50 / p95 / p99, ms", "rounds"]
     if name == "W1":
