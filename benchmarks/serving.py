@@ -9,8 +9,9 @@ other's.
 
 Throughput is that of requests of 64 tokens of prompt and 128 of answer each, 32 of which run at a time, from the first
 request to the last answer. There are 128 of them, or as many more as take ``LLM`` five seconds; a client of HTTP has
-128 connections open at a time. The time to the first token is that of single requests to an idle engine. What is told
-of HTTP is the median over rounds of what it came to beside the library in the same round.
+128 connections open at a time. The time to the first token is that of single requests to an idle engine, of which
+``LLM`` and the server get one each in turn. What is told of throughput is the median over rounds of what it came to
+beside the library's in the same round; of first tokens, the median over rounds of the median of these pairs.
 """
 
 from __future__ import annotations
@@ -46,33 +47,25 @@ NUM_AT_A_TIME = 128
 """Requests that a client keeps open, and the fewest that throughput is measured with."""
 LEAST_S = 5.0
 NUM_SINGLE = 40
-"""Requests whose first token is timed."""
+"""Pairs of requests whose first token is timed."""
 LOAD: dict[str, Any] = {"max_num_seqs": 32, "prefix_caching": False, "num_threads": 1}
 FLAGS = ("--max-num-seqs", "32", "--no-prefix-caching", "--num-threads", "1")
 SIDES = ("library", "http", "http stream")
-TOLD = ("throughput_loss_percent", "ttft_added_ms")
 
 
 @dataclass
-class Measured:
-    """One side, once."""
+class Throughput:
+    """One side's, once."""
 
     num_requests: int
-    """Whose throughput is measured."""
     texts: list[str] = field(default_factory=list)
     """The answers, for the gate."""
     seconds: float = 0.0
     """From the first request to the last answer."""
-    first_token_s: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
         return self.num_requests * NUM_ANSWER / self.seconds
-
-    @property
-    def ttft_ms(self) -> float:
-        """The median."""
-        return 1000 * statistics.median(self.first_token_s)
 
 
 def prompts(number: int) -> list[list[int]]:
@@ -82,64 +75,88 @@ def prompts(number: int) -> list[list[int]]:
 
 
 def serve_library(model: str) -> None:
-    """Measure ``LLM`` in this process, with as many requests as each line that comes says, and tell what came of it."""
+    """Measure ``LLM`` in this process: each line that comes is a method of :class:`Library` and its arguments."""
     fields: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     with fastgen.load(model, **LOAD) as llm:
-        print(flush=True)
-        for line in sys.stdin:
-            measured = Measured(int(line))
+
+        def throughput(num_requests: int) -> dict[str, Any]:
             llm.generate(prompts(NUM_AT_A_TIME), max_new_tokens=4, **fields)
             began_s = time.perf_counter()
-            outputs = llm.generate(prompts(measured.num_requests), max_new_tokens=NUM_ANSWER, **fields)
-            measured.seconds = time.perf_counter() - began_s
-            measured.texts = [output.text for output in outputs]
-            for prompt in prompts(NUM_SINGLE):
-                began_s = time.perf_counter()
-                stream = llm.stream(prompt, max_new_tokens=4, **fields)
-                next(stream)
-                measured.first_token_s.append(time.perf_counter() - began_s)
-                list(stream)
-            print(json.dumps(vars(measured)), flush=True)
+            outputs = llm.generate(prompts(num_requests), max_new_tokens=NUM_ANSWER, **fields)
+            seconds = time.perf_counter() - began_s
+            return vars(Throughput(num_requests, [output.text for output in outputs], seconds))
+
+        def first_token_s(prompt: list[int]) -> float:
+            began_s = time.perf_counter()
+            stream = llm.stream(prompt, max_new_tokens=4, **fields)
+            next(stream)
+            found_s = time.perf_counter() - began_s
+            list(stream)
+            return found_s
+
+        methods: dict[str, Callable[..., Any]] = {"throughput": throughput, "first_token_s": first_token_s}
+        print(flush=True)
+        for line in sys.stdin:
+            name, *arguments = json.loads(line)
+            print(json.dumps(methods[name](*arguments)), flush=True)
+
+
+class Library:
+    """``LLM`` in the process of :func:`serve_library`."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self._process = process
+
+    def throughput(self, num_requests: int) -> Throughput:
+        return Throughput(**self._ask("throughput", num_requests))
+
+    def first_token_s(self, prompt: list[int]) -> float:
+        return float(self._ask("first_token_s", prompt))
+
+    def _ask(self, *order: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
 
 
 @contextmanager
-def library(model: str) -> Iterator[Callable[[int], Measured]]:
-    """What measures ``LLM`` in a process of its own, with so many requests."""
+def library(model: str) -> Iterator[Library]:
+    """The model loaded in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.serving", "--library", model]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()  # it is loaded
-
-        def measure(num_requests: int) -> Measured:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            print(num_requests, file=process.stdin, flush=True)
-            return Measured(**json.loads(process.stdout.readline()))
-
         try:
-            yield measure
+            yield Library(process)
         finally:
             process.stdin.close()
 
 
-def measure_http(port: int, model: str, num_requests: int, *, is_stream: bool) -> Measured:
-    """Both figures of the server at ``port``, after the same prompts have warmed it up."""
-    measured = Measured(num_requests)
-    body = {"model": model, "temperature": 0, "ignore_eos": True, "stream": is_stream}
-    bodies = [json.dumps(body | {"prompt": each, "max_tokens": NUM_ANSWER}).encode() for each in prompts(num_requests)]
-    short = [json.dumps(body | {"prompt": each, "max_tokens": 4}).encode() for each in prompts(NUM_AT_A_TIME)]
-    ask_all(port, short)
+def request_body(model: str, prompt: list[int], max_tokens: int, *, is_stream: bool) -> bytes:
+    fields = {"temperature": 0, "ignore_eos": True, "stream": is_stream, "prompt": prompt, "max_tokens": max_tokens}
+    return json.dumps({"model": model} | fields).encode()
+
+
+def http_throughput(port: int, model: str, num_requests: int, *, is_stream: bool) -> Throughput:
+    """That of the server at ``port``, after the same prompts have warmed it up."""
+    measured = Throughput(num_requests)
+    bodies = [request_body(model, each, NUM_ANSWER, is_stream=is_stream) for each in prompts(num_requests)]
+    ask_all(port, [request_body(model, each, 4, is_stream=is_stream) for each in prompts(NUM_AT_A_TIME)])
     began_s = time.perf_counter()
     answers = ask_all(port, bodies)
     measured.seconds = time.perf_counter() - began_s
     measured.texts = [text_of(answer.body) for answer in answers]
-    for prompt in prompts(NUM_SINGLE):
-        single = json.dumps(body | {"prompt": prompt, "max_tokens": 4, "stream": True}).encode()
-        began_s = time.perf_counter()
-        (answer,) = ask_all(port, [single])
-        measured.first_token_s.append(answer.first_s - began_s)
     return measured
+
+
+def http_first_token_s(port: int, model: str, prompt: list[int]) -> float:
+    """From before the connection is made to the first piece of the stream."""
+    body = request_body(model, prompt, 4, is_stream=True)
+    began_s = time.perf_counter()
+    (answer,) = ask_all(port, [body])
+    return answer.first_s - began_s
 
 
 class Answer:
@@ -221,37 +238,45 @@ def served(model: str) -> Iterator[int]:
 
 def compare(model: str, name: str, num_rounds: int) -> dict[str, Any]:
     """All sides in turns. Raises ``RuntimeError`` where answers differ."""
-    rounds: list[dict[str, Measured]] = []
-    with library(model) as measure_library:
-        rate = measure_library(NUM_AT_A_TIME).tokens_per_s / NUM_ANSWER
+    rounds: list[dict[str, Throughput]] = []
+    pairs_s: list[list[tuple[float, float]]] = []
+    """By round, the first tokens of the library and of HTTP."""
+    with library(model) as llm:
+        rate = llm.throughput(NUM_AT_A_TIME).tokens_per_s / NUM_ANSWER
     num_requests = max(NUM_AT_A_TIME, round(rate * LEAST_S))
     for number in range(num_rounds):
-        with library(model) as measure_library, served(model) as port:
-            sides: dict[str, Callable[[], Measured]] = {
-                "library": partial(measure_library, num_requests),
-                "http": partial(measure_http, port, model, num_requests, is_stream=False),
-                "http stream": partial(measure_http, port, model, num_requests, is_stream=True),
+        with library(model) as llm, served(model) as port:
+            sides: dict[str, Callable[[], Throughput]] = {
+                "library": partial(llm.throughput, num_requests),
+                "http": partial(http_throughput, port, model, num_requests, is_stream=False),
+                "http stream": partial(http_throughput, port, model, num_requests, is_stream=True),
             }
             first = number % len(SIDES)
             measured = {side: sides[side]() for side in SIDES[first:] + SIDES[:first]}
+            pairs_s.append(
+                [(llm.first_token_s(each), http_first_token_s(port, model, each)) for each in prompts(NUM_SINGLE)]
+            )
         for side in SIDES:
             if measured[side].texts != measured["library"].texts:
                 raise RuntimeError(f"{side} answers otherwise than the library")
-            told = f"{measured[side].tokens_per_s:.0f} tokens/s, first token {measured[side].ttft_ms:.2f} ms"
-            print(f"{name} round {number + 1}, {side}: {told}", file=sys.stderr, flush=True)
         rounds.append(measured)
-    found: dict[str, Any] = {"model": name, "requests": num_requests}
-    for side in SIDES:
-        found[side] = {
-            "tokens_per_s": [round(each[side].tokens_per_s, 1) for each in rounds],
-            "median_ttft_ms": [round(each[side].ttft_ms, 3) for each in rounds],
-        }
-    for side in SIDES[1:]:
-        lost = [100 * (1 - each[side].tokens_per_s / each["library"].tokens_per_s) for each in rounds]
-        added = [each[side].ttft_ms - each["library"].ttft_ms for each in rounds]
-        found[side]["throughput_loss_percent"] = round(statistics.median(lost), 2)
-        found[side]["ttft_added_ms"] = round(statistics.median(added), 3)
-    return found
+        told = ", ".join(f"{side} {measured[side].tokens_per_s:.0f}" for side in SIDES)
+        firsts = " and ".join(f"{1000 * statistics.median(each):.2f}" for each in zip(*pairs_s[-1], strict=True))
+        print(f"{name} round {number + 1}: tokens/s: {told}; first token: {firsts} ms", file=sys.stderr, flush=True)
+    lost = {
+        side: [100 * (1 - each[side].tokens_per_s / each["library"].tokens_per_s) for each in rounds]
+        for side in SIDES[1:]
+    }
+    added = [1000 * statistics.median(http - ours for ours, http in pairs) for pairs in pairs_s]
+    return {
+        "model": name,
+        "requests": num_requests,
+        "tokens_per_s": {side: [round(each[side].tokens_per_s, 1) for each in rounds] for side in SIDES},
+        "throughput_loss_percent": {side: round(statistics.median(each), 2) for side, each in lost.items()},
+        "first_token_ms": [[[round(1000 * each, 2) for each in pair] for pair in pairs] for pairs in pairs_s],
+        "first_token_added_ms": [round(each, 2) for each in added],
+        "median_first_token_added_ms": round(statistics.median(added), 2),
+    }
 
 
 def main() -> None:
@@ -269,8 +294,8 @@ def main() -> None:
         for name in arguments.models.split(","):
             model = str(write_model(name, Path(directory))) if name.startswith("llama-") else name
             found.append(compare(model, name, arguments.rounds))
-            told = {side: [found[-1][side][what] for what in TOLD] for side in SIDES[1:]}
-            print(f"{name}, {' and '.join(TOLD)}: {told}", flush=True)
+            told = {what: found[-1][what] for what in ("throughput_loss_percent", "median_first_token_added_ms")}
+            print(f"{name}: {told}", flush=True)
     if arguments.output is not None:
         machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
         about = {"machine": machine, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "fastgen": fastgen.__version__}

@@ -18,6 +18,7 @@ from benchmarks.cpu.targets import (
     median_of,
     outside_kernels,
     rate,
+    ratios_in_turns,
     read_by_stream,
     samples_of,
     step_seconds,
@@ -43,7 +44,8 @@ def render(files: Sequence[Data], names: Sequence[str]) -> str:
         " machine's own limits moved by more than 15 % (where all did, none is left out).",
     ]
     for data in files:
-        for model in dict.fromkeys(each["model"] for each in [*data["samples"], *data["steps"]]):
+        every = [*data["samples"], *data.get("turns", ()), *data["steps"]]
+        for model in dict.fromkeys(each["model"] for each in every):
             lines += ["", f"## {model}", "", *_about(data), *_targets(data, model)]
             for workload in RATES:
                 lines += _workload(data, model, workload)
@@ -96,7 +98,7 @@ def _workload(data: Data, model: str, name: str) -> list[str]:
         (engine, each, value) for engine, each in rows if (value := rate(data, model, engine, each, name)) is not None
     ]
     if not found:
-        return []
+        return _turns(data, model, name)
     what, figure = _ABOUT_WORKLOADS[name]
     heads = ["format", "engine", figure, "fastgen's over it", "first token, s", "gap p50 / p95 / p99, ms", "rounds"]
     if name == "W1":
@@ -119,6 +121,24 @@ def _workload(data: Data, model: str, name: str) -> list[str]:
     best = [best_other(data, model, each, name) for each in ("fp32", "bf16", "int8", "int4")]
     if not any(best):
         lines += ["", "No other engine was there to compare with."]
+    return lines + _turns(data, model, name)
+
+
+def _turns(data: Data, model: str, name: str) -> list[str]:
+    rows = {(each["engine"], each["format"]) for each in data.get("turns", ()) if each["model"] == model}
+    found = {row: ratios_in_turns(data, model, *row, name) for row in rows}
+    if not any(found.values()):
+        return []
+    lines = [
+        "",
+        f"{name} in turns, each engine and fastgen loaded side by side: fastgen's speed over it in the same turn",
+        "",
+    ]
+    lines += ["| format | engine | median | least | most | turns |", "|---|---|---|---|---|---|"]
+    for (engine, weight_format), ratios in sorted(found.items(), key=lambda row: (-BITS[row[0][1]], row[0])):
+        if ratios:
+            shown = " | ".join(f"{value:.2f}" for value in (statistics.median(ratios), min(ratios), max(ratios)))
+            lines.append(f"| {weight_format} | {engine} | {shown} | {len(ratios)} |")
     return lines
 
 

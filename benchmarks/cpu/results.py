@@ -19,7 +19,8 @@ def now() -> str:
 
 class Results:
     """``about`` the machine and the run; ``engines`` by row: set-up, versions, what the gate found, or why there is
-    nothing; ``samples`` of workloads; ``steps`` of decoding. A file that is there is continued.
+    nothing; ``samples`` of workloads; ``turns`` of fastgen and another engine; ``steps`` of decoding. A file that is
+    there is continued.
 
     Raises ``ValueError`` where the file is of another machine or another number of threads.
     """
@@ -32,10 +33,11 @@ class Results:
             "about": about | {"date": now(), "kernel": platform.release(), "versions": versions("fastgen", "torch")},
             "engines": {},
             "samples": [],
+            "turns": [],
             "steps": [],
         }
         if path.exists():
-            self.data = json.loads(path.read_text())
+            self.data |= json.loads(path.read_text())
             others = {name for name, value in about.items() if self.data["about"][name] != value}
             if others:
                 raise ValueError(f"{path} was measured with another {', '.join(sorted(others))}; give another --json")
@@ -46,8 +48,11 @@ class Results:
     def has_steps(self, **fields: Any) -> bool:
         return any(fields.items() <= each.items() for each in self.data["steps"])
 
+    def num_turns(self, **fields: Any) -> int:
+        return sum(fields.items() <= each.items() for each in self.data["turns"])
+
     def add(self, kind: str, **fields: Any) -> None:
-        """``kind`` is ``"samples"`` or ``"steps"``."""
+        """``kind`` is ``"samples"``, ``"turns"`` or ``"steps"``."""
         self.data[kind].append({"date": now(), **fields})
         self.write()
 

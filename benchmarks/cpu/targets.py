@@ -95,8 +95,46 @@ def best_other(data: Data, model: str, weight_format: str, workload: str) -> tup
     return max(found, default=None)
 
 
+def turns_of(data: Data, model: str, engine: str, weight_format: str, workload: str) -> list[Data]:
+    key = {"model": model, "engine": engine, "format": weight_format, "workload": workload}
+    return [each for each in data.get("turns", ()) if key.items() <= each.items()]
+
+
+def ratios_in_turns(data: Data, model: str, engine: str, weight_format: str, workload: str) -> list[float]:
+    """Of each turn fastgen's speed over the other engine's, in its format."""
+    found = []
+    for turn in turns_of(data, model, engine, weight_format, workload):
+        ours, theirs = (RATES[workload](turn[side]) for side in ("ours", "theirs"))
+        if ours is not None and theirs is not None:
+            found.append(ours / theirs)
+    return found
+
+
+def ratio_in_turns(data: Data, model: str, engine: str, weight_format: str, workload: str) -> float | None:
+    """The median over turns."""
+    found = ratios_in_turns(data, model, engine, weight_format, workload)
+    return statistics.median(found) if found else None
+
+
+def _against_best_in_turns(data: Data, model: str, weight_format: str, workload: str) -> float | None:
+    """Over the engine that does best in turns, if every one that was measured in rounds was in turns as well."""
+    rows = {(each["engine"], each["format"]) for each in data["samples"] if each["model"] == model}
+    found = [
+        ratio_in_turns(data, model, engine, other, workload)
+        for engine, other in rows
+        if engine != "fastgen" and BITS[other] == BITS[weight_format]
+    ]
+    ratios = [each for each in found if each is not None]
+    return min(ratios) if ratios and len(ratios) == len(found) else None
+
+
 def _against_best(workload: str) -> Callable[[Data, str, str], float | None]:
+    """In turns where that was measured, else in rounds."""
+
     def figure(data: Data, model: str, weight_format: str) -> float | None:
+        in_turns = _against_best_in_turns(data, model, weight_format, workload)
+        if in_turns is not None:
+            return in_turns
         ours, best = (
             rate(data, model, "fastgen", weight_format, workload),
             best_other(data, model, weight_format, workload),

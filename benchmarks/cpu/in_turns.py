@@ -1,0 +1,80 @@
+"""Fastgen and another engine side by side: ``python -m benchmarks.cpu.in_turns MODELS --json FILE``.
+
+The speed of a shared machine's memory may double or halve within seconds, which rounds of whole processes, minutes
+apart, do not see. Here two engines in fresh processes have the model loaded at the same time, and run a workload in
+turns, one after the other; what is told is the median of what the one's speed is over the other's in the same turn. It
+needs memory for the model twice. Options, results and the numeric gate are those of ``benchmarks.cpu.whole_model``,
+whose page shows these as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.cpu import workloads
+from benchmarks.cpu.engine_process import EngineError
+from benchmarks.cpu.engines.protocol import ADAPTERS, BITS
+from benchmarks.cpu.gate import GateError
+from benchmarks.cpu.results import Results
+from benchmarks.cpu.targets import ratio_in_turns
+from benchmarks.cpu.whole_model import Engines, directory_of_logs, list_of, make_parser
+
+OURS = "fastgen"
+
+
+def measure(options: argparse.Namespace, results: Results, engines: Engines) -> None:
+    """Every format of fastgen with every other engine's of as many bits."""
+    for weight_format in ADAPTERS[OURS].formats:
+        others = [
+            (engine, other)
+            for engine in options.engines
+            for other in ADAPTERS[engine].formats
+            if engine != OURS and weight_format in options.formats and BITS[other] == BITS[weight_format]
+        ]
+        for engine, other in others:
+            for workload in options.workloads:
+                measure_pair(options, results, engines, {OURS: weight_format, engine: other}, workload)
+
+
+def measure_pair(
+    options: argparse.Namespace, results: Results, engines: Engines, formats: dict[str, str], workload: str
+) -> None:
+    """``formats`` by engine, fastgen and another."""
+    _, other = formats
+    key = {"model": engines.model.name, "engine": other, "format": formats[other], "workload": workload}
+    if results.num_turns(**key) >= options.turns:
+        return
+    row = engines.row(other, formats[other])
+    if lacking := engines.lacks(other, formats[other]):
+        results.note_engine(row, absent=lacking)
+        return
+    print(f"{row} and {OURS}, {workload} in turns", flush=True)
+    try:
+        with engines.start(other, formats[other]) as theirs, engines.start(OURS, formats[OURS]) as ours:
+            processes = {OURS: ours, other: theirs}
+            for engine, process in processes.items():
+                engines.prepare(process, engine, formats[engine], workload)
+            engines.gate.release()
+            for number in range(results.num_turns(**key), options.turns):
+                order = list(processes) if number % 2 == 0 else list(processes)[::-1]
+                found = {engine: engines.measure(processes[engine], workload) for engine in order}
+                results.add("turns", **key, turn=number, ours=found[OURS], theirs=found[other])
+    except (EngineError, GateError) as error:
+        engines.failed(row, error)
+        return
+    ratio = ratio_in_turns(results.data, engines.model.name, other, formats[other], workload)
+    print(f"  {OURS} is {ratio:.2f} times as fast", flush=True)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--workloads", type=list_of(workloads.TIMED), default=["W1"])
+    parser.add_argument("--turns", type=int, default=8)
+    options = parser.parse_args()
+    with directory_of_logs(options) as logs:
+        results = Results(options.json, options.num_threads)
+        measure(options, results, Engines(options, results, logs))
+
+
+if __name__ == "__main__":
+    main()
