@@ -21,7 +21,7 @@ from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.openai_requests import FewErrors, at_most
-from fastgen.serving.http.openai_run import event_of, event_stream, json_response, request_id_of
+from fastgen.serving.http.openai_run import arrival_of, event_of, event_stream, json_response
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Running, Service
@@ -126,7 +126,7 @@ def generate_routes(service: Service) -> APIRouter:
 
     async def answer(body: GenerateBody, request: Request) -> Response:
         prompt_ids, sampling = await asyncio.to_thread(_read, service, body)
-        running = await service.submit(prompt_ids, sampling, is_stream=body.stream, request_id=request_id_of(request))
+        running = await service.submit(prompt_ids, sampling, is_stream=body.stream, arrived_s=arrival_of(request))
         if body.stream:
             return await event_stream(request, running, _events(running))
         async with running, unless_gone(request):
