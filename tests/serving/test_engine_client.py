@@ -101,6 +101,11 @@ def test_what_is_no_port_is_refused(name: str, port: int) -> None:
         ServeOptions(**{name: port})
 
 
+def test_prompts_are_logged_with_requests_only() -> None:
+    with pytest.raises(InvalidArgumentError, match="log_prompts goes with log_requests"):
+        ServeOptions(log_prompts=True)
+
+
 def test_what_fails_in_the_engine_for_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that cannot be queued, for no fault of its own, and counters that cannot be told."""
     engine = SimulatedServer(CostModel(step_s=0.01, token_s=0.0), token_budget=64, max_num_seqs=4, num_blocks=64).engine

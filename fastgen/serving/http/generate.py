@@ -20,7 +20,7 @@ from fastgen.serving.api_keys import bearer
 from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
-from fastgen.serving.http.openai_requests import FewErrors, at_most
+from fastgen.serving.http.openai_requests import MAX_TOKEN_IDS, FewErrors, at_most
 from fastgen.serving.http.openai_run import arrival_of, event_of, event_stream, json_response
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
@@ -42,7 +42,7 @@ class GenerateBody(FewErrors):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    prompt: str | Annotated[list[_TokenId], Field(fail_fast=True)] | None = None
+    prompt: str | Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)] | None = None
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     stream: bool = False
 
