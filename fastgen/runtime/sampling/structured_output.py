@@ -164,7 +164,10 @@ class Matcher:
         if self._began is None:
             return 0.0
         clock, began_s = self._began
-        return time.clock_gettime(clock) - began_s
+        try:
+            return time.clock_gettime(clock) - began_s
+        except OSError:  # it has just ended, and with it the thread
+            return 0.0
 
     @property
     def error(self) -> str:
