@@ -33,7 +33,7 @@ def serve(
     ] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List what is served on this machine, and end.")] = False,
     stop: Annotated[
-        str | None, typer.Option(metavar="NAME", help="End the server of this name or model on this machine.")
+        str | None, typer.Option(metavar="NAME", help="End the server of this name, model or address on this machine.")
     ] = None,
     api_key_file: Annotated[
         str | None, typer.Option(help="A file of API keys, one a line; FASTGEN_API_KEY is one too.")

@@ -60,7 +60,7 @@ class Engine:
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
         self._new_detokenizer, self._grammars = new_detokenizer, grammars
         self._checks = RequestChecks(vocab_size, max_model_len, eos_token_ids, new_detokenizer is not None, grammars)
-        self._drafter, self._clock, self._runs_ahead = drafter, clock, runs_ahead
+        self._drafter, self.clock, self._runs_ahead = drafter, clock, runs_ahead
         self.recorder = Recorder(engine_facts(scheduler, runs_ahead=runs_ahead), clock)
         self.metrics = EngineMetrics(scheduler)
         self._in_flight: InFlight | None = None
@@ -83,7 +83,7 @@ class Engine:
     def idle_s(self) -> float:
         """For how many seconds nothing will run, unless a request comes, because the policy waits for more."""
         resumes_at_s = self.scheduler.resumes_at_s
-        return 0.0 if resumes_at_s is None else max(0.0, resumes_at_s - self._clock())
+        return 0.0 if resumes_at_s is None else max(0.0, resumes_at_s - self.clock())
 
     def check(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> None:
         """Refuse a request that cannot be served, saying why; nothing is changed."""
@@ -96,7 +96,7 @@ class Engine:
         """
         self.check(prompt_ids, sampling)
         constraint = self._grammars.constraint(sampling) if self._grammars is not None else None
-        request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self._clock(), constraint)
+        request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self.clock(), constraint)
         beams = BeamGroup(request, sampling.stop_ids(self.eos_token_ids)) if request.has_beams else None
         generation = Generation(request, beams)
         self.recorder.arrived(request)
@@ -137,7 +137,7 @@ class Engine:
                 return
         if self.recorder.wants_snapshot:
             self.recorder.snapshot(self.scheduler)
-        began_s = self._clock()
+        began_s = self.clock()
         schedule = self._schedule(began_s)
         if schedule is None:
             return
@@ -152,7 +152,7 @@ class Engine:
 
     def _begin(self, schedule: Schedule, began_s: float, held_back: list[Sequence] | None = None) -> InFlight:
         """``schedule`` was made since ``began_s``. Where a request that is new in it failed, it is to be made again."""
-        record = self.recorder.scheduled(schedule, self.scheduler, began_s, self._clock(), held_back)
+        record = self.recorder.scheduled(schedule, self.scheduler, began_s, self.clock(), held_back)
         if schedule.preempted:
             self.metrics.preempted(len(schedule.preempted))
         return InFlight(schedule, record, self._note_admitted(record) if record.admitted else [])
@@ -161,7 +161,7 @@ class Engine:
         """A step from its beginning to its end."""
         try:
             output = self.runner.run(step.schedule)
-            self.recorder.ran(step.record, output.build_s, output.num_padding, self._clock())
+            self.recorder.ran(step.record, output.build_s, output.num_padding, self.clock())
             self.scheduler.commit(step.schedule)
         except Exception as error:
             self._fail_step(step, error)
@@ -171,7 +171,7 @@ class Engine:
     def _launch_ahead(self, before: InFlight) -> InFlight | None:
         """The step that follows ``before``, whose tokens are on their way, as far as it needs none of them here;
         ``None`` where there is no such step, or it cannot be made."""
-        began_s = self._clock()
+        began_s = self.clock()
         may_draft = self._drafter.may_draft if self._drafter is not None else lambda sequence: False
         go_on, held_back = awaited(before.schedule, may_draft)
         with tokens_to_come(go_on):
@@ -225,7 +225,7 @@ class Engine:
         and so must who reads its record."""
         if step.launched is not None:
             num_padding = step.schedule.size - step.schedule.num_tokens
-            self.recorder.ran(step.record, step.launched.build_s, num_padding, self._clock())
+            self.recorder.ran(step.record, step.launched.build_s, num_padding, self.clock())
         self._withdraw(step.sequences, step.record)
         self._fail(step.sequences, error)
 
@@ -234,7 +234,7 @@ class Engine:
         assert step.launched is not None
         try:
             output = self.runner.collect(step.launched)
-            self.recorder.ran(step.record, output.build_s, output.num_padding, self._clock())
+            self.recorder.ran(step.record, output.build_s, output.num_padding, self.clock())
         except Exception as error:
             self._in_flight = None
             self._fail_step(step, error)
@@ -246,7 +246,7 @@ class Engine:
         """The tokens of a step are here."""
         record = step.record
         self._update(output, record)
-        record.ended_s = self._clock()
+        record.ended_s = self.clock()
         step_s = record.ended_s - max(record.began_s, self._last_end_s)
         self._last_end_s = record.ended_s
         self.metrics.stepped(step.schedule, record.num_padding, step_s)
@@ -393,7 +393,7 @@ class Engine:
             is_broken, reason, error = True, "error", error or cause_of(failure)
             _log.error("a request ends with an error: %s", error, exc_info=failure)
             completion.fail(error)
-        now_s = self._clock()
+        now_s = self.clock()
         generation = self._generations[completion.sequence.request.request_id]
         if generation.left_queue_s is None:
             generation.left_queue_s = now_s
@@ -433,6 +433,6 @@ class Engine:
 
     def _expire(self) -> None:
         """End the requests whose ``timeout_s`` has passed, with what they have."""
-        for request_id in self._deadlines.passed(self._clock()):
+        for request_id in self._deadlines.passed(self.clock()):
             if request_id in self._generations:
                 self.cancel(self._generations[request_id], "timeout")

@@ -114,10 +114,13 @@ class EngineClient:
                 f"the engine is not ready: it is {self.state}; try again in a moment", retry_after_s=retry_after_s
             )
 
-    def submit(self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool) -> EngineRequest:
-        """Send a request. Whether the engine takes it comes with the first news."""
+    def submit(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool, arrived_s: float
+    ) -> EngineRequest:
+        """Send a request that came at ``arrived_s`` of ``time.monotonic``. Whether the engine takes it comes with the
+        first news."""
         self.check_ready()
-        request = EngineRequest(next(self._numbers), len(prompt_ids), sampling)
+        request = EngineRequest(next(self._numbers), len(prompt_ids), sampling, arrived_s)
         self._send(Submit(request.number, prompt_ids, pack_sampling(sampling), is_stream))
         self._requests[request.number] = request
         return request

@@ -97,27 +97,29 @@ class _Open:
                 tokens += (self.number, token_id)
             self.num_told[0] = len(self.token_ids)
 
-    def news(self) -> list[Progress]:
-        """What was not told yet."""
+    def news(self, now_s: float) -> list[Progress]:
+        """What was not told yet. ``now_s`` is the engine's clock's."""
         news = []
         for index, completion in enumerate(self.generation.completions):
             start, has_ended = self.num_told[index], completion.finish_reason is not None
             if start is None or not (has_ended or (self.is_stream and start < len(completion.token_ids))):
                 continue
             logprobs = None if self.generation.request.sampling.logprobs is None else completion.logprobs[start:]
-            end = self._end(completion) if has_ended else None
+            end = self._end(completion, now_s) if has_ended else None
             prompt_logprobs = self.generation.prompt_logprobs if index == start == 0 else None
             news.append(Progress(self.number, index, completion.token_ids[start:], logprobs, end, prompt_logprobs))
             self.num_told[index] = None if has_ended else len(completion.token_ids)
         return news
 
-    def _end(self, completion: Completion) -> End:
+    def _end(self, completion: Completion, now_s: float) -> End:
         assert completion.finish_reason is not None
+        times_s = completion.token_times_s
         return End(
             completion.finish_reason,
             completion.error,
             completion.score,
             self.generation.metrics_of(completion),
+            now_s - times_s[0] if times_s else None,
         )
 
 
@@ -227,7 +229,7 @@ class EngineLoop:
         for generation in self._ended:
             opened = self._by_request_id.get(generation.request.request_id)
             if opened is not None:
-                progress += opened.news()
+                progress += opened.news(self._engine.clock())
                 if generation.finished:
                     self._drop(opened)
         self._ended.clear()
@@ -253,7 +255,7 @@ class EngineLoop:
                 opened.add_tokens(tokens)
             else:
                 others[opened.number] = opened
-        return tokens, [news for opened in others.values() for news in opened.news()]
+        return tokens, [news for opened in others.values() for news in opened.news(self._engine.clock())]
 
     def _begun(self) -> list[_Open]:
         """The requests whose first token the last step gave."""

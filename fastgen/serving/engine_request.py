@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Protocol
 
 from fastgen.runtime.metrics import Metrics
@@ -14,9 +13,10 @@ from fastgen.serving.messages import EngineFacts, Progress
 class EngineRequest:
     """A request in the engine. Its news are there to be taken as they come; a failure comes as an exception."""
 
-    def __init__(self, number: int, num_prompt_tokens: int, sampling: SamplingParams):
+    def __init__(self, number: int, num_prompt_tokens: int, sampling: SamplingParams, arrived_s: float):
         self.number, self.num_prompt_tokens, self.sampling = number, num_prompt_tokens, sampling
-        self.submitted_s = time.monotonic()
+        self.arrived_s = arrived_s
+        """When it came to the server, by ``time.monotonic``."""
         self.has_started = False
         """Whether a token of it came."""
         self.num_open = sampling.n

@@ -94,6 +94,8 @@ class End(msgspec.Struct, array_like=True):
     error: str | None
     score: float | None
     metrics: RequestMetrics
+    first_token_ago_s: float | None
+    """Since its first token was made, if there is one."""
 
 
 class Progress(msgspec.Struct, array_like=True):

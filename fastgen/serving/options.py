@@ -85,3 +85,5 @@ class ServeOptions:
             tool_format_named(self.tool_format)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidArgumentError("tls_cert and tls_key go together: a certificate and its private key")
+        if self.log_prompts and not self.log_requests:
+            raise InvalidArgumentError("log_prompts goes with log_requests, whose lines the prompts are put into")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -110,13 +111,15 @@ class Service:
         sampling: SamplingParams,
         *,
         is_stream: bool,
-        request_id: str,
+        arrived_s: float | None = None,
         spelled: Mapping[int, str] | None = None,
     ) -> Running:
         """Queue a request. Raises :class:`~fastgen.serving.refusals.RefusedError` where it cannot be.
 
-        ``spelled`` are special tokens that have a text in the answer.
+        It came at ``arrived_s`` of ``time.monotonic``, by default now. ``spelled`` are special tokens that have a text
+        in the answer.
         """
+        arrived_s = time.monotonic() if arrived_s is None else arrived_s
         admitted = None
         try:
             self._check_taking()
@@ -125,7 +128,7 @@ class Service:
             self._check_taking()
             answers = Answers(prompt_ids, sampling, self.codec, spelled)
             admitted = self._watch.admission.admit(len(prompt_ids), sampling)
-            request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream)
+            request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s)
         except Exception as error:
             if isinstance(error, UnavailableError):
                 self.metrics.refused("unavailable")
@@ -133,7 +136,7 @@ class Service:
                 admitted.ended()
             raise
         self._watch.submitted(request, admitted)
-        return Running(self, request, answers, request_id)
+        return Running(self, request, answers)
 
     def _check_taking(self) -> None:
         if self._is_draining:
@@ -184,9 +187,8 @@ class Service:
 class Running:
     """A request that was queued: its updates as they come, or its whole output. Leaving it cancels what is left."""
 
-    def __init__(self, service: Service, request: EngineRequest, answers: Answers, request_id: str):
+    def __init__(self, service: Service, request: EngineRequest, answers: Answers):
         self._service, self._request, self._answers = service, request, answers
-        self.request_id = request_id
 
     async def __aenter__(self) -> Self:
         return self

@@ -171,7 +171,7 @@ class Soak:
         self.now_s, self.num_steps, self.longest = 0.0, 0, 0
         self.happened: Counter[str] = Counter()
         self._open: dict[Generation, tuple[Drawn, int]] = {}
-        engine._clock = lambda: self.now_s
+        engine.clock = lambda: self.now_s
 
     def run(self, num_requests: int, told: Callable[[int], None] = lambda count: None) -> None:
         num_submitted = 0

@@ -231,7 +231,7 @@ def test_a_timeout_ends_the_request_with_what_it_has(llm: LLM, monkeypatch: pyte
         now_s += 0.01
         return now_s
 
-    monkeypatch.setattr(engine, "_clock", clock)
+    monkeypatch.setattr(engine, "clock", clock)
     slow, quick = llm.generate(
         [PROMPT, PROMPT],
         [

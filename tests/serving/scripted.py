@@ -73,17 +73,23 @@ class ScriptedService:
         return len(self._cancelled)
 
     async def submit(
-        self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool, request_id: str, spelled: Any = None
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        is_stream: bool,
+        arrived_s: float | None = None,
+        spelled: Any = None,
     ) -> Running:
         self.asked.append((prompt_ids, sampling))
-        request = _Piecemeal(len(self.asked), len(prompt_ids), sampling)
+        request = _Piecemeal(len(self.asked), len(prompt_ids), sampling, 0.0)
         token_ids, reason = self._answer(prompt_ids, sampling)
         for token_id in token_ids[:-1]:
             request.add(Progress(request.number, 0, [token_id], None, None))
         if token_ids:
-            end = End(reason, None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1))
+            end = End(reason, None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1), 0.1)
             request.add(Progress(request.number, 0, token_ids[-1:], None, end))
-        return Running(self, request, Answers(prompt_ids, sampling, self.codec, spelled), request_id)  # type: ignore[arg-type]
+        return Running(self, request, Answers(prompt_ids, sampling, self.codec, spelled))  # type: ignore[arg-type]
 
 
 def application(service: Any, tool_format: ToolFormat | None = None) -> FastAPI:

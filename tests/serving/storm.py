@@ -77,6 +77,11 @@ class Storm:
     """Between the events of streams that were read as they came."""
     errors: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def num_right(self) -> int:
+        """How many answers were what they should be."""
+        return sum(number for what, number in self.happened.items() if what.endswith("right"))
+
     async def run(self, num_clients: int, until_s: float) -> None:
         """Clients that ask again and again until the clock says ``until_s``."""
         await asyncio.gather(*(self._client(until_s) for _ in range(num_clients)))
@@ -316,6 +321,10 @@ async def run_kills(
             while (await get(server.address, "/ready"))[0] != 200:
                 await asyncio.sleep(0.02)
         kills.ready_s.append(time.monotonic() - killed_s)
+    num_right = kills.storm.num_right
+    async with asyncio.timeout(HANG_S):
+        while kills.storm.num_right == num_right:  # the last engine answers too
+            await asyncio.sleep(0.02)
     is_over.set()
     await asyncio.gather(*clients)
     after = await until_quiet(server.address)

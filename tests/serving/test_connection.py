@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -216,6 +217,24 @@ def test_a_head_that_does_not_end_is_refused() -> None:
     check(test)
 
 
+def test_what_connections_refuse_is_counted_by_why() -> None:
+    async def test(server: Served) -> None:
+        for sent in (b"no HTTP at all\r\n\r\n", post("/echo", b"", "x-a: " + "a" * 70_000), b"GET /late HTTP/1.1\r\n"):
+            client = await server.connect()
+            client.writer.write(sent)
+            await client.response()
+            await server.until_closed()
+        kept = [await server.connect(), await server.connect()]
+        one_more = await server.connect()
+        one_more.writer.write(post("/echo", b""))
+        assert (await one_more.response())[0] == 429
+        assert len(kept) == 2
+        counted = re.findall(r'^fastgen_refused_total{reason="(\w+)"} ([1-9].*)$', server.metrics.text().decode(), re.M)
+        assert dict(counted) == {"not_http": "1.0", "head_size": "1.0", "head_time": "1.0", "connections": "1.0"}
+
+    check(test, header_timeout_s=0.2, max_connections=2)
+
+
 def test_a_head_that_comes_at_once_may_be_as_long_as_one_that_comes_slowly() -> None:
     async def test(server: Served) -> None:
         assert (await server.ask(post("/echo", b"x", "x-a: " + "a" * 60_000)))[0] == 200
@@ -362,7 +381,7 @@ def test_a_client_that_reads_slowly_but_reads_is_not_cut(monkeypatch: pytest.Mon
         nonlocal now_s
         config = uvicorn.Config(Application(), lifespan="off", log_config=None)
         limits = ConnectionLimits(write_timeout_s=10)
-        connection = LimitedConnection(limits, config, ServerState(), {})
+        connection = LimitedConnection(limits, ServerMetrics(lambda: True).refused, config, ServerState(), {})
         connection.connection_made(FakeTransport())
         connection.data_received(post("/never", b""))
         for _ in range(5):  # stuck for nine seconds again and again

@@ -51,9 +51,7 @@ def test_answers_are_those_of_the_library() -> None:
             prompt_ids = service.codec.encode(prompt)
             outputs = []
             for is_stream in (False, True):
-                running = [
-                    await service.submit(prompt_ids, each, is_stream=is_stream, request_id="") for each in samplings
-                ]
+                running = [await service.submit(prompt_ids, each, is_stream=is_stream) for each in samplings]
                 outputs.append([await each.output() for each in running])
             return outputs
         finally:
@@ -103,9 +101,14 @@ def test_what_is_no_port_is_refused(name: str, port: int) -> None:
         ServeOptions(**{name: port})
 
 
+def test_prompts_are_logged_with_requests_only() -> None:
+    with pytest.raises(InvalidArgumentError, match="log_prompts goes with log_requests"):
+        ServeOptions(log_prompts=True)
+
+
 def test_what_fails_in_the_engine_for_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that cannot be queued, for no fault of its own, and counters that cannot be told."""
-    engine = SimulatedServer(CostModel(step_s=0.0, token_s=0.0), token_budget=64, max_num_seqs=4, num_blocks=64).engine
+    engine = SimulatedServer(CostModel(step_s=0.01, token_s=0.0), token_budget=64, max_num_seqs=4, num_blocks=64).engine
     note = engine.recorder.arrived
 
     def note_unless_broken(request: Request) -> None:
@@ -153,5 +156,7 @@ def test_what_fails_in_the_engine_for_one_request_leaves_the_others(monkeypatch:
             num_tokens[number] += 1
         for progress in report.progress:
             num_tokens[progress.number] += len(progress.token_ids)
+            if progress.end is not None:  # told at once, so its first token is as long ago as its gaps
+                assert progress.end.first_token_ago_s == pytest.approx(sum(progress.end.metrics.gaps_s))
     assert num_tokens == {1: 3, 3: 2}
     assert not engine.has_work  # nothing is left of the one that could not be queued

@@ -39,7 +39,7 @@ class Live:
 
     def submit(self, sampling: SamplingParams = LONG, *, is_stream: bool = True, num_prompt_tokens: int = 5) -> Running:
         prompt_ids = list(range(5, 5 + num_prompt_tokens))
-        return self.run(self.service.submit(prompt_ids, sampling, is_stream=is_stream, request_id="r"))
+        return self.run(self.service.submit(prompt_ids, sampling, is_stream=is_stream))
 
     def metrics(self) -> Metrics:
         return self.run(self.service.engine.ask("metrics", Metrics))
@@ -194,15 +194,15 @@ def test_draining_takes_no_more_and_ends_what_is_left_when_its_time_is_over(runn
     assert pid is not None
 
     async def drain() -> GenerationOutput:
-        short = await live.service.submit([5, 6], SamplingParams(max_new_tokens=2), is_stream=False, request_id="s")
-        long = await live.service.submit([5, 6], LONG, is_stream=True, request_id="l")
+        short = await live.service.submit([5, 6], SamplingParams(max_new_tokens=2), is_stream=False)
+        long = await live.service.submit([5, 6], LONG, is_stream=True)
         finishing, ending = asyncio.create_task(short.output()), asyncio.create_task(long.output())
         await finishing
         draining = asyncio.create_task(live.service.drain(0.01))
         await asyncio.sleep(0)
         assert live.service.state == "draining"
         with pytest.raises(UnavailableError, match="ending"):
-            await live.service.submit([1], LONG, is_stream=True, request_id="r")
+            await live.service.submit([1], LONG, is_stream=True)
         await draining
         with pytest.raises(UnavailableError, match="ends"):
             await ending

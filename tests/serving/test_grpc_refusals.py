@@ -18,6 +18,7 @@ from fastgen.serving.clients.grpc import GrpcTransport
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc.server import GrpcServer
+from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import (
     BadRequestError,
@@ -25,6 +26,7 @@ from fastgen.serving.refusals import (
     OverloadedError,
     RefusedError,
     TooLargeError,
+    UnauthorizedError,
     UnavailableError,
 )
 
@@ -47,9 +49,10 @@ class Refusing:
 
 
 @asynccontextmanager
-async def served(service: Any) -> AsyncIterator[str]:
+async def served(service: Any, api_keys: ApiKeys | None = None) -> AsyncIterator[str]:
     """The address of ``service``."""
-    server = GrpcServer(service, ServeOptions(grpc_port=0), Ending("token", ApiKeys(), lambda: None))
+    options = ServeOptions(grpc_port=0, api_keys=api_keys or ApiKeys())
+    server = GrpcServer(service, options, Ending("token", ApiKeys(), lambda: None))
     await server.start()
     try:
         yield str(server.address)
@@ -95,6 +98,23 @@ def test_refusals_are_statuses_and_heard_as_what_they_are(
                 await transport.close()
 
     asyncio.run(run())
+
+
+def test_who_has_no_key_is_counted() -> None:
+    service: Any = Refusing()
+    service.metrics = ServerMetrics(lambda: True)
+
+    async def run() -> None:
+        async with served(service, ApiKeys(("right",))) as address:
+            transport = GrpcTransport(address, "wrong")
+            try:
+                with pytest.raises(UnauthorizedError):
+                    await transport.generate(ClientRequest({}, prompt="a"))
+            finally:
+                await transport.close()
+
+    asyncio.run(run())
+    assert b'fastgen_refused_total{reason="api_key"} 1.0' in service.metrics.text()
 
 
 def test_who_watches_hears_of_a_change() -> None:

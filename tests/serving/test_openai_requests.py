@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from fastgen.serving.http.errors import invalid_request
 from fastgen.serving.http.generate import GenerateBody
-from fastgen.serving.http.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest
+from fastgen.serving.http.openai_requests import MAX_TOKEN_IDS, ChatRequest, CompletionRequest, DetokenizeRequest
 from fastgen.serving.http.sagemaker import Invocation
 
 MANY = 20_000
@@ -44,3 +44,12 @@ def test_few_errors_are_found(model: type[BaseModel], body: dict[str, Any], para
 
 def test_as_many_parts_as_may_be() -> None:
     ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": PARTS}] * 40})
+
+
+@pytest.mark.parametrize("lengths", [[MAX_TOKEN_IDS], [MAX_TOKEN_IDS // 2, MAX_TOKEN_IDS // 2]])
+def test_as_many_token_ids_as_may_be_and_one_more(lengths: list[int]) -> None:
+    prompts = [[5] * length for length in lengths]
+    CompletionRequest.model_validate({**ONCE, "prompt": prompts})
+    prompts[-1].append(5)
+    with pytest.raises(ValidationError, match="at most 1048576 token ids in all"):
+        CompletionRequest.model_validate({**ONCE, "prompt": prompts})

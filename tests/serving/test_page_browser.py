@@ -341,9 +341,11 @@ def test_everything_fits_the_width(server: ServerProcess, visit: Open, size: dic
         .filter((each) => each.checkVisibility() && each.getBoundingClientRect().right > innerWidth + 0.5)
         .map((each) => each.outerHTML.slice(0, 80))"""
     with visit(server, viewport=size) as it:
-        it.setting(max_tokens=20)
+        it.setting(max_tokens=150, temperature=0)
         it.send("w" * 400)
         it.answer()
+        note, composer = it.page.locator(".stats").last.bounding_box(), it.page.locator("#composer").bounding_box()
+        assert note["y"] + note["height"] <= composer["y"], "the end of the answer is seen"
         it.page.click("#settings-button")
         assert it.page.evaluate(beyond) == []
         box = it.page.locator("#send-button").bounding_box()

@@ -155,3 +155,23 @@ def test_the_dashboard_asks_for_metrics_and_labels_that_exist(server: ServerMetr
             assert set(re.findall(r"(\w+)=", matchers)) <= names[name], expression
         asked |= set(used)
     assert {"fastgen_requests_running", "fastgen_requests_waiting", "fastgen_good_answers_total"} <= asked
+
+
+def test_the_dashboard_takes_rates_of_what_counts_and_quantiles_of_histograms(server: ServerMetrics) -> None:
+    server.observe(lived(1))
+    families = text_string_to_metric_families(server.text().decode())
+    kinds = {
+        sample.name: (family.type, sample.name.removeprefix(family.name))
+        for family in families
+        for sample in family.samples
+    }
+    for expression in dashboard_expressions():
+        rated = set(re.findall(r"rate\((fastgen_\w+)", expression))
+        for name in re.findall(r"fastgen_\w+", expression):
+            kind, suffix = kinds[name]
+            if name in rated:
+                assert kind == "counter" or suffix in ("_bucket", "_sum", "_count"), expression
+                assert (suffix == "_bucket") == expression.startswith("histogram_quantile("), expression
+                assert (suffix == "_bucket") == ("by (le)" in expression), expression
+            else:
+                assert kind == "gauge" or name == "fastgen_engine_restarts_total", expression

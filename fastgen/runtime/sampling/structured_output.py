@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -51,6 +52,8 @@ MAX_MASK_CPU_S = 0.1
 MAX_SLOW_MASKS = 3
 """Of an answer; with one more that takes longer it fails, for a step of all waits for its mask. What a token costs goes
 by the square of the parser's branches, which no limit of the library's is about."""
+MAX_AWAITED_CPU_S = 0.3
+"""Of one mask; then nothing waits for it any more, and its answer fails."""
 _MANY_PROPERTIES = 300
 """Of an object, that may be left out; with fewer no limit is near."""
 
@@ -120,6 +123,9 @@ class Matcher:
         self._state: Any = None
         self._num_tokens = 0
         self._mask: Future[Mask] | None = None
+        self._threads = constraint.vocabulary.threads
+        self._began: tuple[int, float] | None = None
+        """The processor clock of the thread that computes the mask, and what it said when that began."""
         self._failure = ""
         self._num_slow = 0
 
@@ -127,25 +133,46 @@ class Matcher:
         """Begin to compute the mask of the next token, on another thread, unless that was done."""
         if self._mask is not None:
             return
+        self._began = None
+        self._threads = self._constraint.vocabulary.threads
         try:
-            self._mask = self._constraint.vocabulary.threads.submit(self._compute)
+            self._mask = self._threads.submit(self._compute)
         except RuntimeError as error:  # no thread can be started: it is this sequence's failure and no other's
-            self._fail(error)
-            self._mask = Future()
-            self._mask.set_result(self._constraint.vocabulary.mask_of(()))
+            self._mask = self._fail(error)
 
     def mask(self) -> Mask:
         """Of the next token. No bit is set where the grammar can neither go on nor end, or the mask could not be made;
         see :attr:`error`.
         """
-        self.prepare()
-        assert self._mask is not None
-        return self._mask.result()
+        while True:
+            self.prepare()
+            assert self._mask is not None
+            try:
+                return self._mask.result(MAX_MASK_CPU_S)
+            except TimeoutError:
+                if self._mask.cancel():  # not begun: all threads are at what takes long
+                    self._mask = None
+                elif self._spent_s() > MAX_AWAITED_CPU_S and not self._mask.done():
+                    why = f"a token took more than {MAX_AWAITED_CPU_S:g} s of processor time"
+                    self._mask = self._fail(TimeoutError(why))
+                else:
+                    continue
+                self._constraint.vocabulary.replace_threads(self._threads)
+
+    def _spent_s(self) -> float:
+        """Processor time of the thread since it began with the mask; 0 where the system does not tell."""
+        if self._began is None:
+            return 0.0
+        clock, began_s = self._began
+        try:
+            return time.clock_gettime(clock) - began_s
+        except OSError:  # it has just ended, and with it the thread
+            return 0.0
 
     @property
     def error(self) -> str:
         """What the library says where it gave up, a limit being reached, or what else failed; empty otherwise."""
-        self.mask()  # no other thread uses the state from here on
+        self.mask()  # no other thread uses the state from here on, unless it was given up
         return self._failure or _told(self._state.get_error())
 
     def advance(self, token_id: int) -> bool:
@@ -164,6 +191,8 @@ class Matcher:
     def _compute(self) -> Mask:
         try:
             began_s = time.thread_time()
+            if hasattr(time, "pthread_getcpuclockid"):
+                self._began = time.pthread_getcpuclockid(threading.get_ident()), began_s
             mask = self._next_mask()
             self._num_slow += time.thread_time() - began_s > MAX_MASK_CPU_S
             if self._num_slow > MAX_SLOW_MASKS:
@@ -172,11 +201,14 @@ class Matcher:
                 )
             return mask
         except BaseException as error:  # a panic of the library's is no ``Exception``, and nobody interrupts a thread
-            self._fail(error)
-            return self._constraint.vocabulary.mask_of(())
+            return self._fail(error).result()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> Future[Mask]:
+        """There is no next token: the mask that says so."""
         self._failure = f"{type(error).__name__}: {error}"
+        mask: Future[Mask] = Future()
+        mask.set_result(self._constraint.vocabulary.mask_of(()))
+        return mask
 
     def _next_mask(self) -> Mask:
         constraint, vocabulary = self._constraint, self._constraint.vocabulary
@@ -212,7 +244,13 @@ class _Vocabulary:
             ) from error
         self._in_head = self.mask_of(token_id for token_id in range(vocab_size) if token_id != self._end_id)
         self._limits = self._library.LLParserLimits(**_LIMITS, verbose_errors=False)
-        self.threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="fastgen-mask")
+        self.threads = _new_threads()
+
+    def replace_threads(self, busy: ThreadPoolExecutor) -> None:
+        """Have others for what comes, if these are those that there are: some are at what cannot be stopped."""
+        if self.threads is busy:
+            self.threads = _new_threads()
+            busy.shutdown(wait=False)
 
     def mask_of(self, token_ids: Iterable[int]) -> Mask:
         """With the bits of ``token_ids`` set; those that the head does not reach are left out."""
@@ -265,6 +303,10 @@ class _Vocabulary:
             return np.zeros(self._num_words, np.int32), False
         may_end = bool(words[self._end_id // 32] >> self._end_id % 32 & 1)
         return words[: self._num_words] & self._in_head, may_end
+
+
+def _new_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="fastgen-mask")
 
 
 def _first_of(mask: Mask) -> int:

@@ -8,12 +8,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Prediction
 from fastgen.serving.messages import EngineFacts
+from fastgen.serving.monitoring.prometheus import Refusal
 from fastgen.serving.refusals import OverloadedError, TooLargeError
 
 _PREDICTION_S = 0.1
@@ -63,7 +65,7 @@ class Admission:
     """
 
     def __init__(
-        self, limits: Limits, on_refused: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+        self, limits: Limits, on_refused: Callable[[Refusal], None], *, clock: Callable[[], float] = time.monotonic
     ):
         self.limits = limits
         self._on_refused, self._clock = on_refused, clock
@@ -140,7 +142,7 @@ class Admission:
                 predicted_ttft_s=found.ttft_s,
             )
 
-    def _full(self, reason: str, what: str) -> OverloadedError:
+    def _full(self, reason: Literal["queued_requests", "queued_tokens"], what: str) -> OverloadedError:
         self._on_refused(reason)
         limit = getattr(self.limits, f"max_{reason}")
         now_s = self._clock()

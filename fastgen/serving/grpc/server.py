@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NoReturn
 
@@ -67,7 +68,7 @@ class GenerationServicer:
             yield chunk
 
     async def check(self, request: Any, context: ServicerContext) -> Any:
-        self._keys.check(_bearer(context))
+        self._check_key(context)
         asked = [(each, self._encode_prompt) for each in request.prompts]
         asked += [(each, self._encode_chat) for each in request.chats]
         return messages.CheckResponse(errors=[await self._refusal(*each) or "" for each in asked])
@@ -80,7 +81,7 @@ class GenerationServicer:
             return str(error)
 
     async def model_info(self, request: Any, context: ServicerContext) -> Any:
-        self._keys.check(_bearer(context))
+        self._check_key(context)
         return messages.ModelInfoResponse(**self._service.info())
 
     async def terminate(self, request: Any, context: ServicerContext) -> Any:
@@ -111,10 +112,17 @@ class GenerationServicer:
     async def _submit(
         self, request: Any, encode: Callable[[Any], list[int]], context: ServicerContext, *, is_stream: bool
     ) -> Running:
-        self._keys.check(_bearer(context))
+        self._check_key(context)
+        arrived_s = time.monotonic()
         prompt_ids, sampling = await self._read(request, encode)
-        request_id = dict(context.invocation_metadata() or ()).get("x-request-id", "")
-        return await self._service.submit(prompt_ids, sampling, is_stream=is_stream, request_id=str(request_id))
+        return await self._service.submit(prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s)
+
+    def _check_key(self, context: ServicerContext) -> None:
+        try:
+            self._keys.check(_bearer(context))
+        except UnauthorizedError:
+            self._service.metrics.refused("api_key")
+            raise
 
     async def _read(self, request: Any, encode: Callable[[Any], list[int]]) -> tuple[list[int], SamplingParams]:
         messages.refuse_unknown_fields(request)

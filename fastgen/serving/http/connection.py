@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -14,6 +15,7 @@ from uvicorn.server import ServerState
 
 from fastgen.serving.http.errors import error_response
 from fastgen.serving.http.streaming import Gone
+from fastgen.serving.monitoring.prometheus import Refusal
 from fastgen.serving.options import ConnectionLimits
 from fastgen.serving.refusals import BadRequestError, OverloadedError, RequestTimeoutError, TooLargeError
 
@@ -22,19 +24,20 @@ _MAX_HEAD_BYTES = 64 << 10
 
 class LimitedConnection(HttpToolsProtocol):
     """A connection that keeps to ``limits``. What it may not do is answered with an error where that is possible, and
-    then it is closed; see :func:`close_slow` for what takes too long.
+    then it is closed, and ``on_refused`` told why; see :func:`close_slow` for what takes too long.
     """
 
     def __init__(
         self,
         limits: ConnectionLimits,
+        on_refused: Callable[[Refusal], None],
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ):
         super().__init__(config, server_state, app_state, _loop)
-        self._limits = limits
+        self._limits, self._on_refused = limits, on_refused
         self._gone = Gone()
         self._is_one_too_many = False
         self._head_since_s: float | None = None
@@ -49,18 +52,20 @@ class LimitedConnection(HttpToolsProtocol):
         num_more = len(self.connections) - self._limits.max_connections
         self._is_one_too_many = num_more > 0
         if num_more > self._limits.max_connections:  # there is not even room to say so to each
+            self._on_refused("connections")
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._is_one_too_many:  # read first, or closing would cut the answer off
             limit = self._limits.max_connections
-            self._refuse(OverloadedError(f"{limit} connections are open, no more are taken", retry_after_s=1.0))
+            error = OverloadedError(f"{limit} connections are open, no more are taken", retry_after_s=1.0)
+            self._refuse(error, "connections")
             return
         self._parse(data)
         if self._head_since_s is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > _MAX_HEAD_BYTES:
-                self._refuse(_head_too_large())
+                self._refuse(_head_too_large(), "head_size")
 
     def _parse(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -70,7 +75,7 @@ class LimitedConnection(HttpToolsProtocol):
             if self._offers_another_protocol:  # which CONNECT does not
                 self._ignore_upgrade(data[stopped.args[0] :])
         except httptools.HttpParserError:
-            self._refuse(BadRequestError("this is not HTTP/1.1"))
+            self._refuse(BadRequestError("this is not HTTP/1.1"), "not_http")
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Read the request and the ``rest`` behind its head as if another protocol had not been offered. A server may;
@@ -94,7 +99,7 @@ class LimitedConnection(HttpToolsProtocol):
         if self._offers_another_protocol:
             return
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > _MAX_HEAD_BYTES:
-            self._refuse(_head_too_large())
+            self._refuse(_head_too_large(), "head_size")
             raise httptools.HttpParserCallbackError  # which ends the parsing
         self._head_since_s, self._num_head_bytes = None, 0
         self.scope["state"]["gone"] = self._gone
@@ -133,14 +138,16 @@ class LimitedConnection(HttpToolsProtocol):
         elif self._head_since_s is not None and now_s - self._head_since_s > self._limits.header_timeout_s:
             self._head_since_s = None
             if self._num_head_bytes:
-                self._refuse(RequestTimeoutError("the head of the request did not come in time"))
+                self._refuse(RequestTimeoutError("the head of the request did not come in time"), "head_time")
             else:
                 self.transport.close()
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, error: Exception, reason: Refusal | None = None) -> None:
         """Answer with ``error`` and nothing else, and close."""
         if self.transport.is_closing():
             return
+        if reason is not None:
+            self._on_refused(reason)
         response: JSONResponse = error_response(error)
         content = [STATUS_LINE[response.status_code], b"connection: close\r\n"]
         content += [b"%b: %b\r\n" % header for header in response.raw_headers]

@@ -20,8 +20,8 @@ from fastgen.serving.api_keys import bearer
 from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
-from fastgen.serving.http.openai_requests import FewErrors, at_most
-from fastgen.serving.http.openai_run import event_of, event_stream, json_response, request_id_of
+from fastgen.serving.http.openai_requests import MAX_TOKEN_IDS, FewErrors, at_most
+from fastgen.serving.http.openai_run import arrival_of, event_of, event_stream, json_response
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Running, Service
@@ -42,7 +42,7 @@ class GenerateBody(FewErrors):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    prompt: str | Annotated[list[_TokenId], Field(fail_fast=True)] | None = None
+    prompt: str | Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)] | None = None
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     stream: bool = False
 
@@ -126,7 +126,7 @@ def generate_routes(service: Service) -> APIRouter:
 
     async def answer(body: GenerateBody, request: Request) -> Response:
         prompt_ids, sampling = await asyncio.to_thread(_read, service, body)
-        running = await service.submit(prompt_ids, sampling, is_stream=body.stream, request_id=request_id_of(request))
+        running = await service.submit(prompt_ids, sampling, is_stream=body.stream, arrived_s=arrival_of(request))
         if body.stream:
             return await event_stream(request, running, _events(running))
         async with running, unless_gone(request):

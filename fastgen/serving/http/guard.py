@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastgen.serving.api_keys import bearer
 from fastgen.serving.http.errors import CLIENT_LEFT, error_response
-from fastgen.serving.monitoring.prometheus import ServerMetrics
+from fastgen.serving.monitoring.prometheus import Refusal, ServerMetrics
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import RefusedError, RequestTimeoutError, TooLargeError, UnauthorizedError
 
@@ -29,7 +29,8 @@ _log = logging.getLogger("fastgen.serving.requests")
 
 class Guard:
     """An ASGI application in front of another. The request's name is in ``request.state.request_id`` there, and in the
-    header ``x-request-id`` of the answer; its body comes whole. ``metrics`` counts what was answered.
+    header ``x-request-id`` of the answer; its body comes whole, and ``request.state.arrived_s`` is when it had, by
+    ``time.monotonic``. ``metrics`` counts what was answered.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
@@ -60,6 +61,7 @@ class Guard:
             if found is None:
                 return
             body = found
+            scope["state"]["arrived_s"] = time.monotonic()
             await self._app(scope, _whole(body, receive), named_send)
         except RefusedError as error:
             response = error_response(error)
@@ -113,7 +115,7 @@ class Guard:
         _log.info("%s %s %s", method, scope["path"], status or "left", extra={"facts": facts})
 
 
-_REASONS: dict[type[RefusedError], str] = {
+_REASONS: dict[type[RefusedError], Refusal] = {
     UnauthorizedError: "api_key",
     TooLargeError: "body_size",
     RequestTimeoutError: "body_time",

@@ -32,6 +32,7 @@ from fastgen.serving.http.openai_requests import ChatRequest
 from fastgen.serving.http.openai_run import (
     Batch,
     StreamUsage,
+    arrival_of,
     check_model,
     check_prompt,
     code_of,
@@ -72,15 +73,14 @@ def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
             max_model_len=service.facts.max_model_len,
             vocab_size=service.facts.vocab_size,
         )
-        request_id = request_id_of(request)
-        writer = _Writer(service, body, tools, len(prompt_ids), f"chatcmpl-{request_id}")
+        writer = _Writer(service, body, tools, len(prompt_ids), f"chatcmpl-{request_id_of(request)}")
         with _about_tools(tools is not None and body.response_format is None):
             batch = await Batch.submit(
                 service,
                 [prompt_ids],
                 [sampling],
                 is_stream=bool(body.stream),
-                request_id=request_id,
+                arrived_s=arrival_of(request),
                 spelled=tools.spelled if tools is not None else None,
             )
             if body.stream:

@@ -24,6 +24,7 @@ from fastgen.serving.http.openai_requests import CompletionRequest
 from fastgen.serving.http.openai_run import (
     Batch,
     StreamUsage,
+    arrival_of,
     check_model,
     encode_prompts,
     event_of,
@@ -61,9 +62,9 @@ def completion_routes(service: Service) -> APIRouter:
             )
             for ids in prompt_ids
         ]
-        request_id = request_id_of(request)
-        writer = _Writer(service, body, prompts, prompt_ids, f"cmpl-{request_id}")
-        batch = await Batch.submit(service, prompt_ids, samplings, is_stream=bool(body.stream), request_id=request_id)
+        writer = _Writer(service, body, prompts, prompt_ids, f"cmpl-{request_id_of(request)}")
+        arrived_s = arrival_of(request)
+        batch = await Batch.submit(service, prompt_ids, samplings, is_stream=bool(body.stream), arrived_s=arrived_s)
         if body.stream:
             return await event_stream(request, batch, _events(batch, writer, body))
         async with batch, unless_gone(request):

@@ -25,6 +25,8 @@ from pydantic_core import PydanticCustomError
 from fastgen.serving.http.openai_messages import Message, Tool, ToolChoice, few_parts
 
 MAX_PROMPTS = 2048
+MAX_TOKEN_IDS = 1 << 20
+"""Of a request's prompts together: more would keep the server from all else while they are looked at."""
 MAX_N = 128
 MAX_BEAMS = 256
 MAX_STOP_STRINGS = 4
@@ -76,6 +78,8 @@ def _prompt(value: Any) -> Any:
     items = value if isinstance(value[0], (str, list)) else [value]
     if len(items) > MAX_PROMPTS:
         raise PydanticCustomError("too_many_prompts", "at most {max} prompts at once", {"max": MAX_PROMPTS})
+    if sum(len(item) for item in items if isinstance(item, list)) > MAX_TOKEN_IDS:
+        raise PydanticCustomError("too_many_token_ids", "at most {max} token ids in all", {"max": MAX_TOKEN_IDS})
     for item in items:
         is_text = isinstance(item, str)
         if not is_text and not (isinstance(item, list) and item and set(map(type, item)) == {int}):
@@ -97,6 +101,7 @@ def _bad_prompt() -> PydanticCustomError:
 _TOKEN_IDS_SCHEMA = {
     "type": "array",
     "minItems": 1,
+    "maxItems": MAX_TOKEN_IDS,
     "items": {"type": "integer", "minimum": 0, "maximum": _MAX_INT32},
 }
 _PROMPT_SCHEMA = {
@@ -268,4 +273,4 @@ class DetokenizeRequest(Strict):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]

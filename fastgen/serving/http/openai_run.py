@@ -44,17 +44,18 @@ class Batch:
         samplings: Sequence[SamplingParams],
         *,
         is_stream: bool,
-        request_id: str,
+        arrived_s: float | None,
         spelled: Mapping[int, str] | None = None,
     ) -> Self:
-        """Queue all of them. Raises ``RefusedError`` where one of them cannot be; then none is."""
+        """Queue all of them; ``arrived_s`` and ``spelled`` are those of :meth:`Service.submit`. Raises ``RefusedError``
+        where one of them cannot be; then none is."""
         batch = cls([])
         try:
             with _in_openai_names():
                 for prompt_ids, sampling in zip(prompts, samplings, strict=True):
                     batch._running.append(
                         await service.submit(
-                            prompt_ids, sampling, is_stream=is_stream, request_id=request_id, spelled=spelled
+                            prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s, spelled=spelled
                         )
                     )
         except BaseException:
@@ -257,6 +258,11 @@ def request_id_of(request: Request) -> str:
     """The name that the request has in logs and headers, or else a new one."""
     found: str | None = getattr(request.state, "request_id", None)
     return found or secrets.token_hex(12)
+
+
+def arrival_of(request: Request) -> float | None:
+    """When all of the request had come, by ``time.monotonic``, where that was noted."""
+    return getattr(request.state, "arrived_s", None)
 
 
 def now() -> int:

@@ -21,7 +21,7 @@ from fastgen.serving.http.errors import ERRORS, invalid_request
 from fastgen.serving.http.generate import own_words
 from fastgen.serving.http.openai_answers import finish_of
 from fastgen.serving.http.openai_requests import FewErrors
-from fastgen.serving.http.openai_run import Batch, encode_prompts, event_stream, json_response, request_id_of
+from fastgen.serving.http.openai_run import Batch, arrival_of, encode_prompts, event_stream, json_response
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
@@ -165,7 +165,7 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
         prompts,
         [sampling] * len(prompts),
         is_stream=invocation.stream,
-        request_id=request_id_of(request),
+        arrived_s=arrival_of(request),
     )
     words = _Words(service, invocation.parameters)
     if invocation.stream:

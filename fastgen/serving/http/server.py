@@ -51,7 +51,7 @@ def _config(app: ASGIApp, options: ServeOptions, metrics: ServerMetrics) -> uvic
         )
     config = uvicorn.Config(
         app,
-        http=partial(LimitedConnection, limits),  # type: ignore[arg-type]
+        http=partial(LimitedConnection, limits, metrics.refused),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client import Histogram as OwnHistogram
@@ -19,6 +19,22 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from fastgen.runtime.metrics import REQUEST_BOUNDS_S, Histogram, Metrics
 from fastgen.serving.monitoring.goodput import RATES, good_rates
 
+Refusal = Literal[
+    "api_key",
+    "body_size",
+    "body_time",
+    "connections",
+    "head_size",
+    "head_time",
+    "itl_target",
+    "not_http",
+    "prompt_tokens",
+    "queued_requests",
+    "queued_tokens",
+    "ttft_slo",
+    "unavailable",
+]
+"""Why a request is not taken, whatever it asks for."""
 PREFIX = "fastgen_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = {"step_seconds": "size", "sequences_finished_total": "reason"}
@@ -77,8 +93,10 @@ class ServerMetrics:
             buckets=REQUEST_BOUNDS_S,
             registry=self.registry,
         )
-        for rate in RATES:
+        for rate in RATES:  # what has not happened yet is told as 0, so that the first time is seen as a change
             self._good_answers.labels(str(rate))
+        for reason in get_args(Refusal):
+            self._refused.labels(reason)
 
     def observe(self, metrics: Metrics) -> None:
         """What the engine that runs has counted."""
@@ -101,7 +119,7 @@ class ServerMetrics:
         for rate in good_rates(num_prompt_tokens, ttft_s, gaps_s):
             self._good_answers.labels(str(rate)).inc()
 
-    def refused(self, reason: str) -> None:
+    def refused(self, reason: Refusal) -> None:
         """A request was not taken."""
         self._refused.labels(reason).inc()
 

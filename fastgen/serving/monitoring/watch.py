@@ -48,11 +48,11 @@ class Watch:
     def completion_ended(self, request: EngineRequest, progress: Progress) -> None:
         end = progress.end
         assert end is not None
-        gaps_s = end.metrics.gaps_s
-        if end.reason not in ("stop", "length") or end.metrics.ttft_s is None:
+        if end.reason not in ("stop", "length") or end.first_token_ago_s is None:
             return
-        # The engine knows nothing of the time before it took the request, so the first token is dated from the last.
-        ttft_s = time.monotonic() - request.submitted_s - sum(gaps_s)
+        # The engine's clock is its own, and it knows nothing of the time before it took the request.
+        ttft_s = time.monotonic() - end.first_token_ago_s - request.arrived_s
+        gaps_s = end.metrics.gaps_s
         self.metrics.answered(request.num_prompt_tokens, ttft_s, gaps_s)
         if progress.index == 0:
             self._num_generated[request] = 1 + len(gaps_s)

@@ -43,12 +43,12 @@ async function send() {
   try {
     const end = await readAnswer(text, write, timing, answering.signal);
     flush();
-    answer.note.textContent = [...statistics(end.usage, timing), endInWords(end.reason)].filter(Boolean).join(" · ");
+    noteBelow(answer, [...statistics(end.usage, timing), endInWords(end.reason)]);
     announce("The answer is complete.");
   } catch (error) {
     flush();
     const stopped = error.name === "AbortError";
-    answer.note.textContent = [...statistics(null, timing), stopped ? "stopped" : ""].filter(Boolean).join(" · ");
+    noteBelow(answer, [...statistics(null, timing), stopped ? "stopped" : ""]);
     if (!stopped) addError(answer.item, inWords(error));
     announce(stopped ? "Stopped." : "");
   }
@@ -96,10 +96,8 @@ function writer(place) {
   const flush = () => {
     cancelAnimationFrame(frame);
     frame = null;
-    const isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
-    node.appendData(waiting);
+    stayingAtEnd(() => node.appendData(waiting));
     waiting = "";
-    if (isAtEnd) scrollDown();
   };
   const write = (piece) => {
     waiting += piece;
@@ -146,6 +144,10 @@ function addMessage(role, who) {
   return { item, text, note };
 }
 
+function noteBelow({ note }, parts) {
+  stayingAtEnd(() => (note.textContent = parts.filter(Boolean).join(" · ")));
+}
+
 function addError(item, words) {
   const error = element("p", "error", words);
   error.setAttribute("role", "alert");
@@ -182,6 +184,13 @@ function showAnswering(is) {
 
 function announce(words) {
   byId("announcement").textContent = words;
+}
+
+/** Make a `change`; who saw the end of the conversation sees it still. */
+function stayingAtEnd(change) {
+  const isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
+  change();
+  if (isAtEnd) scrollDown();
 }
 
 function scrollDown() {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import bisect
 import builtins
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,36 @@ def test_an_answer_whose_masks_take_too_long_fails(
         subject.advance(token_id)
     assert allowed(subject) == set()
     assert "took more than" in subject.error
+
+
+@pytest.mark.parametrize("is_asked_first", [True, False])
+def test_a_mask_that_takes_too_long_is_waited_for_no_more_and_holds_up_no_other(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, is_asked_first: bool
+) -> None:
+    monkeypatch.setattr(structured_output, "MAX_THREADS", 1)
+    monkeypatch.setattr(structured_output, "MAX_MASK_CPU_S", 0.01)
+    monkeypatch.setattr(structured_output, "MAX_AWAITED_CPU_S", 0.05)
+    endless, honest = (matcher(grammars, {"type": "regex", "pattern": each}) for each in ("aaaa", "bbbb"))
+    vocabulary = endless._constraint.vocabulary
+    vocabulary.replace_threads(vocabulary.threads)
+    find, is_over = vocabulary.next_tokens, threading.Event()
+
+    def find_or_never(state: Any) -> tuple[structured_output.Mask, bool]:
+        while state is endless._state and not is_over.is_set():
+            pass
+        return find(state)
+
+    monkeypatch.setattr(vocabulary, "next_tokens", find_or_never)
+    try:
+        for each in (endless, honest):
+            each.prepare()
+        masks = {each: allowed(each) for each in ((endless, honest) if is_asked_first else (honest, endless))}
+        assert masks[endless] == set()
+        assert masks[honest]
+        assert endless.error == "TimeoutError: a token took more than 0.05 s of processor time"
+        assert not honest.error
+    finally:
+        is_over.set()
 
 
 def test_what_no_token_can_begin_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""What is counted of answers as they end: from when their first token is dated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from fastgen.runtime.outputs import FinishReason, RequestMetrics
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.serving.admission.admission import Limits
+from fastgen.serving.engine_request import EngineRequest
+from fastgen.serving.messages import End, Progress
+from fastgen.serving.monitoring.watch import Watch
+
+NOW_S = 1000.0
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    monkeypatch.setattr(time, "monotonic", lambda: NOW_S)
+    return Watch(Limits(), lambda: True)
+
+
+def end(
+    watch: Watch, *, arrived_s: float, first_token_s: float, gaps_s: Sequence[float], reason: FinishReason = "stop"
+) -> None:
+    """A completion of a prompt of 512 tokens, which is due within a second, has ended now; times are seconds ago."""
+    request = EngineRequest(1, 512, SamplingParams(), NOW_S - arrived_s)
+    metrics = RequestMetrics(queue_s=0.0, ttft_s=0.01, gaps_s=list(gaps_s))
+    ended = End(reason, None, None, metrics, first_token_s)
+    watch.completion_ended(request, Progress(1, 0, [5], None, ended))
+
+
+def counted(watch: Watch) -> tuple[float, float, float]:
+    """The sum of the times to first tokens, the answers, and those that were good at 2 tokens a second."""
+    values = dict(line.rsplit(" ", 1) for line in watch.metrics.text().decode().splitlines() if line[0] != "#")
+    names = ("server_ttft_seconds_sum", "answers_total", 'good_answers_total{tokens_per_s="2"}')
+    ttft_s, num_answers, num_good = (float(values[f"fastgen_{name}"]) for name in names)
+    return ttft_s, num_answers, num_good
+
+
+def test_what_a_request_waits_before_it_is_submitted_counts(watch: Watch) -> None:
+    end(watch, arrived_s=3.0, first_token_s=0.25, gaps_s=[0.125, 0.125])
+    assert counted(watch) == (2.75, 1, 0)
+    end(watch, arrived_s=1.0, first_token_s=0.25, gaps_s=[0.125, 0.125])
+    assert counted(watch) == (3.5, 2, 1)
+
+
+def test_an_answer_that_a_search_found_long_ago_came_when_it_was_found(watch: Watch) -> None:
+    """A beam search gives its answers when all of it ends."""
+    end(watch, arrived_s=10.0, first_token_s=9.5, gaps_s=[0.125])
+    assert counted(watch) == (0.5, 1, 1)
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "timeout", "error"])
+def test_what_was_not_given_whole_is_no_answer(watch: Watch, reason: FinishReason) -> None:
+    end(watch, arrived_s=0.5, first_token_s=0.25, gaps_s=[0.125], reason=reason)
+    assert counted(watch) == (0.0, 0, 0)
