@@ -118,7 +118,8 @@ def ratio_in_turns(data: Data, model: str, engine: str, weight_format: str, work
 
 def _against_best_in_turns(data: Data, model: str, weight_format: str, workload: str) -> float | None:
     """Over the engine that does best in turns, if every one that was measured in rounds was in turns as well."""
-    rows = {(each["engine"], each["format"]) for each in data["samples"] if each["model"] == model}
+    every = [*data["samples"], *data.get("turns", ())]
+    rows = {(each["engine"], each["format"]) for each in every if each["model"] == model}
     found = [
         ratio_in_turns(data, model, engine, other, workload)
         for engine, other in rows
