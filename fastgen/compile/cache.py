@@ -88,14 +88,14 @@ class KernelCache:
     def build(self, name: str, key: Mapping[str, Any], source: str, make: Make) -> Entry:
         """The entry, built unless it is there: ``make(directory)`` adds to the source file and returns a report.
 
-        Of several processes one builds and the others wait. Where the cache cannot be written (read-only, full), a
-        directory that lasts as long as the process takes its place, with a warning.
+        Of several processes one builds and the others wait. Where the cache cannot be made or written (read-only, full),
+        a directory that lasts as long as the process takes its place, with a warning.
         """
         if self._spare is None:
             try:
                 return _build(self.directory, name, key, source, make)
             except OSError as error:
-                if error.errno not in _UNWRITABLE:
+                if error.errno not in _UNWRITABLE and os.path.isdir(self.directory):
                     raise
                 self._fall_back(error)
         assert self._spare is not None
@@ -114,7 +114,7 @@ class KernelCache:
 
     def entries(self) -> list[Entry]:
         """All undamaged entries, by name."""
-        if not self.directory.is_dir():
+        if not os.path.isdir(self.directory):
             return []
         places = (each for each in self.directory.iterdir() if not each.name.startswith(".") and each.is_dir())
         found = [entry for place in sorted(places) if (entry := _read(place, None)) is not None]
@@ -126,7 +126,7 @@ class KernelCache:
         entries = self.entries()
         freed = sum(entry.size_bytes for entry in entries)
         locks = self.directory / _LOCKS
-        if self.directory.is_dir():
+        if os.path.isdir(self.directory):
             for each in self.directory.iterdir():
                 is_hidden, (place_name, _, _) = each.name.startswith("."), each.name[1:].rpartition(".")
                 if is_hidden and place_name:  # a draft
@@ -135,7 +135,7 @@ class KernelCache:
                             remove(each)
                 elif each != locks and (is_hidden or each.name == _FAILED or (each / _MANIFEST).exists()):
                     remove(each)
-        if locks.is_dir():
+        if os.path.isdir(locks):
             for each in locks.iterdir():
                 with _lock(each, waits=False) as is_held:
                     if is_held:

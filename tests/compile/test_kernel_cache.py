@@ -293,6 +293,15 @@ def test_a_file_where_the_cache_should_be(cache, make) -> None:
     assert make.count == 1
 
 
+@pytest.mark.parametrize("place", ["/proc/self/kernels", "long" * 100])
+def test_a_place_that_cannot_be_made(place, tmp_path, cache, make) -> None:
+    cache.directory = tmp_path / place
+    assert (cache.find("norm", KEY), cache.entries(), cache.clean()) == (None, [], (0, 0))
+    with pytest.warns(UserWarning, match="kernels cannot be kept in .*(self/kernels|longlong)"):
+        entry = build(cache, make)
+    assert cache.find("norm", KEY) == entry
+
+
 def test_another_os_error_is_not_taken_for_a_full_disk(cache) -> None:
     def fail(directory: Path) -> dict[str, int]:
         raise OSError(errno.ENOEXEC, "Exec format error")
