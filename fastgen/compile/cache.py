@@ -37,6 +37,7 @@ _FAILED = "failed"
 _FORMAT = 1
 # What tells that a directory cannot be written to, rather than that a build went wrong.
 _UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
+_ROOM = 16 << 20  # bytes; what is built of a kernel takes a tenth of it at most
 _falling_back = threading.Lock()
 Make = Callable[[Path], Mapping[str, Any]]
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
@@ -174,12 +175,21 @@ def _build(root: Path, name: str, key: Mapping[str, Any], source: str, make: Mak
             (draft / f"{name}{key['suffix']}").write_text(source, encoding="utf-8")
             _seal(draft, name, key, make(draft))
             publish(draft, place)
+        except Exception:
+            _check_room(draft)  # a compiler that finds none fails as if the source were wrong
+            raise
         finally:
             remove(draft)
         entry = _read(place, key)
     if entry is None:
         raise KernelError(f"kernel {name}: what was just written to {place} reads back differently", kernel=name)
     return entry
+
+
+def _check_room(directory: Path) -> None:
+    """Raises ``OSError`` where so little room is left that a build may have failed for it."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(bytes(_ROOM))
 
 
 def _place_name(name: str, key: Mapping[str, Any]) -> str:

@@ -286,6 +286,24 @@ def test_a_disk_that_fills_up_while_a_kernel_is_built(cache, make) -> None:
     assert cache.entries() == []
 
 
+def test_a_compiler_that_finds_no_room_is_not_taken_for_a_mistake_in_the_source(cache, make, monkeypatch) -> None:
+    def fail(directory: Path) -> dict[str, int]:
+        if directory.is_relative_to(cache.directory):
+            raise ValueError("ld returned 1 exit status")
+        return make(directory)
+
+    with pytest.raises(ValueError, match="ld returned 1"):  # there is room, so it is one
+        build(cache, fail)
+
+    def full(dir: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", full)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        build(cache, fail)
+    assert make.count == 1
+
+
 def test_a_file_where_the_cache_should_be(cache, make) -> None:
     cache.directory.write_text("")
     with pytest.warns(UserWarning, match="kernels cannot be kept in"):

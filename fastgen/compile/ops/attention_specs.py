@@ -78,28 +78,26 @@ class Tiling:
 # 128 rows take two warp groups and halve what is read of keys and values against 64. None of this is measured yet.
 # Of n stages Triton has (n - 1) // 2 for keys and values, since where they lie is loaded first. With five, the next
 # tile is on its way while one is computed on; with three it is fetched in between, which only other programs of the
-# same multiprocessor hide, and tiles of chunks leave room for none. Others than sm_80 and sm_90 have three still.
+# same multiprocessor hide, and tiles of chunks leave room for none. So these would rather be smaller than have three.
 _CHUNKS: dict[str, dict[int, Tiling]] = {
     "sm_80": {
-        96: Tiling(128, 64, 8, 5),
+        80: Tiling(128, 64, 8, 5),
         128: Tiling(128, 32, 8, 5),
         192: Tiling(64, 64, 8, 5),
         256: Tiling(64, 32, 8, 5),
         576: Tiling(32, 32, 8, 5),
     },
     "sm_86": {
-        80: Tiling(128, 64, 8, 3),
-        128: Tiling(128, 64, 8, 3),
-        192: Tiling(64, 64, 8, 3),
-        256: Tiling(64, 32, 8, 2),
-        576: Tiling(32, 32, 8, 2),
+        80: Tiling(128, 64, 8, 5),
+        192: Tiling(128, 32, 8, 5),
+        256: Tiling(64, 16, 8, 5),
+        576: Tiling(32, 16, 8, 5),
     },
     "sm_90": {192: Tiling(128, 64, 8, 5), 256: Tiling(64, 64, 8, 5), 576: Tiling(32, 64, 8, 5)},
-    "sm_100": {192: Tiling(128, 64, 8, 3), 256: Tiling(64, 64, 8, 2), 576: Tiling(32, 64, 8, 2)},
     "gfx942": {128: Tiling(128, 32, 4, 2), 256: Tiling(64, 32, 4, 2), 576: Tiling(16, 32, 4, 1)},
     "interpret": {1024: Tiling(32, 16, 4, 1)},
 }
-_CHUNKS |= {"sm_89": _CHUNKS["sm_86"]}
+_CHUNKS |= {"sm_89": _CHUNKS["sm_86"], "sm_100": _CHUNKS["sm_90"]}
 # Query tiles of decodes have 16 rows, the least that tensor cores take; more where more heads share a KV head, so that
 # its keys and values are not read again for each 16 of them: up to 64 rows, or 32 where a head is large.
 _DECODES: dict[str, dict[int, Tiling]] = {
@@ -125,11 +123,13 @@ _DECODES: dict[str, dict[int, Tiling]] = {
     "interpret": {1024: Tiling(16, 16, 4, 1, programs_per_sm=2)},
 }
 _DECODES |= {"sm_89": _DECODES["sm_86"], "sm_90": _DECODES["sm_80"], "sm_100": _DECODES["sm_80"]}
-# Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise.
-_CHUNKS_GATHERED = {"sm_86": {128: Tiling(128, 32, 8, 3)}, "sm_90": {256: Tiling(64, 32, 8, 5)}}
-_CHUNKS_GATHERED |= {"sm_89": _CHUNKS_GATHERED["sm_86"]}
+# Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise, by
+# Triton 3.6 or by later ones.
+_CHUNKS_GATHERED = {"sm_90": {256: Tiling(64, 32, 8, 5), 576: Tiling(32, 32, 8, 5)}}
+_CHUNKS_GATHERED |= {"sm_100": _CHUNKS_GATHERED["sm_90"]}
 _DECODES_GATHERED = {
-    "sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4), 256: Tiling(16, 32, 4, 2, programs_per_sm=2)},
+    "sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4)},
+    "sm_90": {256: Tiling(16, 32, 4, 5, programs_per_sm=2)},
 }
 # fp32 dots are exact, without tensor cores, and their operands lie in registers.
 _CHUNKS_FP32, _DECODES_FP32 = Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1, programs_per_sm=1)
