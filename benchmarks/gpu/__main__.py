@@ -163,7 +163,9 @@ def left_out(parts: dict[str, Any], wanted: list[str]) -> str:
         if ended:
             names.append(name)
             lines.append(f"{name}: {ended}, {len(kept.get('rows', ()))} rows\n")
-    return "".join([*lines, f"to run them alone, into a file of their own: --parts {','.join(names)}\n"]) if names else ""
+    if names:
+        lines.append(f"to run them alone, into a file of their own: --parts {','.join(names)}\n")
+    return "".join(lines)
 
 
 if __name__ == "__main__":

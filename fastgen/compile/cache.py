@@ -89,8 +89,8 @@ class KernelCache:
     def build(self, name: str, key: Mapping[str, Any], source: str, make: Make) -> Entry:
         """The entry, built unless it is there: ``make(directory)`` adds to the source file and returns a report.
 
-        Of several processes one builds and the others wait. Where the cache cannot be made or written (read-only, full),
-        a directory that lasts as long as the process takes its place, with a warning.
+        Of several processes one builds and the others wait. Where the cache cannot be made or written (read-only,
+        full), a directory that lasts as long as the process takes its place, with a warning.
         """
         if self._spare is None:
             try:

@@ -209,7 +209,8 @@ def test_all_parts_go_into_one_file_and_none_is_begun_too_late(
 def test_the_last_lines_name_what_was_left_out() -> None:
     whole, row = {"rows": [{}], "seconds": 3.0}, {"case": "one"}
     assert command.left_out({"moe": whole}, ["moe"]) == ""
-    parts = {"tests": whole, "decode": {"rows": [row], "seconds": 9.0, "ended": "by the time limit"}, "start": {"rows": []}}
+    late = {"rows": [row], "seconds": 9.0, "ended": "by the time limit"}
+    parts = {"tests": whole, "decode": late, "start": {"rows": []}}
     assert command.left_out(parts, ["tests", "decode", "start", "moe"]).splitlines() == [
         "decode: by the time limit, 1 rows",
         "start: broken off, 0 rows",

@@ -136,9 +136,7 @@ def run_alone(script: str | None, *options: str) -> subprocess.CompletedProcess[
     assert "import fastgen" not in text
     assert "from fastgen" not in text
     command = [sys.executable, *options, script]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd="/", env=environment, timeout=600
-    )
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env=environment, timeout=600)
 
 
 @pytest.fixture
