@@ -146,13 +146,13 @@ class KernelCache:
         return len(entries), freed
 
     def failed(self, name: str) -> Path:
-        """An empty directory to leave the remains of a failure in. Raises ``OSError``."""
-        for root in (self.directory, _temporary_directory()):
-            place = root / _FAILED / f"{name}-{uuid.uuid4().hex[:8]}"
+        """A new directory to leave the remains of a failure in, which outlives the process. Raises ``OSError``."""
+        place = self.directory / _FAILED / f"{name}-{uuid.uuid4().hex[:8]}"
+        if self._spare is None:  # else there is no writing here
             with contextlib.suppress(OSError):
                 place.mkdir(parents=True)
                 return place
-        raise OSError(errno.ENOSPC, "no directory can be written to")
+        return Path(tempfile.mkdtemp(prefix=f"fastgen-failed-{name}-"))
 
 
 def cache_of(source: Path) -> KernelCache:

@@ -320,6 +320,16 @@ def test_a_place_that_cannot_be_made(place, tmp_path, cache, make) -> None:
     assert cache.find("norm", KEY) == entry
 
 
+def test_what_a_failure_leaves_outlives_the_process_where_the_cache_cannot_be_written(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    code = "from fastgen.compile.cache import KernelCache; print(KernelCache().failed('norm'))"
+    environment = {**os.environ, "FASTGEN_CACHE": str(tmp_path / "file"), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    left = Path(done.stdout.strip())
+    assert left.parent == tmp_path
+    assert left.is_dir()
+
+
 def test_another_os_error_is_not_taken_for_a_full_disk(cache) -> None:
     def fail(directory: Path) -> dict[str, int]:
         raise OSError(errno.ENOEXEC, "Exec format error")
