@@ -30,6 +30,7 @@ from fastgen.compile.ops.attention_specs import (
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec
 from tests.compile.attention_cases import (
+    SHIPPED,
     TOLERANCE,
     Case,
     Rows,
@@ -363,26 +364,6 @@ def check_residency(shape: AttentionShape, arch: str, directory: Path) -> None:
     assert found["occupancy"] * max_warps / found["num_warps"] >= specs.decode.programs_per_sm - 0.05, f"{arch} {found}"
 
 
-SHIPPED = {
-    **{f"D {size}": AttentionShape(32, 8, size, 64, "bf16", 0.1) for size in (64, 80, 96, 128, 256)},
-    "fp16": AttentionShape(32, 8, 128, 64, "fp16", 0.1),
-    "fp32": AttentionShape(32, 8, 128, 64, "fp32", 0.1),
-    "small blocks": AttentionShape(32, 8, 128, 16, "bf16", 0.1),
-    "small blocks, D 64": AttentionShape(12, 12, 64, 16, "bf16", 0.125, q_stride=2304),
-    "Gemma 2, small blocks": AttentionShape(8, 4, 256, 16, "bf16", 0.1, sliding_window=4096, softcap=50.0),
-    "GPT-J, small blocks": AttentionShape(16, 16, 256, 16, "bf16", 0.0625, q_stride=12288),
-    "Phi 3, small blocks": AttentionShape(32, 32, 96, 16, "bf16", 0.1, sliding_window=2047, q_stride=9216),
-    "latent, small blocks": AttentionShape(128, 1, 576, 16, "bf16", 0.1, v_dim=512, values_in_keys=True),
-    "window": AttentionShape(32, 8, 128, 64, "bf16", 0.1, sliding_window=4096),
-    "Gemma 2": AttentionShape(16, 8, 256, 64, "bf16", 0.1, sliding_window=4096, softcap=50.0),
-    "BLOOM": AttentionShape(32, 32, 128, 64, "bf16", 0.1, alibi="plain", alibi_dtype="bf16"),
-    "Falcon": AttentionShape(71, 1, 64, 64, "bf16", 0.1),
-    "sinks": AttentionShape(64, 8, 64, 64, "bf16", 0.1, sliding_window=128, sinks=True),
-    "latent": AttentionShape(128, 1, 576, 64, "bf16", 0.1, v_dim=512, values_in_keys=True),
-    "expanded latent": AttentionShape(32, 32, 192, 64, "bf16", 0.1, v_dim=128),
-}
-
-
 @pytest.mark.parametrize(
     ("name", "arch", "kernel"),
     [
@@ -393,27 +374,6 @@ SHIPPED = {
 )
 def test_keys_gathered_from_small_blocks_spill_nothing(name: str, arch: str, kernel: str, tmp_path: Path) -> None:
     check_build(getattr(attention_specs(SHIPPED[name], max_num_seqs=256, arch=arch), kernel), arch, tmp_path)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100"])
-def test_prompts_fetch_the_next_keys_while_they_compute(arch: str) -> None:
-    """Of n stages Triton has (n - 1) // 2 for keys and values, and these need two."""
-    for name, shape in SHIPPED.items():
-        if shape.dtype != "fp32":
-            assert (chunk_tiling(shape, arch).num_stages - 1) // 2 == 2, name
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_registers_are_asked_for_as_many_programs_as_are_planned_for(name: str) -> None:
-    """Else the assembler takes more, or spills some for one program more."""
-    for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100"):
-        specs = attention_specs(SHIPPED[name], max_num_seqs=256, arch=arch)
-        for spec, tiling in ((specs.chunks, specs.chunk), (specs.decodes, specs.decode)):
-            threads, registers = 32 * tiling.num_warps * tiling.programs_per_sm, spec.options["maxnreg"]
-            assert isinstance(registers, int)
-            assert registers * threads <= 65536
-            assert registers == 255 or (registers + 8) * threads > 65536
-    assert "maxnreg" not in attention_specs(SHIPPED[name], max_num_seqs=256, arch="gfx942").chunks.options
 
 
 @pytest.mark.slow
