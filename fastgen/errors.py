@@ -5,6 +5,8 @@ All of them derive from :class:`FastgenError`; those about a bad argument are al
 
 from __future__ import annotations
 
+import shlex
+
 
 class FastgenError(Exception):
     """Base class of all errors raised by fastgen."""
@@ -85,7 +87,7 @@ class KernelError(FastgenError):
         lines += [f"  kernel: {spec}"] if spec else []
         lines += [f"  needed by: {', '.join(nodes)}"] if nodes else []
         lines += [f"  source: {file}"] if file else []
-        lines += [f"  reproduce: python {reproducer}"] if reproducer else []
+        lines += [f"  reproduce: python {shlex.quote(reproducer)}"] if reproducer else []
         super().__init__("\n".join(lines))
 
 

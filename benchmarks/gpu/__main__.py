@@ -2,7 +2,7 @@
 
 Each part runs in a process of its own, so that one that fails, hangs or loses the GPU's context costs no other. Rows
 are kept as they come: the file is whole after each of them, and what is there when the time is over, or when Ctrl-C
-ends it, stays.
+ends it, stays. The last lines name what was left out.
 """
 
 from __future__ import annotations
@@ -150,7 +150,22 @@ def main(arguments: list[str]) -> int:
         return 130
     finally:
         results.write()
+        print(left_out(results.data["parts"], options.parts), end="", flush=True)
     return 0
+
+
+def left_out(parts: dict[str, Any], wanted: list[str]) -> str:
+    """A line for each of the ``wanted`` parts that did not come to its end, and how to run these; else nothing."""
+    lines, names = [], []
+    for name in wanted:
+        kept = parts.get(name, {"ended": "not begun"})
+        ended = kept.get("ended", "" if "seconds" in kept else "broken off")
+        if ended:
+            names.append(name)
+            lines.append(f"{name}: {ended}, {len(kept.get('rows', ()))} rows\n")
+    if names:
+        lines.append(f"to run them alone, into a file of their own: --parts {','.join(names)}\n")
+    return "".join(lines)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn, TextIO
 import typer
 
 import fastgen
-from fastgen.errors import FastgenError, InvalidArgumentError, OutOfMemoryError
+from fastgen.errors import FastgenError, InvalidArgumentError, KernelError, OutOfMemoryError
 
 LOAD_ARGUMENTS = (
     *("recipe", "device", "dtype", "token_budget", "max_num_seqs", "kv_cache_memory", "block_size", "max_model_len"),
@@ -128,8 +128,11 @@ def in_flags(error: FastgenError) -> str:
     """The message of ``error`` with the arguments of ``fastgen.load`` and ``fastgen.serve`` in it (``dtype='int3'``) as
     flags (``--dtype``).
 
-    Only an error about arguments means one by its mere name; elsewhere that may be a key of some file.
+    Only an error about arguments means one by its mere name; elsewhere that may be a key of some file. A kernel's error
+    tells its parameters, which are nobody's flags.
     """
+    if isinstance(error, KernelError):
+        return str(error)
     about_arguments = isinstance(error, InvalidArgumentError | OutOfMemoryError)
 
     def flag(found: re.Match[str]) -> str:

@@ -37,6 +37,7 @@ _FAILED = "failed"
 _FORMAT = 1
 # What tells that a directory cannot be written to, rather than that a build went wrong.
 _UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
+_ROOM = 16 << 20  # bytes; what is built of a kernel takes a tenth of it at most
 _falling_back = threading.Lock()
 Make = Callable[[Path], Mapping[str, Any]]
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
@@ -88,14 +89,14 @@ class KernelCache:
     def build(self, name: str, key: Mapping[str, Any], source: str, make: Make) -> Entry:
         """The entry, built unless it is there: ``make(directory)`` adds to the source file and returns a report.
 
-        Of several processes one builds and the others wait. Where the cache cannot be written (read-only, full), a
-        directory that lasts as long as the process takes its place, with a warning.
+        Of several processes one builds and the others wait. Where the cache cannot be made or written (read-only,
+        full), a directory that lasts as long as the process takes its place, with a warning.
         """
         if self._spare is None:
             try:
                 return _build(self.directory, name, key, source, make)
             except OSError as error:
-                if error.errno not in _UNWRITABLE:
+                if error.errno not in _UNWRITABLE and os.path.isdir(self.directory):
                     raise
                 self._fall_back(error)
         assert self._spare is not None
@@ -114,7 +115,7 @@ class KernelCache:
 
     def entries(self) -> list[Entry]:
         """All undamaged entries, by name."""
-        if not self.directory.is_dir():
+        if not os.path.isdir(self.directory):
             return []
         places = (each for each in self.directory.iterdir() if not each.name.startswith(".") and each.is_dir())
         found = [entry for place in sorted(places) if (entry := _read(place, None)) is not None]
@@ -126,7 +127,7 @@ class KernelCache:
         entries = self.entries()
         freed = sum(entry.size_bytes for entry in entries)
         locks = self.directory / _LOCKS
-        if self.directory.is_dir():
+        if os.path.isdir(self.directory):
             for each in self.directory.iterdir():
                 is_hidden, (place_name, _, _) = each.name.startswith("."), each.name[1:].rpartition(".")
                 if is_hidden and place_name:  # a draft
@@ -135,7 +136,7 @@ class KernelCache:
                             remove(each)
                 elif each != locks and (is_hidden or each.name == _FAILED or (each / _MANIFEST).exists()):
                     remove(each)
-        if locks.is_dir():
+        if os.path.isdir(locks):
             for each in locks.iterdir():
                 with _lock(each, waits=False) as is_held:
                     if is_held:
@@ -145,13 +146,13 @@ class KernelCache:
         return len(entries), freed
 
     def failed(self, name: str) -> Path:
-        """An empty directory to leave the remains of a failure in. Raises ``OSError``."""
-        for root in (self.directory, _temporary_directory()):
-            place = root / _FAILED / f"{name}-{uuid.uuid4().hex[:8]}"
+        """A new directory to leave the remains of a failure in, which outlives the process. Raises ``OSError``."""
+        place = self.directory / _FAILED / f"{name}-{uuid.uuid4().hex[:8]}"
+        if self._spare is None:  # else there is no writing here
             with contextlib.suppress(OSError):
                 place.mkdir(parents=True)
                 return place
-        raise OSError(errno.ENOSPC, "no directory can be written to")
+        return Path(tempfile.mkdtemp(prefix=f"fastgen-failed-{name}-"))
 
 
 def cache_of(source: Path) -> KernelCache:
@@ -174,12 +175,21 @@ def _build(root: Path, name: str, key: Mapping[str, Any], source: str, make: Mak
             (draft / f"{name}{key['suffix']}").write_text(source, encoding="utf-8")
             _seal(draft, name, key, make(draft))
             publish(draft, place)
+        except Exception:
+            _check_room(draft)  # a compiler that finds none fails as if the source were wrong
+            raise
         finally:
             remove(draft)
         entry = _read(place, key)
     if entry is None:
         raise KernelError(f"kernel {name}: what was just written to {place} reads back differently", kernel=name)
     return entry
+
+
+def _check_room(directory: Path) -> None:
+    """Raises ``OSError`` where so little room is left that a build may have failed for it."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(bytes(_ROOM))
 
 
 def _place_name(name: str, key: Mapping[str, Any]) -> str:

@@ -189,17 +189,34 @@ def test_all_parts_go_into_one_file_and_none_is_begun_too_late(
         ran.append((name, given[1:]))
         results.begin(name)
         results.add(name, {"case": "one", "seconds": 0.5})
+        results.add(name, {"seconds": 0.5})
 
     monkeypatch.setattr(command, "run_part", run_part)
     file = tmp_path / "new" / "found.json"
     assert command.main(["--toy", "--parts", "moe,sampling", "--json", str(file)]) == 0
     assert ran == [(name, ["-m", "benchmarks.gpu.part", name, "--toy"]) for name in ("moe", "sampling")]
     found = json.loads(file.read_text())
-    assert found["parts"]["sampling"] == {"rows": [{"case": "one", "seconds": 0.5}]}
+    assert found["parts"]["sampling"] == {"rows": [{"case": "one", "seconds": 0.5}], "seconds": 0.5}
+    assert capsys.readouterr().out == ""
     assert found["about"]["versions"]["torch"] == version("torch")
     assert found["about"]["device"] == current("cpu").name
     assert command.main(["--toy", "--parts", "moe", "--minutes", "0", "--json", str(file)]) == 0
     assert json.loads(file.read_text())["parts"] == {"moe": {"ended": "not begun: the time is over"}}
+    left_out = "moe: not begun: the time is over, 0 rows\nto run them alone, into a file of their own: --parts moe\n"
+    assert capsys.readouterr().out == left_out
+
+
+def test_the_last_lines_name_what_was_left_out() -> None:
+    whole, row = {"rows": [{}], "seconds": 3.0}, {"case": "one"}
+    assert command.left_out({"moe": whole}, ["moe"]) == ""
+    late = {"rows": [row], "seconds": 9.0, "ended": "by the time limit"}
+    parts = {"tests": whole, "decode": late, "start": {"rows": []}}
+    assert command.left_out(parts, ["tests", "decode", "start", "moe"]).splitlines() == [
+        "decode: by the time limit, 1 rows",
+        "start: broken off, 0 rows",
+        "moe: not begun, 0 rows",
+        "to run them alone, into a file of their own: --parts decode,start,moe",
+    ]
 
 
 def test_what_is_printed_of_a_row() -> None:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 import fastgen
 from fastgen.cli.options import in_flags
 from fastgen.compile.device import current
-from fastgen.errors import FastgenError, InvalidArgumentError, OutOfMemoryError, RecipeError
+from fastgen.errors import FastgenError, InvalidArgumentError, KernelError, OutOfMemoryError, RecipeError
 from fastgen.models.builtins import BUILTINS
 
 
@@ -106,6 +106,7 @@ def test_a_model_that_does_not_exist(run) -> None:
         (RecipeError("block_size is not known to the recipe"), "block_size is not known to the recipe"),
         (RecipeError("wrong", file="runs/dtype=bf16/a.yaml"), "runs/dtype=bf16/a.yaml: wrong"),
         (RecipeError("the device of a recipe"), "the device of a recipe"),
+        (KernelError("broken", spec="norm(H=8, dtype=bf16)"), "broken\n  kernel: norm(H=8, dtype=bf16)"),
     ],
 )
 def test_arguments_are_told_as_flags(error: FastgenError, told: str) -> None:

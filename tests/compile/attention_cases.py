@@ -25,6 +25,25 @@ CPU = torch.device("cpu")
 TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3}
 Rows = list[tuple[int, int]]
 """Cached and new tokens of each sequence."""
+SHIPPED = {
+    **{f"D {size}": AttentionShape(32, 8, size, 64, "bf16", 0.1) for size in (64, 80, 96, 128, 256)},
+    "fp16": AttentionShape(32, 8, 128, 64, "fp16", 0.1),
+    "fp32": AttentionShape(32, 8, 128, 64, "fp32", 0.1),
+    "small blocks": AttentionShape(32, 8, 128, 16, "bf16", 0.1),
+    "small blocks, D 64": AttentionShape(12, 12, 64, 16, "bf16", 0.125, q_stride=2304),
+    "Gemma 2, small blocks": AttentionShape(8, 4, 256, 16, "bf16", 0.1, sliding_window=4096, softcap=50.0),
+    "GPT-J, small blocks": AttentionShape(16, 16, 256, 16, "bf16", 0.0625, q_stride=12288),
+    "Phi 3, small blocks": AttentionShape(32, 32, 96, 16, "bf16", 0.1, sliding_window=2047, q_stride=9216),
+    "latent, small blocks": AttentionShape(128, 1, 576, 16, "bf16", 0.1, v_dim=512, values_in_keys=True),
+    "window": AttentionShape(32, 8, 128, 64, "bf16", 0.1, sliding_window=4096),
+    "Gemma 2": AttentionShape(16, 8, 256, 64, "bf16", 0.1, sliding_window=4096, softcap=50.0),
+    "BLOOM": AttentionShape(32, 32, 128, 64, "bf16", 0.1, alibi="plain", alibi_dtype="bf16"),
+    "Falcon": AttentionShape(71, 1, 64, 64, "bf16", 0.1),
+    "sinks": AttentionShape(64, 8, 64, 64, "bf16", 0.1, sliding_window=128, sinks=True),
+    "latent": AttentionShape(128, 1, 576, 64, "bf16", 0.1, v_dim=512, values_in_keys=True),
+    "expanded latent": AttentionShape(32, 32, 192, 64, "bf16", 0.1, v_dim=128),
+}
+"""Shapes of models, with blocks of 64 tokens unless they say otherwise."""
 
 
 @dataclass(frozen=True)

@@ -286,11 +286,48 @@ def test_a_disk_that_fills_up_while_a_kernel_is_built(cache, make) -> None:
     assert cache.entries() == []
 
 
+def test_a_compiler_that_finds_no_room_is_not_taken_for_a_mistake_in_the_source(cache, make, monkeypatch) -> None:
+    def fail(directory: Path) -> dict[str, int]:
+        if directory.is_relative_to(cache.directory):
+            raise ValueError("ld returned 1 exit status")
+        return make(directory)
+
+    with pytest.raises(ValueError, match="ld returned 1"):  # there is room, so it is one
+        build(cache, fail)
+
+    def full(dir: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", full)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        build(cache, fail)
+    assert make.count == 1
+
+
 def test_a_file_where_the_cache_should_be(cache, make) -> None:
     cache.directory.write_text("")
     with pytest.warns(UserWarning, match="kernels cannot be kept in"):
         build(cache, make)
     assert make.count == 1
+
+
+@pytest.mark.parametrize("place", ["/proc/self/kernels", "long" * 100])
+def test_a_place_that_cannot_be_made(place, tmp_path, cache, make) -> None:
+    cache.directory = tmp_path / place
+    assert (cache.find("norm", KEY), cache.entries(), cache.clean()) == (None, [], (0, 0))
+    with pytest.warns(UserWarning, match="kernels cannot be kept in .*(self/kernels|longlong)"):
+        entry = build(cache, make)
+    assert cache.find("norm", KEY) == entry
+
+
+def test_what_a_failure_leaves_outlives_the_process_where_the_cache_cannot_be_written(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    code = "from fastgen.compile.cache import KernelCache; print(KernelCache().failed('norm'))"
+    environment = {**os.environ, "FASTGEN_CACHE": str(tmp_path / "file"), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    left = Path(done.stdout.strip())
+    assert left.parent == tmp_path
+    assert left.is_dir()
 
 
 def test_another_os_error_is_not_taken_for_a_full_disk(cache) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fastgen.compile import build_cpp
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch, find_compiler
 from fastgen.compile.build_triton import TritonBuilder
 from fastgen.compile.cache import KernelCache
 from fastgen.compile.device import current
@@ -128,16 +128,15 @@ def test_a_fence_says_why_and_belongs_to_one_engine() -> None:
 # ---- what goes wrong
 
 
-def run_alone(script: str | None) -> subprocess.CompletedProcess[str]:
-    """The script in a fresh Python that finds no fastgen."""
+def run_alone(script: str | None, *options: str) -> subprocess.CompletedProcess[str]:
+    """The script in a fresh Python that finds no fastgen, with such options."""
     assert script is not None
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     text = Path(script).read_text()
     assert "import fastgen" not in text
     assert "from fastgen" not in text
-    return subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=False, cwd="/", env=environment, timeout=600
-    )
+    command = [sys.executable, *options, script]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env=environment, timeout=600)
 
 
 @pytest.fixture
@@ -194,6 +193,21 @@ def test_a_reproducer_of_a_kernel_that_is_mended_succeeds(tmp_path, broken) -> N
         script.write_text(script.read_text().replace(wrong, mended))
         done = run_alone(str(script))
         assert done.returncode == 0, done.stderr
+
+
+def test_a_reproducer_says_what_it_needs_and_does_not_find(tmp_path, broken) -> None:
+    scripts = {}
+    for arch in ("portable", "sm_90"):
+        loader = KernelLoader(make_builder(arch), cache=KernelCache(tmp_path))
+        with pytest.raises(KernelError) as caught:
+            loader.load(a_norm(loader.builder.target))
+        scripts[arch] = caught.value.reproducer
+    there = Path(scripts["portable"])
+    there.write_text(there.read_text().replace(find_compiler(), "/nowhere/g++"))
+    no_compiler = run_alone(scripts["portable"])
+    assert no_compiler.stderr == "this script needs the compiler /nowhere/g++, which is not there\n"
+    no_packages = run_alone(scripts["sm_90"], "-S")
+    assert no_packages.stderr == f"this script needs triton, which {sys.executable} does not have\n"
 
 
 def test_the_first_failure_of_a_batch_is_raised_and_the_rest_stays_usable(tmp_path, monkeypatch) -> None:

@@ -30,6 +30,7 @@ from fastgen.compile.ops.attention_specs import (
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec
 from tests.compile.attention_cases import (
+    SHIPPED,
     TOLERANCE,
     Case,
     Rows,
@@ -361,23 +362,6 @@ def check_residency(shape: AttentionShape, arch: str, directory: Path) -> None:
     found = check_build(specs.decodes, arch, directory)
     max_warps = {"sm_86": 48, "sm_89": 48, "gfx942": 32}.get(arch, 64)
     assert found["occupancy"] * max_warps / found["num_warps"] >= specs.decode.programs_per_sm - 0.05, f"{arch} {found}"
-
-
-SHIPPED = {
-    **{f"D {size}": AttentionShape(32, 8, size, 64, "bf16", 0.1) for size in (64, 80, 96, 128, 256)},
-    "fp16": AttentionShape(32, 8, 128, 64, "fp16", 0.1),
-    "fp32": AttentionShape(32, 8, 128, 64, "fp32", 0.1),
-    "small blocks": AttentionShape(32, 8, 128, 16, "bf16", 0.1),
-    "small blocks, D 64": AttentionShape(12, 12, 64, 16, "bf16", 0.125, q_stride=2304),
-    "Gemma 2, small blocks": AttentionShape(8, 4, 256, 16, "bf16", 0.1, sliding_window=4096, softcap=50.0),
-    "window": AttentionShape(32, 8, 128, 64, "bf16", 0.1, sliding_window=4096),
-    "Gemma 2": AttentionShape(16, 8, 256, 64, "bf16", 0.1, sliding_window=4096, softcap=50.0),
-    "BLOOM": AttentionShape(32, 32, 128, 64, "bf16", 0.1, alibi="plain", alibi_dtype="bf16"),
-    "Falcon": AttentionShape(71, 1, 64, 64, "bf16", 0.1),
-    "sinks": AttentionShape(64, 8, 64, 64, "bf16", 0.1, sliding_window=128, sinks=True),
-    "latent": AttentionShape(128, 1, 576, 64, "bf16", 0.1, v_dim=512, values_in_keys=True),
-    "expanded latent": AttentionShape(32, 32, 192, 64, "bf16", 0.1, v_dim=128),
-}
 
 
 @pytest.mark.parametrize(

@@ -72,34 +72,44 @@ class Tiling:
     num_stages: int
     programs_per_sm: int = 1
 
+    @property
+    def maxnreg(self) -> int:
+        """Registers that a thread may have, for so many programs to fit one of NVIDIA's multiprocessors.
+
+        Left to itself the assembler takes more where it can, and spills some where that makes room for one program
+        more, which nothing is planned for.
+        """
+        return min(255, _SM_REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
+
+
+_SM_REGISTERS = 65536  # of a multiprocessor, given out eight a thread at a time
+
 
 # Tile sizes, by architecture and by the features of the larger of a key and a value, up to which they hold: the largest
 # that build without spilling registers and fit shared memory (99 KiB on sm_86 and sm_89, 64 KiB on gfx942). On Hopper,
 # 128 rows take two warp groups and halve what is read of keys and values against 64. None of this is measured yet.
 # Of n stages Triton has (n - 1) // 2 for keys and values, since where they lie is loaded first. With five, the next
 # tile is on its way while one is computed on; with three it is fetched in between, which only other programs of the
-# same multiprocessor hide, and tiles of chunks leave room for none. Others than sm_80 and sm_90 have three still.
+# same multiprocessor hide, and tiles of chunks leave room for none. So these would rather be smaller than have three.
 _CHUNKS: dict[str, dict[int, Tiling]] = {
     "sm_80": {
-        96: Tiling(128, 64, 8, 5),
+        80: Tiling(128, 64, 8, 5),
         128: Tiling(128, 32, 8, 5),
         192: Tiling(64, 64, 8, 5),
         256: Tiling(64, 32, 8, 5),
         576: Tiling(32, 32, 8, 5),
     },
     "sm_86": {
-        80: Tiling(128, 64, 8, 3),
-        128: Tiling(128, 64, 8, 3),
-        192: Tiling(64, 64, 8, 3),
-        256: Tiling(64, 32, 8, 2),
-        576: Tiling(32, 32, 8, 2),
+        80: Tiling(128, 64, 8, 5),
+        192: Tiling(128, 32, 8, 5),
+        256: Tiling(64, 16, 8, 5),
+        576: Tiling(32, 16, 8, 5),
     },
     "sm_90": {192: Tiling(128, 64, 8, 5), 256: Tiling(64, 64, 8, 5), 576: Tiling(32, 64, 8, 5)},
-    "sm_100": {192: Tiling(128, 64, 8, 3), 256: Tiling(64, 64, 8, 2), 576: Tiling(32, 64, 8, 2)},
     "gfx942": {128: Tiling(128, 32, 4, 2), 256: Tiling(64, 32, 4, 2), 576: Tiling(16, 32, 4, 1)},
     "interpret": {1024: Tiling(32, 16, 4, 1)},
 }
-_CHUNKS |= {"sm_89": _CHUNKS["sm_86"]}
+_CHUNKS |= {"sm_89": _CHUNKS["sm_86"], "sm_100": {**_CHUNKS["sm_90"], 576: Tiling(32, 32, 8, 5)}}
 # Query tiles of decodes have 16 rows, the least that tensor cores take; more where more heads share a KV head, so that
 # its keys and values are not read again for each 16 of them: up to 64 rows, or 32 where a head is large.
 _DECODES: dict[str, dict[int, Tiling]] = {
@@ -125,12 +135,11 @@ _DECODES: dict[str, dict[int, Tiling]] = {
     "interpret": {1024: Tiling(16, 16, 4, 1, programs_per_sm=2)},
 }
 _DECODES |= {"sm_89": _DECODES["sm_86"], "sm_90": _DECODES["sm_80"], "sm_100": _DECODES["sm_80"]}
-# Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise.
-_CHUNKS_GATHERED = {"sm_86": {128: Tiling(128, 32, 8, 3)}, "sm_90": {256: Tiling(64, 32, 8, 5)}}
-_CHUNKS_GATHERED |= {"sm_89": _CHUNKS_GATHERED["sm_86"]}
-_DECODES_GATHERED = {
-    "sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4), 256: Tiling(16, 32, 4, 2, programs_per_sm=2)},
-}
+# Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise,
+# by Triton 3.6 or by later ones.
+_CHUNKS_GATHERED = {"sm_90": {256: Tiling(64, 32, 8, 5), 576: Tiling(32, 32, 8, 5)}}
+_CHUNKS_GATHERED |= {"sm_100": _CHUNKS_GATHERED["sm_90"]}
+_DECODES_GATHERED = {"sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4)}}
 # fp32 dots are exact, without tensor cores, and their operands lie in registers.
 _CHUNKS_FP32, _DECODES_FP32 = Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1, programs_per_sm=1)
 
@@ -206,8 +215,8 @@ def attention_specs(
         chunk,
         decode,
         _plan(shape, chunk, decode, max_num_seqs, needed_by),
-        _attend("chunks", shape, chunk, needed_by),
-        _attend("decodes", shape, decode, needed_by),
+        _attend("chunks", shape, chunk, arch, needed_by),
+        _attend("decodes", shape, decode, arch, needed_by),
         _combine(shape, decode, needed_by),
     )
 
@@ -234,7 +243,7 @@ def _plan(
 
 
 def _attend(
-    kind: Literal["chunks", "decodes"], shape: AttentionShape, tiling: Tiling, needed_by: tuple[str, ...]
+    kind: Literal["chunks", "decodes"], shape: AttentionShape, tiling: Tiling, arch: str, needed_by: tuple[str, ...]
 ) -> KernelSpec:
     d_parts, v_parts = _parts(shape.head_dim), _parts(shape.v_dim)
     v_is_k = shape.values_in_keys and (shape.v_dim == d_parts[0] or v_parts == d_parts)
@@ -274,6 +283,8 @@ def _attend(
         Argument("max_blocks", "i32", "scalar"),
     )
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    if arch.startswith("sm_"):
+        options["maxnreg"] = tiling.maxnreg
     return KernelSpec("attention", "triton", parameters, arguments, options, needed_by=needed_by)
 
 

@@ -1,4 +1,4 @@
-# attention(kind=chunks, N=4, K=1, D=160, DV=128, P=16, dtype=bf16, sinks=False, block_m=128, block_n=64, d_high=128, d_low=32, v_high=128, v_is_k=True, v_stride=160, q_stride=640, scale=0.125, num_warps=8, num_stages=5) for triton
+# attention(kind=chunks, N=4, K=1, D=160, DV=128, P=16, dtype=bf16, sinks=False, block_m=128, block_n=64, d_high=128, d_low=32, v_high=128, v_is_k=True, v_stride=160, q_stride=640, scale=0.125, num_warps=8, num_stages=5, maxnreg=255) for triton
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-# attention(kind=chunks, N=4, K=2, D=64, DV=64, P=16, dtype=bf16, softcap=50.0, sinks=False, block_m=128, block_n=64, d_high=64, v_high=64, v_is_k=False, v_stride=64, q_stride=512, scale=0.125, num_warps=8, num_stages=5) for triton
+# attention(kind=chunks, N=4, K=2, D=64, DV=64, P=16, dtype=bf16, softcap=50.0, sinks=False, block_m=128, block_n=64, d_high=64, v_high=64, v_is_k=False, v_stride=64, q_stride=512, scale=0.125, num_warps=8, num_stages=5, maxnreg=255) for triton
 
 import triton
 import triton.language as tl
