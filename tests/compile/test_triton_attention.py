@@ -326,7 +326,7 @@ def test_launches_are_the_same_whatever_a_batch_holds() -> None:
         tapes.append(list(launches))
     assert all(tape == tapes[0] for tape in tapes)
     grids = [grid for _, grid, _ in tapes[0]]
-    assert grids == [(16,), ((512 * 4 // 128 + 16) * 8,), (3 * 132 // 8 * 8,), ((3 * 132 // 8 - 1) * 8 * 4,)]
+    assert grids == [(16,), ((512 * 4 // 128 + 16) * 8,), (2 * 132 // 8 * 8,), ((2 * 132 // 8 - 1) * 8 * 4,)]
 
 
 # Builds

@@ -134,12 +134,14 @@ _DECODES: dict[str, dict[int, Tiling]] = {
     },
     "interpret": {1024: Tiling(16, 16, 4, 1, programs_per_sm=2)},
 }
-_DECODES |= {"sm_89": _DECODES["sm_86"], "sm_90": _DECODES["sm_80"], "sm_100": _DECODES["sm_80"]}
+_DECODES |= {"sm_89": _DECODES["sm_86"], "sm_100": _DECODES["sm_80"]}
+# Three programs, which gathered keys leave room for, would make whole blocks spill.
+_DECODES |= {"sm_90": {**_DECODES["sm_80"], 128: Tiling(16, 64, 4, 3, programs_per_sm=2)}}
 # Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise,
 # by Triton 3.6 or by later ones.
 _CHUNKS_GATHERED = {"sm_90": {256: Tiling(64, 32, 8, 5), 576: Tiling(32, 32, 8, 5)}}
 _CHUNKS_GATHERED |= {"sm_100": _CHUNKS_GATHERED["sm_90"]}
-_DECODES_GATHERED = {"sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4)}}
+_DECODES_GATHERED = {"sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4)}, "sm_90": {128: _DECODES["sm_80"][128]}}
 # fp32 dots are exact, without tensor cores, and their operands lie in registers.
 _CHUNKS_FP32, _DECODES_FP32 = Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1, programs_per_sm=1)
 
