@@ -90,6 +90,7 @@ constexpr int BLOCK_K = 512;  // the rows of a tile then fill most of the first 
 constexpr int MAX_BLOCKS = 4;  // of a tile with few rows
 constexpr int SLAB_K = 2048;
 constexpr int MAX_PANELS = 16;  // of a chunk
+constexpr int FEW_ROWS_PANELS = 8;  // of a chunk with few rows, so that no thread ends long after the others
 constexpr int BLOCK_ROWS = 4 * MAX_R;
 constexpr int LEAST_PANELS = MAX_P;  // that a chunk copies its rows for, where every thread gets so many
 constexpr int X_BYTES = BLOCK_K / K_STEP * X_BYTES_PER_STEP;  // of a row's block
@@ -281,7 +282,7 @@ struct Chunks {
     static int64_t parts_of_stream(int64_t stream_length, int64_t num_rows, int64_t num_row_parts) {
         const int64_t num_threads = fastgen_num_threads(), of_a_thread = divide_up(stream_length * num_row_parts, num_threads);
         const int64_t least = num_rows <= MAX_R ? LEAST_PANELS / panels_of(int(num_rows)) : LEAST_PANELS;
-        const int64_t most = smaller(larger(of_a_thread / 8, least), num_rows <= MAX_R ? 8 : MAX_PANELS);
+        const int64_t most = smaller(larger(of_a_thread / 8, least), num_rows <= MAX_R ? FEW_ROWS_PANELS : MAX_PANELS);
         return smaller(stream_length, divide_up(divide_up(of_a_thread, most) * num_threads, num_row_parts));
     }
 
