@@ -26,6 +26,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
@@ -33,15 +34,17 @@ from fastgen.compile.build import INTERPRET, BuildFailure, BuiltKernel
 from fastgen.compile.cache import Entry
 from fastgen.compile.device import Device
 from fastgen.compile.reproduce import launch_error, made_up, script
-from fastgen.compile.spec import KernelSpec, Target, torch_dtype
+from fastgen.compile.spec import Argument, KernelSpec, Target, torch_dtype
 from fastgen.compile.triton_modules import modules_from
 from fastgen.compile.triton_worker import FlatCache, parse_arch, stand_in
 from fastgen.errors import KernelError
 
 TRITON_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 _PACKAGE = "fastgen_kernels"
+_ALIGNMENT = 16  # bytes
 # Given with every kernel, since Triton's default differs by version.
 _OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
+_NOT_BUILT_FOR = "it was not built for such arguments (other dtypes, or an address not aligned to 16)"
 _loading = threading.Lock()
 _log = logging.getLogger(__name__)
 
@@ -168,6 +171,8 @@ class TritonKernel(BuiltKernel):
         if 0 in grid:
             return
         try:
+            if triton.knobs.runtime.interpret and not all(map(_takes, self.spec.arguments, arguments)):
+                raise RuntimeError(_NOT_BUILT_FOR)  # as it is on a GPU, where the interpreter would not mind
             self._function[grid](*arguments, **self._options)
         except Exception as error:
             context = {"grid": grid, "arguments": made_up(arguments), "options": self._options}
@@ -175,6 +180,16 @@ class TritonKernel(BuiltKernel):
             text = script("launch_triton", self.spec, self.source, **context)
             cause = _of_numpy(error) if triton.knobs.runtime.interpret else error
             raise launch_error(self.spec, self.source, arguments, cause, text) from error
+
+
+def _takes(argument: Argument, value: Any) -> bool:
+    """Whether a kernel that is built for the declared ``argument`` takes this ``value``."""
+    if argument.is_pointer:
+        is_right = isinstance(value, Tensor) and value.dtype == torch_dtype(argument.dtype)
+        return is_right and value.data_ptr() % _ALIGNMENT == 0
+    if argument.dtype == "i32":
+        return type(value) is int and -(1 << 31) <= value < 1 << 31
+    return type(value) is float
 
 
 def _of_numpy(error: Exception) -> Exception:
@@ -250,7 +265,7 @@ def _forbid_compiling() -> None:
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         if kwargs["fn"].module.startswith(f"{_PACKAGE}.") and not _permission.given:
-            raise RuntimeError("it was not built for such arguments (other dtypes, or an address not aligned to 16)")
+            raise RuntimeError(_NOT_BUILT_FOR)
         return earlier(*args, **kwargs) if earlier is not None else None
 
     triton.knobs.runtime.jit_cache_hook = hook

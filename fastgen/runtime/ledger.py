@@ -22,7 +22,7 @@ from fastgen.models.builder import kv_groups, kv_shapes
 from fastgen.models.weight_sizes import ModelBuild, WeightSizes, weight_sizes
 from fastgen.models.workspace_sizes import WorkspaceSizes
 from fastgen.runtime.sampling.seat_sampler import seat_sampler_bytes
-from fastgen.runtime.step.input_batch import input_layout
+from fastgen.runtime.step.input_batch import input_layout, table_width
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class MemoryModel:
             yield LedgerRow("activations", -(-self.step_bytes(config) // SLAB) * SLAB, budget)
             hidden = config.token_budget * self.build.spec.hidden_size * itemsize
             yield LedgerRow("results", hidden + config.max_rows * vocab_size * _FP32, f"{budget}, {seqs}")
-        tables = _FP32 * (config.num_kv_groups * config.max_num_seqs * config.max_blocks + 1)
+        tables = _FP32 * (config.num_kv_groups * config.max_num_seqs * table_width(config.max_blocks) + 1)
         yield LedgerRow("block tables", tables, f"{seqs}, {length}")
         inputs = input_layout(
             config.token_budget, config.max_num_seqs, config.max_rows, config.num_kv_groups, config.block_size

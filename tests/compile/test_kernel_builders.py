@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from fastgen.compile import build_triton
 from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, find_compiler
@@ -16,6 +18,7 @@ from fastgen.compile.build_triton import TritonBuilder, TritonKernel, triton_arc
 from fastgen.compile.cache import KernelCache
 from fastgen.compile.device import Device
 from fastgen.compile.loader import KernelLoader, make_builder, target_of
+from fastgen.compile.ops.moe_triton import sort_spec
 from fastgen.compile.ops.norm import norm_spec
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError, KernelError
@@ -97,6 +100,31 @@ def test_an_interpreter_that_is_too_old_for_numpy_is_told(tmp_path: Path) -> Non
     source.write_text("")
     with pytest.raises(KernelError, match=r"interpreter of Triton \S+ does not work with NumPy \S+: .* numpy<2\.4"):
         TritonKernel(a_norm(), source, Interpreted(), {}).launch((1,))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"x": torch.zeros(2, 64)}, r"x: float32\[2, 64\] on cpu,"),
+        ({"weight": torch.zeros(65, dtype=torch.bfloat16)[1:]}, r"weight: bfloat16\[64\] on cpu, unaligned,"),
+        ({"weight": None}, "weight: None,"),
+    ],
+)
+def test_an_interpreted_kernel_takes_no_more_than_a_compiled_one(given: dict[str, Any], told: str, tmp_path) -> None:
+    kernel = KernelLoader(TritonBuilder("interpret"), cache=KernelCache(tmp_path)).load(a_norm())
+    right = {name: torch.zeros(2, 64, dtype=torch.bfloat16) for name in ("x", "weight", "out")}
+    kernel((2,), *right.values())
+    with pytest.raises(KernelError, match=f"{told}.*: it was not built for such arguments"):
+        kernel((2,), *(right | given).values())
+
+
+@pytest.mark.parametrize("number", [2**31, True, 2.0])
+def test_nor_any_other_number(number: Any, tmp_path) -> None:
+    kernel = KernelLoader(TritonBuilder("interpret"), cache=KernelCache(tmp_path)).load(sort_spec(4, 16))
+    tensors = [torch.zeros(16, dtype=torch.int32) for _ in range(4)]
+    kernel((4,), *tensors, 2)
+    with pytest.raises(KernelError, match="it was not built for such arguments"):
+        kernel((4,), *tensors, number)
 
 
 def test_a_compiler_process_that_dies_is_an_error_and_the_next_build_works(tmp_path, monkeypatch) -> None:

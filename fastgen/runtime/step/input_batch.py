@@ -6,6 +6,7 @@ captured size ``T`` is a set of views of the first ``T`` entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from fastgen.runtime.scheduling.drafts import DraftedSequence, SampledSequence, 
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 
 _NUM_STAGING_BUFFERS = 2  # the host may fill one while the device still reads the other
-_ALIGNMENT = 16  # bytes
+_ALIGNMENT = 16  # bytes: kernels of a GPU take addresses that are multiples of it
 
 _HostArrays = dict[str, npt.NDArray[Any]]
 
@@ -46,8 +47,8 @@ class PackedLayout:
         self.size_bytes = 0
         for name, (dtype, torch_dtype, count) in counts.items():
             self.fields[name] = _Field(dtype, torch_dtype, self.size_bytes, count)
-            size = count * np.dtype(dtype).itemsize
-            self.size_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+            itemsize = np.dtype(dtype).itemsize
+            self.size_bytes += _aligned(count, itemsize) * itemsize
 
     def host_views(self, buffer: Tensor) -> _HostArrays:
         raw = buffer.numpy()
@@ -69,7 +70,7 @@ def input_layout(token_budget: int, max_num_seqs: int, max_rows: int, num_groups
     i32 = (np.int32, torch.int32)
     return PackedLayout(
         {
-            "slot_mapping": (np.int64, torch.int64, num_groups * token_budget),
+            "slot_mapping": (np.int64, torch.int64, num_groups * _aligned(token_budget, 8)),
             "update_index": (np.int64, torch.int64, max_updates),
             "update_block": (*i32, max_updates),
             "input_ids": (*i32, token_budget),
@@ -82,6 +83,17 @@ def input_layout(token_budget: int, max_num_seqs: int, max_rows: int, num_groups
             "sampled_positions": (*i32, max_rows),
         }
     )
+
+
+def table_width(max_blocks: int) -> int:
+    """Of a block table for ``max_blocks`` blocks, so that each group's tables begin at an aligned address."""
+    return _aligned(max_blocks, 4)
+
+
+def _aligned(count: int, itemsize: int) -> int:
+    """So many numbers of that size, and as many more as fill up the last 16 bytes."""
+    step = _ALIGNMENT // itemsize
+    return -(-count // step) * step
 
 
 def _max_updates(token_budget: int, max_num_seqs: int, num_groups: int, block_size: int) -> int:
@@ -127,9 +139,10 @@ class InputBatch:
         self._turn = 0
         self._packed = torch.zeros(self._layout.size_bytes, dtype=torch.uint8, device=device)
         self._device = self._layout.device_views(self._packed)
+        tables = num_groups, max_num_seqs, table_width(max_blocks)
         # one entry more than the tables hold: unused updates are written there
-        self._flat_tables = torch.zeros(num_groups * max_num_seqs * max_blocks + 1, dtype=torch.int32, device=device)
-        self.block_tables = self._flat_tables[:-1].view(num_groups, max_num_seqs, max_blocks)
+        self._flat_tables = torch.zeros(math.prod(tables) + 1, dtype=torch.int32, device=device)
+        self.block_tables = self._flat_tables[:-1].view(tables)
         self._tables = np.zeros(self.block_tables.shape, np.int64)
         """The block tables as the host knows them, to find slots by."""
         self.sampled_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)

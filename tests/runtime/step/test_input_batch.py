@@ -133,8 +133,8 @@ def test_the_worked_example(example: tuple[InputBatch, list[Sequence]]) -> None:
         found: Tensor = getattr(batch, name)
         assert found.tolist() == values, name
         assert found.dtype == (torch.int64 if name == "slot_mapping" else torch.int32), name
-    assert batch.block_tables[0, :3].tolist() == [[7, 2, 0], [4, 5, 6], [8, 0, 0]]
-    assert batch.block_tables[1, :3].tolist() == [[1, 3, 0], [11, 10, 9], [12, 0, 0]]
+    assert batch.block_tables[0, :3, :3].tolist() == [[7, 2, 0], [4, 5, 6], [8, 0, 0]]
+    assert batch.block_tables[1, :3, :3].tolist() == [[1, 3, 0], [11, 10, 9], [12, 0, 0]]
     assert batch.sampled_ids[1:3].tolist() == [68, 72]
     assert rows == [long, short, chunk]
     seats, positions = example[0].sampled_rows(4)
@@ -250,8 +250,8 @@ def test_more_updates_than_a_step_makes_arrive_too(example: tuple[InputBatch, li
     inputs.max_updates = 5
     updates = tuple(BlockUpdate(seat, 1, index, 10 * seat + index) for seat in range(4) for index in range(3))
     batch, _ = inputs.build(step(pending(chunk, 3), updates=updates))
-    assert inputs.block_tables[1].tolist() == [[0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31, 32]]
-    assert inputs.block_tables[0].tolist() == [[0] * 3] * 4
+    assert inputs.block_tables[1, :, :3].tolist() == [[0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31, 32]]
+    assert not inputs.block_tables[0].any()
     assert batch.slot_mapping[:, :3].tolist() == [[2, 3, 0], [2, 3, 4]]
 
 
@@ -393,6 +393,8 @@ class History:
         assert ids[starts[-1] :] == positions[starts[-1] :] == [0] * (schedule.size - schedule.num_tokens)
         assert (batch.token_source[starts[-1] :] == -1).all()
         assert batch.slot_mapping.shape == (self.num_groups, schedule.size)
+        for per_group in (batch.slot_mapping, batch.block_tables):
+            assert not any(each.data_ptr() % 16 for each in per_group), "a GPU would not take this address"
         assert (batch.slot_mapping[:, starts[-1] :] < self.block_size).all(), "padding is written into somebody's block"
         for sequence in self.scheduler.running:
             for group, table in enumerate(sequence.block_tables):
