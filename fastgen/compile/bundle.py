@@ -71,7 +71,11 @@ class Bundle:
             what = "is missing" if odd[0] not in there else "does not belong to it"
             raise BundleError(f"the bundle {directory} is damaged: {odd[0]} {what}; {_HOW}")
         for file, expected in manifest["files"].items():
-            if file_hash(directory / file) != expected:
+            try:
+                found = file_hash(directory / file)
+            except OSError as error:
+                raise BundleError(f"the bundle {directory} cannot be read: {file}: {error.strerror}; {_HOW}") from error
+            if found != expected:
                 raise BundleError(f"the bundle {directory} is damaged: {file} was changed; {_HOW}")
         return cls(directory, manifest)
 

@@ -114,18 +114,24 @@ class KernelCache:
         )
 
     def entries(self) -> list[Entry]:
-        """All undamaged entries, by name."""
+        """All undamaged entries, by name. Raises :class:`KernelError` for a directory that cannot be read."""
         if not os.path.isdir(self.directory):
             return []
-        places = (each for each in self.directory.iterdir() if not each.name.startswith(".") and each.is_dir())
+        with self._explained("read"):
+            places = [each for each in self.directory.iterdir() if not each.name.startswith(".") and each.is_dir()]
         found = [entry for place in sorted(places) if (entry := _read(place, None)) is not None]
         return sorted(found, key=lambda entry: entry.name)
 
     def clean(self) -> tuple[int, int]:
         """Removes everything but what is just being built: entries, damaged ones, locks, what failed. Returns how many
-        entries, and bytes."""
-        entries = self.entries()
-        freed = sum(entry.size_bytes for entry in entries)
+        entries are gone, and bytes. Raises :class:`KernelError` for a directory that cannot be read or written."""
+        size_bytes = {entry.directory: entry.size_bytes for entry in self.entries()}
+        with self._explained("cleaned"):
+            self._remove_all()
+        freed = [size_bytes[place] for place in size_bytes if not place.exists()]
+        return len(freed), sum(freed)
+
+    def _remove_all(self) -> None:
         locks = self.directory / _LOCKS
         if os.path.isdir(self.directory):
             for each in self.directory.iterdir():
@@ -143,7 +149,17 @@ class KernelCache:
                         remove(each)
             with contextlib.suppress(OSError):
                 locks.rmdir()
-        return len(entries), freed
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Errors of the system within the block are told as those of the cache."""
+        try:
+            yield
+        except OSError as error:
+            raise KernelError(
+                f"the kernel cache {self.directory} cannot be {what} ({error.strerror}); the environment variable "
+                "FASTGEN_CACHE names another directory"
+            ) from error
 
     def failed(self, name: str) -> Path:
         """A new directory to leave the remains of a failure in, which outlives the process. Raises ``OSError``."""

@@ -210,6 +210,14 @@ def add(place: Path) -> str:
     return "other.so does not belong to it"
 
 
+def point_nowhere(place: Path) -> str:
+    """A file that cannot be read, whoever asks."""
+    file = next(place.rglob("*.cpp"))
+    file.unlink()
+    file.symlink_to("nowhere")
+    return f"cannot be read: \\S*{file.name}: No such file or directory; {AGAIN}"
+
+
 def edit_the_manifest(place: Path) -> str:
     file = place / "bundle.json"
     file.write_text(file.read_text().replace('"portable"', '"avx2"'))
@@ -248,6 +256,7 @@ def a_list(place: Path) -> str:
         cut,
         take_away,
         add,
+        point_nowhere,
         edit_the_manifest,
         cut_the_manifest,
         another_format,

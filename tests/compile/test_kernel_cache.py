@@ -19,6 +19,7 @@ import pytest
 
 from fastgen.compile import cache as module
 from fastgen.compile.cache import Entry, KernelCache, default_directory
+from fastgen.errors import KernelError
 
 KEY = {"suffix": ".cpp", "arch": "avx2", "source": "0123", "versions": {"compiler": "g++ 12"}}
 
@@ -387,6 +388,28 @@ def test_a_lock_that_is_removed_while_one_waits_for_it_is_taken_anew(tmp_path: P
 def test_clean_and_entries_of_a_cache_that_does_not_exist(cache) -> None:
     assert cache.clean() == (0, 0)
     assert cache.entries() == []
+
+
+def test_a_cache_that_cannot_be_read_is_told(cache, make, monkeypatch) -> None:
+    build(cache, make)
+
+    def refuse_to_list(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse_to_list)  # tests may run as root
+    for ask in (cache.entries, cache.clean):
+        with pytest.raises(
+            KernelError, match=f"{cache.directory} cannot be read .Permission denied.; .* FASTGEN_CACHE"
+        ):
+            ask()
+
+
+def test_clean_counts_what_it_could_remove(cache, make, monkeypatch) -> None:
+    mine, theirs = (build(cache, make, KEY | {"source": name}) for name in ("mine", "theirs"))
+    size, remove = mine.size_bytes, module.remove
+    monkeypatch.setattr(module, "remove", lambda path: None if path == theirs.directory else remove(path))
+    assert cache.clean() == (1, size)
+    assert cache.entries() == [theirs]
 
 
 def test_entries_come_by_name(cache, make) -> None:
