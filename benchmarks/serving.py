@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -220,10 +220,11 @@ def text_of(body: bytes) -> str:
 
 
 @contextmanager
-def served(model: str) -> Iterator[int]:
-    """The port of a server of its own."""
-    command = [sys.executable, "-m", "fastgen", "serve", model, "--port", "0", *FLAGS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+def served(model: str, flags: Sequence[str] = FLAGS, *, says: bool = False) -> Iterator[int]:
+    """The port of a server of its own; what it ``says`` on standard error is let through, or else dropped."""
+    command = [sys.executable, "-m", "fastgen", "serve", model, "--port", "0", *flags]
+    errors = None if says else subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
         try:
             assert process.stdout is not None
             address = next((line for line in process.stdout if "http://" in line), None)

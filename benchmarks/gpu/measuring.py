@@ -64,7 +64,7 @@ class Bench:
         """The median time of a call, replayed from a CUDA graph, so that launching from Python is no part of it."""
         if self.toy:
             return once(run)
-        return float(triton.testing.do_bench_cudagraph(run, rep=_REPEATED_MS, return_mode="median")) / 1e3
+        return _replayed_seconds(run)
 
     def rotated_seconds(self, runs: list[Callable[[], Any]]) -> float:
         """The median time of one of ``runs``, which do the same in buffers of their own, one after the other."""
@@ -108,13 +108,17 @@ def _machine_limits() -> Limits:
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     product = torch.empty_like(a)
 
-    def median(run: Callable[[], Any]) -> float:
-        return float(triton.testing.do_bench_cudagraph(run, rep=_REPEATED_MS, return_mode="median")) / 1e3
-
     return Limits(
-        copy_bytes_per_s=2 * source.numel() / median(lambda: target.copy_(source)),
-        gemm_flops_per_s=2 * 8192**3 / median(lambda: torch.mm(a, b, out=product)),
+        copy_bytes_per_s=2 * source.numel() / _replayed_seconds(lambda: target.copy_(source)),
+        gemm_flops_per_s=2 * 8192**3 / _replayed_seconds(lambda: torch.mm(a, b, out=product)),
     )
+
+
+def _replayed_seconds(run: Callable[[], Any]) -> float:
+    """See :meth:`Bench.seconds`. The library runs it on a stream of its own, which waits for nothing that was launched
+    before: what ``run`` reads, ids and addresses of memory among it, must be there by then."""
+    torch.cuda.synchronize()
+    return float(triton.testing.do_bench_cudagraph(run, rep=_REPEATED_MS, return_mode="median")) / 1e3
 
 
 def once(run: Callable[[], Any]) -> float:

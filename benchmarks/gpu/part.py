@@ -20,6 +20,7 @@ PARTS: dict[str, tuple[str, float]] = {
     "transformers": ("transformers_batching", 130),
     "attention": ("attention", 100),
     "start": ("start", 180),
+    "http": ("served", 120),
     "elementwise": ("elementwise", 60),
     "linear": ("few_row_linear", 120),
     "moe": ("moe", 90),

@@ -82,14 +82,15 @@ class ClosedLoop:
             "fraction_of_gemm": flops / self.seconds / bench.limits.gemm_flops_per_s,
             "requests": len(outputs),
             "tokens_per_s": sum(map(sum, sizes)) / self.seconds,
-            "step_seconds": _percentiles(self._step_seconds),
-            "ttft_seconds": _percentiles([each.metrics.ttft_s or 0.0 for each in outputs]),
-            "gap_seconds": _percentiles(gaps),
+            "step_seconds": percentiles(self._step_seconds),
+            "ttft_seconds": percentiles([each.metrics.ttft_s or 0.0 for each in outputs]),
+            "gap_seconds": percentiles(gaps),
             "preemptions": sum(each.metrics.preemptions for each in outputs),
         }
 
 
-def _percentiles(values: list[float]) -> dict[str, float]:
+def percentiles(values: list[float]) -> dict[str, float]:
+    """What 50, 90, 95 and 99 of a hundred ``values`` lie below; nothing for fewer than two."""
     if len(values) < 2:
         return {}
     found = statistics.quantiles(values, n=100, method="inclusive")

@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import gpu_tests, part, splitfuse, steps
@@ -104,11 +106,29 @@ def test_the_loop_keeps_as_many_requests_in_flight() -> None:
 
 
 @pytest.mark.slow  # processes that import torch and transformers
-@pytest.mark.parametrize("name", ["transformers", "start"])
+@pytest.mark.parametrize("name", ["transformers", "start", "http"])
 def test_other_processes_and_engines_run(name: str) -> None:
     cases = [row["case"] for row in rows_of(name)]
-    expected = {"transformers": ["fastgen", "transformers", "transformers over fastgen"], "start": ["cold", "warm"]}
-    assert cases == expected[name]
+    expected = {
+        "transformers": ["fastgen", "transformers", "transformers over fastgen"],
+        "start": ["cold", "warm"],
+        "http": ["start", "2 in flight"],
+    }
+    assert [case.split(",")[0] for case in cases] == expected[name]
+
+
+def test_what_a_case_reads_is_there_before_it_runs_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def bench_on_another_stream(run: Any, **options: Any) -> float:
+        asked.append("measure")
+        return 2.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("wait"))
+    monkeypatch.setattr(triton.testing, "do_bench_cudagraph", bench_on_another_stream)
+    bench = replace(make_bench(toy=True), toy=False)
+    assert bench.seconds(lambda: None) == pytest.approx(2e-3)
+    assert asked == ["wait", "measure"]
 
 
 def test_a_case_that_fails_is_a_row() -> None:
