@@ -13,6 +13,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from fastgen.compile.huge_pages import in_huge_pages
+
 _ALIGNMENT = 64  # bytes: a cache line
 SLAB = 1 << 20
 """Bytes that an arena grows by at least."""
@@ -60,8 +62,9 @@ class Arena:
         for slab in self._slabs:
             offset = tensor.data_ptr() - slab.memory.data_ptr()
             if 0 <= offset < slab.memory.numel():
-                place = offset // tensor.itemsize
-                return slab.memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), place)
+                numbers = slab.memory.view(tensor.dtype)
+                place = numbers.storage_offset() + offset // tensor.itemsize
+                return numbers.as_strided(tensor.shape, tensor.stride(), place)
         return tensor.detach()
 
 
@@ -71,9 +74,7 @@ def _nothing_like(tensor: Tensor) -> Tensor:
 
 class _Slab:
     def __init__(self, size: int):
-        self.memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
-        start = -self.memory.data_ptr() % _ALIGNMENT
-        self.memory = self.memory[start : start + size].detach()
+        self.memory = in_huge_pages(size)  # kernels read rows of results that lie some pages apart
         self.taken: list[tuple[int, int]] = []  # first byte and end of each piece, in order
         self._at_end = False
 

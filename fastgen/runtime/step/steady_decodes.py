@@ -32,9 +32,11 @@ RowsOf = Callable[[SequenceOf[Sequence]], SequenceOf[SampledRow]]
 """How the next token of each sequence is sampled."""
 
 _NEXT = (1).__add__
-_STEPS_PER_DECODE = 8
-"""How many steps follow each other, for each of their decodes, before the next begins early. Of more decodes one ends
-sooner, and a step for nothing lasts longer, while what is saved stays as it is."""
+_STEPS_PER_DECODE, _MOST_STEPS = 8, 32
+"""How many steps follow each other, for each of their decodes, before the next begins early, and how many at most. Of
+more decodes one ends sooner, and a step for nothing lasts longer, while what is saved stays as it is. But steps that
+have followed each other so often will most likely go on to, and one step for nothing in 32 costs less than is saved.
+"""
 
 
 class SteadyDecodes:
@@ -91,7 +93,8 @@ class SteadyDecodes:
         self._expect(decodes, positions)
         found = self._sampling.chosen(num_rows)
         self._num_continued += 1
-        if self._num_continued >= _STEPS_PER_DECODE * num_rows and self._seems_to_continue(decodes, positions):
+        num_needed = min(_STEPS_PER_DECODE * num_rows, _MOST_STEPS)
+        if self._num_continued >= num_needed and self._seems_to_continue(decodes, positions):
             tape = self._tapes[num_rows]
             self._begun = tape if tape.begin(self._pool) else None
         return list(map(found.__getitem__, self._places))

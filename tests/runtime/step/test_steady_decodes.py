@@ -211,17 +211,18 @@ def test_a_batch_that_was_built_over_is_not_continued(
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_steps_begin_early_once_they_have_followed_each_other(llm: LLM, counted: Counted) -> None:
-    """Of 39 decodes 37 continue, the first at position 4, of 4 in a block; after 8 of them the next begin early, but
+@pytest.mark.parametrize(("num_requests", "num_before"), [(1, 8), (3, 24), (6, 32)])
+def test_steps_begin_early_once_they_have_followed_each_other(
+    llm: LLM, counted: Counted, num_requests: int, num_before: int
+) -> None:
+    """Of 59 decodes 57 continue, the first at position 4, of 4 in a block; after some of them the next begin early, but
     for those that begin a block, and the one that would come after the last token."""
-    outputs = llm.generate([[5, 6, 7]], max_new_tokens=40, ignore_eos=True, temperature=0)
-    continued = range(4, 42)
-    early = [position for position in continued[8:] if position % 4]
+    prompts = [[5, 6, 7 + i] for i in range(num_requests)]
+    outputs = llm.generate(prompts, max_new_tokens=60, ignore_eos=True, temperature=0)
+    early = [position for position in range(4, 62)[num_before:] if position % 4]
     assert (counted.num_begun, counted.num_in_vain) == (len(early), 0)
-    assert (
-        outputs[0].token_ids
-        == without(llm, [[5, 6, 7]], max_new_tokens=40, ignore_eos=True, temperature=0)[0].token_ids
-    )
+    expected = without(llm, prompts, max_new_tokens=60, ignore_eos=True, temperature=0)
+    assert [each.token_ids for each in outputs] == [each.token_ids for each in expected]
 
 
 @pytest.mark.usefixtures("two_threads")
