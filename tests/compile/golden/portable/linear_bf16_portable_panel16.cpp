@@ -353,7 +353,7 @@ static void multiply(const Call& call) {
         num_chunks += chunks.count();
         return false;
     });
-    const int64_t slab = most_rows <= MAX_R ? call.K : SLAB_K;
+    const int64_t slab = most_rows <= BLOCK_ROWS ? call.K : SLAB_K;
     for (int64_t k = 0; k < call.K; k += slab) {
         parallel_for(num_chunks, [&](int64_t chunk) {
             visit_groups(call, num_row_parts, [&](int64_t group, const Chunks& chunks) {
