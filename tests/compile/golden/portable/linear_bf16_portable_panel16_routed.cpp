@@ -98,7 +98,8 @@ constexpr int VECTORS = PANEL / LANES;
 constexpr int MAX_R = 6;
 constexpr int MAX_P = 4;
 constexpr int BLOCK_K = 512;  // the rows of a tile then fill most of the first cache
-constexpr int MAX_BLOCKS = 4;  // of a tile with few rows
+constexpr int MAX_BLOCKS = 4;  // of x, of a tile with few rows, or of as many tiles together
+constexpr int MAX_TOGETHER = 4;  // tiles that go through a panel one after the other
 constexpr int SLAB_K = 2048;
 constexpr int MAX_PANELS = 32;  // of a chunk
 constexpr int FEW_ROWS_PANELS = 16;  // of a chunk with few rows, so that no thread ends long after the others
@@ -152,6 +153,16 @@ struct Tile {
     const uint8_t* x_rows[MAX_R];  // the rows, whole
     float* y_rows[MAX_R];
     Panel panels[MAX_P];
+    int64_t first_ahead = AHEAD;  // the step whose weights are prefetched beside the first one's
+    int ahead_shift = 0;          // 2 to the so many steps prefetch one
+
+    // The tile is number j of several that go through each panel: it asks for its part of the next panel, or for none.
+    void ask_ahead(int64_t j, int64_t num_together) {
+        if (num_together == 1) return;
+        ahead_shift = num_together == 4 ? 2 : 1;
+        const int64_t num_steps = num_k / K_STEP;
+        first_ahead = j >> ahead_shift ? 0 : num_steps + j * (num_steps >> ahead_shift);
+    }
 
     // The block that begins with that k of the tile's.
     const uint8_t* block_of_x(int64_t begin) const { return x + begin / BLOCK_K * x_block; }
@@ -183,8 +194,8 @@ static void run_tile(int64_t num_rows, int64_t num_panels, const Call& call, con
 }
 
 // The weight to prefetch beside step i of `count` steps of a panel.
-INLINE const uint8_t* ahead_of(const Panel& panel, int64_t i, int64_t count) {
-    const int64_t step = i + AHEAD;
+INLINE const uint8_t* ahead_of(const Tile& at, const Panel& panel, int64_t i, int64_t count) {
+    const int64_t step = at.first_ahead + (i >> at.ahead_shift);
     return step < count ? panel.weights + step * PANEL_BYTES_PER_STEP : panel.next + (step - count) * PANEL_BYTES_PER_STEP;
 }
 
@@ -200,10 +211,12 @@ INLINE Parts fewest_parts(int64_t n, int64_t most) { return {n, divide_up(n, mos
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Part of a call: `num_rows` of its rows, the panels `begin` to `end` of the first stream with their counterparts of the
-// others, `stream_length` further on, and `k_begin` to `k_end` of K.
+// Part of a call: `num_rows` of its rows, or all, the panels `begin` to `end` of the first stream with their counterparts
+// of the others, `stream_length` further on, and `k_begin` to `k_end` of K.
 struct Part {
-    int64_t row, num_rows, begin, end, stream_length, num_streams, k_begin, k_end;
+    int64_t row, num_rows;
+    bool has_all_rows;
+    int64_t begin, end, stream_length, num_streams, k_begin, k_end;
 };
 
 // y of the last panel, which is wider than what is left of y, to `sums`, or back.
@@ -215,7 +228,25 @@ static void copy_cut(const Call& call, const Part& part, float* sums, bool to_y)
     }
 }
 
+// Gives a tile the `size` rows from `row` on: what it goes through of them is copied to `x`, or used `as_it_lies`.
+static void take_rows(const Call& call, int64_t row, int64_t size, bool as_it_lies, uint8_t (*x)[MAX_R * X_STRIDE],
+                      Tile& at) {
+    for (int64_t r = 0; r < size; ++r) {
+        at.x_rows[r] = call.x_row(row + r);
+        at.y_rows[r] = call.y_row(row + r);
+        const uint8_t* from = at.x_rows[r] + at.k / K_STEP * X_BYTES_PER_STEP;
+        if (as_it_lies) {
+            at.x = from, at.x_block = X_BYTES;
+            continue;
+        }
+        for (int64_t left = at.num_k / K_STEP * X_BYTES_PER_STEP, b = 0; left > 0; left -= X_BYTES, ++b) {
+            std::memcpy(x[b] + r * X_STRIDE, from + b * X_BYTES, smaller(left, X_BYTES));
+        }
+    }
+}
+
 static void multiply_part(const Call& call, const Part& part) {
+    static_assert(MAX_TOGETHER <= MAX_BLOCKS, "each has room for its block of x");
     alignas(64) uint8_t x[MAX_BLOCKS][MAX_R * X_STRIDE];
     alignas(64) float sums[MAX_PANELS * BLOCK_ROWS * PANEL];
     const auto sums_of = [&](int64_t i, int64_t stream) {
@@ -226,40 +257,33 @@ static void multiply_part(const Call& call, const Part& part) {
     float* cut = has_cut ? sums_of(last_i, last / part.stream_length) : nullptr;
     if (has_cut && part.k_begin > 0) copy_cut(call, part, cut, false);
     const Parts tiles = fewest_parts(part.num_rows, MAX_R);
+    const int64_t num_together = part.has_all_rows && tiles.count <= MAX_TOGETHER ? tiles.count : 1;
     const int64_t most_k = part.num_rows == 1 ? call.K : part.num_rows <= MAX_R ? MAX_BLOCKS * BLOCK_K : BLOCK_K;
+    const auto run = [&](Tile& at, int64_t t, int64_t i) {
+        int64_t count = 0;
+        const int64_t back = at.ends_slab ? 0 : i - part.begin;
+        for (int64_t panel = i; panel <= last; panel += part.stream_length) {
+            const uint8_t* next = i + 1 < part.end ? call.step(panel + 1, at.k) : call.step(panel - back, at.k + at.num_k);
+            float* resting = sums_of(i, count) + tiles.begin(t) * PANEL;
+            at.panels[count++] = {panel, call.step(panel, at.k), next, resting, has_cut && panel == last};
+        }
+        if (count == part.num_streams) return run_tile(tiles.size(t), count, call, at);
+        for (int64_t p = 0; p < count; ++p) {  // the last stream has ended; one by one
+            at.panels[0] = at.panels[p];
+            run_tile(tiles.size(t), 1, call, at);
+        }
+    };
     for (int64_t k = part.k_begin; k < part.k_end; k += most_k) {
         const int64_t num_k = smaller(most_k, part.k_end - k);
-        for (int64_t t = 0; t < tiles.count; ++t) {
-            const int64_t row = tiles.begin(t), size = tiles.size(t);
-            Tile at{x[0], sizeof x[0], k, num_k, k == part.k_begin, k + num_k == part.k_end, {}, {}, {}};
-            for (int64_t r = 0; r < size; ++r) {
-                at.x_rows[r] = call.x_row(part.row + row + r);
-                at.y_rows[r] = call.y_row(part.row + row + r);
-                const uint8_t* from = at.x_rows[r] + k / K_STEP * X_BYTES_PER_STEP;
-                if (part.num_rows == 1) {
-                    at.x = from, at.x_block = X_BYTES;  // as it lies
-                    continue;
-                }
-                for (int64_t left = num_k / K_STEP * X_BYTES_PER_STEP, b = 0; left > 0; left -= X_BYTES, ++b) {
-                    std::memcpy(x[b] + r * X_STRIDE, from + b * X_BYTES, smaller(left, X_BYTES));
-                }
+        for (int64_t t = 0; t < tiles.count; t += num_together) {
+            Tile together[MAX_TOGETHER];
+            for (int64_t j = 0; j < num_together; ++j) {
+                together[j] = {x[j], sizeof x[0], k, num_k, k == part.k_begin, k + num_k == part.k_end, {}, {}, {}};
+                together[j].ask_ahead(j, num_together);
+                take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), part.num_rows == 1, x + j, together[j]);
             }
             for (int64_t i = part.begin; i < part.end; ++i) {
-                int64_t count = 0;
-                const int64_t back = at.ends_slab ? 0 : i - part.begin;
-                for (int64_t panel = i; panel <= last; panel += part.stream_length) {
-                    const uint8_t* next = i + 1 < part.end ? call.step(panel + 1, k) : call.step(panel - back, k + num_k);
-                    float* resting = sums_of(i, count) + row * PANEL;
-                    at.panels[count++] = {panel, call.step(panel, k), next, resting, has_cut && panel == last};
-                }
-                if (count == part.num_streams) {
-                    run_tile(size, count, call, at);
-                    continue;
-                }
-                for (int64_t p = 0; p < count; ++p) {  // the last stream has ended; one by one
-                    at.panels[0] = at.panels[p];
-                    run_tile(size, 1, call, at);
-                }
+                for (int64_t j = 0; j < num_together; ++j) run(together[j], t + j, i);
             }
         }
     }
@@ -301,8 +325,8 @@ struct Chunks {
 
     void run(const Call& call, int64_t chunk, int64_t k_begin, int64_t k_end) const {
         const int64_t row = chunk % rows.count, panel = chunk / rows.count;
-        multiply_part(call, {rows.begin(row), rows.size(row), panels.begin(panel), panels.begin(panel + 1),
-                             stream_length, num_streams, k_begin, k_end});
+        multiply_part(call, {rows.begin(row), rows.size(row), rows.count == 1, panels.begin(panel),
+                             panels.begin(panel + 1), stream_length, num_streams, k_begin, k_end});
     }
 };
 
@@ -329,7 +353,7 @@ static void multiply(const Call& call) {
         num_chunks += chunks.count();
         return false;
     });
-    const int64_t slab = most_rows <= MAX_R ? call.K : SLAB_K;
+    const int64_t slab = most_rows <= BLOCK_ROWS ? call.K : SLAB_K;
     for (int64_t k = 0; k < call.K; k += slab) {
         parallel_for(num_chunks, [&](int64_t chunk) {
             visit_groups(call, num_row_parts, [&](int64_t group, const Chunks& chunks) {
@@ -374,7 +398,7 @@ static void tile(const Call& call, const Tile& at) {
         for (int64_t k = begin; k < end; ++k, ++x) {
             #pragma GCC unroll 16
             for (int p = 0; p < P; ++p) {
-                const uint8_t* ahead = ahead_of(at.panels[p], k, at.num_k);
+                const uint8_t* ahead = ahead_of(at, at.panels[p], k, at.num_k);
                 #pragma GCC unroll 16
                 for (int line = 0; line < PANEL_BYTES_PER_STEP; line += 64) prefetch(ahead + line);
                 f32v w[VECTORS];
