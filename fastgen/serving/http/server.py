@@ -66,8 +66,8 @@ def _config(app: ASGIApp, options: ServeOptions, metrics: ServerMetrics) -> uvic
         config.load()
     except OSError as error:
         raise InvalidArgumentError(
-            f"cannot use {options.tls_cert} and {options.tls_key} for TLS: {error}; expected a certificate and its key, "
-            "in PEM, without a passphrase"
+            f"cannot use {options.tls_cert} and {options.tls_key} for TLS: {error}; expected a certificate and its "
+            "key, in PEM, without a passphrase"
         ) from error
     return config
 
