@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from fastgen.runtime.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.sampling.sampling_params import SamplingParams
@@ -29,7 +30,8 @@ class Update:
 class Answer:
     """One completion in the making."""
 
-    detokenizer: Detokenizer | None
+    detokenizer: Detokenizer | None = None
+    """Made with its first token: there may be thousands of which most wait."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -48,10 +50,10 @@ class Answers:
     ):
         self._prompt_ids, self._sampling = prompt_ids, sampling
         self._stop_ids = sampling.stop_ids(codec.eos_token_ids)
-        self._answers = [
-            Answer(codec.new_detokenizer(prompt_ids, sampling, spelled) if codec.has_tokenizer else None)
-            for _ in range(sampling.n)
-        ]
+        self._new_detokenizer = None
+        if codec.has_tokenizer:
+            self._new_detokenizer = partial(codec.new_detokenizer, prompt_ids, sampling, spelled)
+        self._answers = [Answer() for _ in range(sampling.n)]
         self._num_open = sampling.n
         self._prompt_logprobs: list[Logprobs | None] | None = None
 
@@ -68,6 +70,8 @@ class Answers:
         if progress.logprobs is not None:
             answer.logprobs += progress.logprobs
         text = ""
+        if answer.detokenizer is None and self._new_detokenizer is not None:
+            answer.detokenizer = self._new_detokenizer()
         if answer.detokenizer is not None:
             # A stop token is the last one, and has no text.
             text = "".join(answer.detokenizer.append(id_) for id_ in progress.token_ids if id_ not in self._stop_ids)

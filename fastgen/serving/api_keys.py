@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -21,14 +22,21 @@ class ApiKeys:
 
     @classmethod
     def load(cls, file: str | Path | None, environ: Mapping[str, str]) -> ApiKeys:
-        """Those of ``file``, one a line, where ``#`` begins a comment, and that of ``FASTGEN_API_KEY``."""
-        keys = [environ[API_KEY_VARIABLE]] if environ.get(API_KEY_VARIABLE) else []
+        """Those of ``file``, one a line, where ``#`` begins a comment, and that of ``FASTGEN_API_KEY``. Raises
+        ``InvalidArgumentError`` where the file has none, and for a key that nobody could send."""
+        keys = []
+        if given := environ.get(API_KEY_VARIABLE):
+            keys.append(_sendable(given, API_KEY_VARIABLE))
         if file is not None:
             try:
-                lines = Path(file).read_text(encoding="utf-8").splitlines()
+                lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise InvalidArgumentError(f"cannot read the API keys in {file}: {error}") from error
-            found = [key for line in lines if (key := line.partition("#")[0].strip())]
+            found = [
+                _sendable(key, f"{file}:{number}")
+                for number, line in enumerate(lines, start=1)
+                if (key := line.partition("#")[0].strip())
+            ]
             if not found:
                 raise InvalidArgumentError(f"{file} has no API key; write one a line, or leave the file out")
             keys += found
@@ -56,6 +64,22 @@ def bearer(authorization: str | None) -> str | None:
     """The key in ``Bearer KEY``."""
     scheme, _, key = (authorization or "").partition(" ")
     return key.strip() or None if scheme.lower() == "bearer" else None
+
+
+def environment_without_keys() -> dict[str, str]:
+    """This process' environment as those that it starts may see it."""
+    return {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
+
+
+def _sendable(text: str, where: str) -> str:
+    """The key in ``text``. Raises ``InvalidArgumentError`` where no client could put it into a header."""
+    key = text.strip()
+    if not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise InvalidArgumentError(
+            f"{where}: an API key is made of visible ASCII characters, with no space among them, for it is sent in a "
+            "header"
+        )
+    return key
 
 
 def _digest(key: str) -> bytes:

@@ -29,7 +29,7 @@ import zmq
 from fastgen.errors import FastgenError, GenerationError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.sampling.sampling_params import SamplingParams
-from fastgen.serving.api_keys import API_KEY_VARIABLE
+from fastgen.serving.api_keys import environment_without_keys
 from fastgen.serving.engine_request import EngineRequest, EngineWatcher
 from fastgen.serving.messages import (
     Ask,
@@ -188,9 +188,12 @@ class EngineClient:
 
     async def _launch(self) -> EngineFacts:
         """Start a process and wait until it is ready."""
-        self._open_socket()
         self._ready = asyncio.get_running_loop().create_future()
-        process = self._start_process()
+        try:
+            self._open_socket()
+            process = self._start_process()
+        except (OSError, zmq.ZMQError) as error:  # no memory, no descriptors
+            raise FastgenError(f"the engine's process cannot be started: {error}") from error
         self._ended = _end_of(process)
         awaited: set[asyncio.Future[Any]] = {self._ready, self._ended}
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -251,7 +254,9 @@ class EngineClient:
     async def count(self) -> None:
         """Have the watcher told what the engine has counted, if it is there."""
         with contextlib.suppress(UnavailableError, EngineDiedError, GenerationError):
-            self._watcher.engine_counted(await self.ask("metrics", Metrics))
+            counted = await self.ask("metrics", Metrics)
+            if self.state == "ready":  # else the process has ended meanwhile, and with it its counters
+                self._watcher.engine_counted(counted)
 
     def _let_go(self, failure: Exception) -> None:
         """The process has ended, and with it all that was in it."""
@@ -262,7 +267,7 @@ class EngineClient:
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "fastgen.serving.engine_process", self._address(), str(os.getpid())]
-        environment = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
+        environment = environment_without_keys()
         self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:

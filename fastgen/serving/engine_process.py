@@ -226,7 +226,7 @@ class EngineLoop:
             tokens, progress = self._streamed()
             self._streamed_s = now_s
         started = [opened.number for opened in begun if not opened.is_stream]
-        for generation in self._ended:
+        for generation in dict.fromkeys(self._ended):  # once, however many of its completions have ended
             opened = self._by_request_id.get(generation.request.request_id)
             if opened is not None:
                 progress += opened.news(self._engine.clock())
@@ -274,7 +274,7 @@ class EngineLoop:
 def main() -> None:
     """Load, say so, and run."""
     parent = int(sys.argv[2])
-    _end_with_parent()
+    _end_with(parent)
     # A terminal's Ctrl-C and a service manager's SIGTERM reach this process too, but ending is the server's to arrange.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -297,11 +297,13 @@ def main() -> None:
             EngineLoop(llm.release_engine(), socket, is_orphan=lambda: os.getppid() != parent).run()
 
 
-def _end_with_parent() -> None:
-    """Have the kernel end this process with its parent, also while it loads or is in a long step. Where the system
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process with its ``parent``, also while it loads or is in a long step. Where the system
     cannot, the loop sees that it is an orphan."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that was said
+        sys.exit(1)
 
 
 def _with_policy(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from fastgen.errors import FastgenError
+from fastgen.serving.api_keys import environment_without_keys
 from fastgen.serving.refusals import UnavailableError
 
 _PATIENCE_S = 0.05
@@ -113,7 +114,9 @@ class _Process:
     """A process that answers, for one thread at a time."""
 
     def __init__(self, command: list[str]) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        environment = environment_without_keys()
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env=environment)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -36,6 +37,8 @@ class ConnectionLimits:
 
 
 LogFormat = Literal["text", "json"]
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
+"""What browsers say that a page is from; of another form none would ever match."""
 
 
 def parse_log_format(name: str) -> LogFormat:
@@ -85,5 +88,11 @@ class ServeOptions:
             tool_format_named(self.tool_format)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidArgumentError("tls_cert and tls_key go together: a certificate and its private key")
+        for origin in self.allow_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise InvalidArgumentError(
+                    f"allow_origins={origin!r}: expected a site as browsers say it, such as https://example.org or "
+                    "http://localhost:3000, in small letters and with nothing behind, or * for all"
+                )
         if self.log_prompts and not self.log_requests:
             raise InvalidArgumentError("log_prompts goes with log_requests, whose lines the prompts are put into")

@@ -24,6 +24,7 @@ from fastgen.serving.messages import EngineFacts
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.monitoring.watch import Watch
 from fastgen.serving.refusals import BadRequestError, UnavailableError
+from fastgen.serving.request_limits import check_limits
 from fastgen.serving.templates.renderer import TemplateRenderer
 
 State = Literal["starting", "ready", "restarting", "draining", "stopped", "failed"]
@@ -123,6 +124,7 @@ class Service:
         admitted = None
         try:
             self._check_taking()
+            check_limits(sampling)
             if reason := await self._format_refusal(sampling):
                 raise BadRequestError(reason)
             self._check_taking()
@@ -152,7 +154,9 @@ class Service:
         return await asyncio.to_thread(self._formats.refusal, sampling.response_format)
 
     async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
-        """Why such a request would be refused; ``None`` where it would not. Nothing is run."""
+        """Why such a request would be refused; ``None`` where it would not. Nothing is run. Raises ``RefusedError`` as
+        :meth:`submit` does where it need not even be asked."""
+        check_limits(sampling)
         if reason := await self._format_refusal(sampling):
             return reason
         return await self.engine.refusal(prompt_ids, sampling)

@@ -16,9 +16,9 @@ import pytest
 import fastgen
 from fastgen import LLM, GenerationOutput, SamplingParams
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.serving.clients.client import Client, Protocols, connect
+from fastgen.serving.clients.client import AsyncClient, Client, Protocols, connect
 from fastgen.serving.clients.deployments import Deployment, deployments
-from fastgen.serving.refusals import UnauthorizedError
+from fastgen.serving.refusals import OverloadedError, UnauthorizedError
 from tests.serving.server_process import served
 
 TLS = Path(__file__).with_name("tls")  # of these tests alone: a certificate for 127.0.0.1, and its key
@@ -191,6 +191,21 @@ def test_a_stream_is_refused_when_it_is_asked_for(client: Client) -> None:
 def test_prompts_that_are_none_are_refused(client: Client, prompt: Any) -> None:
     with pytest.raises(InvalidArgumentError):
         client.generate(prompt, max_new_tokens=2)
+
+
+def test_a_call_of_which_nothing_is_ever_taken_ends() -> None:
+    """A first token that would always come too late, say."""
+
+    class Refusing:
+        async def check(self, requests: list[Any]) -> list[None]:
+            return [None] * len(requests)
+
+        async def generate(self, request: Any) -> Any:
+            raise OverloadedError("too late", retry_after_s=0.0)
+
+    transport: Any = Refusing()
+    with pytest.raises(OverloadedError, match="too late"):
+        asyncio.run(AsyncClient(transport).generate(["a", "b"]))
 
 
 def test_of_several_prompts_the_one_that_is_wrong_is_named(client: Client) -> None:

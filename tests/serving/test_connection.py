@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from fastgen.errors import InvalidArgumentError
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.http.connection import LimitedConnection, close_slow
 from fastgen.serving.http.server import HttpServer, listen
@@ -222,7 +223,8 @@ def test_what_connections_refuse_is_counted_by_why() -> None:
         for sent in (b"no HTTP at all\r\n\r\n", post("/echo", b"", "x-a: " + "a" * 70_000), b"GET /late HTTP/1.1\r\n"):
             client = await server.connect()
             client.writer.write(sent)
-            await client.response()
+            _, headers, _ = await client.response()
+            assert len(headers["x-request-id"]) == 32, "as every answer has"
             await server.until_closed()
         kept = [await server.connect(), await server.connect()]
         one_more = await server.connect()
@@ -318,6 +320,35 @@ def test_a_second_request_has_as_little_time_for_its_head() -> None:
         await server.until_closed()
 
     check(test, header_timeout_s=0.3)
+
+
+def test_line_ends_between_requests_do_not_keep_a_connection() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(post("/echo", b"abc"))
+        assert (await client.response())[2] == b"abc"
+        client.writer.write(b"\r\n")
+        assert await client.reader.read() == b""
+        await server.until_closed()
+
+    check(test, keep_alive_s=0.2)
+
+
+@pytest.mark.parametrize(
+    "behind", [b"no HTTP\r\n\r\n", post("/echo", b"") + b"no HTTP", post("/echo", b"", "x: " + "a" * 70_000)]
+)
+def test_what_is_wrong_behind_a_request_is_not_said_in_the_middle_of_its_answer(behind: bytes) -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(post("/endless", b""))
+        await client.reader.readuntil(b"\r\n\r\n")
+        client.writer.write(behind)
+        client.writer.write_eof()
+        assert b"HTTP" not in await client.reader.read()
+        server.app.gone.set()  # it is told of the last request only, not of the one that it answers
+        await server.until_closed()
+
+    check(test)
 
 
 def test_a_body_that_takes_too_long_is_given_up() -> None:
@@ -470,6 +501,12 @@ def test_only_those_with_a_key_may_ask() -> None:
     check(test, ServeOptions(port=0, api_keys=ApiKeys(("right", "also-right"))))
 
 
+@pytest.mark.parametrize("origin", ["https://a.example/", "a.example", "https://A.example", "https://a.example, *", ""])
+def test_a_site_that_no_browser_would_say_is_refused(origin: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^allow_origins=.*: expected a site as browsers say it"):
+        ServeOptions(allow_origins=("https://b.example:8443", "*", "null", origin))
+
+
 def test_pages_of_other_sites_may_ask_only_where_that_was_said() -> None:
     async def test(server: Served) -> None:
         for origin, allowed in [("https://a.example", "https://a.example"), ("https://b.example", None)]:
@@ -511,6 +548,18 @@ def test_a_request_is_logged_where_that_is_asked_for_and_its_prompt_and_key_are_
     assert ("secret" in told) is log_prompts
     assert "right" not in told
     assert "wrong" not in told
+
+
+def test_a_path_cannot_make_a_line_of_its_own_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    async def test(server: Served) -> None:
+        set_up_logging("text")
+        await server.ask(b"GET /a%0Afastgen:%20GET%20/%20200%1b[1m HTTP/1.1\r\nhost: here\r\n\r\n")
+
+    check(test, ServeOptions(port=0, log_requests=True))
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 1
+    assert told.isascii()
+    assert told.rstrip("\n").isprintable()
 
 
 def test_a_client_that_goes_with_requests_still_queued_on_its_connection_ends_the_one_that_runs() -> None:

@@ -25,6 +25,7 @@ from fastgen.serving.clients.deployments import (
     process_birth,
     registered,
 )
+from fastgen.serving.monitoring.log import set_up_logging
 
 SCRIPT = """
 import sys, fastgen
@@ -119,6 +120,20 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     with pytest.raises(InvalidArgumentError, match=why):
         fastgen.serve("tiny-opt", **arguments)
     assert not directory.exists()
+
+
+def test_a_server_whose_entry_cannot_be_written_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FASTGEN_DEPLOYMENTS", str(tmp_path / "file" / "deployments"))
+    set_up_logging("text")
+    with registered(stand_in("one")):
+        told = capsys.readouterr().err
+    assert "clients cannot find this server by its name" in told
+    assert "set FASTGEN_DEPLOYMENTS" in told
+    with pytest.raises(InvalidArgumentError, match="set FASTGEN_DEPLOYMENTS"):
+        fastgen.serve("tiny-opt", port=0)
 
 
 def test_one_name_is_one_deployment(directory: Path, sleeper: subprocess.Popen[bytes]) -> None:

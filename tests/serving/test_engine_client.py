@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
 import fastgen
-from fastgen.errors import InvalidArgumentError
+from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models.hub import locate
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.request import Request
@@ -19,6 +22,7 @@ from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.simulated import CostModel, SimulatedServer
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving import engine_process
+from fastgen.serving.engine_client import EngineClient
 from fastgen.serving.messages import (
     Ask,
     Reply,
@@ -92,6 +96,53 @@ def _answer(output: fastgen.GenerationOutput) -> tuple[object, ...]:
 def test_any_integer_is_a_seed(seed: int) -> None:
     packed = msgspec.msgpack.decode(encoder.encode(pack_sampling(SamplingParams(temperature=1.0, seed=seed))))
     assert unpack_sampling(packed) == SamplingParams(temperature=1.0, seed=seed % 2**64)
+
+
+def an_engine(watcher: Any) -> EngineClient:
+    return EngineClient({"model": "tiny-llama"}, watcher, timeout_s=1.0)
+
+
+def test_counters_that_come_after_their_engine_has_ended_are_not_taken_for_the_next_ones() -> None:
+    taken: list[object] = []
+    engine = an_engine(SimpleNamespace(engine_counted=taken.append))
+
+    async def reply(what: str, kind: object) -> str:
+        engine.state = states.pop()
+        return engine.state
+
+    states: list[Any] = ["restarting", "ready"]
+    engine.ask = reply  # type: ignore[method-assign, assignment]
+
+    async def run() -> None:
+        await engine.count()
+        await engine.count()
+        await engine.stop()
+
+    asyncio.run(run())
+    assert taken == ["ready"]
+
+
+def test_a_process_that_the_system_refuses_is_an_engine_that_did_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **more: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    async def run() -> None:
+        engine = an_engine(None)
+        try:
+            with pytest.raises(FastgenError, match=r"the engine's process cannot be started: .*Too many open files"):
+                await engine.start()
+        finally:
+            await engine.stop()
+
+    monkeypatch.setattr("fastgen.serving.engine_client.subprocess.Popen", refuse)
+    asyncio.run(run())
+
+
+def test_a_process_whose_parent_has_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "one that cannot end it by itself")
+    engine_process._end_with(os.getppid())
+    with pytest.raises(SystemExit):
+        engine_process._end_with(os.getpid())
 
 
 @pytest.mark.parametrize("name", ["port", "grpc_port"])

@@ -19,7 +19,7 @@ from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.monitoring.prometheus import ServerMetrics
-from fastgen.serving.options import ServeOptions
+from fastgen.serving.options import ConnectionLimits, ServeOptions
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
@@ -49,9 +49,10 @@ class Refusing:
 
 
 @asynccontextmanager
-async def served(service: Any, api_keys: ApiKeys | None = None) -> AsyncIterator[str]:
+async def served(service: Any, api_keys: ApiKeys | None = None, **limits: Any) -> AsyncIterator[str]:
     """The address of ``service``."""
-    options = ServeOptions(grpc_port=0, api_keys=api_keys or ApiKeys())
+    connections = ConnectionLimits(**limits)
+    options = ServeOptions(grpc_port=0, api_keys=api_keys or ApiKeys(), connections=connections)
     server = GrpcServer(service, options, Ending("token", ApiKeys(), lambda: None))
     await server.start()
     try:
@@ -94,6 +95,34 @@ def test_refusals_are_statuses_and_heard_as_what_they_are(
                     assert dict(await call.trailing_metadata()).get("retry-after-ms") == (retry_ms and str(retry_ms))
                     health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
                     assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            finally:
+                await transport.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_too_large_is_heard_as_that_and_not_as_one_that_may_be_sent_again() -> None:
+    service: Any = Refusing()
+
+    async def run() -> None:
+        async with served(service, max_body_bytes=1000) as address:
+            transport = GrpcTransport(address, None)
+            try:
+                with pytest.raises(TooLargeError):
+                    await transport.generate(ClientRequest({}, prompt="a" * 1001))
+            finally:
+                await transport.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_checked_at_once_is_limited() -> None:
+    async def run() -> None:
+        async with served(Refusing()) as address:
+            transport = GrpcTransport(address, None)
+            try:
+                with pytest.raises(InvalidArgumentError, match="65 requests to be checked; at most 64"):
+                    await transport.check([ClientRequest({}, prompt="a")] * 65)
             finally:
                 await transport.close()
 

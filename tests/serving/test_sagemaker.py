@@ -138,6 +138,9 @@ def test_openais_bodies_are_those_of_openais_paths(http: httpx2.Client) -> None:
     [
         ({"inputs": PROMPT, "parameters": {"max_new_token": 3}}, "parameters.max_new_token"),
         ({"inputs": PROMPT, "parameters": {"temperature": "hot"}}, "parameters.temperature"),
+        ({"inputs": PROMPT, "parameters": {"max_new_tokens": 10**30}}, "parameters.max_new_tokens"),
+        ({"inputs": PROMPT, "parameters": {"top_k": 2**63}}, "parameters.top_k"),
+        ({"inputs": PROMPT, "parameters": {"stop_token_ids": [2**64]}}, "parameters.stop_token_ids[0]"),
         ({"inputs": PROMPT, "parameters": {"temperature": -1.0}}, None),
         ({"inputs": 3}, "inputs"),
         ({"inputs": [PROMPT, PROMPT], "stream": True}, None),

@@ -54,6 +54,10 @@ MAX_SLOW_MASKS = 3
 by the square of the parser's branches, which no limit of the library's is about."""
 MAX_AWAITED_CPU_S = 0.3
 """Of one mask; then nothing waits for it any more, and its answer fails."""
+MAX_TAKEN_CPU_S = 0.5
+"""Of an answer, to take its tokens into the parser, which the engine does itself: with more it fails. Only those count
+that take longer than each of an ordinary grammar's."""
+SLOW_TAKE_CPU_S = 0.005
 _MANY_PROPERTIES = 300
 """Of an object, that may be left out; with fewer no limit is near."""
 
@@ -128,6 +132,7 @@ class Matcher:
         """The processor clock of the thread that computes the mask, and what it said when that began."""
         self._failure = ""
         self._num_slow = 0
+        self._taken_s = 0.0
 
     def prepare(self) -> None:
         """Begin to compute the mask of the next token, on another thread, unless that was done."""
@@ -181,10 +186,17 @@ class Matcher:
         """
         self.mask()
         self._mask = None
+        began_s = time.thread_time()
         is_taken: bool = self._state.consume_token(token_id)
+        took_s = time.thread_time() - began_s
         self._num_tokens += 1
         if is_taken and self._state.is_stopped():
             return True
+        if took_s > SLOW_TAKE_CPU_S:
+            self._taken_s += took_s
+        if self._taken_s > MAX_TAKEN_CPU_S:
+            why = f"its tokens took more than {MAX_TAKEN_CPU_S:g} s of processor time beside their masks"
+            self._mask = self._fail(TimeoutError(why))
         self.prepare()
         return False
 

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from functools import lru_cache
 from typing import Any
 
 REPLACEMENT = "\ufffd"
@@ -292,7 +293,8 @@ class _StopStrings:
         return completed
 
 
-def _borders(string: str) -> list[int]:
+@lru_cache(maxsize=128)  # all answers to a request have the same
+def _borders(string: str) -> tuple[int, ...]:
     """For each prefix of ``string``, the length of its longest proper prefix that is also its suffix."""
     borders = [0]
     for character in string[1:]:
@@ -300,4 +302,4 @@ def _borders(string: str) -> list[int]:
         while border and string[border] != character:
             border = borders[border - 1]
         borders.append(border + (string[border] == character))
-    return borders
+    return tuple(borders)

@@ -20,6 +20,7 @@ from fastgen.serving.refusals import OverloadedError
 
 _MAX_CONCURRENCY = 64  # requests of one call that are with the server at the same time
 _MAX_CHECKED = 16  # that are checked by one message, which must not grow too large
+_MAX_REFUSALS = 100  # of a request in a row, while no other of its call is answered
 _T = TypeVar("_T")
 
 Protocols = Literal["http", "grpc"]
@@ -176,18 +177,24 @@ class AsyncClient:
     async def _run(self, requests: list[ClientRequest]) -> list[GenerationOutput]:
         if len(requests) > 1:
             await self._check(requests)
-        places = asyncio.Semaphore(_MAX_CONCURRENCY)
+        places, num_answered = asyncio.Semaphore(_MAX_CONCURRENCY), 0
 
         async def one(index: int, request: ClientRequest) -> GenerationOutput:
+            nonlocal num_answered
             async with places:
+                num_refusals, num_before = 0, num_answered
                 while True:
                     try:
-                        return await self._transport.generate(request)
+                        output = await self._transport.generate(request)
+                        num_answered += 1
+                        return output
                     except InvalidArgumentError as error:
                         name_prompt(error, index, len(requests))
                         raise
                     except OverloadedError as error:
-                        if len(requests) == 1:
+                        num_refusals = num_refusals + 1 if num_before == num_answered else 1
+                        num_before = num_answered
+                        if len(requests) == 1 or num_refusals == _MAX_REFUSALS:
                             raise
                         await asyncio.sleep(error.retry_after_s)  # the others of this call are part of the load
 

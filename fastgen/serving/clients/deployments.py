@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.serving.log_file import LOG_VARIABLE
 
 _POLL_S = 0.02
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +56,44 @@ def deployments_directory() -> Path:
     """Where the files are."""
     if given := os.environ.get("FASTGEN_DEPLOYMENTS"):
         return Path(given).absolute()
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state).absolute() / "fastgen" / "deployments"
+    try:
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    except RuntimeError:
+        raise InvalidArgumentError("this user has no home directory; set FASTGEN_DEPLOYMENTS to another") from None
+    return state.absolute() / "fastgen" / "deployments"
 
 
 def make_deployments_directory() -> Path:
-    """The same, made where it is not there yet."""
+    """The same, made where it is not there yet. Raises ``InvalidArgumentError`` where nothing can be written there."""
     directory = deployments_directory()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    advice = "set FASTGEN_DEPLOYMENTS to a directory for what is said of servers"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(f"{directory} cannot be made: {error.strerror}; {advice}") from None
+    if not os.access(directory, os.W_OK):
+        raise InvalidArgumentError(f"{directory} cannot be written to; {advice}")
     return directory
 
 
 @contextmanager
 def registered(deployment: Deployment) -> Iterator[None]:
-    """Let clients find ``deployment`` while the block runs."""
+    """Let clients find ``deployment`` while the block runs. Where it cannot be written down, that is logged; the server
+    goes on, for there are clients that know its address."""
+    file: Path | None = None
+    try:
+        file = _write(deployment)
+    except (OSError, InvalidArgumentError) as error:
+        _log.warning("clients cannot find this server by its name, only by its address: %s", error)
+    try:
+        yield
+    finally:
+        if file is not None:
+            file.unlink(missing_ok=True)
+
+
+def _write(deployment: Deployment) -> Path:
+    """The file of ``deployment``, written."""
     file = make_deployments_directory() / f"{deployment.pid}.json"
     file.unlink(missing_ok=True)  # of a dead process that had the same id
     written = file.with_suffix(".new")
@@ -76,10 +102,7 @@ def registered(deployment: Deployment) -> Iterator[None]:
     with os.fdopen(descriptor, "w") as out:
         json.dump(asdict(deployment), out)
     written.replace(file)  # at once, so that nobody reads half of it
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
+    return file
 
 
 def deployments() -> list[Deployment]:

@@ -15,6 +15,7 @@ from fastgen.serving.grpc import messages
 from fastgen.serving.refusals import (
     EngineDiedError,
     OverloadedError,
+    TooLargeError,
     UnauthorizedError,
     UnavailableError,
     UnknownModelError,
@@ -99,6 +100,8 @@ class GrpcTransport:
                 raise UnauthorizedError(message) from None
             case grpc.StatusCode.NOT_FOUND:
                 raise UnknownModelError(message) from None
+            case grpc.StatusCode.RESOURCE_EXHAUSTED if "retry-after-ms" not in trailing:  # the protocol itself says so
+                raise TooLargeError(message) from None
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise OverloadedError(message, retry_after_s=retry_after_s) from None
             case grpc.StatusCode.UNAVAILABLE if "retry-after-ms" in trailing:

@@ -29,6 +29,7 @@ from fastgen.serving.refusals import (
     UnavailableError,
     UnknownModelError,
 )
+from fastgen.serving.request_limits import MAX_CHECKED
 from fastgen.serving.service import Running, Service
 
 _STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
@@ -71,6 +72,8 @@ class GenerationServicer:
         self._check_key(context)
         asked = [(each, self._encode_prompt) for each in request.prompts]
         asked += [(each, self._encode_chat) for each in request.chats]
+        if len(asked) > MAX_CHECKED:
+            raise InvalidArgumentError(f"{len(asked)} requests to be checked; at most {MAX_CHECKED} are taken at once")
         return messages.CheckResponse(errors=[await self._refusal(*each) or "" for each in asked])
 
     async def _refusal(self, request: Any, encode: Callable[[Any], list[int]]) -> str | None:

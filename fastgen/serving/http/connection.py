@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,6 @@ class LimitedConnection(HttpToolsProtocol):
                 self._refuse(_head_too_large(), "head_size")
 
     def _parse(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stopped:
@@ -101,6 +101,7 @@ class LimitedConnection(HttpToolsProtocol):
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > _MAX_HEAD_BYTES:
             self._refuse(_head_too_large(), "head_size")
             raise httptools.HttpParserCallbackError  # which ends the parsing
+        self._unset_keepalive_if_required()
         self._head_since_s, self._num_head_bytes = None, 0
         self.scope["state"]["gone"] = self._gone
         super().on_headers_complete()
@@ -142,13 +143,26 @@ class LimitedConnection(HttpToolsProtocol):
             else:
                 self.transport.close()
 
+    @property
+    def _is_answering(self) -> bool:
+        """Whether what is written now might stand in the middle of an answer: of the last request, or of one that it
+        waits for."""
+        if self.pipeline:
+            return True
+        return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+
     def _refuse(self, error: Exception, reason: Refusal | None = None) -> None:
-        """Answer with ``error`` and nothing else, and close."""
+        """Answer with ``error`` and nothing else, and close; without a word where another answer has begun."""
         if self.transport.is_closing():
             return
         if reason is not None:
             self._on_refused(reason)
+        if self._is_answering:
+            self._gone.set()
+            self.transport.close()
+            return
         response: JSONResponse = error_response(error)
+        response.headers["x-request-id"] = uuid.uuid4().hex
         content = [STATUS_LINE[response.status_code], b"connection: close\r\n"]
         content += [b"%b: %b\r\n" % header for header in response.raw_headers]
         if self.cycle is not None:

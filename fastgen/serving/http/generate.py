@@ -24,10 +24,9 @@ from fastgen.serving.http.openai_requests import MAX_TOKEN_IDS, FewErrors, at_mo
 from fastgen.serving.http.openai_run import arrival_of, event_of, event_stream, json_response
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
+from fastgen.serving.request_limits import MAX_CHECKED
 from fastgen.serving.service import Running, Service
 
-MAX_CHECKED = 64
-"""Requests that ``/check`` takes at once."""
 _MAX_BIASES = 1 << 16
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]

@@ -112,7 +112,8 @@ class Guard:
         }
         if self._options.log_prompts:
             facts["body"] = body.decode("utf-8", "replace")
-        _log.info("%s %s %s", method, scope["path"], status or "left", extra={"facts": facts})
+        path = facts["path"] if facts["path"].isprintable() else repr(facts["path"])  # it might look like other lines
+        _log.info("%s %s %s", method, path, status or "left", extra={"facts": facts})
 
 
 _REASONS: dict[type[RefusedError], Refusal] = {

@@ -28,6 +28,7 @@ from fastgen.serving.service import Running, Service
 _LONG_CHARACTERS = 20_000
 """Texts from this length on are encoded on another thread: it takes longer than a token of others may wait."""
 DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
 
 
 class Batch:
@@ -201,7 +202,17 @@ class _WithEnd:
 
 def event_of(body: Any) -> bytes:
     """A server-sent event with ``body`` as JSON."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    return b"data: " + json_line(body) + b"\n\n"
+
+
+def json_line(body: Any) -> bytes:
+    """``body`` as JSON, in which there is nothing that any client takes for the end of a line: some take for it what
+    Unicode calls so, and JSON does not have that escaped."""
+    line = msgspec.json.encode(body)
+    if not line.isascii():
+        for end, escaped in _LINE_ENDS:
+            line = line.replace(end, escaped)
+    return line
 
 
 def json_response(body: Any) -> Response:

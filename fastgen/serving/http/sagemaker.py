@@ -21,12 +21,14 @@ from fastgen.serving.http.errors import ERRORS, invalid_request
 from fastgen.serving.http.generate import own_words
 from fastgen.serving.http.openai_answers import finish_of
 from fastgen.serving.http.openai_requests import FewErrors
-from fastgen.serving.http.openai_run import Batch, arrival_of, encode_prompts, event_stream, json_response
+from fastgen.serving.http.openai_run import Batch, arrival_of, encode_prompts, event_stream, json_line, json_response
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
 
 _DEFAULT_MAX_NEW_TOKENS = 30  # LMI's own
+_Int = Annotated[int, Field(lt=2**63)]
+"""What the engine can be told."""
 _DRAWING = {"temperature", "top_k", "top_p", "min_p"}
 _OPENAI = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 
@@ -37,9 +39,9 @@ class Parameters(FewErrors):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     do_sample: bool | None = None
-    max_new_tokens: int | None = None
+    max_new_tokens: _Int | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: _Int | None = None
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
@@ -48,7 +50,7 @@ class Parameters(FewErrors):
     frequency_penalty: float | None = None
     stop: Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[_Int], Field(fail_fast=True)] | None = None
     ignore_eos_token: bool | None = None
     n: int | None = None
     num_beams: int | None = None
@@ -259,8 +261,8 @@ async def _lines(batch: Batch, words: _Words, prompt: str, line: Callable[[Any],
 
 
 def _line(value: Any) -> bytes:
-    return msgspec.json.encode(value) + b"\n"
+    return json_line(value) + b"\n"
 
 
 def _event(value: Any) -> bytes:
-    return b"data:" + msgspec.json.encode(value) + b"\n\n"
+    return b"data:" + json_line(value) + b"\n\n"

@@ -65,13 +65,16 @@ def _config(app: ASGIApp, options: ServeOptions, metrics: ServerMetrics) -> uvic
     try:
         config.load()
     except OSError as error:
-        raise InvalidArgumentError(f"cannot use {options.tls_cert} and {options.tls_key} for TLS: {error}") from error
+        raise InvalidArgumentError(
+            f"cannot use {options.tls_cert} and {options.tls_key} for TLS: {error}; expected a certificate and its "
+            "key, in PEM, without a passphrase"
+        ) from error
     return config
 
 
 def listen(options: ServeOptions) -> socket.socket:
     """A socket at the address that is asked for. Raises ``InvalidArgumentError`` where that cannot be had."""
-    _allow_files(options.connections.max_connections + _FILES_BESIDE_CONNECTIONS)
+    _allow_files(2 * options.connections.max_connections + _FILES_BESIDE_CONNECTIONS)  # as many are told why not
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         return socket.create_server((options.host, options.port), family=family, backlog=2048)

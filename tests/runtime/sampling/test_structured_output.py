@@ -386,6 +386,18 @@ def test_an_answer_whose_masks_take_too_long_fails(
     assert "took more than" in subject.error
 
 
+@pytest.mark.parametrize(("counted_from_s", "fails"), [(-1.0, True), (1e9, False)])
+def test_an_answer_whose_tokens_take_too_long_to_be_read_fails(
+    grammars: Grammars, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, counted_from_s: float, fails: bool
+) -> None:
+    monkeypatch.setattr(structured_output, "SLOW_TAKE_CPU_S", counted_from_s)
+    monkeypatch.setattr(structured_output, "MAX_TAKEN_CPU_S", 0.0)
+    subject = matcher(grammars, {"type": "regex", "pattern": "aaaaaaaa"})
+    subject.advance(next(token_id for token_id, text in texts_of(tokenizer).items() if text == b"a"))
+    assert (allowed(subject) == set()) is fails
+    assert ("its tokens took more than 0 s" in subject.error) is fails
+
+
 @pytest.mark.parametrize("is_asked_first", [True, False])
 def test_a_mask_that_takes_too_long_is_waited_for_no_more_and_holds_up_no_other(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, is_asked_first: bool

@@ -1,0 +1,30 @@
+"""What may be asked for at most, whichever way it is asked; beside limits of sizes and numbers, which can be set."""
+
+from __future__ import annotations
+
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.serving.refusals import BadRequestError
+
+MAX_CHECKED = 64
+"""Requests that are looked at by one call, and not run."""
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1000
+"""Of one stop string."""
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROBS = 128
+"""Alternatives beside a token, of the answer or of the prompt."""
+
+
+def check_limits(sampling: SamplingParams) -> None:
+    """Raise ``BadRequestError`` for too much of what costs time for every token, in steps that others share. The
+    library itself has no such limits."""
+    _check("stop", len(sampling.stop), MAX_STOP_STRINGS, "strings")
+    _check("stop", max(map(len, sampling.stop), default=0), MAX_STOP_CHARACTERS, "characters each")
+    _check("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    _check("logprobs", sampling.logprobs or 0, MAX_LOGPROBS, "alternatives")
+    _check("prompt_logprobs", sampling.prompt_logprobs or 0, MAX_LOGPROBS, "alternatives")
+
+
+def _check(name: str, found: int, most: int, unit: str) -> None:
+    if found > most:
+        raise BadRequestError(f"{name}: this server takes at most {most} {unit}, not {found}", param=name)

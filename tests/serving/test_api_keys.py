@@ -1,0 +1,58 @@
+"""API keys as files and environments have them, and who is told of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.serving.api_keys import API_KEY_VARIABLE, ApiKeys
+from fastgen.serving.helper_processes import _Process
+from fastgen.serving.refusals import UnauthorizedError
+
+
+def test_keys_are_read_whatever_an_editor_put_around_them(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xef\xbb\xbfone\r\n\r\n# two\r\n  three # of somebody\r\nfour")
+    keys = ApiKeys.load(file, {API_KEY_VARIABLE: " five\r\n"})
+    for key in ("one", "three", "four", "five"):
+        keys.check(key)
+    for key in ("two", "three # of somebody", "\ufeffone", "", None):
+        with pytest.raises(UnauthorizedError):
+            keys.check(key)
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "two words", "a\tb", "zero\u200bwidth", "bell\a"])
+def test_a_key_that_nobody_could_send_is_refused_and_not_told(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"good\n{key}\n", encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match="keys:2: an API key is made of visible ASCII") as refused:
+        ApiKeys.load(file, {})
+    with pytest.raises(InvalidArgumentError, match=f"^{API_KEY_VARIABLE}: an API key"):
+        ApiKeys.load(None, {API_KEY_VARIABLE: key})
+    assert key not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ["", "\n \r\n", "# one\n"])
+def test_a_file_without_a_key_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(content)
+    with pytest.raises(InvalidArgumentError, match="has no API key"):
+        ApiKeys.load(file, {})
+
+
+def test_an_environment_variable_of_spaces_is_no_open_door() -> None:
+    assert not ApiKeys.load(None, {API_KEY_VARIABLE: ""})
+    with pytest.raises(InvalidArgumentError, match=API_KEY_VARIABLE):
+        ApiKeys.load(None, {API_KEY_VARIABLE: "  "})
+
+
+def test_processes_that_work_for_the_server_are_not_told_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "a-secret")
+    monkeypatch.setenv("FASTGEN_SOMETHING", "else")
+    process = _Process(["env"])
+    told = process._from.read()
+    process.end()
+    assert b"FASTGEN_SOMETHING=else" in told
+    assert b"a-secret" not in told
