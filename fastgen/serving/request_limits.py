@@ -7,6 +7,9 @@ from fastgen.serving.refusals import BadRequestError
 
 MAX_CHECKED = 64
 """Requests that are looked at by one call, and not run."""
+MAX_N = 128
+"""Completions of a prompt: OpenAI's limit."""
+MAX_BEAMS = 256
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1000
 """Of one stop string."""
@@ -16,8 +19,10 @@ MAX_LOGPROBS = 128
 
 
 def check_limits(sampling: SamplingParams) -> None:
-    """Raise ``BadRequestError`` for too much of what costs time for every token, in steps that others share. The
-    library itself has no such limits."""
+    """Raise ``BadRequestError`` for too much of what costs time in steps that others share, most of it for every token.
+    The library itself has no such limits."""
+    _check("n", sampling.n, MAX_N, "completions")
+    _check("beam_width", sampling.beam_width or 0, MAX_BEAMS, "beams")
     _check("stop", len(sampling.stop), MAX_STOP_STRINGS, "strings")
     _check("stop", max(map(len, sampling.stop), default=0), MAX_STOP_CHARACTERS, "characters each")
     _check("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")

@@ -14,7 +14,9 @@ from fastgen.serving.clients.client import Protocols
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.request_limits import (
+    MAX_BEAMS,
     MAX_LOGPROBS,
+    MAX_N,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -25,6 +27,8 @@ from fastgen.serving.request_limits import (
 def fields(more: int) -> list[dict[str, Any]]:
     """Each field as large as it may be, and ``more``."""
     return [
+        {"n": MAX_N + more},
+        {"beam_width": MAX_BEAMS + more},
         {"stop": [f"{number}" for number in range(MAX_STOP_STRINGS + more)]},
         {"stop": ["a", "b" * (MAX_STOP_CHARACTERS + more)]},
         {"stop_token_ids": [5] * (MAX_STOP_TOKEN_IDS + more)},

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.sampling.sampling_params import MAX_N, SamplingParams
+from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.answers import Update
 from fastgen.serving.api_keys import bearer
 from fastgen.serving.clients.records import ChunkRecord, OutputRecord
@@ -24,7 +24,7 @@ from fastgen.serving.http.openai_requests import MAX_TOKEN_IDS, FewErrors, at_mo
 from fastgen.serving.http.openai_run import arrival_of, event_of, event_stream, json_response
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
-from fastgen.serving.request_limits import MAX_CHECKED
+from fastgen.serving.request_limits import MAX_BEAMS, MAX_CHECKED, MAX_N
 from fastgen.serving.service import Running, Service
 
 _MAX_BIASES = 1 << 16
@@ -65,7 +65,7 @@ class GenerateBody(FewErrors):
     logprobs: _Count | None = None
     prompt_logprobs: _Count | None = None
     timeout_s: Annotated[float, Field(gt=0)] | None = None
-    beam_width: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    beam_width: Annotated[int, Field(ge=1, le=MAX_BEAMS)] | None = None
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None

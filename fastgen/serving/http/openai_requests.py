@@ -23,15 +23,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from fastgen.serving.http.openai_messages import Message, Tool, ToolChoice, few_parts
+from fastgen.serving.request_limits import MAX_BEAMS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS
 
 MAX_PROMPTS = 2048
 MAX_TOKEN_IDS = 1 << 20
 """Of a request's prompts together: more would keep the server from all else while they are looked at."""
-MAX_N = 128
-MAX_BEAMS = 256
 MAX_STOP_STRINGS = 4
-MAX_STOP_CHARACTERS = 1000
-MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
