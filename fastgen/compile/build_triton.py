@@ -166,12 +166,13 @@ class TritonKernel(BuiltKernel):
     def __init__(self, spec: KernelSpec, source: Path, function: Any, options: Mapping[str, Any]):
         super().__init__(spec, source)
         self._function, self._options = function, options
+        self._is_interpreted = triton.knobs.runtime.interpret
 
     def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
         if 0 in grid:
             return
         try:
-            if triton.knobs.runtime.interpret and not all(map(_takes, self.spec.arguments, arguments)):
+            if self._is_interpreted and not all(map(_takes, self.spec.arguments, arguments)):
                 raise RuntimeError(_NOT_BUILT_FOR)  # as it is on a GPU, where the interpreter would not mind
             self._function[grid](*arguments, **self._options)
         except Exception as error:
