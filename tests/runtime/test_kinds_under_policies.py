@@ -59,12 +59,15 @@ def told(output: GenerationOutput) -> Told:
 
 
 class Spy:
-    """Drafts what it was told the answers are, a wrong token behind as often as not; counts what the steps hold."""
+    """Drafts what it was told the answers are, a wrong token behind as often as not; counts what the steps hold.
+
+    Policies learn step times that it makes up, so that what is scheduled does not depend on how busy a machine is.
+    """
 
     def __init__(self, llm: fastgen.LLM, answers: list[GenerationOutput]):
         assert llm._engine is not None
         self.engine = llm._engine
-        self.rng = random.Random(1)
+        self.rng, self.rng_of_times = random.Random(1), random.Random(2)
         self.answers = {
             (tuple(prompt), sampling.seed, each.index): each.token_ids
             for (prompt, sampling), output in zip(REQUESTS, answers, strict=True)
@@ -74,6 +77,8 @@ class Spy:
         self.run = self.engine.runner.run
         self.engine.runner.run = self  # type: ignore[method-assign, assignment]
         self.engine.scheduler._propose_drafts = self.propose
+        self.observe = self.engine.scheduler.observe
+        self.engine.scheduler.observe = self.observe_made_up  # type: ignore[method-assign]
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
         request = sequence.request
@@ -83,6 +88,9 @@ class Spy:
         drafts = answer[num_generated : num_generated + self.rng.randint(0, 3)]
         drafts += [self.rng.randrange(VOCAB_SIZE)] * self.rng.randint(0, 1)
         return drafts[: min(max_tokens, room)] if room > 0 and sequence.matcher is None else []
+
+    def observe_made_up(self, schedule: Schedule, step_s: float) -> None:
+        self.observe(schedule, (5e-4 + 8e-5 * schedule.num_tokens) * self.rng_of_times.uniform(0.9, 1.1))
 
     def __call__(self, schedule: Schedule) -> StepOutput:
         output = self.run(schedule)
