@@ -86,7 +86,7 @@ def test_prompts_that_the_library_multiplies(tmp_path: Path) -> None:
         expected = llm.generate(prompts, **asked | {"prompt_logprobs": llm.spec.vocab_size})
     with fastgen.load(directory, target="triton", **options | {"max_num_seqs": 6}) as llm:
         watched = watch(llm)
-        found = [*llm.generate(prompts[:3], **asked), *llm.generate(prompts, **asked)[3:]]
+        found = [*llm.generate(prompts[:3], **asked), *llm.generate(prompts[2:], **asked)[1:]]
     assert {size for _, size in watched.num_tokens} >= {192, 256}
     for mine, theirs in zip(found, expected, strict=True):
         same_distributions(mine.prompt_logprobs, theirs.prompt_logprobs, len(prompts[0]))
