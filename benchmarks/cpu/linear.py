@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import cycle
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -33,7 +33,7 @@ from fastgen.compile import device
 from fastgen.compile.build_cpp import CppBuilder, CppKernel, cpp_arch
 from fastgen.compile.loader import KernelLoader
 from fastgen.compile.ops.linear import LinearKernel, linear_spec
-from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat
+from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat, formats_of
 from fastgen.compile.thread_pool import load_thread_pool
 
 _FEW_ROWS = (1, 2, 4, 8, 16)
@@ -161,7 +161,7 @@ def summarise(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", default=list(get_args(WeightFormat)))
+    parser.add_argument("--formats", nargs="+", default=list(formats_of(cpp_arch(device.current("cpu")))))
     parser.add_argument("--rows", nargs="+", type=int, default=[*_FEW_ROWS, 64, 512])
     parser.add_argument("--shape", nargs=2, type=int, default=(2048, 2048), help="out_features in_features")
     parser.add_argument("--num-threads", type=int, default=device.current("cpu").num_cores)

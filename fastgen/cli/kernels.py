@@ -30,7 +30,8 @@ Target = Annotated[
     str | None,
     typer.Option(
         metavar="ARCH",
-        help="sm_80, sm_86, sm_89, sm_90, sm_100, gfx942; avx512vnni, avx512, avx2, portable. Default: here.",
+        help="sm_80, sm_86, sm_89, sm_90, sm_100, gfx942; avx512bf16, avx512vnni, avx512, avx2, portable. "
+        "Default: here.",
     ),
 ]
 

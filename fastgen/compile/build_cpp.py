@@ -36,12 +36,14 @@ _FLAGS = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 _ARCH_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx512bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
     "avx512vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
     "avx2": _AVX2,
     "portable": (),
 }
 _ARCH_NEEDS = {
+    "avx512bf16": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"},
     "avx512vnni": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni"},
     "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw"},
     "avx2": {"avx2", "fma", "f16c"},

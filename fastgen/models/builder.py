@@ -15,7 +15,7 @@ from fastgen.compile.ops.add import scaled_add
 from fastgen.compile.ops.alibi import Alibi
 from fastgen.compile.ops.linear import LinearKernel, linear_spec
 from fastgen.compile.ops.moe_cpp import RoutedLinearKernel
-from fastgen.compile.ops.packed_weight import WeightFormat
+from fastgen.compile.ops.packed_weight import WeightFormat, matrix_format
 from fastgen.compile.ops.quantization import QuantizedFormat, WeightOnlyFormat
 from fastgen.compile.spec import dtype_name
 from fastgen.compile.target import TORCH, Target
@@ -142,7 +142,8 @@ class _Builder:
         self.kernels = self.cpp or self.triton
         if self.cpp is None:
             self.weight_only = cast(WeightOnlyFormat | None, self.weight_format)
-        self.matrix_format = cast(WeightFormat, self.weight_format or self.plain_format)
+        plain = matrix_format(self.plain_format, self.target.arch) if self.cpp else self.plain_format
+        self.matrix_format = cast(WeightFormat, self.weight_format or plain)
         self.max_in_features = max(tensor.shape[1] for tensor in self.spec.tensors() if len(tensor.shape) == 2)
 
     @property

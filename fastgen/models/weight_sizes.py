@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from fastgen.compile.huge_pages import HUGE_PAGE
-from fastgen.compile.ops.packed_weight import WeightFormat, packed_bytes
+from fastgen.compile.ops.packed_weight import WeightFormat, matrix_format, packed_bytes
 from fastgen.compile.ops.quantization import QuantizedFormat, WeightOnlyFormat
 from fastgen.compile.ops.quantized_weight import quantized_bytes
 from fastgen.compile.spec import dtype_name
@@ -51,7 +51,7 @@ class ModelBuild:
 
     @property
     def matrix_format(self) -> WeightFormat | QuantizedFormat:
-        return self.weight_format or self.plain_format
+        return self.weight_format or matrix_format(self.plain_format, self.target.arch)
 
     @property
     def packed_format(self) -> WeightFormat | None:

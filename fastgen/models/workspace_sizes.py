@@ -39,7 +39,7 @@ class WorkspaceSizes:
         return 0
 
     def _cpp_linear(self, max_rows: int) -> int:
-        """Rows quantised: one room for all plain matrices, and one for all experts'."""
+        """Rows quantised or rounded: one room for all plain matrices, and one for all experts'."""
         choices = max((top_k for _, top_k in self._mixtures), default=0)
         weight_format, most = self._build.packed_format, self._most_features
         assert weight_format is not None

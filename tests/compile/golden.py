@@ -33,7 +33,7 @@ from fastgen.models.registry import find_recipe
 from fastgen.models.resolve import resolve
 from tests.authoring.published import CONFIGS
 
-TARGETS: Final = ("sm_90", "avx512vnni", "portable")
+TARGETS: Final = ("sm_90", "avx512bf16", "portable")
 PLACE: Final = Path(__file__).with_name("golden")
 COMMAND: Final = "python -m tests.compile.golden"
 _INDEX: Final = "recipes.json"

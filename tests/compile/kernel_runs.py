@@ -28,11 +28,11 @@ from fastgen.compile.ops.moe_cpp import (
 )
 from fastgen.compile.ops.next_decodes import NextDecodesKernel, next_decodes_spec
 from fastgen.compile.ops.norm import NormKernel, norm_spec
-from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat
+from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat, formats_of
 from fastgen.compile.ops.qkv import QkvKernel
 from fastgen.compile.ops.sampling_cpp import RowSampling, SampledRow, SamplingKernel, sampling_spec
 from fastgen.compile.ops.softcap import SoftcapKernel, softcap_spec
-from fastgen.compile.spec import torch_dtype
+from fastgen.compile.spec import DTYPES, torch_dtype
 from fastgen.compile.thread_pool import load_thread_pool
 from tests.compile import test_cpp_attention as attention
 from tests.compile import test_cpp_latent as latent
@@ -135,7 +135,7 @@ def run_tables(weight_format: WeightFormat, loader: KernelLoader) -> None:
         table = PackedWeight(weight_format, num_rows, size, arch)
         table.write(0, drawn(num_rows, size))
         packed(table, torch.empty(23, size), ids, source, sampled)
-        if not weight_format.startswith("int"):
+        if weight_format in DTYPES.values():
             plain = TableKernel(loader.load(table_spec(arch, weight_format, packed=False)))
             places = TableKernel(loader.load(table_spec(arch, weight_format, packed=False, offset=2)))
             plain(drawn(num_rows, size, dtype=weight_format), out := torch.empty(23, size), ids, source, sampled)
@@ -202,6 +202,12 @@ RUNS: dict[str, Run] = {
     **{f"qkv {which}": partial(run_qkv, which) for which in sorted(qkv.FAST)},
     **{f"latent {which}": partial(run_latent, which) for which in range(4)},
 }
+
+
+def names_of(arch: str) -> list[str]:
+    """The runs whose kernels the instruction set has the arithmetic for."""
+    beyond = set(FORMATS) - set(formats_of(arch))
+    return [name for name in RUNS if name.split()[-1] not in beyond]
 
 
 def run(name: str, loader: KernelLoader) -> None:

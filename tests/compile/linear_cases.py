@@ -6,7 +6,6 @@ import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from fastgen.compile import device
 from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
 from fastgen.compile.loader import KernelLoader
 from fastgen.compile.ops.linear import LinearKernel, linear, linear_spec
-from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat
+from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat, formats_of
 from fastgen.compile.ops.quantization import (
     linear_int4,
     linear_int8,
@@ -29,8 +28,8 @@ from fastgen.compile.spec import KernelSpec
 from fastgen.compile.thread_pool import ThreadPool, load_thread_pool, thread_pool_spec
 
 HERE = cpp_arch(device.current("cpu"))
-FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
-FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS = formats_of(HERE)
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_pairs": torch.bfloat16, "fp16": torch.float16}
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
 """Those whose instructions this machine has."""
 ONCE = [(HERE, each) for each in FORMATS] + [
@@ -39,7 +38,7 @@ ONCE = [(HERE, each) for each in FORMATS] + [
 KERNELS = [pytest.param((arch, each), id=f"{arch}-{each}") for arch, each in ONCE] + [
     pytest.param((arch, each), id=f"{arch}-{each}", marks=pytest.mark.slow)
     for arch in ARCHES
-    for each in FORMATS
+    for each in formats_of(arch)
     if (arch, each) not in ONCE
 ]
 TOLERANCE = {"int8": 1e-7, "int4": 1e-6}
@@ -88,6 +87,8 @@ class Layer:
             return linear_int4(x, quantize_groups(weight), bias)
         if self.format == "int8_weight_only":
             return linear_int8_weight_only(x, quantize_channels(weight), bias)
+        if self.format == "bf16_pairs":
+            x = x.bfloat16()
         return linear(x.double(), weight.to(FLOATS[self.format]).double(), None if bias is None else bias.double())
 
     def assert_right(self, found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, where: str) -> None:
@@ -127,7 +128,8 @@ static void run(int64_t num_rows, int64_t in_features, int64_t out_features, int
     float *x = exactly<float>(x_rows * in_features), *y = exactly<float>(y_rows * out_features);
     uint8_t* weights = exactly<uint8_t>(num_panels * num_steps * PANEL_BYTES_PER_STEP);
     float *scale = exactly<float>(num_panels * PANEL), *bias = exactly<float>(num_panels * PANEL);
-    uint8_t* workspace = exactly<uint8_t>(x_rows * ((in_features / 32 + 1) * 40 + 128));
+    const int64_t row_bytes = K_STEP == 2 ? 2 * in_features + 2 : (in_features / 32 + 1) * 40;
+    uint8_t* workspace = exactly<uint8_t>(x_rows * (row_bytes + 128));
     int64_t *order = exactly<int64_t>(y_rows), *first_rows = exactly<int64_t>(num_groups + 1);
     for (int64_t group = 0, place = 0; group < num_groups; ++group) {  // of squares, so some groups are empty
         first_rows[group] = place;

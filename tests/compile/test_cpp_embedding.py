@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from fastgen.compile.loader import KernelLoader
 from fastgen.compile.ops.add import AddKernel, add_spec, scaled_add
 from fastgen.compile.ops.embedding import embed, resolve_token_ids
 from fastgen.compile.ops.embedding_cpp import TableKernel, table_spec
-from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat
+from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat, formats_of
 from fastgen.compile.spec import KernelSpec, torch_dtype
 from fastgen.compile.thread_pool import load_thread_pool
 
@@ -23,8 +21,8 @@ SIZES = ((1, 1), (5, 3), (33, 32), (70, 37), (131, 96))  # rows and features: wi
 CASES = [
     pytest.param(weight_format, arch, id=f"{weight_format}-{arch}",
                  marks=[] if arch in (ARCHES[0], "portable") else pytest.mark.slow)
-    for weight_format in get_args(WeightFormat)
     for arch in ARCHES
+    for weight_format in formats_of(arch)
 ]  # fmt: skip
 
 

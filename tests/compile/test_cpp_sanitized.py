@@ -18,7 +18,7 @@ from fastgen.compile.render import render
 from fastgen.compile.tape import tape_spec
 from fastgen.compile.thread_pool import thread_pool_spec
 from tests.compile.captured_launches import CapturedLaunch, FlaggedBuilder, Replayer, captured
-from tests.compile.kernel_runs import RUNS, run
+from tests.compile.kernel_runs import names_of, run
 
 HERE = cpp_arch(device.current("cpu"))
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
@@ -28,8 +28,9 @@ QUICK = {("tables int8", HERE, MEMORY), ("latent 1", HERE, MEMORY)}
 """A kernel each: what else there is takes as many minutes as these take seconds."""
 CASES = [
     pytest.param(*case, id=" ".join(case), marks=[] if case in QUICK else pytest.mark.slow)
-    for name in RUNS
-    for case in [*((name, arch, MEMORY) for arch in ARCHES), (name, HERE, THREADS)]
+    for arch in ARCHES
+    for name in names_of(arch)
+    for case in [(name, arch, MEMORY), *([(name, arch, THREADS)] if arch == HERE else [])]
 ]
 UNUSED = ("-Wno-unused-function", "-Wno-unused-parameter", "-Wno-unused-const-variable")
 WARNINGS = ("-O1", "-Wall", "-Wextra", "-Wshadow", "-Werror", *UNUSED)
@@ -78,8 +79,7 @@ def test_a_number_too_far_is_found(folder: Path, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name", "arch"), [(name, arch) for arch in ARCHES for name in names_of(arch)])
 def test_compilers_warn_of_nothing(name: str, arch: str, compiler: str, folder: Path) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")

@@ -46,9 +46,10 @@ def test_the_target_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     hopper = Device("cuda", "H200", 1 << 37, 0, capability=(9, 0), num_sms=132)
     assert triton_arch(hopper) == target_of(hopper) == "sm_90"
     assert target_of(Device("cuda", "B200", 1 << 37, 0, capability=(10, 0))) == "sm_100"
-    full = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni")
+    full = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16")
     for sets, arch in (
-        (full, "avx512vnni"),
+        (full, "avx512bf16"),
+        (full[:6], "avx512vnni"),
         (full[:5], "avx512"),
         (full[:3], "avx2"),
         (full[1:], "portable"),

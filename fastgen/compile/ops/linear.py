@@ -15,6 +15,9 @@ from fastgen.compile.ops.quantization import GROUP
 from fastgen.compile.ops.quantized_weight import QuantizedWeight, quantized_linear
 from fastgen.compile.spec import Argument, KernelSpec
 
+_IN_INTEGERS = ("int8", "int4")
+_PREPARED = (*_IN_INTEGERS, "bf16_pairs")
+"""Formats whose kernels quantise or round rows first."""
 _VOCAB_PIECE = 8192  # vocabulary rows widened to fp32 at a time, so that a head in 16 bits never needs a second copy
 
 
@@ -72,16 +75,16 @@ def linear_spec(
     ``arch`` is the instruction set, one of :data:`fastgen.compile.build_cpp.CPP_ARCHES`. The kernel runs on the pool:
     :func:`fastgen.compile.thread_pool.load_thread_pool` comes first.
     """
-    in_integers = weight in ("int8", "int4")
+    prepares = weight in _PREPARED
     arguments = [
         Argument("x", "fp32", "in"),
         Argument("x_stride", "i64", "scalar"),
         *([] if routed else [Argument("x_group_stride", "i64", "scalar")]),
-        *([] if routed and not in_integers else [Argument("num_rows", "i64", "scalar")]),
+        *([] if routed and not prepares else [Argument("num_rows", "i64", "scalar")]),
         *([Argument(name, "i64", "in") for name in ("order", "first_rows")] if routed else []),
         *([Argument("choices_per_row", "i64", "scalar")] if routed else []),
         Argument("num_groups", "i64", "scalar"),
-        *([Argument("workspace", "u8", "out")] if in_integers else []),
+        *([Argument("workspace", "u8", "out")] if prepares else []),
         Argument("weights", "u8", "in"),
         Argument("scale", "fp32", "in"),
         Argument("bias", "fp32", "in"),
@@ -96,23 +99,24 @@ def linear_spec(
         target="cpp",
         parameters={"weight": weight, "arch": arch, "panel": PANELS[arch], "routed": routed},
         arguments=tuple(arguments),
-        template="linear_int" if in_integers else "linear_float",
+        template="linear_int" if weight in _IN_INTEGERS else "linear_float",
         needed_by=needed_by,
     )
 
 
 def linear_workspace_bytes(weight: WeightFormat, max_rows: int, max_in_features: int) -> int:
-    """Where a :class:`LinearKernel` of integer formats quantises rows; others need none."""
-    if weight not in ("int8", "int4"):
+    """Where a :class:`LinearKernel` quantises rows or rounds them to bf16; formats in fp32 need none."""
+    if weight not in _PREPARED:
         return 0
-    return max_rows * ((max_in_features // GROUP + 1) * (GROUP + 8) + 128)
+    row_bytes = (max_in_features // GROUP + 1) * (GROUP + 8) if weight in _IN_INTEGERS else 2 * (max_in_features + 1)
+    return max_rows * (row_bytes + 128)
 
 
 class LinearKernel:
     """Launches a kernel of :func:`linear_spec`: ``x Wᵀ + b``, in fp32 beside the weights.
 
     An output's bits depend on its row of ``x``, its weights and the instruction set alone. ``max_rows`` and
-    ``max_in_features`` bound the rows, those of each group counted, that integer formats quantise at once. Two threads
+    ``max_in_features`` bound the rows, those of each group counted, that are quantised or rounded at once. Two threads
     need a launcher each.
     """
 

@@ -14,15 +14,29 @@ from fastgen.compile.huge_pages import in_huge_pages
 from fastgen.compile.ops.quantization import GROUP, Quantized, quantize_channels, quantize_groups
 from fastgen.errors import InvalidArgumentError
 
-WeightFormat = Literal["fp32", "bf16", "fp16", "int8_weight_only", "int8", "int4"]
-PANELS = {"avx512vnni": 32, "avx512": 32, "avx2": 16, "portable": 16}
+WeightFormat = Literal["fp32", "bf16", "fp16", "bf16_pairs", "int8_weight_only", "int8", "int4"]
+"""``"bf16_pairs"`` and the last two have inputs rounded alike; the others multiply in fp32."""
+PANELS = {"avx512bf16": 32, "avx512vnni": 32, "avx512": 32, "avx2": 16, "portable": 16}
 """By instruction set, how many outputs' weights lie side by side."""
-LANES = {"avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
+LANES = {"avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
 """By instruction set, how many 32-bit numbers a vector has."""
-_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_WITH_PAIRS = ("avx512bf16",)
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_pairs": torch.bfloat16, "fp16": torch.float16}
+_STEPS = {"bf16_pairs": 2, "int8": 4, "int4": GROUP}
+"""How many weights of one output lie together, where not one."""
 _SCALED = ("int8_weight_only", "int8")
 _MAX_IN_FEATURES = (2**31 - 1) // 127**2  # so that a sum of products of 8 bits has room in 32
 _PIECE = 4 << 20  # weights converted at a time
+
+
+def formats_of(arch: str) -> tuple[WeightFormat, ...]:
+    """Those that the instruction set has the arithmetic for."""
+    return tuple(each for each in get_args(WeightFormat) if each != "bf16_pairs" or arch in _WITH_PAIRS)
+
+
+def matrix_format(plain: WeightFormat, arch: str) -> WeightFormat:
+    """What matrices of a model in ``plain`` are packed in that may have their inputs rounded to as many bits."""
+    return "bf16_pairs" if plain == "bf16" and arch in _WITH_PAIRS else plain
 
 
 class PackedWeight:
@@ -53,6 +67,7 @@ class PackedWeight:
         self.out_features, self.in_features, self.num_groups = out_features, in_features, num_groups
         self._panel, self._lanes = PANELS[arch], LANES[arch]
         num_panels = num_groups * -(-out_features // self._panel)
+        self._step = _STEPS.get(weight_format, 1)
         panel_bytes = _panel_bytes(weight_format, in_features, self._panel)
         self.panels = in_huge_pages(num_panels * panel_bytes).view(num_panels, -1)
         self.scale = torch.zeros(num_panels * self._panel if weight_format in _SCALED else 0)
@@ -134,8 +149,9 @@ class PackedWeight:
             return
         if isinstance(values, Quantized):
             self.scale.view(-1, self._panel)[panels] = values.scale.view(-1, self._panel)
+        codes = pad(codes, (0, -self.in_features % self._step))
         if self.format == "int8":
-            codes = pad(codes, (0, -self.in_features % 4)) ^ -128
+            codes = codes ^ -128
         view = self._view(self.panels[panels])
         view.copy_(codes.view(view.shape))
 
@@ -159,9 +175,8 @@ class PackedWeight:
         count, panel, lanes = len(panels), self._panel, self._lanes
         if self.format == "bf16":
             return panels.view(torch.bfloat16).view(count, -1, panel // lanes // 2, lanes, 2).permute(0, 2, 4, 3, 1)
-        if self.format == "int8":
-            return panels.view(torch.int8).view(count, -1, panel, 4).transpose(1, 2)
-        return panels.view(_FLOATS.get(self.format, torch.int8)).view(count, -1, panel).transpose(1, 2)
+        numbers = panels.view(_FLOATS.get(self.format, torch.int8))
+        return numbers.view(count, -1, panel, self._step).transpose(1, 2)
 
 
 def packed_bytes(
@@ -176,10 +191,9 @@ def packed_bytes(
 
 
 def _panel_bytes(weight_format: WeightFormat, in_features: int, panel: int) -> int:
-    if weight_format == "int4":
-        return -(-in_features // GROUP) * 18 * panel
-    step = 4 if weight_format == "int8" else 1
-    return -(-in_features // step) * step * panel * _FLOATS.get(weight_format, torch.int8).itemsize
+    step = _STEPS.get(weight_format, 1)
+    step_bytes = 18 if weight_format == "int4" else step * _FLOATS.get(weight_format, torch.int8).itemsize
+    return -(-in_features // step) * step_bytes * panel
 
 
 def pack_nibbles(codes: Tensor, scale: Tensor, lanes: int, panel: int) -> Tensor:

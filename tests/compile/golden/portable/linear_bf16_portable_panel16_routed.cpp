@@ -90,7 +90,7 @@ static void parallel_for(int64_t num_chunks, Work&& work) {
 
 constexpr int WEIGHT_BYTES = 2;
 constexpr int K_STEP = 1;
-constexpr int PANEL_BYTES_PER_STEP = 16 * WEIGHT_BYTES;
+constexpr int PANEL_BYTES_PER_STEP = 16 * K_STEP * WEIGHT_BYTES;
 constexpr int X_BYTES_PER_STEP = 4;
 
 constexpr int PANEL = 16;
@@ -368,7 +368,9 @@ static void multiply(const Call& call) {
     }
 }
 
-// A panel's weights for one k.
+INLINE f32v multiply_add(f32v x, f32v w, f32v sum) { return fma(x, w, sum); }
+
+// A panel's weights for one step.
 INLINE void widen(const uint8_t* from, f32v (&w)[VECTORS]) {
     #pragma GCC unroll 16
     for (int v = 0; v < VECTORS; v += 2) {
@@ -392,22 +394,23 @@ static void tile(const Call& call, const Tile& at) {
             }
         }
     }
-    for (int64_t begin = 0; begin < at.num_k; begin += BLOCK_K) {
-        const int64_t end = smaller(begin + BLOCK_K, at.num_k);
-        const float* x = reinterpret_cast<const float*>(at.block_of_x(begin));
-        for (int64_t k = begin; k < end; ++k, ++x) {
+    const int64_t num_steps = at.num_k / K_STEP;
+    for (int64_t begin = 0; begin < num_steps; begin += BLOCK_K / K_STEP) {
+        const int64_t end = smaller(begin + BLOCK_K / K_STEP, num_steps);
+        const float* x = reinterpret_cast<const float*>(at.block_of_x(begin * K_STEP));
+        for (int64_t i = begin; i < end; ++i, ++x) {
             #pragma GCC unroll 16
             for (int p = 0; p < P; ++p) {
-                const uint8_t* ahead = ahead_of(at, at.panels[p], k, at.num_k);
+                const uint8_t* ahead = ahead_of(at, at.panels[p], i, num_steps);
                 #pragma GCC unroll 16
                 for (int line = 0; line < PANEL_BYTES_PER_STEP; line += 64) prefetch(ahead + line);
                 f32v w[VECTORS];
-                widen(at.panels[p].weights + k * PANEL_BYTES_PER_STEP, w);
+                widen(at.panels[p].weights + i * PANEL_BYTES_PER_STEP, w);
                 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
                     const f32v x_all = all_lanes(x[r * (X_STRIDE / 4)]);
                     #pragma GCC unroll 16
-                    for (int v = 0; v < VECTORS; ++v) sum[p][r][v] = fma(x_all, w[v], sum[p][r][v]);
+                    for (int v = 0; v < VECTORS; ++v) sum[p][r][v] = multiply_add(x_all, w[v], sum[p][r][v]);
                 }
             }
         }

@@ -1,0 +1,732 @@
+// attention(N=4, K=4, D=64, DV=64, P=16, dtype=bf16, v_in_k=False, window=2047, scale=0.125, arch=avx512bf16) for cpp
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+// A float's upper half; widened exactly, narrowed to the nearest, ties to even.
+struct bf16 {
+    uint16_t bits;
+    bf16() = default;
+    bf16(float value) {
+        uint32_t wide;
+        std::memcpy(&wide, &value, 4);
+        const bool is_nan = (wide & 0x7fffffffu) > 0x7f800000u;
+        bits = is_nan ? uint16_t(wide >> 16 | 0x40u) : uint16_t((wide + 0x7fffu + (wide >> 16 & 1u)) >> 16);
+    }
+    operator float() const {
+        const uint32_t wide = uint32_t(bits) << 16;
+        float value;
+        std::memcpy(&value, &wide, 4);
+        return value;
+    }
+};
+#if defined(__aarch64__) || defined(__clang__)
+using fp16 = __fp16;  // the other name is known to g++ for Arm from 13 on, to clang for x86 from 15 on
+#else
+using fp16 = _Float16;
+#endif
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+constexpr int LANES = 16;
+typedef float f32v __attribute__((vector_size(4 * LANES)));
+typedef int32_t i32v __attribute__((vector_size(4 * LANES)));
+typedef uint32_t u32v __attribute__((vector_size(4 * LANES)));
+typedef uint16_t u16v __attribute__((vector_size(2 * LANES)));
+typedef int8_t i8v __attribute__((vector_size(LANES)));
+#define INLINE static inline __attribute__((always_inline))
+
+template <class V>
+INLINE V load(const void* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+template <class V>
+INLINE void store(void* to, V v) {
+    std::memcpy(to, &v, sizeof v);
+}
+template <class To, class From>
+INLINE To bits_of(From v) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits under another type");
+    To to;
+    std::memcpy(&to, &v, sizeof to);
+    return to;
+}
+INLINE f32v all_lanes(float s) { return f32v{s, s, s, s, s, s, s, s, s, s, s, s, s, s, s, s}; }
+INLINE i32v all_lanes(int32_t s) { return i32v{s, s, s, s, s, s, s, s, s, s, s, s, s, s, s, s}; }
+INLINE f32v to_float(i32v v) { return __builtin_convertvector(v, f32v); }
+
+// a * b + c, rounded once where the machine can.
+INLINE f32v fma(f32v a, f32v b, f32v c) {
+    return _mm512_fmadd_ps(a, b, c);
+}
+
+// LANES numbers in fp16 widened, exactly.
+INLINE f32v widen_fp16(const void* from) {
+    return _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from));
+}
+
+// LANES signed bytes as 32-bit numbers.
+INLINE i32v widen_i8(const void* from) {
+    return i32v(_mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(from)));
+}
+
+// Adds to each lane of sum the products of its four unsigned bytes in w with the four signed ones in x.
+INLINE i32v dot4(i32v sum, u32v w, int32_t x) {
+    return i32v(_mm512_dpbusd_epi32(__m512i(sum), __m512i(w), __m512i(all_lanes(x))));
+}
+
+// Moves the cache line at an address towards the core, as far as its second level.
+INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// The same address, which the compiler takes for another: what is read there is read again, not kept in a register.
+INLINE const uint8_t* again(const uint8_t* address) {
+    asm volatile("" : "+r"(address));
+    return address;
+}
+extern "C" void fastgen_parallel_for(void (*run)(void* job, int64_t chunk), void* job, int64_t num_chunks);
+extern "C" int fastgen_num_threads();
+
+// Calls work(chunk) for every chunk below num_chunks, each on any thread, in any order.
+template <class Work>
+static void parallel_for(int64_t num_chunks, Work&& work) {
+    using Plain = std::remove_reference_t<Work>;
+    fastgen_parallel_for([](void* job, int64_t chunk) { (*static_cast<Plain*>(job))(chunk); }, &work, num_chunks);
+}
+constexpr float INFINITE = __builtin_inff();
+
+INLINE f32v select(i32v which, f32v yes, f32v no) { return which ? yes : no; }
+INLINE f32v larger(f32v a, f32v b) { return select(a > b, a, b); }  // b where one is no number
+INLINE f32v magnitude(f32v x) { return bits_of<f32v>(bits_of<u32v>(x) & 0x7fffffffu); }
+
+// Sums and maxima over the lanes, by halves: one order, whatever the compiler.
+template <class Combine>
+INLINE float over_lanes(f32v v, Combine combine) {
+#if defined(__clang__)
+    v = combine(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+#else
+    v = combine(v, __builtin_shuffle(v, i32v{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+#endif
+#if defined(__clang__)
+    v = combine(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3));
+#else
+    v = combine(v, __builtin_shuffle(v, i32v{4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3}));
+#endif
+#if defined(__clang__)
+    v = combine(v, __builtin_shufflevector(v, v, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1));
+#else
+    v = combine(v, __builtin_shuffle(v, i32v{2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1}));
+#endif
+#if defined(__clang__)
+    v = combine(v, __builtin_shufflevector(v, v, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0));
+#else
+    v = combine(v, __builtin_shuffle(v, i32v{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0}));
+#endif
+    return v[0];
+}
+INLINE float sum_of(f32v v) { return over_lanes(v, [](f32v a, f32v b) { return a + b; }); }
+INLINE float largest_of(f32v v) { return over_lanes(v, [](f32v a, f32v b) { return larger(a, b); }); }
+
+// e to the x: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial for e to the r (Cephes), and n into the exponent.
+// 0 below -87.3, where the result would not be normal; infinite above 88.7.
+INLINE f32v exp(f32v x) {
+    const i32v below = x < all_lanes(-87.33654f), above = x > all_lanes(88.72283f);  // neither, where x is no number
+    const f32v within = select(below, all_lanes(-87.33654f), select(above, all_lanes(88.72283f), x));
+    // Adding and taking away 1.5 * 2^23 leaves the nearest whole number.
+    const f32v n = fma(within, all_lanes(1.44269504f), all_lanes(12582912.0f)) - all_lanes(12582912.0f);
+    f32v r = fma(n, all_lanes(-0.693359375f), within);
+    r = fma(n, all_lanes(2.12194440e-4f), r);
+    f32v p = all_lanes(1.9875691500e-4f);
+    p = fma(p, r, all_lanes(1.3981999507e-3f));
+    p = fma(p, r, all_lanes(8.3334519073e-3f));
+    p = fma(p, r, all_lanes(4.1665795894e-2f));
+    p = fma(p, r, all_lanes(1.6666665459e-1f));
+    p = fma(p, r, all_lanes(5.0000001201e-1f));
+    p = fma(p, r * r, r) + all_lanes(1.0f);
+    // In two steps: 2 to the 128 is no float.
+    const i32v whole = __builtin_convertvector(n, i32v), half = whole >> 1;
+    const f32v scaled = p * bits_of<f32v>((half + 127) << 23) * bits_of<f32v>((whole - half + 127) << 23);
+    return select(below, all_lanes(0.0f), select(above, all_lanes(INFINITE), scaled));
+}
+
+// Near 0 a polynomial (Cephes), since 1 - 2 / (e^2x + 1) would lose the small digits there.
+INLINE f32v tanh(f32v x) {
+    const f32v size = magnitude(x), square = x * x;
+    f32v p = all_lanes(-5.70498872745e-3f);
+    p = fma(p, square, all_lanes(2.06390887954e-2f));
+    p = fma(p, square, all_lanes(-5.37397155531e-2f));
+    p = fma(p, square, all_lanes(1.33314422036e-1f));
+    p = fma(p, square, all_lanes(-3.33332819422e-1f));
+    const f32v near = fma(p * square, x, x);
+    const f32v far = all_lanes(1.0f) - all_lanes(2.0f) / (exp(size + size) + all_lanes(1.0f));
+    return select(size < all_lanes(0.625f), near, select(x < all_lanes(0.0f), -far, far));
+}
+
+// 1 - erf(x) for x >= 0, whose square the caller may know more exactly: an exponential of a polynomial in 1 / (1 + x / 2)
+// (Press et al., Numerical Recipes, erfcc).
+INLINE f32v erfc_positive(f32v x, f32v square) {
+    const f32v t = all_lanes(1.0f) / fma(x, all_lanes(0.5f), all_lanes(1.0f));
+    f32v p = all_lanes(0.17087277f);
+    p = fma(p, t, all_lanes(-0.82215223f));
+    p = fma(p, t, all_lanes(1.48851587f));
+    p = fma(p, t, all_lanes(-1.13520398f));
+    p = fma(p, t, all_lanes(0.27886807f));
+    p = fma(p, t, all_lanes(-0.18628806f));
+    p = fma(p, t, all_lanes(0.09678418f));
+    p = fma(p, t, all_lanes(0.37409196f));
+    p = fma(p, t, all_lanes(1.00002368f));
+    p = fma(p, t, all_lanes(-1.26551223f));
+    return t * exp(p - square);
+}
+
+// Some of a vector's numbers, zeros behind them; nothing behind them is touched.
+INLINE f32v load_some(const float* from, int64_t count) {
+    if (count >= LANES) return load<f32v>(from);
+    float some[LANES] = {};
+    std::memcpy(some, from, count * sizeof(float));
+    return load<f32v>(some);
+}
+INLINE void store_some(float* to, f32v v, int64_t count) {
+    if (count >= LANES) return store(to, v);
+    std::memcpy(to, &v, count * sizeof(float));
+}
+#include <algorithm>
+#include <vector>
+
+// Causal attention of a ragged batch over a paged cache, in one pass with a running maximum (Milakov and Gimelshein,
+// 2018).
+//
+//   N query heads, K KV heads, G = N / K query heads that read one KV head; D features of a key, DV of a value
+//   P       tokens in a block. A block holds its keys as [K][D][P], so that a vector of keys gives a vector of scores,
+//           and its values as [K][P][DV]
+//   row     one query head of one token; rows that are computed together share what is loaded of keys and values
+//   tile    TILE keys, from a multiple of TILE on: GROUPS vectors of scores, which a few rows have registers for
+//   segment SEGMENT keys, from a multiple of SEGMENT on
+//
+// A segment's tiles are folded in order, and so are a row's segments: its result depends neither on which other rows
+// there are nor on who computed which segment.
+constexpr int64_t N = 4, K = 4, G = N / K, D = 64, DV = 64, P = 16;
+constexpr int GROUPS = 4, TILE = GROUPS * LANES;
+constexpr int64_t SEGMENT = 8 * TILE;
+constexpr int MAX_ROWS = 6;  // with GROUPS vectors each they fit into the registers
+constexpr int MAX_TASK_ROWS = 8 * MAX_ROWS;
+
+using T = bf16;  // of keys and values in the cache; queries and results are fp32
+
+namespace {
+
+struct Batch {
+    const float* q;  // [tokens][N][D], tokens q_stride apart
+    const T* k_cache;
+    const T* v_cache;
+    const int32_t* block_tables;  // [sequences][max_blocks]
+    const int32_t* cu_seqlens_q;
+    const int32_t* seq_lens;
+    float* out;  // [tokens][N][DV]
+    int64_t max_blocks, q_stride;
+};
+
+// Rows of one sequence, the same of each of some KV heads: row r of a head is its query head r % G of new token r / G.
+struct Task {
+    int64_t sequence, num_new, seq_len;
+    int64_t first_row, num_rows, first_head, num_heads;
+    int64_t first_state;  // in the workspace, where the segments are shared out; else -1
+
+    int64_t size() const { return num_rows * num_heads; }
+    int64_t num_parts() const { return (num_rows + MAX_ROWS - 1) / MAX_ROWS; }
+    int64_t part(int64_t i) const { return num_rows * i / num_parts(); }  // its first row
+    int64_t token(int64_t r) const { return (first_row + r) / G; }
+    int64_t query_head(int64_t head, int64_t r) const { return head * G + (first_row + r) % G; }
+    int64_t position(int64_t r) const { return seq_len - num_new + token(r); }
+    int64_t end() const { return position(num_rows - 1) + 1; }
+    int64_t first_key(int64_t r) const {
+        return std::max<int64_t>(0, position(r) - 2046);
+    }
+    int64_t first_segment() const { return first_key(0) / SEGMENT; }
+    int64_t num_segments() const { return (end() - 1) / SEGMENT + 1 - first_segment(); }
+};
+
+constexpr int DV_VECTORS = (DV + LANES - 1) / LANES, DV_LANES = DV_VECTORS * LANES;
+constexpr bool WHOLE_VECTORS = P % LANES == 0;  // of keys and of values in the blocks
+
+// Whether a tile's keys and values can be used where they lie. Where not, or where many parts of rows would each widen
+// them, they are first brought together, as floats.
+constexpr bool CAN_USE_IN_PLACE = WHOLE_VECTORS && true;
+
+// Where a tile's keys and values lie in the cache.
+struct Place {
+    int64_t first, num_keys;
+    const T* k[GROUPS];  // LANES keys, features P apart
+    const T* v[GROUPS];  // LANES values, DV apart
+};
+
+// Where a tile's keys and values are brought together.
+struct Buffers {
+    float k[D * TILE];         // [D][TILE]
+    float v[TILE * DV_LANES];  // [TILE][DV_LANES]
+};
+
+// A tile's keys and values, as floats or as they are in the cache.
+template <class E>
+struct Tile {
+    int64_t first, num_keys;
+    int64_t first_seen;  // so many keys lie in front of all that the task's rows see
+    int64_t k_stride, v_stride;
+    const E* k[GROUPS];
+    const E* v[GROUPS];
+};
+
+INLINE f32v widen(const float* from) { return load<f32v>(from); }
+INLINE f32v widen(const T* from) {  // in one instruction, into the upper halves
+    const __m512i halves = _mm512_castsi256_si512(load<__m256i>(from));
+    const __m512i order = _mm512_set_epi16(
+15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7, 0, 6, 0, 5, 0, 4, 0, 3, 0, 2, 0, 1, 0, 0, 0
+    );
+    return bits_of<f32v>(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, order, halves));
+}
+
+// Values from feature `first` on, zeros behind the last; nothing behind the last is touched.
+template <class E>
+INLINE f32v widen_value(const E* value, int64_t first) {
+    if (DV % LANES == 0 || first + LANES <= DV) return widen(value + first);
+    E some[LANES] = {};
+    std::memcpy(some, value + first, DV % LANES * sizeof(E));
+    return widen(some);
+}
+
+INLINE int64_t block_of(const Batch& batch, const Task& task, int64_t position) {
+    return batch.block_tables[task.sequence * batch.max_blocks + position / P];
+}
+
+// The tile of keys `first` to `end` at most. Keys behind `end` are others' or nobody's; values there are never read. The
+// same is true of keys in front of all that the task's rows see: their block may have been given to another.
+INLINE Place find(const Batch& batch, const Task& task, int64_t head, int64_t first, int64_t end) {
+    Place place;
+    place.first = first;
+    place.num_keys = std::min<int64_t>(TILE, end - first);
+    for (int g = 0; g < GROUPS; ++g) {
+        const int64_t position = first + g * LANES < end ? first + g * LANES : first;
+        const int64_t block = block_of(batch, task, position) * K + head;
+        place.k[g] = batch.k_cache + block * D * P + position % P;
+        place.v[g] = batch.v_cache + (block * P + position % P) * DV;
+    }
+    return place;
+}
+
+INLINE int64_t first_seen(const Task& task, const Place& place) {
+    return std::max<int64_t>(0, task.first_key(0) - place.first);
+}
+
+INLINE Tile<T> in_place(const Task& task, const Place& place) {
+    Tile<T> tile{place.first, place.num_keys, first_seen(task, place), P, DV, {}, {}};
+    std::memcpy(tile.k, place.k, sizeof tile.k);
+    std::memcpy(tile.v, place.v, sizeof tile.v);
+    return tile;
+}
+
+Tile<float> bring_together(const Batch& batch, const Task& task, int64_t head, const Place& place, Buffers& buffers) {
+    Tile<float> tile{place.first, place.num_keys, first_seen(task, place), TILE, DV_LANES, {}, {}};
+    for (int g = 0; g < GROUPS; ++g) {
+        float* keys = buffers.k + g * LANES;
+        tile.k[g] = keys;
+        tile.v[g] = buffers.v + g * LANES * DV_LANES;
+        for (int64_t d = 0; WHOLE_VECTORS && d < D; ++d) store(keys + d * TILE, widen(place.k[g] + d * P));
+    }
+    for (int64_t i = 0; i < place.num_keys; ++i) {
+        const int64_t position = place.first + i, block = block_of(batch, task, position) * K + head;
+        const T* key = batch.k_cache + block * D * P + position % P;
+        for (int64_t d = 0; !WHOLE_VECTORS && d < D; ++d) buffers.k[d * TILE + i] = float(key[d * P]);
+        const T* value = batch.v_cache + (block * P + position % P) * DV;
+        for (int64_t d = 0; d < DV_LANES; d += LANES) store(buffers.v + i * DV_LANES + d, widen_value(value, d));
+    }
+    return tile;
+}
+
+// Asks for `count` numbers of the cache.
+INLINE void ask_for(const T* address, int count) {
+    for (int i = 0; i < count; i += 64 / sizeof(T)) prefetch(address + i);
+}
+
+
+// What some keys come to for a row: `best` the largest logarithm, to base 2, of a weight; `total`, lane by lane, the
+// sum of 2^(logarithm - best); `mixed` the sum of 2^(logarithm - best) * value.
+struct State {
+    float best;
+    f32v total;
+    float mixed[DV_LANES];
+
+    void clear() {
+        best = -INFINITE;
+        total = f32v{};
+        std::memset(mixed, 0, sizeof mixed);
+    }
+};
+
+thread_local struct {
+    alignas(64) float q[MAX_TASK_ROWS][D];  // as states: row r of head h of the task is h * num_rows + r
+    State all[MAX_TASK_ROWS], segment[MAX_TASK_ROWS];
+    alignas(64) float weights[MAX_TASK_ROWS][TILE];  // dot products at first
+    float keep[MAX_TASK_ROWS + LANES];
+    Buffers buffers;
+} scratch;
+
+// 2 to the x, for x <= 0; exactly 0 from -127 down. x = n + f with |f| <= 1/2; a polynomial for 2 to the f, the one of
+// its degree that is nearest relative to it (within 1e-7), and n into the exponent.
+INLINE f32v power_of_2(f32v x) {
+    const f32v within = larger(all_lanes(-127.0f), x);  // x where it is no number
+    // Adding 1.5 * 2^23 leaves the nearest whole number, in the low bits.
+    const f32v shifted = within + all_lanes(12582912.0f);
+    const f32v f = within - (shifted - all_lanes(12582912.0f));
+    f32v p = all_lanes(1.3264727253e-3f);
+    p = fma(p, f, all_lanes(9.6715127859e-3f));
+    p = fma(p, f, all_lanes(5.5507337445e-2f));
+    p = fma(p, f, all_lanes(2.4022242083e-1f));
+    p = fma(p, f, all_lanes(6.9314697760e-1f));
+    p = fma(p, f, all_lanes(1.0f));
+    return bits_of<f32v>(bits_of<u32v>(p) + (bits_of<u32v>(shifted) << 23));
+}
+
+// To subtract from logarithms: where all is masked so far, weights are 2 to the minus infinity.
+INLINE float finite(float best) { return best == -INFINITE ? 0.0f : best; }
+
+// Dot products of R queries with the keys of a tile's first C vectors. Meanwhile the next tile's keys are asked for.
+template <int R, int C, class E>
+void dot(const float (*q)[D], const Tile<E>& tile, const Place* next, float (*products)[TILE]) {
+    f32v sum[R][C] = {};
+    for (int64_t d = 0; d < D; ++d) {
+        f32v keys[C];
+        for (int c = 0; c < C; ++c) keys[c] = widen(tile.k[c] + d * tile.k_stride);
+        if (next && (d * P * sizeof(T)) % 64 < P * sizeof(T)) {
+            for (int g = 0; g < GROUPS; ++g) prefetch(next->k[g] + d * P);
+        }
+        for (int r = 0; r < R; ++r) {
+            for (int c = 0; c < C; ++c) sum[r][c] = fma(all_lanes(q[r][d]), keys[c], sum[r][c]);
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        for (int c = 0; c < C; ++c) store(products[r] + c * LANES, sum[r][c]);
+    }
+}
+
+// Times a score this is a weight's logarithm to base 2. A dot product is a score.
+constexpr float LOG2_OF_SCORE = 0.18033688011112042;
+
+// From dot products of one row to scores: a mask.
+INLINE void finish_scores(const Batch& batch, const Task& task, int64_t head, int64_t r, int64_t first_key,
+                          float* scores) {
+    const i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int64_t last = task.position(r), first = task.first_key(r);
+    if (first_key + TILE <= last + 1 && first_key >= first) return;
+    for (int g = 0; g < GROUPS; ++g) {
+        const i32v position = lane + int32_t(first_key + g * LANES);
+        const i32v seen = (position <= all_lanes(int32_t(last))) & (position >= all_lanes(int32_t(first)));
+        store(scores + g * LANES, select(seen, load<f32v>(scores + g * LANES), all_lanes(-INFINITE)));
+    }
+}
+
+// From dot products of `count` rows of a head, from row r0 of the task on, to weights, and to factors `keep` for what
+// the states held so far.
+INLINE void weigh(const Batch& batch, const Task& task, int64_t head, int64_t r0, int64_t count, int64_t first_key,
+                  float (*weights)[TILE], float* keep, State* states) {
+    float before[LANES] = {}, origin[LANES] = {};
+    for (int64_t r = 0; r < count; ++r) {
+        finish_scores(batch, task, head, r0 + r, first_key, weights[r]);
+        f32v best = load<f32v>(weights[r]);
+        for (int g = 1; g < GROUPS; ++g) best = larger(best, load<f32v>(weights[r] + g * LANES));
+        before[r] = states[r].best;
+        states[r].best = std::max(before[r], largest_of(best) * LOG2_OF_SCORE);
+        origin[r] = finite(states[r].best);
+    }
+    store(keep, power_of_2(load<f32v>(before) - load<f32v>(origin)));
+    for (int64_t r = 0; r < count; ++r) {
+        f32v sum = {};
+        for (int g = 0; g < GROUPS; ++g) {
+            const f32v score = load<f32v>(weights[r] + g * LANES);
+            const f32v weight = power_of_2(fma(score, all_lanes(LOG2_OF_SCORE), all_lanes(-origin[r])));
+            store(weights[r] + g * LANES, weight);
+            sum += weight;
+        }
+        states[r].total = states[r].total * all_lanes(keep[r]) + sum;
+    }
+}
+
+// state.mixed = state.mixed * keep + weights * values, for C vectors of features of R rows. The values of all groups of
+// keys are read side by side, as memory likes it; meanwhile the next tile's are asked for.
+template <int R, int C, class E>
+INLINE void mix_some(const float (*weights)[TILE], const float* keep, const Tile<E>& tile, const Place* next,
+                     int64_t first, State* states) {
+    f32v sum[R][C];
+    for (int r = 0; r < R; ++r) {
+        for (int c = 0; c < C; ++c) sum[r][c] = load<f32v>(states[r].mixed + first + c * LANES) * all_lanes(keep[r]);
+    }
+    for (int64_t i = 0; i < LANES; ++i) {
+        for (int g = 0; g < GROUPS; ++g) {
+            if (g * LANES + i >= tile.num_keys) break;
+            if (g * LANES + i < tile.first_seen) continue;  // 0 times what is no number would be none
+            f32v values[C];
+            for (int c = 0; c < C; ++c) values[c] = widen_value(tile.v[g] + i * tile.v_stride, first + c * LANES);
+            if (next) ask_for(next->v[g] + i * DV + first, C * LANES);
+            for (int r = 0; r < R; ++r) {
+                const f32v weight = all_lanes(weights[r][g * LANES + i]);
+                for (int c = 0; c < C; ++c) sum[r][c] = fma(weight, values[c], sum[r][c]);
+            }
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        for (int c = 0; c < C; ++c) store(states[r].mixed + first + c * LANES, sum[r][c]);
+    }
+}
+
+// For all features, in as few passes over the values as there are registers for.
+template <int R, class E>
+void mix(const float (*weights)[TILE], const float* keep, const Tile<E>& tile, const Place* next, State* states) {
+    constexpr int MOST = GROUPS * MAX_ROWS / R, PASSES = (DV_VECTORS + MOST - 1) / MOST;
+    constexpr int C = (DV_VECTORS + PASSES - 1) / PASSES, REST = DV_VECTORS - (PASSES - 1) * C;
+    for (int pass = 0; pass < PASSES - 1; ++pass) mix_some<R, C>(weights, keep, tile, next, pass * C * LANES, states);
+    mix_some<R, REST>(weights, keep, tile, next, (PASSES - 1) * C * LANES, states);
+}
+
+// Calls run(R) with a number of rows as a type.
+template <int R = MAX_ROWS, class Run>
+INLINE void with_rows(int64_t num_rows, Run&& run) {
+    if (num_rows == R) return run(std::integral_constant<int, R>());
+    if constexpr (R > 1) with_rows<R - 1>(num_rows, run);
+}
+
+// Calls visit(R, first row) for each part of the rows that sees some of a tile's keys, the first of which is given.
+template <class Visit>
+INLINE void visit_rows(const Task& task, int64_t first_key, Visit&& visit) {
+    const int64_t num_parts = task.num_parts();
+    for (int64_t part = 0, row = 0, end; part < num_parts; ++part, row = end) {
+        end = task.num_rows * (part + 1) / num_parts;
+        if (first_key > task.position(end - 1) || first_key + TILE <= task.first_key(row)) continue;
+        with_rows(end - row, [&](auto R) { visit(R, row); });
+    }
+}
+
+// Folds a tile into the states of all rows of a head: dot products, then weights, then sums of values, so that first
+// the keys and then the values stay in the first cache while parts of the rows go by. The first asks for the next tile.
+template <class E>
+void attend_all(const Batch& batch, const Task& task, int64_t head, const float (*q)[D], const Tile<E>& tile,
+                const Place* next, State* states) {
+    const Place* asked = next;
+    visit_rows(task, tile.first, [&](auto R, int64_t row) {
+        if (tile.num_keys <= LANES) {
+            dot<R, 1>(q + row, tile, asked, scratch.weights + row);
+        } else {
+            dot<R, GROUPS>(q + row, tile, asked, scratch.weights + row);
+        }
+        asked = nullptr;
+    });
+    for (int64_t row = 0; row < task.num_rows; row += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, task.num_rows - row);
+        weigh(batch, task, head, row, count, tile.first, scratch.weights + row, scratch.keep + row, states + row);
+    }
+    asked = next;
+    visit_rows(task, tile.first, [&](auto R, int64_t row) {
+        mix<R>(scratch.weights + row, scratch.keep + row, tile, asked, states + row);
+        asked = nullptr;
+    });
+}
+
+void attend_tile(const Batch& batch, const Task& task, int64_t head, const float (*q)[D], const Place& here,
+                 const Place& next, State* states) {
+    const Place* asked = WHOLE_VECTORS ? &next : nullptr;
+    constexpr bool IS_FLOAT = std::is_same_v<T, float>;
+    if constexpr (CAN_USE_IN_PLACE) {
+        if (IS_FLOAT || task.num_parts() <= 2) {
+            return attend_all(batch, task, head, q, in_place(task, here), asked, states);
+        }
+    }
+    if constexpr (!CAN_USE_IN_PLACE || !IS_FLOAT) {
+        const Tile<float> tile = bring_together(batch, task, head, here, scratch.buffers);
+        attend_all(batch, task, head, q, tile, asked, states);
+    }
+}
+
+void load_queries(const Batch& batch, const Task& task) {
+    const float* first = batch.q + batch.cu_seqlens_q[task.sequence] * batch.q_stride;
+    for (int64_t i = 0; i < task.size(); ++i) {
+        const int64_t head = task.first_head + i / task.num_rows, r = i % task.num_rows;
+        const float* q = first + task.token(r) * batch.q_stride + task.query_head(head, r) * D;
+        std::memcpy(scratch.q[i], q, D * sizeof(float));
+    }
+}
+
+void write_out(const Batch& batch, const Task& task, const State* states) {
+    float* first = batch.out + batch.cu_seqlens_q[task.sequence] * N * DV;
+    for (int64_t i = 0; i < task.size(); ++i) {
+        const int64_t head = task.first_head + i / task.num_rows, r = i % task.num_rows;
+        float* out = first + (task.token(r) * N + task.query_head(head, r)) * DV;
+        const float total = sum_of(states[i].total);
+        for (int64_t d = 0; d < DV; ++d) out[d] = states[i].mixed[d] / total;
+    }
+}
+
+// Where a segment of a task's keys begins.
+int64_t first_of(const Task& task, int64_t segment) {
+    return std::max(segment * SEGMENT, task.first_key(0) / TILE * TILE);
+}
+
+Place first_place(const Batch& batch, const Task& task, int64_t segment) {
+    return find(batch, task, task.first_head, first_of(task, segment), task.end());
+}
+
+// One segment of a task's keys. A tile's heads come one after the other, since they lie side by side in its blocks:
+// memory is read fastest in long pieces. Meanwhile what comes next is asked for, and in the end what comes `after`.
+void attend_segment(const Batch& batch, const Task& task, int64_t segment, const Place& after, State* states) {
+    for (int64_t i = 0; i < task.size(); ++i) states[i].clear();
+    const int64_t end = std::min((segment + 1) * SEGMENT, task.end());
+    int64_t first = first_of(task, segment), head = 0;
+    for (Place here = first_place(batch, task, segment), next; first < end; here = next) {
+        int64_t next_first = first, next_head = head + 1;
+        if (next_head == task.num_heads) next_head = 0, next_first += TILE;
+        next = next_first < end ? find(batch, task, task.first_head + next_head, next_first, end) : after;
+        const int64_t state = head * task.num_rows;
+        attend_tile(batch, task, task.first_head + head, scratch.q + state, here, next, states + state);
+        first = next_first;
+        head = next_head;
+    }
+}
+
+// Folds a segment's states into those of all before it.
+void fold(State* all, const State* segment, int64_t num_rows) {
+    for (int64_t r = 0; r < num_rows; ++r) {
+        const float best = std::max(all[r].best, segment[r].best), origin = finite(best);
+        const f32v keep = power_of_2(all_lanes(all[r].best - origin));
+        const f32v add = power_of_2(all_lanes(segment[r].best - origin));
+        all[r].best = best;
+        all[r].total = all[r].total * keep + segment[r].total * add;
+        for (int d = 0; d < DV_LANES; d += LANES) {
+            const f32v mixed = load<f32v>(all[r].mixed + d) * keep + load<f32v>(segment[r].mixed + d) * add;
+            store(all[r].mixed + d, mixed);
+        }
+    }
+}
+
+void run_task(const Batch& batch, const Task& task, const Place& after) {
+    load_queries(batch, task);
+    const int64_t first = task.first_segment(), end = first + task.num_segments();
+    for (int64_t segment = first; segment < end; ++segment) {
+        const Place next = segment + 1 < end ? first_place(batch, task, segment + 1) : after;
+        attend_segment(batch, task, segment, next, segment == first ? scratch.all : scratch.segment);
+        if (segment > first) fold(scratch.all, scratch.segment, task.size());
+    }
+    write_out(batch, task, scratch.all);
+}
+
+// One piece of work for the pool: a whole task from its first segment on, or one segment, whose states go into the
+// workspace from first_state on.
+struct Piece {
+    int64_t task, segment, first_state;
+};
+
+void run(const Batch& batch, const Task& task, const Piece& piece, State* workspace, const Place& after) {
+    if (piece.first_state < 0) return run_task(batch, task, after);
+    load_queries(batch, task);
+    attend_segment(batch, task, piece.segment, after, workspace + piece.first_state);
+}
+
+// Calls visit(first, count) for the fewest parts of at most `most` of n things, as even as can be.
+template <class Visit>
+void visit_parts(int64_t n, int64_t most, Visit&& visit) {
+    const int64_t num_parts = (n + most - 1) / most;
+    for (int64_t i = 0; i < num_parts; ++i) visit(n * i / num_parts, n * (i + 1) / num_parts - n * i / num_parts);
+}
+
+}  // namespace
+
+extern "C" void attention_n4_k4_d64_dv64_p16_bf16_window2047_scale0_125_avx512bf16(
+    const float* __restrict q,
+    const bf16* __restrict k_cache,
+    const bf16* __restrict v_cache,
+    const int32_t* __restrict block_tables,
+    const int32_t* __restrict cu_seqlens_q,
+    const int32_t* __restrict seq_lens,
+    float* __restrict out,
+    int64_t num_seqs,
+    int64_t num_tokens,
+    int64_t max_blocks,
+    int64_t q_stride) {
+    const Batch batch = {q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens,
+out, max_blocks, q_stride};
+    static thread_local std::vector<Task> tasks;
+    static thread_local std::vector<Piece> pieces;
+    static thread_local std::vector<State> states;
+    tasks.clear();
+    pieces.clear();
+
+    // As many rows of a sequence as a task has room for, of all heads.
+    const auto visit_tasks = [&](auto visit) {
+        for (int64_t s = 0; s < num_seqs; ++s) {
+            const int64_t num_new = cu_seqlens_q[s + 1] - cu_seqlens_q[s];
+            visit_parts(num_new * G, MAX_TASK_ROWS, [&](int64_t row, int64_t num_rows) {
+                visit(Task{s, num_new, seq_lens[s], row, num_rows, 0, K, -1});
+            });
+        }
+    };
+    int64_t work = 0;  // segments of a head
+    visit_tasks([&](const Task& task) { work += task.num_segments() * K; });
+    // A piece is as many heads as there is room for and as leave enough pieces for all threads, and all segments; or
+    // one segment, where all would keep one thread busy when the others are done.
+    const int64_t fair = std::max<int64_t>(1, work / (4 * fastgen_num_threads()));
+    int64_t num_states = 0;
+    visit_tasks([&](Task task) {
+        visit_parts(K, std::min<int64_t>(fair, MAX_TASK_ROWS / task.num_rows), [&](int64_t head, int64_t num_heads) {
+            task.first_head = head;
+            task.num_heads = num_heads;
+            const int64_t index = tasks.size(), first = task.first_segment(), num_segments = task.num_segments();
+            const bool is_shared = num_segments > 1 && num_segments * num_heads > fair;
+            task.first_state = is_shared ? num_states : -1;
+            for (int64_t i = 0; i < (is_shared ? num_segments : 1); ++i) {
+                pieces.push_back({index, first + i, is_shared ? num_states : -1});
+                if (is_shared) num_states += task.size();
+            }
+            tasks.push_back(task);
+        });
+    });
+    if (int64_t(states.size()) < num_states) states.resize(num_states);
+    const Task* task_of = tasks.data();
+    const Piece* piece_of = pieces.data();
+    State* state_of = states.data();
+    const int64_t num_pieces = pieces.size();
+    // Most often a thread goes on with the next piece; the last has none, and asks once more for its own beginning.
+    parallel_for(num_pieces, [&batch, task_of, piece_of, state_of, num_pieces](int64_t index) {
+        const Piece &piece = piece_of[index], &next = piece_of[std::min(index + 1, num_pieces - 1)];
+        run(batch, task_of[piece.task], piece, state_of, first_place(batch, task_of[next.task], next.segment));
+    });
+    for (const Task& task : tasks) {
+        if (task.first_state < 0) continue;
+        State* all = state_of + task.first_state;
+        for (int64_t i = 1; i < task.num_segments(); ++i) fold(all, all + i * task.size(), task.size());
+        write_out(batch, task, all);
+    }
+    const int64_t num_used = cu_seqlens_q[num_seqs];
+    std::memset(out + num_used * N * DV, 0, (num_tokens - num_used) * N * DV * sizeof(float));
+}
+
+// The same for a tape, whose argument blocks have 8 bytes for each.
+extern "C" void attention_n4_k4_d64_dv64_p16_bf16_window2047_scale0_125_avx512bf16_from_slots(const int64_t* slots) {
+    attention_n4_k4_d64_dv64_p16_bf16_window2047_scale0_125_avx512bf16(
+        reinterpret_cast<const float*>(slots[0]), 
+        reinterpret_cast<const bf16*>(slots[1]), 
+        reinterpret_cast<const bf16*>(slots[2]), 
+        reinterpret_cast<const int32_t*>(slots[3]), 
+        reinterpret_cast<const int32_t*>(slots[4]), 
+        reinterpret_cast<const int32_t*>(slots[5]), 
+        reinterpret_cast<float*>(slots[6]), 
+        int64_t(slots[7]), 
+        int64_t(slots[8]), 
+        int64_t(slots[9]), 
+        int64_t(slots[10])
+    );
+}
