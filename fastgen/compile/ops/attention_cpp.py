@@ -8,15 +8,17 @@ from torch import Tensor
 from fastgen.compile.build import Kernel
 from fastgen.compile.huge_pages import in_huge_pages
 from fastgen.compile.ops.attention_specs import AttentionShape
-from fastgen.compile.ops.packed_weight import LANES
+from fastgen.compile.ops.packed_weight import ARCHES_WITH_PAIRS, LANES
 from fastgen.compile.spec import Argument, KernelSpec, Value
 
 
 def cpp_attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] = ()) -> KernelSpec:
     """The kernel for :class:`CppAttention`. ``arch`` is one of the C++ builder's; ``shape.dtype`` is the cache's,
-    while queries and results are fp32.
+    while queries and results are fp32. With a cache in bf16 an ``arch`` that adds two of its products at once does so,
+    with queries and weights rounded to bf16 too, unless head sizes are odd or keys hold the values.
     """
     dtype, has_v = shape.dtype, not shape.values_in_keys
+    in_pairs = arch in ARCHES_WITH_PAIRS and dtype == "bf16" and shape.head_dim % 2 == 0 and has_v
     arguments = (
         Argument("q", "fp32", "in"),
         *(Argument(name, dtype, "in") for name in ("k_cache", *(("v_cache",) if has_v else ()))),
@@ -32,6 +34,7 @@ def cpp_attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, .
         "DV": shape.v_dim,
         "P": shape.block_size,
         "dtype": dtype,
+        "pairs": in_pairs,
         "v_in_k": shape.values_in_keys,
         "window": shape.sliding_window,
         "alibi": shape.alibi,

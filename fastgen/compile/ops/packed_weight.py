@@ -20,7 +20,8 @@ PANELS = {"avx512bf16": 32, "avx512vnni": 32, "avx512": 32, "avx2": 16, "portabl
 """By instruction set, how many outputs' weights lie side by side."""
 LANES = {"avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
 """By instruction set, how many 32-bit numbers a vector has."""
-_WITH_PAIRS = ("avx512bf16",)
+ARCHES_WITH_PAIRS = ("avx512bf16",)
+"""Instruction sets that add two products of bf16 at once."""
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_pairs": torch.bfloat16, "fp16": torch.float16}
 _STEPS = {"bf16_pairs": 2, "int8": 4, "int4": GROUP}
 """How many weights of one output lie together, where not one."""
@@ -31,12 +32,12 @@ _PIECE = 4 << 20  # weights converted at a time
 
 def formats_of(arch: str) -> tuple[WeightFormat, ...]:
     """Those that the instruction set has the arithmetic for."""
-    return tuple(each for each in get_args(WeightFormat) if each != "bf16_pairs" or arch in _WITH_PAIRS)
+    return tuple(each for each in get_args(WeightFormat) if each != "bf16_pairs" or arch in ARCHES_WITH_PAIRS)
 
 
 def matrix_format(plain: WeightFormat, arch: str) -> WeightFormat:
     """What matrices of a model in ``plain`` are packed in that may have their inputs rounded to as many bits."""
-    return "bf16_pairs" if plain == "bf16" and arch in _WITH_PAIRS else plain
+    return "bf16_pairs" if plain == "bf16" and arch in ARCHES_WITH_PAIRS else plain
 
 
 class PackedWeight:

@@ -48,6 +48,14 @@ INLINE f32v widen_fp16(const void* from) {
     return _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from));
 }
 
+// LANES numbers rounded to bf16: to the nearest, ties to even.
+INLINE u16v narrow_to_bf16(f32v v) { return bits_of<u16v>(_mm512_cvtneps_pbh(v)); }
+
+// Adds to each lane of sum the products of the two bf16 of its lane in a with those in b.
+INLINE f32v dot2(f32v a, f32v b, f32v sum) {
+    return _mm512_dpbf16_ps(sum, bits_of<__m512bh>(a), bits_of<__m512bh>(b));
+}
+
 // LANES signed bytes as 32-bit numbers.
 INLINE i32v widen_i8(const void* from) {
     return i32v(_mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(from)));
@@ -362,13 +370,8 @@ static void round_row(const float* x, int64_t in_features, int64_t K, uint8_t* t
     for (int64_t k = 0; k < K; k += LANES) {
         const int64_t count = smaller(in_features - k, LANES);
         const __m512 some = _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), x + k);
-        store(to + 2 * k, bits_of<u16v>(_mm512_cvtneps_pbh(some)));
+        store(to + 2 * k, narrow_to_bf16(some));
     }
-}
-
-// Adds to each lane of sum the products of its two numbers in w with the two in x.
-INLINE f32v multiply_add(f32v x, f32v w, f32v sum) {
-    return _mm512_dpbf16_ps(sum, bits_of<__m512bh>(w), bits_of<__m512bh>(x));
 }
 
 // A panel's weights for one step.
@@ -410,7 +413,7 @@ static void tile(const Call& call, const Tile& at) {
                 for (int r = 0; r < R; ++r) {
                     const f32v x_all = all_lanes(x[r * (X_STRIDE / 4)]);
                     #pragma GCC unroll 16
-                    for (int v = 0; v < VECTORS; ++v) sum[p][r][v] = multiply_add(x_all, w[v], sum[p][r][v]);
+                    for (int v = 0; v < VECTORS; ++v) sum[p][r][v] = dot2(x_all, w[v], sum[p][r][v]);
                 }
             }
         }

@@ -48,6 +48,14 @@ INLINE f32v widen_fp16(const void* from) {
     return _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from));
 }
 
+// LANES numbers rounded to bf16: to the nearest, ties to even.
+INLINE u16v narrow_to_bf16(f32v v) { return bits_of<u16v>(_mm512_cvtneps_pbh(v)); }
+
+// Adds to each lane of sum the products of the two bf16 of its lane in a with those in b.
+INLINE f32v dot2(f32v a, f32v b, f32v sum) {
+    return _mm512_dpbf16_ps(sum, bits_of<__m512bh>(a), bits_of<__m512bh>(b));
+}
+
 // LANES signed bytes as 32-bit numbers.
 INLINE i32v widen_i8(const void* from) {
     return i32v(_mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(from)));

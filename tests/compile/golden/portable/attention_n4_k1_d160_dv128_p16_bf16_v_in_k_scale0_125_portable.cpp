@@ -1,4 +1,4 @@
-// attention(N=4, K=1, D=160, DV=128, P=16, dtype=bf16, v_in_k=True, scale=0.125, arch=portable) for cpp
+// attention(N=4, K=1, D=160, DV=128, P=16, dtype=bf16, pairs=False, v_in_k=True, scale=0.125, arch=portable) for cpp
 
 #include <cmath>
 #include <cstdint>
@@ -217,6 +217,7 @@ INLINE void store_some(float* to, f32v v, int64_t count) {
 // there are nor on who computed which segment.
 constexpr int64_t N = 4, K = 1, G = N / K, D = 160, DV = 128, P = 16;
 constexpr int GROUPS = 4, TILE = GROUPS * LANES;
+constexpr int STEP = 1;  // products that are added at once
 constexpr int64_t SEGMENT = 8 * TILE;
 constexpr int MAX_ROWS = 4;  // with GROUPS vectors each they fit into the registers
 constexpr int MAX_TASK_ROWS = 8 * MAX_ROWS;
@@ -269,12 +270,13 @@ struct Place {
 };
 
 // Where a tile's keys and values are brought together.
+using Brought = float;
 struct Buffers {
-    float k[D * TILE];         // [D][TILE]
-    float v[TILE * DV_LANES];  // [TILE][DV_LANES]
+    Brought k[D / STEP * TILE];         // [D / STEP][TILE]
+    Brought v[TILE / STEP * DV_LANES];  // [TILE / STEP][DV_LANES]
 };
 
-// A tile's keys and values, as floats or as they are in the cache.
+// A tile's keys and values, brought together or as they are in the cache.
 template <class E>
 struct Tile {
     int64_t first, num_keys;
@@ -293,6 +295,15 @@ INLINE f32v widen_value(const E* value, int64_t first) {
     E some[LANES] = {};
     std::memcpy(some, value + first, DV % LANES * sizeof(E));
     return widen(some);
+}
+
+template <class E>
+INLINE f32v keys_of(const Tile<E>& tile, int g, int64_t d) {
+    return widen(tile.k[g] + d * tile.k_stride);
+}
+template <class E>
+INLINE f32v values_of(const Tile<E>& tile, int g, int64_t i, int64_t first) {
+    return widen_value(tile.v[g] + i * tile.v_stride, first);
 }
 
 INLINE int64_t block_of(const Batch& batch, const Task& task, int64_t position) {
@@ -318,13 +329,14 @@ INLINE Tile<T> in_place(const Place& place) {
     return tile;
 }
 
-Tile<float> bring_together(const Batch& batch, const Task& task, int64_t head, const Place& place, Buffers& buffers) {
-    Tile<float> tile{place.first, place.num_keys, TILE, DV_LANES, {}, {}};
+Tile<Brought> bring_together(const Batch& batch, const Task& task, int64_t head, const Place& place, Buffers& buffers) {
+    Tile<Brought> tile{place.first, place.num_keys, TILE, DV_LANES, {}, {}};
     for (int g = 0; g < GROUPS; ++g) {
-        float* keys = buffers.k + g * LANES;
-        tile.k[g] = keys;
-        tile.v[g] = buffers.v + g * LANES * DV_LANES;
-        for (int64_t d = 0; WHOLE_VECTORS && d < D; ++d) store(keys + d * TILE, widen(place.k[g] + d * P));
+        tile.k[g] = buffers.k + g * LANES;
+        tile.v[g] = buffers.v + g * LANES / STEP * DV_LANES;
+    }
+    for (int64_t d = 0; WHOLE_VECTORS && d < D; ++d) {
+        for (int g = 0; g < GROUPS; ++g) store(buffers.k + d * TILE + g * LANES, widen(place.k[g] + d * P));
     }
     for (int64_t i = 0; i < place.num_keys; ++i) {
         const int64_t position = place.first + i, block = block_of(batch, task, position) * K + head;
@@ -360,13 +372,20 @@ struct State {
     }
 };
 
-thread_local struct {
+struct Scratch {
     alignas(64) float q[MAX_TASK_ROWS][D];  // as states: row r of head h of the task is h * num_rows + r
     State all[MAX_TASK_ROWS], segment[MAX_TASK_ROWS];
     alignas(64) float weights[MAX_TASK_ROWS][TILE];  // dot products at first
     float keep[MAX_TASK_ROWS + LANES];
     Buffers buffers;
-} scratch;
+};
+
+// This thread's. Called once for a piece: where the compiler sees that it is the thread's it asks for the address again
+// and again, in the innermost loops.
+__attribute__((noinline)) Scratch& own_scratch() {
+    thread_local Scratch scratch;
+    return scratch;
+}
 
 // 2 to the x, for x <= 0; exactly 0 from -127 down. x = n + f with |f| <= 1/2; a polynomial for 2 to the f, the one of
 // its degree that is nearest relative to it (within 1e-7), and n into the exponent.
@@ -391,14 +410,15 @@ INLINE float finite(float best) { return best == -INFINITE ? 0.0f : best; }
 template <int R, int C, class E>
 void dot(const float (*q)[D], const Tile<E>& tile, const Place* next, float (*products)[TILE]) {
     f32v sum[R][C] = {};
-    for (int64_t d = 0; d < D; ++d) {
+    for (int64_t d = 0; d < D; d += STEP) {
         f32v keys[C];
-        for (int c = 0; c < C; ++c) keys[c] = widen(tile.k[c] + d * tile.k_stride);
-        if (next && (d * P * sizeof(T)) % 64 < P * sizeof(T)) {
-            for (int g = 0; g < GROUPS; ++g) prefetch(next->k[g] + d * P);
+        for (int c = 0; c < C; ++c) keys[c] = keys_of(tile, c, d);
+        for (int64_t asked = d; asked < d + STEP; ++asked) {
+            if (!next || (asked * P * sizeof(T)) % 64 >= P * sizeof(T)) continue;
+            for (int g = 0; g < GROUPS; ++g) prefetch(next->k[g] + asked * P);
         }
         for (int r = 0; r < R; ++r) {
-            for (int c = 0; c < C; ++c) sum[r][c] = fma(all_lanes(q[r][d]), keys[c], sum[r][c]);
+            for (int c = 0; c < C; ++c) sum[r][c] = fma(all_lanes(q[r][d / STEP]), keys[c], sum[r][c]);
         }
     }
     for (int r = 0; r < R; ++r) {
@@ -457,13 +477,13 @@ INLINE void mix_some(const float (*weights)[TILE], const float* keep, const Tile
     for (int r = 0; r < R; ++r) {
         for (int c = 0; c < C; ++c) sum[r][c] = load<f32v>(states[r].mixed + first + c * LANES) * all_lanes(keep[r]);
     }
-    for (int64_t i = 0; i < LANES; ++i) {
+    for (int64_t i = 0; i < LANES; i += STEP) {
         for (int g = 0; g < GROUPS; ++g) {
             if (g * LANES + i >= tile.num_keys) break;
             f32v values[C];
-            for (int c = 0; c < C; ++c) values[c] = widen_value(tile.v[g] + i * tile.v_stride, first + c * LANES);
+            for (int c = 0; c < C; ++c) values[c] = values_of(tile, g, i, first + c * LANES);
             for (int r = 0; r < R; ++r) {
-                const f32v weight = all_lanes(weights[r][g * LANES + i]);
+                const f32v weight = all_lanes(weights[r][(g * LANES + i) / STEP]);
                 for (int c = 0; c < C; ++c) sum[r][c] = fma(weight, values[c], sum[r][c]);
             }
         }
@@ -504,7 +524,7 @@ INLINE void visit_rows(const Task& task, int64_t first_key, Visit&& visit) {
 // the keys and then the values stay in the first cache while parts of the rows go by. The first asks for the next tile.
 template <class E>
 void attend_all(const Batch& batch, const Task& task, int64_t head, const float (*q)[D], const Tile<E>& tile,
-                const Place* next, State* states) {
+                const Place* next, Scratch& scratch, State* states) {
     const Place* asked = next;
     visit_rows(task, tile.first, [&](auto R, int64_t row) {
         if (tile.num_keys <= LANES) {
@@ -526,21 +546,21 @@ void attend_all(const Batch& batch, const Task& task, int64_t head, const float 
 }
 
 void attend_tile(const Batch& batch, const Task& task, int64_t head, const float (*q)[D], const Place& here,
-                 const Place& next, State* states) {
+                 const Place& next, Scratch& scratch, State* states) {
     const Place* asked = WHOLE_VECTORS ? &next : nullptr;
     constexpr bool IS_FLOAT = std::is_same_v<T, float>;
     if constexpr (CAN_USE_IN_PLACE) {
         if (IS_FLOAT || task.num_parts() <= 2) {
-            return attend_all(batch, task, head, q, in_place(here), asked, states);
+            return attend_all(batch, task, head, q, in_place(here), asked, scratch, states);
         }
     }
     if constexpr (!CAN_USE_IN_PLACE || !IS_FLOAT) {
-        const Tile<float> tile = bring_together(batch, task, head, here, scratch.buffers);
-        attend_all(batch, task, head, q, tile, asked, states);
+        const Tile<Brought> tile = bring_together(batch, task, head, here, scratch.buffers);
+        attend_all(batch, task, head, q, tile, asked, scratch, states);
     }
 }
 
-void load_queries(const Batch& batch, const Task& task) {
+void load_queries(const Batch& batch, const Task& task, Scratch& scratch) {
     const float* first = batch.q + batch.cu_seqlens_q[task.sequence] * batch.q_stride;
     for (int64_t i = 0; i < task.size(); ++i) {
         const int64_t head = task.first_head + i / task.num_rows, r = i % task.num_rows;
@@ -570,7 +590,8 @@ Place first_place(const Batch& batch, const Task& task, int64_t segment) {
 
 // One segment of a task's keys. A tile's heads come one after the other, since they lie side by side in its blocks:
 // memory is read fastest in long pieces. Meanwhile what comes next is asked for, and in the end what comes `after`.
-void attend_segment(const Batch& batch, const Task& task, int64_t segment, const Place& after, State* states) {
+void attend_segment(const Batch& batch, const Task& task, int64_t segment, const Place& after, Scratch& scratch,
+                    State* states) {
     for (int64_t i = 0; i < task.size(); ++i) states[i].clear();
     const int64_t end = std::min((segment + 1) * SEGMENT, task.end());
     int64_t first = first_of(task, segment), head = 0;
@@ -579,7 +600,7 @@ void attend_segment(const Batch& batch, const Task& task, int64_t segment, const
         if (next_head == task.num_heads) next_head = 0, next_first += TILE;
         next = next_first < end ? find(batch, task, task.first_head + next_head, next_first, end) : after;
         const int64_t state = head * task.num_rows;
-        attend_tile(batch, task, task.first_head + head, scratch.q + state, here, next, states + state);
+        attend_tile(batch, task, task.first_head + head, scratch.q + state, here, next, scratch, states + state);
         first = next_first;
         head = next_head;
     }
@@ -600,12 +621,12 @@ void fold(State* all, const State* segment, int64_t num_rows) {
     }
 }
 
-void run_task(const Batch& batch, const Task& task, const Place& after) {
-    load_queries(batch, task);
+void run_task(const Batch& batch, const Task& task, const Place& after, Scratch& scratch) {
+    load_queries(batch, task, scratch);
     const int64_t first = task.first_segment(), end = first + task.num_segments();
     for (int64_t segment = first; segment < end; ++segment) {
         const Place next = segment + 1 < end ? first_place(batch, task, segment + 1) : after;
-        attend_segment(batch, task, segment, next, segment == first ? scratch.all : scratch.segment);
+        attend_segment(batch, task, segment, next, scratch, segment == first ? scratch.all : scratch.segment);
         if (segment > first) fold(scratch.all, scratch.segment, task.size());
     }
     write_out(batch, task, scratch.all);
@@ -618,9 +639,10 @@ struct Piece {
 };
 
 void run(const Batch& batch, const Task& task, const Piece& piece, State* workspace, const Place& after) {
-    if (piece.first_state < 0) return run_task(batch, task, after);
-    load_queries(batch, task);
-    attend_segment(batch, task, piece.segment, after, workspace + piece.first_state);
+    Scratch& scratch = own_scratch();
+    if (piece.first_state < 0) return run_task(batch, task, after, scratch);
+    load_queries(batch, task, scratch);
+    attend_segment(batch, task, piece.segment, after, scratch, workspace + piece.first_state);
 }
 
 // Calls visit(first, count) for the fewest parts of at most `most` of n things, as even as can be.

@@ -368,8 +368,6 @@ static void multiply(const Call& call) {
     }
 }
 
-INLINE f32v multiply_add(f32v x, f32v w, f32v sum) { return fma(x, w, sum); }
-
 // A panel's weights for one step.
 INLINE void widen(const uint8_t* from, f32v (&w)[VECTORS]) {
     #pragma GCC unroll 16
@@ -410,7 +408,7 @@ static void tile(const Call& call, const Tile& at) {
                 for (int r = 0; r < R; ++r) {
                     const f32v x_all = all_lanes(x[r * (X_STRIDE / 4)]);
                     #pragma GCC unroll 16
-                    for (int v = 0; v < VECTORS; ++v) sum[p][r][v] = multiply_add(x_all, w[v], sum[p][r][v]);
+                    for (int v = 0; v < VECTORS; ++v) sum[p][r][v] = fma(x_all, w[v], sum[p][r][v]);
                 }
             }
         }

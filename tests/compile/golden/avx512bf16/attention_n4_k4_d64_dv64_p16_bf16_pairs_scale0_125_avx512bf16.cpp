@@ -1,4 +1,4 @@
-// attention(N=4, K=4, D=64, DV=64, P=16, dtype=bf16, v_in_k=False, alibi=plain, alibi_dtype=fp32, scale=0.125, arch=avx512bf16) for cpp
+// attention(N=4, K=4, D=64, DV=64, P=16, dtype=bf16, pairs=True, v_in_k=False, scale=0.125, arch=avx512bf16) for cpp
 
 #include <cmath>
 #include <cstdint>
@@ -73,6 +73,14 @@ INLINE f32v fma(f32v a, f32v b, f32v c) {
 // LANES numbers in fp16 widened, exactly.
 INLINE f32v widen_fp16(const void* from) {
     return _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from));
+}
+
+// LANES numbers rounded to bf16: to the nearest, ties to even.
+INLINE u16v narrow_to_bf16(f32v v) { return bits_of<u16v>(_mm512_cvtneps_pbh(v)); }
+
+// Adds to each lane of sum the products of the two bf16 of its lane in a with those in b.
+INLINE f32v dot2(f32v a, f32v b, f32v sum) {
+    return _mm512_dpbf16_ps(sum, bits_of<__m512bh>(a), bits_of<__m512bh>(b));
 }
 
 // LANES signed bytes as 32-bit numbers.
@@ -211,11 +219,14 @@ INLINE void store_some(float* to, f32v v, int64_t count) {
 //   row     one query head of one token; rows that are computed together share what is loaded of keys and values
 //   tile    TILE keys, from a multiple of TILE on: GROUPS vectors of scores, which a few rows have registers for
 //   segment SEGMENT keys, from a multiple of SEGMENT on
+//   pair    two features of a key, or two keys of a value's feature, in the 32 bits of a lane; queries and weights are
+//           rounded to bf16 too, and two products are added at once
 //
 // A segment's tiles are folded in order, and so are a row's segments: its result depends neither on which other rows
 // there are nor on who computed which segment.
 constexpr int64_t N = 4, K = 4, G = N / K, D = 64, DV = 64, P = 16;
 constexpr int GROUPS = 4, TILE = GROUPS * LANES;
+constexpr int STEP = 2;  // products that are added at once
 constexpr int64_t SEGMENT = 8 * TILE;
 constexpr int MAX_ROWS = 6;  // with GROUPS vectors each they fit into the registers
 constexpr int MAX_TASK_ROWS = 8 * MAX_ROWS;
@@ -231,7 +242,6 @@ struct Batch {
     const int32_t* block_tables;  // [sequences][max_blocks]
     const int32_t* cu_seqlens_q;
     const int32_t* seq_lens;
-    const float* slopes;  // [N]
     float* out;  // [tokens][N][DV]
     int64_t max_blocks, q_stride;
 };
@@ -260,7 +270,7 @@ constexpr int DV_VECTORS = (DV + LANES - 1) / LANES, DV_LANES = DV_VECTORS * LAN
 constexpr bool WHOLE_VECTORS = P % LANES == 0;  // of keys and of values in the blocks
 
 // Whether a tile's keys and values can be used where they lie. Where not, or where many parts of rows would each widen
-// them, they are first brought together, as floats.
+// them, they are first brought together, as pairs.
 constexpr bool CAN_USE_IN_PLACE = WHOLE_VECTORS && true;
 
 // Where a tile's keys and values lie in the cache.
@@ -271,12 +281,13 @@ struct Place {
 };
 
 // Where a tile's keys and values are brought together.
+using Brought = uint32_t;
 struct Buffers {
-    float k[D * TILE];         // [D][TILE]
-    float v[TILE * DV_LANES];  // [TILE][DV_LANES]
+    Brought k[D / STEP * TILE];         // [D / STEP][TILE]
+    Brought v[TILE / STEP * DV_LANES];  // [TILE / STEP][DV_LANES]
 };
 
-// A tile's keys and values, as floats or as they are in the cache.
+// A tile's keys and values, brought together or as they are in the cache.
 template <class E>
 struct Tile {
     int64_t first, num_keys;
@@ -285,22 +296,47 @@ struct Tile {
     const E* v[GROUPS];
 };
 
-INLINE f32v widen(const float* from) { return load<f32v>(from); }
-INLINE f32v widen(const T* from) {  // in one instruction, into the upper halves
-    const __m512i halves = _mm512_castsi256_si512(load<__m256i>(from));
+// Two vectors' numbers in turn.
+INLINE f32v interleave(u16v even, u16v odd) {
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(__m256i(even)), __m256i(odd), 1);
     const __m512i order = _mm512_set_epi16(
-15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7, 0, 6, 0, 5, 0, 4, 0, 3, 0, 2, 0, 1, 0, 0, 0
+31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0
     );
-    return bits_of<f32v>(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, order, halves));
+    return bits_of<f32v>(_mm512_permutexvar_epi16(order, both));
 }
 
-// Values from feature `first` on, zeros behind the last; nothing behind the last is touched.
+// Features d and d + 1 of a group's keys.
+INLINE f32v keys_of(const Tile<T>& tile, int g, int64_t d) {
+    const T* from = tile.k[g] + d * tile.k_stride;
+    return interleave(load<u16v>(from), load<u16v>(from + tile.k_stride));
+}
+INLINE f32v keys_of(const Tile<Brought>& tile, int g, int64_t d) {
+    return load<f32v>(tile.k[g] + d / 2 * tile.k_stride);
+}
+
+// Features of a value from `first` on, zeros behind the last and where it is not `seen`; nothing else is touched.
+INLINE u16v features_of(const T* value, int64_t first, bool seen) {
+    if (!seen) return u16v{};
+    if (DV % LANES == 0 || first + LANES <= DV) return load<u16v>(value + first);
+    u16v some = {};
+    std::memcpy(&some, value + first, DV % LANES * sizeof(T));
+    return some;
+}
+
+// Whether key i of the tile is one that the task's rows may see.
 template <class E>
-INLINE f32v widen_value(const E* value, int64_t first) {
-    if (DV % LANES == 0 || first + LANES <= DV) return widen(value + first);
-    E some[LANES] = {};
-    std::memcpy(some, value + first, DV % LANES * sizeof(E));
-    return widen(some);
+INLINE bool is_seen(const Tile<E>& tile, int64_t i) {
+    return i < tile.num_keys;
+}
+
+// Features from `first` on of values i and i + 1 of a group.
+INLINE f32v values_of(const Tile<T>& tile, int g, int64_t i, int64_t first) {
+    const T* from = tile.v[g] + i * tile.v_stride;
+    return interleave(features_of(from, first, is_seen(tile, g * LANES + i)),
+                      features_of(from + tile.v_stride, first, is_seen(tile, g * LANES + i + 1)));
+}
+INLINE f32v values_of(const Tile<Brought>& tile, int g, int64_t i, int64_t first) {
+    return load<f32v>(tile.v[g] + i / 2 * tile.v_stride + first);
 }
 
 INLINE int64_t block_of(const Batch& batch, const Task& task, int64_t position) {
@@ -328,20 +364,30 @@ INLINE Tile<T> in_place(const Place& place) {
     return tile;
 }
 
-Tile<float> bring_together(const Batch& batch, const Task& task, int64_t head, const Place& place, Buffers& buffers) {
-    Tile<float> tile{place.first, place.num_keys, TILE, DV_LANES, {}, {}};
+Tile<Brought> bring_together(const Batch& batch, const Task& task, int64_t head, const Place& place, Buffers& buffers) {
+    Tile<Brought> tile{place.first, place.num_keys, TILE, DV_LANES, {}, {}};
     for (int g = 0; g < GROUPS; ++g) {
-        float* keys = buffers.k + g * LANES;
-        tile.k[g] = keys;
-        tile.v[g] = buffers.v + g * LANES * DV_LANES;
-        for (int64_t d = 0; WHOLE_VECTORS && d < D; ++d) store(keys + d * TILE, widen(place.k[g] + d * P));
+        tile.k[g] = buffers.k + g * LANES;
+        tile.v[g] = buffers.v + g * LANES / STEP * DV_LANES;
     }
+    Tile<T> stored = in_place(place);
+    for (int64_t d = 0; WHOLE_VECTORS && d < D; d += 2) {
+        for (int g = 0; g < GROUPS; ++g) store(buffers.k + d / 2 * TILE + g * LANES, keys_of(stored, g, d));
+    }
+    const T* value[2] = {};
     for (int64_t i = 0; i < place.num_keys; ++i) {
         const int64_t position = place.first + i, block = block_of(batch, task, position) * K + head;
         const T* key = batch.k_cache + block * D * P + position % P;
-        for (int64_t d = 0; !WHOLE_VECTORS && d < D; ++d) buffers.k[d * TILE + i] = float(key[d * P]);
-        const T* value = batch.v_cache + (block * P + position % P) * DV;
-        for (int64_t d = 0; d < DV_LANES; d += LANES) store(buffers.v + i * DV_LANES + d, widen_value(value, d));
+        for (int64_t d = 0; !WHOLE_VECTORS && d < D; ++d) {
+            store(reinterpret_cast<T*>(buffers.k + d / 2 * TILE + i) + d % 2, key[d * P]);
+        }
+        value[i % 2] = batch.v_cache + (block * P + position % P) * DV;
+        if (i % 2 == 0 && i + 1 < place.num_keys) continue;
+        for (int64_t d = 0; d < DV_LANES; d += LANES) {
+            const int64_t even = i / 2 * 2;
+            store(buffers.v + i / 2 * DV_LANES + d, interleave(features_of(value[0], d, is_seen(tile, even)),
+                                                               features_of(value[1], d, is_seen(tile, even + 1))));
+        }
     }
     return tile;
 }
@@ -366,13 +412,20 @@ struct State {
     }
 };
 
-thread_local struct {
-    alignas(64) float q[MAX_TASK_ROWS][D];  // as states: row r of head h of the task is h * num_rows + r
+struct Scratch {
+    alignas(64) float q[MAX_TASK_ROWS][D];  // in pairs; as states: row r of head h of the task is h * num_rows + r
     State all[MAX_TASK_ROWS], segment[MAX_TASK_ROWS];
-    alignas(64) float weights[MAX_TASK_ROWS][TILE];  // dot products at first
+    alignas(64) float weights[MAX_TASK_ROWS][TILE];  // dot products at first; in the end pairs
     float keep[MAX_TASK_ROWS + LANES];
     Buffers buffers;
-} scratch;
+};
+
+// This thread's. Called once for a piece: where the compiler sees that it is the thread's it asks for the address again
+// and again, in the innermost loops.
+__attribute__((noinline)) Scratch& own_scratch() {
+    thread_local Scratch scratch;
+    return scratch;
+}
 
 // 2 to the x, for x <= 0; exactly 0 from -127 down. x = n + f with |f| <= 1/2; a polynomial for 2 to the f, the one of
 // its degree that is nearest relative to it (within 1e-7), and n into the exponent.
@@ -397,14 +450,15 @@ INLINE float finite(float best) { return best == -INFINITE ? 0.0f : best; }
 template <int R, int C, class E>
 void dot(const float (*q)[D], const Tile<E>& tile, const Place* next, float (*products)[TILE]) {
     f32v sum[R][C] = {};
-    for (int64_t d = 0; d < D; ++d) {
+    for (int64_t d = 0; d < D; d += STEP) {
         f32v keys[C];
-        for (int c = 0; c < C; ++c) keys[c] = widen(tile.k[c] + d * tile.k_stride);
-        if (next && (d * P * sizeof(T)) % 64 < P * sizeof(T)) {
-            for (int g = 0; g < GROUPS; ++g) prefetch(next->k[g] + d * P);
+        for (int c = 0; c < C; ++c) keys[c] = keys_of(tile, c, d);
+        for (int64_t asked = d; asked < d + STEP; ++asked) {
+            if (!next || (asked * P * sizeof(T)) % 64 >= P * sizeof(T)) continue;
+            for (int g = 0; g < GROUPS; ++g) prefetch(next->k[g] + asked * P);
         }
         for (int r = 0; r < R; ++r) {
-            for (int c = 0; c < C; ++c) sum[r][c] = fma(all_lanes(q[r][d]), keys[c], sum[r][c]);
+            for (int c = 0; c < C; ++c) sum[r][c] = dot2(all_lanes(q[r][d / STEP]), keys[c], sum[r][c]);
         }
     }
     for (int r = 0; r < R; ++r) {
@@ -412,21 +466,13 @@ void dot(const float (*q)[D], const Tile<E>& tile, const Place* next, float (*pr
     }
 }
 
-// Times a score this is a weight's logarithm to base 2.
-constexpr float LOG2_OF_SCORE = 1.4426950408889634;
+// Times a score this is a weight's logarithm to base 2. A dot product is a score.
+constexpr float LOG2_OF_SCORE = 0.18033688011112042;
 
-// From dot products of one row to scores: scale, bias, cap, mask.
+// From dot products of one row to scores: a mask.
 INLINE void finish_scores(const Batch& batch, const Task& task, int64_t head, int64_t r, int64_t first_key,
                           float* scores) {
     const i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int g = 0; g < GROUPS; ++g) {
-        f32v score = load<f32v>(scores + g * LANES);
-        const f32v position = to_float(lane + int32_t(first_key + g * LANES));
-        const float slope = batch.slopes[task.query_head(head, r)];
-        const f32v bias = all_lanes(slope) * position;
-        score = score * all_lanes(float(0.125)) + bias;
-        store(scores + g * LANES, score);
-    }
     const int64_t last = task.position(r), first = task.first_key(r);
     if (first_key + TILE <= last + 1 && first_key >= first) return;
     for (int g = 0; g < GROUPS; ++g) {
@@ -455,7 +501,7 @@ INLINE void weigh(const Batch& batch, const Task& task, int64_t head, int64_t r0
         for (int g = 0; g < GROUPS; ++g) {
             const f32v score = load<f32v>(weights[r] + g * LANES);
             const f32v weight = power_of_2(fma(score, all_lanes(LOG2_OF_SCORE), all_lanes(-origin[r])));
-            store(weights[r] + g * LANES, weight);
+            store(weights[r] + g * LANES / 2, narrow_to_bf16(weight));  // of groups whose scores have been read
             sum += weight;
         }
         states[r].total = states[r].total * all_lanes(keep[r]) + sum;
@@ -471,15 +517,17 @@ INLINE void mix_some(const float (*weights)[TILE], const float* keep, const Tile
     for (int r = 0; r < R; ++r) {
         for (int c = 0; c < C; ++c) sum[r][c] = load<f32v>(states[r].mixed + first + c * LANES) * all_lanes(keep[r]);
     }
-    for (int64_t i = 0; i < LANES; ++i) {
+    for (int64_t i = 0; i < LANES; i += STEP) {
         for (int g = 0; g < GROUPS; ++g) {
             if (g * LANES + i >= tile.num_keys) break;
             f32v values[C];
-            for (int c = 0; c < C; ++c) values[c] = widen_value(tile.v[g] + i * tile.v_stride, first + c * LANES);
-            if (next) ask_for(next->v[g] + i * DV + first, C * LANES);
+            for (int c = 0; c < C; ++c) values[c] = values_of(tile, g, i, first + c * LANES);
+            for (int64_t asked = i; next && asked < i + STEP; ++asked) {
+                ask_for(next->v[g] + asked * DV + first, C * LANES);
+            }
             for (int r = 0; r < R; ++r) {
-                const f32v weight = all_lanes(weights[r][g * LANES + i]);
-                for (int c = 0; c < C; ++c) sum[r][c] = fma(weight, values[c], sum[r][c]);
+                const f32v weight = all_lanes(weights[r][(g * LANES + i) / STEP]);
+                for (int c = 0; c < C; ++c) sum[r][c] = dot2(weight, values[c], sum[r][c]);
             }
         }
     }
@@ -519,7 +567,7 @@ INLINE void visit_rows(const Task& task, int64_t first_key, Visit&& visit) {
 // the keys and then the values stay in the first cache while parts of the rows go by. The first asks for the next tile.
 template <class E>
 void attend_all(const Batch& batch, const Task& task, int64_t head, const float (*q)[D], const Tile<E>& tile,
-                const Place* next, State* states) {
+                const Place* next, Scratch& scratch, State* states) {
     const Place* asked = next;
     visit_rows(task, tile.first, [&](auto R, int64_t row) {
         if (tile.num_keys <= LANES) {
@@ -541,26 +589,26 @@ void attend_all(const Batch& batch, const Task& task, int64_t head, const float 
 }
 
 void attend_tile(const Batch& batch, const Task& task, int64_t head, const float (*q)[D], const Place& here,
-                 const Place& next, State* states) {
+                 const Place& next, Scratch& scratch, State* states) {
     const Place* asked = WHOLE_VECTORS ? &next : nullptr;
     constexpr bool IS_FLOAT = std::is_same_v<T, float>;
     if constexpr (CAN_USE_IN_PLACE) {
         if (IS_FLOAT || task.num_parts() <= 2) {
-            return attend_all(batch, task, head, q, in_place(here), asked, states);
+            return attend_all(batch, task, head, q, in_place(here), asked, scratch, states);
         }
     }
     if constexpr (!CAN_USE_IN_PLACE || !IS_FLOAT) {
-        const Tile<float> tile = bring_together(batch, task, head, here, scratch.buffers);
-        attend_all(batch, task, head, q, tile, asked, states);
+        const Tile<Brought> tile = bring_together(batch, task, head, here, scratch.buffers);
+        attend_all(batch, task, head, q, tile, asked, scratch, states);
     }
 }
 
-void load_queries(const Batch& batch, const Task& task) {
+void load_queries(const Batch& batch, const Task& task, Scratch& scratch) {
     const float* first = batch.q + batch.cu_seqlens_q[task.sequence] * batch.q_stride;
     for (int64_t i = 0; i < task.size(); ++i) {
         const int64_t head = task.first_head + i / task.num_rows, r = i % task.num_rows;
         const float* q = first + task.token(r) * batch.q_stride + task.query_head(head, r) * D;
-        std::memcpy(scratch.q[i], q, D * sizeof(float));
+        for (int64_t d = 0; d < D; ++d) store(reinterpret_cast<bf16*>(scratch.q[i]) + d, bf16(q[d]));
     }
 }
 
@@ -585,7 +633,8 @@ Place first_place(const Batch& batch, const Task& task, int64_t segment) {
 
 // One segment of a task's keys. A tile's heads come one after the other, since they lie side by side in its blocks:
 // memory is read fastest in long pieces. Meanwhile what comes next is asked for, and in the end what comes `after`.
-void attend_segment(const Batch& batch, const Task& task, int64_t segment, const Place& after, State* states) {
+void attend_segment(const Batch& batch, const Task& task, int64_t segment, const Place& after, Scratch& scratch,
+                    State* states) {
     for (int64_t i = 0; i < task.size(); ++i) states[i].clear();
     const int64_t end = std::min((segment + 1) * SEGMENT, task.end());
     int64_t first = first_of(task, segment), head = 0;
@@ -594,7 +643,7 @@ void attend_segment(const Batch& batch, const Task& task, int64_t segment, const
         if (next_head == task.num_heads) next_head = 0, next_first += TILE;
         next = next_first < end ? find(batch, task, task.first_head + next_head, next_first, end) : after;
         const int64_t state = head * task.num_rows;
-        attend_tile(batch, task, task.first_head + head, scratch.q + state, here, next, states + state);
+        attend_tile(batch, task, task.first_head + head, scratch.q + state, here, next, scratch, states + state);
         first = next_first;
         head = next_head;
     }
@@ -615,12 +664,12 @@ void fold(State* all, const State* segment, int64_t num_rows) {
     }
 }
 
-void run_task(const Batch& batch, const Task& task, const Place& after) {
-    load_queries(batch, task);
+void run_task(const Batch& batch, const Task& task, const Place& after, Scratch& scratch) {
+    load_queries(batch, task, scratch);
     const int64_t first = task.first_segment(), end = first + task.num_segments();
     for (int64_t segment = first; segment < end; ++segment) {
         const Place next = segment + 1 < end ? first_place(batch, task, segment + 1) : after;
-        attend_segment(batch, task, segment, next, segment == first ? scratch.all : scratch.segment);
+        attend_segment(batch, task, segment, next, scratch, segment == first ? scratch.all : scratch.segment);
         if (segment > first) fold(scratch.all, scratch.segment, task.size());
     }
     write_out(batch, task, scratch.all);
@@ -633,9 +682,10 @@ struct Piece {
 };
 
 void run(const Batch& batch, const Task& task, const Piece& piece, State* workspace, const Place& after) {
-    if (piece.first_state < 0) return run_task(batch, task, after);
-    load_queries(batch, task);
-    attend_segment(batch, task, piece.segment, after, workspace + piece.first_state);
+    Scratch& scratch = own_scratch();
+    if (piece.first_state < 0) return run_task(batch, task, after, scratch);
+    load_queries(batch, task, scratch);
+    attend_segment(batch, task, piece.segment, after, scratch, workspace + piece.first_state);
 }
 
 // Calls visit(first, count) for the fewest parts of at most `most` of n things, as even as can be.
@@ -647,21 +697,20 @@ void visit_parts(int64_t n, int64_t most, Visit&& visit) {
 
 }  // namespace
 
-extern "C" void attention_n4_k4_d64_dv64_p16_bf16_plain_fp32_scale0_125_avx512bf16(
+extern "C" void attention_n4_k4_d64_dv64_p16_bf16_pairs_scale0_125_avx512bf16(
     const float* __restrict q,
     const bf16* __restrict k_cache,
     const bf16* __restrict v_cache,
     const int32_t* __restrict block_tables,
     const int32_t* __restrict cu_seqlens_q,
     const int32_t* __restrict seq_lens,
-    const float* __restrict slopes,
     float* __restrict out,
     int64_t num_seqs,
     int64_t num_tokens,
     int64_t max_blocks,
     int64_t q_stride) {
     const Batch batch = {q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens,
-slopes, out, max_blocks, q_stride};
+out, max_blocks, q_stride};
     static thread_local std::vector<Task> tasks;
     static thread_local std::vector<Piece> pieces;
     static thread_local std::vector<State> states;
@@ -718,19 +767,18 @@ slopes, out, max_blocks, q_stride};
 }
 
 // The same for a tape, whose argument blocks have 8 bytes for each.
-extern "C" void attention_n4_k4_d64_dv64_p16_bf16_plain_fp32_scale0_125_avx512bf16_from_slots(const int64_t* slots) {
-    attention_n4_k4_d64_dv64_p16_bf16_plain_fp32_scale0_125_avx512bf16(
+extern "C" void attention_n4_k4_d64_dv64_p16_bf16_pairs_scale0_125_avx512bf16_from_slots(const int64_t* slots) {
+    attention_n4_k4_d64_dv64_p16_bf16_pairs_scale0_125_avx512bf16(
         reinterpret_cast<const float*>(slots[0]), 
         reinterpret_cast<const bf16*>(slots[1]), 
         reinterpret_cast<const bf16*>(slots[2]), 
         reinterpret_cast<const int32_t*>(slots[3]), 
         reinterpret_cast<const int32_t*>(slots[4]), 
         reinterpret_cast<const int32_t*>(slots[5]), 
-        reinterpret_cast<const float*>(slots[6]), 
-        reinterpret_cast<float*>(slots[7]), 
+        reinterpret_cast<float*>(slots[6]), 
+        int64_t(slots[7]), 
         int64_t(slots[8]), 
         int64_t(slots[9]), 
-        int64_t(slots[10]), 
-        int64_t(slots[11])
+        int64_t(slots[10])
     );
 }
