@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from fastgen.runtime.sampling.sampling_params import SamplingParams
     from fastgen.serving.clients.client import async_client, client
     from fastgen.serving.clients.detached import serve
-
-    __version__: str
+    from fastgen.version import __version__
 
 __all__ = [
     "LLM",
@@ -42,6 +41,7 @@ _HOMES = {
     "client": "fastgen.serving.clients.client",
     "async_client": "fastgen.serving.clients.client",
     "serve": "fastgen.serving.clients.detached",
+    "__version__": "fastgen.version",
 }
 
 
@@ -50,10 +50,6 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOMES[name]), name)
     elif name == "errors":
         value = import_module("fastgen.errors")
-    elif name == "__version__":
-        from importlib.metadata import version
-
-        value = version("fastgen")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

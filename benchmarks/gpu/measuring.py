@@ -22,6 +22,7 @@ import triton
 from fastgen.compile import device as devices
 from fastgen.compile.build_triton import TritonBuilder, triton_arch
 from fastgen.compile.loader import KernelLoader
+from fastgen.version import __version__
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -152,7 +153,7 @@ def clocked(owner: Any, name: str, seconds: dict[str, float]) -> Iterator[None]:
 def about_machine(*, toy: bool) -> Row:
     """What is measured on, and with."""
     device = devices.current("cpu" if toy else "cuda")
-    packages = {name: _version(name) for name in ("fastgen", "torch", "triton", "transformers")}
+    packages = {"fastgen": __version__} | {each: _version(each) for each in ("torch", "triton", "transformers")}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device.name,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastgen.cli import options
+from fastgen.version import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from fastgen.runtime.ledger import Ledger
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
-_PACKAGES = ("fastgen", "torch", "transformers", "triton")
+_PACKAGES = ("torch", "transformers", "triton")
 
 
 def info(
@@ -66,7 +67,8 @@ def info(
 
 
 def _versions() -> dict[str, str | None]:
-    return {"python": platform.python_version(), **{package: _installed(package) for package in _PACKAGES}}
+    packages = {package: _installed(package) for package in _PACKAGES}
+    return {"python": platform.python_version(), "fastgen": __version__, **packages}
 
 
 def _installed(package: str) -> str | None:

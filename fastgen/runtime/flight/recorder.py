@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,6 +38,7 @@ from fastgen.runtime.outputs import FinishReason
 from fastgen.runtime.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampling.beam_group import BeamForks
 from fastgen.runtime.scheduling.policies import policy_name
+from fastgen.version import __version__
 
 if TYPE_CHECKING:
     from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
@@ -308,7 +308,7 @@ class Recorder:
     def recording(self, model: str) -> Recording:
         """What the ring holds now. ``model`` names the model in it."""
         header = Header(
-            fastgen=version("fastgen"),
+            fastgen=__version__,
             model=model,
             started=self._started.isoformat(timespec="microseconds"),
             clock_s=self._clock_s,
