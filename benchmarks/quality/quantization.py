@@ -127,7 +127,10 @@ def render(found: dict[str, Any], name: str) -> str:
         f"Measured {about['date'][:10]} on {about['machine']} with fastgen {about['fastgen']}; written by"
         f" `python -m benchmarks.quality.quantization --render {name}`.",
         "",
-        '`bf16` is `dtype="bfloat16"`, the others are `quantize=` over fp32.',
+        '`bf16` is `dtype="bfloat16"`, the others are `quantize=` over fp32. On `cpp` activations are fp32 between'
+        " matrices, whatever the dtype. With weights in bf16, a CPU that multiplies bf16 (instruction set `avx512bf16`)"
+        " rounds what enters matrices and attention to bf16, but for routers and latent attention; others widen the"
+        " weights.",
         "",
         "| `quantize=` | weights | activations | `target=` |",
         "|---|---|---|---|",
@@ -151,7 +154,8 @@ def render(found: dict[str, Any], name: str) -> str:
         "## Perplexity of the built-in models",
         "",
         f"Text of the grammar that they were trained on, drawn by another seed, in rows of {_ROW_TOKENS} tokens. The"
-        " checkpoints are bf16 themselves, so `bf16` differs by what the KV cache keeps, not by its weights.",
+        " checkpoints are bf16 themselves, so `bf16` differs by what the KV cache keeps and by how activations are"
+        " rounded, not by its weights.",
         "",
         f"| model | tokens | {' | '.join(FORMATS)} |",
         "|---" * (len(FORMATS) + 2) + "|",

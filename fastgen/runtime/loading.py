@@ -59,7 +59,8 @@ def load(
     ``recipe``: a recipe's name or file in place of the one that claims the checkpoint's architecture; ``"checkpoint"``
     asks for the ``fastgen.yaml`` beside the weights. ``allow_config_keys``: keys of ``config.json`` to accept although
     the recipe says nothing of them; they must be there. ``device``: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
-    ``dtype``: ``"auto"`` for the checkpoint's, or ``"float32"``, ``"bfloat16"``, ``"float16"``.
+    ``dtype``: ``"auto"`` for the checkpoint's, or ``"float32"``, ``"bfloat16"``, ``"float16"``. On the ``cpp`` target
+    activations are fp32 between matrices; weights in bf16 have their inputs rounded where the CPU multiplies bf16.
     ``token_budget``: most tokens a step computes. ``max_num_seqs``: most sequences that run at once.
     ``kv_cache_memory``: bytes, or ``"4GiB"``. ``block_size``: tokens per KV block. ``max_model_len``: most tokens of
     prompt and answer together; by default what the model was trained for. ``policy``: what a step is made of:
