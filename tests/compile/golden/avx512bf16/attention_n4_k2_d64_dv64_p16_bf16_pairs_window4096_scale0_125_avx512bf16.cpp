@@ -78,6 +78,15 @@ INLINE f32v widen_fp16(const void* from) {
 // LANES numbers rounded to bf16: to the nearest, ties to even.
 INLINE u16v narrow_to_bf16(f32v v) { return bits_of<u16v>(_mm512_cvtneps_pbh(v)); }
 
+// `count` numbers rounded so.
+INLINE void narrow_to_bf16(const float* from, int64_t count, void* to) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const __mmask16 some = __mmask16(count - i < LANES ? (1 << (count - i)) - 1 : 0xffff);
+        const u16v narrow = narrow_to_bf16(_mm512_maskz_loadu_ps(some, from + i));
+        _mm256_mask_storeu_epi16(static_cast<uint8_t*>(to) + 2 * i, some, __m256i(narrow));
+    }
+}
+
 // Adds to each lane of sum the products of the two bf16 of its lane in a with those in b.
 INLINE f32v dot2(f32v a, f32v b, f32v sum) {
     return _mm512_dpbf16_ps(sum, bits_of<__m512bh>(a), bits_of<__m512bh>(b));
@@ -615,7 +624,7 @@ void load_queries(const Batch& batch, const Task& task, Scratch& scratch) {
     for (int64_t i = 0; i < task.size(); ++i) {
         const int64_t head = task.first_head + i / task.num_rows, r = i % task.num_rows;
         const float* q = first + task.token(r) * batch.q_stride + task.query_head(head, r) * D;
-        for (int64_t d = 0; d < D; ++d) store(reinterpret_cast<bf16*>(scratch.q[i]) + d, bf16(q[d]));
+        narrow_to_bf16(q, D, scratch.q[i]);
     }
 }
 

@@ -51,6 +51,15 @@ INLINE f32v widen_fp16(const void* from) {
 // LANES numbers rounded to bf16: to the nearest, ties to even.
 INLINE u16v narrow_to_bf16(f32v v) { return bits_of<u16v>(_mm512_cvtneps_pbh(v)); }
 
+// `count` numbers rounded so.
+INLINE void narrow_to_bf16(const float* from, int64_t count, void* to) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const __mmask16 some = __mmask16(count - i < LANES ? (1 << (count - i)) - 1 : 0xffff);
+        const u16v narrow = narrow_to_bf16(_mm512_maskz_loadu_ps(some, from + i));
+        _mm256_mask_storeu_epi16(static_cast<uint8_t*>(to) + 2 * i, some, __m256i(narrow));
+    }
+}
+
 // Adds to each lane of sum the products of the two bf16 of its lane in a with those in b.
 INLINE f32v dot2(f32v a, f32v b, f32v sum) {
     return _mm512_dpbf16_ps(sum, bits_of<__m512bh>(a), bits_of<__m512bh>(b));
