@@ -459,7 +459,8 @@ extern "C" void linear_bf16_pairs_avx512bf16_panel32_routed(
     int64_t y_stride,
     int64_t in_features,
     int64_t out_features) {
-    const int64_t K = (in_features + K_STEP - 1) / K_STEP * K_STEP;    const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
+    const int64_t K = (in_features + K_STEP - 1) / K_STEP * K_STEP;
+    const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
     const int64_t row_bytes = ((2 * K / 64 + 1) | 1) * 64;  // an odd number of lines, so that rows share no cache sets
     const int64_t num_prepared = num_rows;
     auto prepare = [=](int64_t row) { round_row(x + row * x_stride, in_features, K, workspace + row * row_bytes); };
