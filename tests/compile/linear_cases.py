@@ -35,10 +35,10 @@ ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
 ONCE = [(HERE, each) for each in FORMATS] + [
     (arch, each) for arch in ARCHES[1:] if arch != "avx512" for each in ("fp32", "int8")
 ]
+ALL = [(arch, each) for arch in ARCHES for each in formats_of(arch)]
 KERNELS = [pytest.param((arch, each), id=f"{arch}-{each}") for arch, each in ONCE] + [
     pytest.param((arch, each), id=f"{arch}-{each}", marks=pytest.mark.slow)
-    for arch in ARCHES
-    for each in formats_of(arch)
+    for arch, each in ALL
     if (arch, each) not in ONCE
 ]
 TOLERANCE = {"int8": 1e-7, "int4": 1e-6}

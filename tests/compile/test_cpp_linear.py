@@ -21,7 +21,7 @@ from fastgen.compile.render import render
 from fastgen.compile.thread_pool import ThreadPool
 from fastgen.errors import InvalidArgumentError
 from tests.compile.linear_cases import (
-    ARCHES,
+    ALL,
     FLOATS,
     FORMATS,
     HERE,
@@ -247,7 +247,6 @@ def test_what_does_not_fit_is_refused(pool: ThreadPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(("arch", "weight_format"), ALL)
 def test_sanitizers_find_nothing(arch: str, weight_format: WeightFormat, tmp_path: Path) -> None:
     sanitize(linear_spec(weight_format, arch), tmp_path)

@@ -17,8 +17,7 @@ from fastgen.compile.ops.moe_cpp import RoutedLinearKernel, SortedChoices
 from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat
 from fastgen.compile.thread_pool import ThreadPool
 from tests.compile.linear_cases import (
-    ARCHES,
-    FORMATS,
+    ALL,
     HERE,
     KERNELS,
     MAX_IN,
@@ -149,7 +148,6 @@ def test_what_does_not_fit_is_refused(pool: ThreadPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(("arch", "weight_format"), ALL)
 def test_sanitizers_find_nothing(arch: str, weight_format: WeightFormat, tmp_path: Path) -> None:
     sanitize(linear_spec(weight_format, arch, routed=True), tmp_path)

@@ -307,11 +307,11 @@ struct Tile {
 
 // Two vectors' numbers in turn.
 INLINE f32v interleave(u16v even, u16v odd) {
-    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(__m256i(even)), __m256i(odd), 1);
+    const __m512i both = _mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(__m256i(even)), __m256i(odd), 1);
     const __m512i order = _mm512_set_epi16(
 31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0
     );
-    return bits_of<f32v>(_mm512_permutexvar_epi16(order, both));
+    return bits_of<f32v>(_mm512_maskz_permutexvar_epi16(0xffffffffu, order, both));
 }
 
 // Features d and d + 1 of a group's keys.
