@@ -245,14 +245,15 @@ def find_beside(weights: Path, device: Device) -> Path | None:
     return next((place for place in places if place.exists()), None)
 
 
-def bundle_target(directory: Path) -> str | None:
-    """Whose kernels the bundle at ``directory`` has, as it says itself; ``None`` where nothing can be read there, of
-    which :func:`load_bundle` tells."""
+def bundle_target(directory: Path) -> tuple[str, str] | None:
+    """Whose kernels the bundle at ``directory`` has and for which architecture, as it says itself; ``None`` where
+    nothing can be read there, of which :func:`load_bundle` tells."""
     try:
-        found = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))["target"]
+        manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
+        target, arch = manifest["target"], manifest["arch"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if found in QUANTIZED else None
+    return (target, arch) if target in QUANTIZED else None
 
 
 def load_bundle(

@@ -24,7 +24,7 @@ class TargetFacts:
     num_sms: int = 0
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What a model of ``dtype`` computes in between its weights: CPUs widen 16 bits before they multiply anyway."""
+        """What a model of ``dtype`` computes in between its weights: on CPUs products are summed in fp32 anyway."""
         return torch.float32 if self.name == "cpp" else dtype
 
 

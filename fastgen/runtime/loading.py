@@ -60,7 +60,8 @@ def load(
     asks for the ``fastgen.yaml`` beside the weights. ``allow_config_keys``: keys of ``config.json`` to accept although
     the recipe says nothing of them; they must be there. ``device``: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
     ``dtype``: ``"auto"`` for the checkpoint's, or ``"float32"``, ``"bfloat16"``, ``"float16"``. On the ``cpp`` target
-    activations are fp32 between matrices; weights in bf16 have their inputs rounded where the CPU multiplies bf16.
+    activations are fp32 between matrices; where the CPU multiplies bf16, weights and a KV cache in bf16 have what they
+    are multiplied with rounded.
     ``token_budget``: most tokens a step computes. ``max_num_seqs``: most sequences that run at once.
     ``kv_cache_memory``: bytes, or ``"4GiB"``. ``block_size``: tokens per KV block. ``max_model_len``: most tokens of
     prompt and answer together; by default what the model was trained for. ``policy``: what a step is made of:
@@ -107,8 +108,9 @@ def load(
             raise RecipeError(error.message + doubt, file=error.file, line=error.line, node=error.node) from error
         raise
     torch_dtype = checkpoint_dtype(checkpoint.config, checkpoint) if dtype == "auto" else parse_dtype(dtype)
-    target = sealed_target(target, sealed, directory, found_device)
-    facts = target_facts(target, found_device, num_threads=num_threads, sealed=sealed is not False)
+    target, sealed_arch = sealed_target(target, sealed, directory, found_device)
+    is_sealed = sealed is not False
+    facts = target_facts(target, found_device, num_threads=num_threads, sealed=is_sealed, sealed_arch=sealed_arch)
     weight_format = parse_quantize(quantize, facts.name)
     memory = MemoryModel(ModelBuild(spec, torch_dtype, facts, weight_format), found_device)
     config = resolve_engine_config(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fastgen.compile.build_cpp import CppBuilder, cpp_arch, find_compiler
+from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch, find_compiler
 from fastgen.compile.bundle import SealedLoader, bundle_beside, bundle_target, find_beside, load_bundle
 from fastgen.compile.device import Device
 from fastgen.compile.loader import KernelLoader
@@ -59,9 +59,11 @@ def choose_target(
     return Target(loader, max_rows=max(config.token_budget, PROMPT_LOGITS_ROWS))
 
 
-def target_facts(name: str, device: Device, *, num_threads: int | None, sealed: bool = False) -> TargetFacts:
+def target_facts(
+    name: str, device: Device, *, num_threads: int | None, sealed: bool = False, sealed_arch: str | None = None
+) -> TargetFacts:
     """Of what :func:`choose_target` chooses, with the same errors; nothing is built or loaded. Where kernels are
-    ``sealed`` no compiler is needed."""
+    ``sealed`` no compiler is needed, and on a CPU they may be for another ``sealed_arch`` than its own."""
     if name not in _NAMES:
         raise InvalidArgumentError(f"target={name!r}: expected one of {', '.join(map(repr, _NAMES))}")
     if name == "cpp" and device.kind != "cpu":
@@ -80,7 +82,8 @@ def target_facts(name: str, device: Device, *, num_threads: int | None, sealed: 
                 raise
             _say_once(f"{error}; until then torch computes, several times more slowly")
             return TargetFacts()
-    return TargetFacts("cpp", cpp_arch(device), num_threads=num_threads or device.num_cores)
+    arch = sealed_arch if sealed_arch in CPP_ARCHES else cpp_arch(device)
+    return TargetFacts("cpp", arch, num_threads=num_threads or device.num_cores)
 
 
 def _building_loader(facts: TargetFacts) -> KernelLoader | None:
@@ -108,12 +111,14 @@ def sealed_loader(
     return load_bundle(place, device, about)
 
 
-def sealed_target(name: str, sealed: bool | str | Path, weights: Path, device: Device) -> str:
-    """The target of that name; of ``"auto"`` that of the bundle which ``sealed=`` asks for, where there is one."""
-    if name != "auto" or sealed is False or not isinstance(sealed, (bool, str, Path)):
-        return name
+def sealed_target(name: str, sealed: bool | str | Path, weights: Path, device: Device) -> tuple[str, str | None]:
+    """The target of that name; of ``"auto"`` that of the bundle which ``sealed=`` asks for, where there is one. And the
+    architecture of the bundle, if it is one of that target."""
+    if sealed is False or not isinstance(sealed, (bool, str, Path)):
+        return name, None
     place = find_beside(weights, device) if sealed is True else Path(sealed).expanduser()
-    return (place and bundle_target(place)) or name
+    found = bundle_target(place) if place else None
+    return found if found and name in ("auto", found[0]) else (name, None)
 
 
 def bundle_flags(

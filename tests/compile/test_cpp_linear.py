@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -218,8 +219,9 @@ print(memory("VmHWM") - before)
 
 
 def test_what_does_not_fit_is_refused(pool: ThreadPool) -> None:
-    layer, quantized = Layer(HERE, "fp32"), Layer(HERE, "int8")
-    packed, in_int8 = layer.pack(torch.ones(8, 16)), quantized.pack(torch.ones(8, 16))
+    layer, weight = Layer(HERE, "fp32"), torch.ones(8, 16)
+    packed = layer.pack(weight)
+    prepared = [Layer(HERE, each) for each in ("int8", "bf16_pairs") if each in FORMATS]
     heads = layer.kernel.pack(8, 16, num_groups=2)
     x, out = torch.ones(3, 16), torch.full((3, 8), 5.0)
     many, many_out = torch.ones(MAX_ROWS + 1, 16), torch.ones(MAX_ROWS + 1, 8)
@@ -229,7 +231,7 @@ def test_what_does_not_fit_is_refused(pool: ThreadPool) -> None:
         (lambda: layer.kernel(torch.ones(16, 3).T, packed, out), ValueError, "contiguous"),
         (lambda: layer.kernel(x, heads, out), ValueError, "expected"),
         (lambda: layer.kernel(x.view(1, 3, 16), heads, out.view(1, 3, 8)), ValueError, "expected"),
-        (lambda: quantized.kernel(many, in_int8, many_out), ValueError, "at most"),
+        *((partial(each.kernel, many, each.pack(weight), many_out), ValueError, "at most") for each in prepared),
         (lambda: layer.kernel(x, PackedWeight("bf16", 8, 16, HERE), out), ValueError, "weights in bf16"),
         (lambda: packed.write(6, torch.ones(3, 16)), ValueError, "do not fit"),
         (lambda: packed.write(0, torch.ones(3, 15)), ValueError, "do not fit"),

@@ -106,7 +106,10 @@ def test_beside_the_weights(
     forbid_compiling(monkeypatch)
     with fastgen.load(model, sealed=True) as llm:
         output = llm.generate(PROMPT, **SAMPLING)
+        rows = {row.name: row.of for row in llm.ledger.rows}
     assert (output.token_ids, output.text) == expected
+    assert rows["matrices"] == "bf16"  # as that bundle's kernels read them, whatever this CPU could
+    assert "kernels' workspaces" not in rows
 
 
 def answer_on_triton(model: Path, **options: Any) -> list[int]:

@@ -15,7 +15,7 @@ from fastgen.compile.spec import Argument, KernelSpec, Value
 def cpp_attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] = ()) -> KernelSpec:
     """The kernel for :class:`CppAttention`. ``arch`` is one of the C++ builder's; ``shape.dtype`` is the cache's,
     while queries and results are fp32. With a cache in bf16 an ``arch`` that adds two of its products at once does so,
-    with queries and weights rounded to bf16 too, unless head sizes are odd or keys hold the values.
+    with queries and weights rounded to bf16 too, unless ``head_dim`` is odd or keys hold the values.
     """
     dtype, has_v = shape.dtype, not shape.values_in_keys
     in_pairs = arch in ARCHES_WITH_PAIRS and dtype == "bf16" and shape.head_dim % 2 == 0 and has_v

@@ -113,7 +113,7 @@ def linear_workspace_bytes(weight: WeightFormat, max_rows: int, max_in_features:
 
 
 class LinearKernel:
-    """Launches a kernel of :func:`linear_spec`: ``x Wᵀ + b``, in fp32 beside the weights.
+    """Launches a kernel of :func:`linear_spec`: ``x Wᵀ + b``, ``x`` and ``y`` in fp32.
 
     An output's bits depend on its row of ``x``, its weights and the instruction set alone. ``max_rows`` and
     ``max_in_features`` bound the rows, those of each group counted, that are quantised or rounded at once. Two threads
@@ -167,7 +167,7 @@ class LinearKernel:
         if weight.format != self._format or weight.arch != self._arch:
             raise ValueError(f"weights in {weight.format} for {weight.arch}, the kernel is {self._kernel.spec.name}")
         is_too_large = math.prod(x_rows) > self._max_rows or weight.in_features > self._max_in_features
-        if is_too_large and len(self._workspace):
+        if is_too_large and self._format in _PREPARED:
             raise ValueError(f"x {tuple(x.shape)}: made for at most {self._max_rows} x {self._max_in_features}")
         given |= {"x": x, "x_stride": x.stride(0), "y": out, "y_stride": out.stride(0), "workspace": self._workspace}
         given |= {"weights": weight.panels, "scale": weight.scale, "bias": weight.bias, "num_groups": weight.num_groups}

@@ -15,7 +15,7 @@ from fastgen.compile.ops.quantization import GROUP, Quantized, quantize_channels
 from fastgen.errors import InvalidArgumentError
 
 WeightFormat = Literal["fp32", "bf16", "fp16", "bf16_pairs", "int8_weight_only", "int8", "int4"]
-"""``"bf16_pairs"`` and the last two have inputs rounded alike; the others multiply in fp32."""
+"""``"bf16_pairs"``, ``"int8"`` and ``"int4"`` have their inputs rounded too; the others multiply in fp32."""
 PANELS = {"avx512bf16": 32, "avx512vnni": 32, "avx512": 32, "avx2": 16, "portable": 16}
 """By instruction set, how many outputs' weights lie side by side."""
 LANES = {"avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
@@ -150,7 +150,8 @@ class PackedWeight:
             return
         if isinstance(values, Quantized):
             self.scale.view(-1, self._panel)[panels] = values.scale.view(-1, self._panel)
-        codes = pad(codes, (0, -self.in_features % self._step))
+        if missing := -self.in_features % self._step:
+            codes = pad(codes, (0, missing))
         if self.format == "int8":
             codes = codes ^ -128
         view = self._view(self.panels[panels])

@@ -78,6 +78,9 @@ INLINE f32v widen_fp16(const void* from) {
 // LANES numbers rounded to bf16: to the nearest, ties to even.
 INLINE u16v narrow_to_bf16(f32v v) { return bits_of<u16v>(_mm512_cvtneps_pbh(v)); }
 
+// The same numbers again, as they are rounded.
+INLINE f32v widen_bf16(u16v v) { return bits_of<f32v>(__builtin_convertvector(v, u32v) << 16); }
+
 // `count` numbers rounded so.
 INLINE void narrow_to_bf16(const float* from, int64_t count, void* to) {
     for (int64_t i = 0; i < count; i += LANES) {
@@ -279,7 +282,7 @@ struct Task {
 constexpr int DV_VECTORS = (DV + LANES - 1) / LANES, DV_LANES = DV_VECTORS * LANES;
 constexpr bool WHOLE_VECTORS = P % LANES == 0;  // of keys and of values in the blocks
 
-// Whether a tile's keys and values can be used where they lie. Where not, or where many parts of rows would each widen
+// Whether a tile's keys and values can be used where they lie. Where not, or where many parts of rows would each interleave
 // them, they are first brought together, as pairs.
 constexpr bool CAN_USE_IN_PLACE = WHOLE_VECTORS && true;
 
@@ -519,8 +522,9 @@ INLINE void weigh(const Batch& batch, const Task& task, int64_t head, int64_t r0
         for (int g = 0; g < GROUPS; ++g) {
             const f32v score = load<f32v>(weights[r] + g * LANES);
             const f32v weight = power_of_2(fma(score, all_lanes(LOG2_OF_SCORE), all_lanes(-origin[r])));
-            store(weights[r] + g * LANES / 2, narrow_to_bf16(weight));  // of groups whose scores have been read
-            sum += weight;
+            const u16v rounded = narrow_to_bf16(weight);
+            store(weights[r] + g * LANES / 2, rounded);  // over the scores of groups that have been read
+            sum += widen_bf16(rounded);  // so that values that are all alike stay what they are
         }
         states[r].total = states[r].total * all_lanes(keep[r]) + sum;
     }

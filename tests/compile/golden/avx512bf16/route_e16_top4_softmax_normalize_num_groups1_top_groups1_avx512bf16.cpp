@@ -51,6 +51,9 @@ INLINE f32v widen_fp16(const void* from) {
 // LANES numbers rounded to bf16: to the nearest, ties to even.
 INLINE u16v narrow_to_bf16(f32v v) { return bits_of<u16v>(_mm512_cvtneps_pbh(v)); }
 
+// The same numbers again, as they are rounded.
+INLINE f32v widen_bf16(u16v v) { return bits_of<f32v>(__builtin_convertvector(v, u32v) << 16); }
+
 // `count` numbers rounded so.
 INLINE void narrow_to_bf16(const float* from, int64_t count, void* to) {
     for (int64_t i = 0; i < count; i += LANES) {
