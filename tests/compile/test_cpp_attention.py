@@ -178,8 +178,9 @@ def test_pairs_whose_numbers_need_no_rounding(loaders: dict[str, KernelLoader], 
 
 @pytest.mark.parametrize("features", NEAR_BLOCKS)
 def test_nothing_is_read_of_what_a_window_left_behind(loaders: dict[str, KernelLoader], features: str) -> None:
-    for seed in range(5):
-        batch = Batch(with_features(features), drawn_lengths(random.Random(seed)), seed)
+    drawn = [drawn_lengths(random.Random(seed)) for seed in range(5)]
+    for seed, lengths in enumerate([*drawn, [(1, length) for length in range(38, 54)]]):  # edges at every place
+        batch = Batch(with_features(features), lengths, seed)
         assert_close(batch, batch.computed(loaders[HERE]))
 
 
