@@ -107,15 +107,12 @@ constexpr int VECTORS = PANEL / LANES;
 constexpr int MAX_R = 12;
 constexpr int MAX_P = 4;
 constexpr int BLOCK_K = 1024;  // the rows of a tile then fill most of the first cache
-constexpr int MAX_BLOCKS = 4;  // of x, of a tile with few rows, or of as many tiles together
 constexpr int MAX_TOGETHER = 4;  // tiles that go through a panel one after the other
 constexpr int SLAB_K = 4096;
-constexpr int MAX_PANELS = 16;  // of a chunk
-constexpr int FEW_ROWS_PANELS = 8;  // of a chunk with few rows, so that no thread ends long after the others
+constexpr int MAX_PANELS = 8;  // of a chunk: the second cache holds a block of their weights
 constexpr int BLOCK_ROWS = 4 * MAX_R;
-constexpr int LEAST_PANELS = MAX_P;  // that a chunk copies its rows for, where every thread gets so many
+constexpr int LEAST_PANELS = MAX_P;  // of a chunk, where every thread gets so many
 constexpr int X_BYTES = BLOCK_K / K_STEP * X_BYTES_PER_STEP;  // of a row's block
-constexpr int X_STRIDE = X_BYTES + 64;                        // no multiple of 4096, so that rows share no cache sets
 constexpr int AHEAD = 6144 / PANEL_BYTES_PER_STEP;      // steps from a weight to the one that is prefetched beside it
 
 struct Call {
@@ -155,10 +152,11 @@ struct Panel {
 };
 
 struct Tile {
-    const uint8_t* x;  // of each block the rows' parts, X_STRIDE bytes apart
-    int64_t x_block;   // bytes from one block's to the next one's
     int64_t k, num_k;
     bool begins_slab, ends_slab;
+    const uint8_t* x = nullptr;    // of each block the rows' parts
+    int64_t x_stride = 0;          // bytes from one row's part to the next one's
+    int64_t x_block = 0;           // and from one block's parts to the next one's
     const uint8_t* x_rows[MAX_R];  // the rows, whole
     float* y_rows[MAX_R];
     Panel panels[MAX_P];
@@ -182,6 +180,23 @@ struct Tile {
 
     float* sums(const Panel& panel, int r, bool in_y) const {
         return in_y && !panel.is_cut ? y_rows[r] + panel.index * PANEL : panel.sums + r * PANEL;
+    }
+};
+
+// Where R rows of x are in a loop over k: an address for three, as instructions add once or twice a stride by themselves.
+template <int R>
+struct RowsOfX {
+    const uint8_t* thirds[(R + 2) / 3];
+    int64_t stride;
+
+    RowsOfX(const uint8_t* first, int64_t stride) : stride(stride) {
+        #pragma GCC unroll 16
+        for (int r = 0; r < R; r += 3) thirds[r / 3] = first + r * stride;
+    }
+    const uint8_t* operator[](int r) const { return thirds[r / 3] + r % 3 * stride; }
+    void step() {
+        #pragma GCC unroll 16
+        for (int r = 0; r < R; r += 3) thirds[r / 3] += X_BYTES_PER_STEP;
     }
 };
 
@@ -237,26 +252,16 @@ static void copy_cut(const Call& call, const Part& part, float* sums, bool to_y)
     }
 }
 
-// Gives a tile the `size` rows from `row` on: what it goes through of them is copied to `x`, or used `as_it_lies`.
-static void take_rows(const Call& call, int64_t row, int64_t size, bool as_it_lies, uint8_t (*x)[MAX_R * X_STRIDE],
-                      Tile& at) {
+// Gives a tile the `size` rows from `row` on, as they lie.
+static void take_rows(const Call& call, int64_t row, int64_t size, Tile& at) {
+    at.x = call.x_row(row) + at.k / K_STEP * X_BYTES_PER_STEP, at.x_stride = call.x_stride, at.x_block = X_BYTES;
     for (int64_t r = 0; r < size; ++r) {
         at.x_rows[r] = call.x_row(row + r);
         at.y_rows[r] = call.y_row(row + r);
-        const uint8_t* from = at.x_rows[r] + at.k / K_STEP * X_BYTES_PER_STEP;
-        if (as_it_lies) {
-            at.x = from, at.x_block = X_BYTES;
-            continue;
-        }
-        for (int64_t left = at.num_k / K_STEP * X_BYTES_PER_STEP, b = 0; left > 0; left -= X_BYTES, ++b) {
-            std::memcpy(x[b] + r * X_STRIDE, from + b * X_BYTES, smaller(left, X_BYTES));
-        }
     }
 }
 
 static void multiply_part(const Call& call, const Part& part) {
-    static_assert(MAX_TOGETHER <= MAX_BLOCKS, "each has room for its block of x");
-    alignas(64) uint8_t x[MAX_BLOCKS][MAX_R * X_STRIDE];
     alignas(64) float sums[MAX_PANELS * BLOCK_ROWS * PANEL];
     const auto sums_of = [&](int64_t i, int64_t stream) {
         return sums + ((i - part.begin) * part.num_streams + stream) * part.num_rows * PANEL;
@@ -267,7 +272,7 @@ static void multiply_part(const Call& call, const Part& part) {
     if (has_cut && part.k_begin > 0) copy_cut(call, part, cut, false);
     const Parts tiles = fewest_parts(part.num_rows, MAX_R);
     const int64_t num_together = part.has_all_rows && tiles.count <= MAX_TOGETHER ? tiles.count : 1;
-    const int64_t most_k = part.num_rows == 1 ? call.K : part.num_rows <= MAX_R ? MAX_BLOCKS * BLOCK_K : BLOCK_K;
+    const int64_t most_k = part.num_rows <= MAX_R ? call.K : BLOCK_K;
     const auto run = [&](Tile& at, int64_t t, int64_t i) {
         int64_t count = 0;
         const int64_t back = at.ends_slab ? 0 : i - part.begin;
@@ -287,9 +292,10 @@ static void multiply_part(const Call& call, const Part& part) {
         for (int64_t t = 0; t < tiles.count; t += num_together) {
             Tile together[MAX_TOGETHER];
             for (int64_t j = 0; j < num_together; ++j) {
-                together[j] = {x[j], sizeof x[0], k, num_k, k == part.k_begin, k + num_k == part.k_end, {}, {}, {}};
-                together[j].ask_ahead(j, num_together);
-                take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), part.num_rows == 1, x + j, together[j]);
+                Tile& at = together[j];
+                at.k = k, at.num_k = num_k, at.begins_slab = k == part.k_begin, at.ends_slab = k + num_k == part.k_end;
+                at.ask_ahead(j, num_together);
+                take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), at);
             }
             for (int64_t i = part.begin; i < part.end; ++i) {
                 for (int64_t j = 0; j < num_together; ++j) run(together[j], t + j, i);
@@ -326,7 +332,7 @@ struct Chunks {
     static int64_t parts_of_stream(int64_t stream_length, int64_t num_rows, int64_t num_row_parts) {
         const int64_t num_threads = fastgen_num_threads(), of_a_thread = divide_up(stream_length * num_row_parts, num_threads);
         const int64_t least = num_rows <= MAX_R ? LEAST_PANELS / panels_of(int(num_rows)) : LEAST_PANELS;
-        const int64_t most = smaller(larger(of_a_thread / 8, least), num_rows <= MAX_R ? FEW_ROWS_PANELS : MAX_PANELS);
+        const int64_t most = smaller(larger(of_a_thread / 8, least), MAX_PANELS);
         return smaller(stream_length, divide_up(divide_up(of_a_thread, most) * num_threads, num_row_parts));
     }
 
@@ -409,8 +415,8 @@ static void tile(const Call& call, const Tile& at) {
     const int64_t num_steps = at.num_k / K_STEP;
     for (int64_t begin = 0; begin < num_steps; begin += BLOCK_K / K_STEP) {
         const int64_t end = smaller(begin + BLOCK_K / K_STEP, num_steps);
-        const float* x = reinterpret_cast<const float*>(at.block_of_x(begin * K_STEP));
-        for (int64_t i = begin; i < end; ++i, ++x) {
+        RowsOfX<R> x(at.block_of_x(begin * K_STEP), at.x_stride);
+        for (int64_t i = begin; i < end; ++i, x.step()) {
             #pragma GCC unroll 16
             for (int p = 0; p < P; ++p) {
                 const uint8_t* ahead = ahead_of(at, at.panels[p], i, num_steps);
@@ -420,7 +426,7 @@ static void tile(const Call& call, const Tile& at) {
                 widen(at.panels[p].weights + i * PANEL_BYTES_PER_STEP, w);
                 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
-                    const f32v x_all = all_lanes(x[r * (X_STRIDE / 4)]);
+                    const f32v x_all = all_lanes(load<float>(x[r]));
                     #pragma GCC unroll 16
                     for (int v = 0; v < VECTORS; ++v) sum[p][r][v] = dot2(x_all, w[v], sum[p][r][v]);
                 }
