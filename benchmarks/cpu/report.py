@@ -87,6 +87,9 @@ def _targets(data: Data, model: str) -> list[str]:
                     (name for name, bound in (("goal", goal), ("floor", floor)) if target.reached(value, bound)),
                     "missed",
                 )
+                most = target.most and target.most(data, model, weight_format)
+                if most and not target.reached(most, floor):
+                    verdict += f"; {most:.2f} at the memory's full speed"
             lines.append(f"| {target.what} | {weight_format} | {shown} | {floor:g} | {goal:g} | {verdict} |")
     return lines
 

@@ -16,13 +16,15 @@ Data = dict[str, Any]
 
 @dataclass(frozen=True)
 class Target:
-    """``floors`` and ``goals`` by weight format; ``figure`` gives what was measured, ``None`` where nothing was."""
+    """``floors`` and ``goals`` by weight format; ``figure`` gives what was measured, ``None`` where nothing was, and
+    ``most`` what it would be at the limit of the machine's memory, where that is known."""
 
     what: str
     figure: Callable[[Data, str, str], float | None]
     floors: dict[str, float]
     goals: dict[str, float]
     less_is_better: bool = False
+    most: Callable[[Data, str, str], float | None] | None = None
 
     def reached(self, value: float, bound: float) -> bool:
         return value <= bound if self.less_is_better else value >= bound
@@ -231,6 +233,12 @@ def over_own_fp32(data: Data, model: str, weight_format: str) -> float | None:
     return None if ours is None or fp32 is None else ours / fp32
 
 
+def _stream_at_full_bandwidth(data: Data, model: str, weight_format: str) -> float | None:
+    """One stream over the best engine's, if its steps read at the memory's speed."""
+    ratio, share = _against_best("W1")(data, model, weight_format), share_of_read(data, model, weight_format)
+    return None if ratio is None or share is None else ratio / min(1.0, share)
+
+
 def _by_format(*values: float) -> dict[str, float]:
     return dict(zip(("fp32", "bf16", "int8", "int4"), values, strict=False))
 
@@ -247,6 +255,7 @@ TARGETS = (
         _against_best("W1"),
         _by_format(1.0, 1.3, 1.6, 1.6),
         _by_format(1.1, 1.5, 2.0, 2.2),
+        most=_stream_at_full_bandwidth,
     ),
     Target(
         "decode, 8 requests: tokens a second over one request's",

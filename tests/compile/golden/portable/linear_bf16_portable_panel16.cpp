@@ -180,9 +180,9 @@ struct RowsOfX {
     const uint8_t* thirds[(R + 2) / 3];
     int64_t stride;
 
-    RowsOfX(const uint8_t* first, int64_t stride) : stride(stride) {
+    RowsOfX(const uint8_t* first, int64_t apart) : stride(apart) {
         #pragma GCC unroll 16
-        for (int r = 0; r < R; r += 3) thirds[r / 3] = first + r * stride;
+        for (int r = 0; r < R; r += 3) thirds[r / 3] = first + r * apart;
     }
     const uint8_t* operator[](int r) const { return thirds[r / 3] + r % 3 * stride; }
     void step() {
