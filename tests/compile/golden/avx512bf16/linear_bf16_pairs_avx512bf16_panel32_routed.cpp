@@ -115,7 +115,7 @@ constexpr int LEAST_PANELS = MAX_P;  // of a chunk, where every thread gets so m
 constexpr int X_BYTES = BLOCK_K / K_STEP * X_BYTES_PER_STEP;  // of a row's block
 constexpr int MAX_BLOCKS = 4;              // that are copied, of a tile with few rows, or of as many tiles together
 constexpr int COPY_STRIDE = X_BYTES + 64;  // no multiple of 4096, so that rows share no cache sets
-constexpr int AHEAD = 6144 / PANEL_BYTES_PER_STEP;      // steps from a weight to the one that is prefetched beside it
+constexpr int AHEAD = 6144 / PANEL_BYTES_PER_STEP;  // steps from a weight to the one that is prefetched beside it
 
 struct Call {
     int64_t num_groups, K, N, num_panels;

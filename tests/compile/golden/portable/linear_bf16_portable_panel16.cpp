@@ -104,7 +104,7 @@ constexpr int MAX_PANELS = 16;  // of a chunk: the second cache holds a block of
 constexpr int BLOCK_ROWS = 4 * MAX_R;
 constexpr int LEAST_PANELS = MAX_P;  // of a chunk, where every thread gets so many
 constexpr int X_BYTES = BLOCK_K / K_STEP * X_BYTES_PER_STEP;  // of a row's block
-constexpr int AHEAD = 6144 / PANEL_BYTES_PER_STEP;      // steps from a weight to the one that is prefetched beside it
+constexpr int AHEAD = 6144 / PANEL_BYTES_PER_STEP;  // steps from a weight to the one that is prefetched beside it
 
 struct Call {
     int64_t num_groups, K, N, num_panels;
