@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import Request
+from fastgen.runtime.requests.request import Request
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.scheduler import Scheduler
 

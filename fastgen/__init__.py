@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fastgen import errors
     from fastgen.runtime.llm import LLM
     from fastgen.runtime.loading import load
-    from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
+    from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
     from fastgen.runtime.sampling.sampling_params import SamplingParams
     from fastgen.serving.clients.client import async_client, client
     from fastgen.serving.clients.detached import serve
@@ -35,8 +35,8 @@ __all__ = [
 _HOMES = {
     "LLM": "fastgen.runtime.llm",
     "load": "fastgen.runtime.loading",
-    "GenerationChunk": "fastgen.runtime.outputs",
-    "GenerationOutput": "fastgen.runtime.outputs",
+    "GenerationChunk": "fastgen.runtime.requests.outputs",
+    "GenerationOutput": "fastgen.runtime.requests.outputs",
     "SamplingParams": "fastgen.runtime.sampling.sampling_params",
     "client": "fastgen.serving.clients.client",
     "async_client": "fastgen.serving.clients.client",

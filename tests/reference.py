@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import fastgen
-from fastgen.runtime.outputs import GenerationOutput
+from fastgen.runtime.requests.outputs import GenerationOutput
 
 NUM_STEPS = 24
 TOLERANCE = 1e-4

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import transformers
 
-from fastgen.models import registry
+from fastgen.models.registry import registry
 from fastgen.models.spec import ModelSpec
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"

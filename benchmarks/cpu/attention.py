@@ -29,13 +29,13 @@ from typing import Any
 import torch
 
 from benchmarks.cpu.machine_limits import Limits, Machine, is_steady
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CppBuilder, CppKernel, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.attention_cpp import CppAttention, cpp_attention_spec, empty_cpp_cache
-from fastgen.compile.ops.attention_specs import AttentionShape
+from fastgen.compile.build.cpp import CppBuilder, CppKernel, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.attention.cpp import CppAttention, cpp_attention_spec, empty_cpp_cache
+from fastgen.compile.ops.attention.specs import AttentionShape
 from fastgen.compile.spec import torch_dtype
-from fastgen.compile.thread_pool import load_thread_pool
 
 _CACHE_BYTES = 128 << 20  # of keys, and as much of values
 _BLOCK_SIZE = 16

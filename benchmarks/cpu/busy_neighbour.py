@@ -22,7 +22,7 @@ from typing import Any
 import fastgen
 from benchmarks.cpu.engines.fastgen_llm import OPTIONS
 from benchmarks.cpu.neighbour import Neighbour, neighbour_on
-from fastgen.compile import device
+from fastgen.compile.host import device
 from fastgen.runtime.engine import Engine
 
 _NUM_PROMPT_TOKENS = 128

@@ -8,10 +8,10 @@ import time
 import torch
 
 from benchmarks.cpu.machine_limits import Machine
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CppBuilder, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.build.cpp import CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool
 
 _NUM_SAMPLES = 20
 _ROWS, _SIZE, _NUM_PRODUCTS = 512, 2048, 3

@@ -22,9 +22,9 @@ import fastgen
 from benchmarks.cpu.engines.fastgen_llm import OPTIONS
 from benchmarks.cpu.machine_limits import Machine
 from benchmarks.cpu.memory import MemoryWatch
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CppBuilder, CppKernel, cpp_arch
-from fastgen.compile.thread_pool import ThreadPool
+from fastgen.compile.build.cpp import CppBuilder, CppKernel, cpp_arch
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import ThreadPool
 from fastgen.runtime.engine import Engine
 
 CASES = ((1, 16), (8, 16), (16, 16), (1, 4000))

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastgen.compile.ops.linear import LinearKernel
-from fastgen.compile.ops.linear_triton import TritonLinear
-from fastgen.compile.ops.packed_weight import PackedWeight
-from fastgen.compile.ops.quantized_weight import QuantizedWeight
+from fastgen.compile.ops.linear.reference import LinearKernel
+from fastgen.compile.ops.linear.triton import TritonLinear
+from fastgen.compile.weights.packed import PackedWeight
+from fastgen.compile.weights.quantized import QuantizedWeight
 from fastgen.layers.embedding import EmbeddingTable
 from fastgen.layers.latent_attention import HeadLinear
 from fastgen.layers.linear import Linear

@@ -29,12 +29,12 @@ import torch
 
 from benchmarks.cpu.machine_limits import Limits, Machine, is_steady
 from benchmarks.cpu.neighbour import neighbour_on
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CppBuilder, CppKernel, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.linear import LinearKernel, linear_spec
-from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat, formats_of
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.build.cpp import CppBuilder, CppKernel, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.linear.reference import LinearKernel, linear_spec
+from fastgen.compile.weights.packed import PackedWeight, WeightFormat, formats_of
 
 _FEW_ROWS = (1, 2, 4, 8, 16)
 _COPIES_BYTES = 128 << 20

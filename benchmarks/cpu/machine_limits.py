@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fastgen.compile.build_cpp import CppBuilder
-from fastgen.compile.huge_pages import in_huge_pages
+from fastgen.compile.build.cpp import CppBuilder
+from fastgen.compile.host.huge_pages import in_huge_pages
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _BUFFER_BYTES = 256 << 20  # beyond any cache

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.engines.protocol import versions
-from fastgen.compile import device
+from fastgen.compile.host import device
 
 
 def now() -> str:

@@ -36,7 +36,7 @@ from benchmarks.cpu.gate import Gate, GateError
 from benchmarks.cpu.models import SHAPES
 from benchmarks.cpu.results import Results
 from benchmarks.cpu.targets import outside_kernels
-from fastgen.compile import device
+from fastgen.compile.host import device
 
 STEPS = "steps"
 """Named like a workload: decode steps of fastgen alone, :mod:`benchmarks.cpu.decode_steps`."""

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
-from fastgen.compile.ops.attention import AttentionPlan, PagedAttention, paged_attention
-from fastgen.compile.ops.attention_specs import AttentionShape, attention_specs
+from fastgen.compile.ops.attention.reference import AttentionPlan, PagedAttention, paged_attention
+from fastgen.compile.ops.attention.specs import AttentionShape, attention_specs
 from fastgen.compile.spec import torch_dtype
 
 GATE_TOLERANCE = 2e-2  # of bf16 answers of size 1

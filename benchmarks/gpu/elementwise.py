@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
-from fastgen.compile.ops.activation import activate_and_multiply
-from fastgen.compile.ops.activation_triton import TritonActivation, triton_activation_spec
-from fastgen.compile.ops.embedding import (
+from fastgen.compile.ops.activation.reference import activate_and_multiply
+from fastgen.compile.ops.activation.triton import TritonActivation, triton_activation_spec
+from fastgen.compile.ops.embedding.reference import (
     EmbeddingKernel,
     RowGatherKernel,
     embed,
@@ -25,11 +25,11 @@ from fastgen.compile.ops.embedding import (
     resolve_token_ids,
     row_gather_spec,
 )
-from fastgen.compile.ops.kv_write import write, write_kv
-from fastgen.compile.ops.norm import NormKernel, norm_spec, rms_norm
-from fastgen.compile.ops.qkv import HeadNorm
-from fastgen.compile.ops.qkv_triton import LatentKv, TritonQkv, latent_kv_spec, triton_qkv_spec
-from fastgen.compile.ops.rotary import apply_rotary
+from fastgen.compile.ops.kv_write.reference import write, write_kv
+from fastgen.compile.ops.norm.reference import NormKernel, norm_spec, rms_norm
+from fastgen.compile.ops.qkv.cpp import HeadNorm
+from fastgen.compile.ops.qkv.triton import LatentKv, TritonQkv, latent_kv_spec, triton_qkv_spec
+from fastgen.compile.ops.rotary.reference import apply_rotary
 from fastgen.compile.spec import torch_dtype
 
 GATE_TOLERANCE = 4e-2  # of bf16 answers of size 1, rounded up to three times

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
-from fastgen.compile.ops.few_row_linear import (
+from fastgen.compile.ops.linear.few_row import (
     FewRowFormat,
     FewRowLinear,
     FewRowShape,
@@ -27,10 +27,10 @@ from fastgen.compile.ops.few_row_linear import (
     candidate_splits,
     few_row_specs,
 )
-from fastgen.compile.ops.linear import logits
-from fastgen.compile.ops.quantization import WeightOnlyFormat
-from fastgen.compile.ops.quantized_weight import QuantizedWeight, quantized
+from fastgen.compile.ops.linear.reference import logits
 from fastgen.compile.spec import torch_dtype
+from fastgen.compile.weights.formats import WeightOnlyFormat
+from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 
 GATE_TOLERANCE = 4e-2  # of bf16 answers of size 1 to 4
 FORMATS: tuple[FewRowFormat, ...] = ("plain", *get_args(WeightOnlyFormat))

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastgen.compile.device import Device
-from fastgen.models.checkpoint import Checkpoint
+from fastgen.compile.host.device import Device
+from fastgen.models.checkpoint.checkpoint import Checkpoint
+from fastgen.models.checkpoint.tensor_files import TensorHeader
 from fastgen.models.spec import (
     AttentionSpec,
     BranchSpec,
@@ -31,13 +32,12 @@ from fastgen.models.spec import (
     RotarySpec,
     TensorSpec,
 )
-from fastgen.models.tensor_files import TensorHeader
 from fastgen.models.weight_sizes import ModelBuild
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.generation import Generation
-from fastgen.runtime.ledger import MemoryModel
+from fastgen.runtime.memory.ledger import MemoryModel
+from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S

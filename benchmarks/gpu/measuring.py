@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import triton
 
-from fastgen.compile import device as devices
-from fastgen.compile.build_triton import TritonBuilder, triton_arch
-from fastgen.compile.loader import KernelLoader
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder, triton_arch
+from fastgen.compile.host import device as devices
 from fastgen.version import __version__
 
 Row = dict[str, Any]

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.measuring import Bench, GateError, Limits, Row, Rows
-from fastgen.compile.ops.activation import activate_and_multiply
-from fastgen.compile.ops.activation_triton import TritonActivation, triton_activation_spec
-from fastgen.compile.ops.linear import grouped_linear
-from fastgen.compile.ops.moe import combine, route, sort_by_expert
-from fastgen.compile.ops.moe_triton import (
+from fastgen.compile.ops.activation.reference import activate_and_multiply
+from fastgen.compile.ops.activation.triton import TritonActivation, triton_activation_spec
+from fastgen.compile.ops.experts.reference import combine, route, sort_by_expert
+from fastgen.compile.ops.experts.triton import (
     Combine,
     ExpertTiles,
     Route,
@@ -31,6 +30,7 @@ from fastgen.compile.ops.moe_triton import (
     route_spec,
     sort_spec,
 )
+from fastgen.compile.ops.linear.reference import grouped_linear
 from fastgen.compile.spec import torch_dtype
 
 GATE_TOLERANCE = 2e-2  # of bf16 answers below 1

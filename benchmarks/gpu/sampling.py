@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
-from fastgen.compile.ops.sampling import Draws, gumbel_noise, log_weights
-from fastgen.compile.ops.sampling_triton import SamplingKernels, SeatSampling, sampling_specs
+from fastgen.compile.ops.sampling.reference import Draws, gumbel_noise, log_weights
+from fastgen.compile.ops.sampling.triton import SamplingKernels, SeatSampling, sampling_specs
 
 ROWS, VOCABULARIES = (1, 32, 256), (32000, 128256)
 MARGIN = 1e-3  # of a perturbed logit, from which on tokens must be equal

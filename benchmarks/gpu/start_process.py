@@ -9,8 +9,8 @@ import sys  # noqa: E402
 
 from benchmarks.gpu.llama import LLAMA_2_7B, TOY, llama_engine, submit  # noqa: E402
 from benchmarks.gpu.measuring import clocked  # noqa: E402
-from fastgen.compile import device as devices  # noqa: E402
-from fastgen.compile.target import Target  # noqa: E402
+from fastgen.compile.backends.target import Target  # noqa: E402
+from fastgen.compile.host import device as devices  # noqa: E402
 from fastgen.runtime import assembly  # noqa: E402
 from fastgen.runtime.step.forward import CapturedForward  # noqa: E402
 

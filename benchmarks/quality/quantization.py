@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import fastgen
-from fastgen.compile import device
+from fastgen.compile.host import device
 from training.data import IGNORED, training_row
 
 FORMATS = {

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from fastgen.models.spec import ModelSpec
-    from fastgen.runtime.ledger import Ledger
+    from fastgen.runtime.memory.ledger import Ledger
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 _PACKAGES = ("torch", "transformers", "triton")
@@ -79,7 +79,7 @@ def _installed(package: str) -> str | None:
 
 
 def _device_facts(name: str) -> dict[str, Any]:
-    from fastgen.compile.device import current
+    from fastgen.compile.host.device import current
 
     device = current(name)
     facts = {"device": str(device), "name": device.name, "memory_bytes": device.memory_bytes}
@@ -92,9 +92,10 @@ def _device_facts(name: str) -> dict[str, Any]:
 def _model_facts(
     model: str, recipe: str | None, dtype: str, revision: str | None, allow_config_keys: list[str]
 ) -> tuple[ModelSpec, dict[str, Any], torch.dtype]:
-    from fastgen.models import hub, registry
-    from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
-    from fastgen.models.resolve import resolve
+    from fastgen.models.checkpoint import hub
+    from fastgen.models.checkpoint.checkpoint import Checkpoint, checkpoint_dtype
+    from fastgen.models.registry import registry
+    from fastgen.models.resolve.resolve import resolve
     from fastgen.runtime.config import parse_dtype
 
     directory = hub.locate(model, revision=revision)
@@ -132,10 +133,10 @@ def _ledger(
     sizes: dict[str, Any],
 ) -> Ledger:
     """Of an engine that ``fastgen.load`` would make with these arguments."""
-    from fastgen.compile.device import current
+    from fastgen.compile.host.device import current
     from fastgen.models.weight_sizes import ModelBuild
     from fastgen.runtime.config import resolve_engine_config
-    from fastgen.runtime.ledger import MemoryModel
+    from fastgen.runtime.memory.ledger import MemoryModel
     from fastgen.runtime.targets import parse_quantize, target_facts
 
     device = current(device_name)

@@ -14,8 +14,8 @@ from fastgen.cli import options
 from fastgen.cli.options import usage_error
 
 if TYPE_CHECKING:
-    from fastgen.compile.cache import Entry
-    from fastgen.compile.loader import KernelLoader
+    from fastgen.compile.build.cache import Entry
+    from fastgen.compile.build.loader import KernelLoader
     from fastgen.compile.spec import KernelSpec
 
 app = typer.Typer(
@@ -48,7 +48,7 @@ def list_command(
     as_json: AsJson = False,
 ) -> None:
     """List the kernels that are built; of MODEL those it needs, and whether they are."""
-    from fastgen.compile.cache import KernelCache
+    from fastgen.compile.build.cache import KernelCache
 
     if model is None:
         rows = [_entry_facts(entry) for entry in KernelCache().entries()]
@@ -104,7 +104,7 @@ def build_command(
     as_json: AsJson = False,
 ) -> None:
     """Build all kernels of MODEL into the cache. For a GPU none needs to be there."""
-    from fastgen.compile.bundle import write_bundle
+    from fastgen.compile.build.bundle import write_bundle
     from fastgen.runtime.progress import progress_bar
 
     loader, specs, about = _needed(
@@ -156,7 +156,7 @@ def report_command(
 @app.command("clean")
 def clean_command(as_json: AsJson = False) -> None:
     """Remove every built kernel. They are built again when they are needed."""
-    from fastgen.compile.cache import KernelCache
+    from fastgen.compile.build.cache import KernelCache
 
     cache = KernelCache()
     num_kernels, size_bytes = cache.clean()
@@ -182,12 +182,13 @@ def _needed(
     max_num_seqs: int | None = None,
 ) -> tuple[KernelLoader, list[KernelSpec], dict[str, str]]:
     """A loader for ``target``, the kernels that ``model`` needs there, and what a bundle of them is about."""
-    from fastgen.compile.device import current
-    from fastgen.compile.loader import KernelLoader, make_builder, target_of
-    from fastgen.models import hub, registry
-    from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
+    from fastgen.compile.build.loader import KernelLoader, make_builder, target_of
+    from fastgen.compile.host.device import current
+    from fastgen.models.checkpoint import hub
+    from fastgen.models.checkpoint.checkpoint import Checkpoint, checkpoint_dtype
     from fastgen.models.kernels import kernel_specs
-    from fastgen.models.resolve import resolve
+    from fastgen.models.registry import registry
+    from fastgen.models.resolve.resolve import resolve
     from fastgen.runtime.config import DEFAULT_BLOCK_SIZE, check_sizes, parse_dtype
     from fastgen.runtime.targets import bundle_flags, parse_quantize
 

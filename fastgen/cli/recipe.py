@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fastgen.models.checkpoint_files import read_json_object
-from fastgen.models.recipe_schema import json_schema
-from fastgen.models.registry import list_recipes, named_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.checkpoint.files import read_json_object
+from fastgen.models.recipe.schema import json_schema
+from fastgen.models.registry.registry import list_recipes, named_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import (
     AttentionSpec,
     BranchSpec,

@@ -16,8 +16,8 @@ from rich.console import Console
 from fastgen.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from fastgen.authoring.propose import Proposal
-    from fastgen.authoring.remote import Headers
+    from fastgen.recipe_tools.propose.propose import Proposal
+    from fastgen.recipe_tools.propose.remote import Headers
 
 _LISTED = 24  # modules of each side that the terminal shows
 
@@ -33,8 +33,8 @@ def new(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Propose a recipe for a checkpoint. Reads its config.json and the headers of its tensors, and never a weight."""
-    from fastgen.authoring.propose import propose
-    from fastgen.models.registry import list_recipes
+    from fastgen.models.registry.registry import list_recipes
+    from fastgen.recipe_tools.propose.propose import propose
 
     if output is not None:
         _may_write(output, force)
@@ -55,10 +55,10 @@ def new(
 
 def _headers(checkpoint: str) -> tuple[Headers, str]:
     """What the headers of a directory, a built-in or a hub id say, and how to name its directory in a command."""
-    from fastgen.authoring.remote import read_remote
-    from fastgen.models.builtins import BUILTINS
-    from fastgen.models.checkpoint import Checkpoint
-    from fastgen.models.hub import locate
+    from fastgen.models.checkpoint.builtins import BUILTINS
+    from fastgen.models.checkpoint.checkpoint import Checkpoint
+    from fastgen.models.checkpoint.hub import locate
+    from fastgen.recipe_tools.propose.remote import read_remote
 
     if not os.path.isdir(os.path.expanduser(checkpoint)) and checkpoint not in BUILTINS:
         return read_remote(checkpoint), checkpoint
@@ -147,7 +147,7 @@ def _word(path: Path | str) -> str:
 
 def _grouped(names: Sequence[str]) -> dict[str, list[str]]:
     """The last parts of tensors' names by their module, layers and experts folded."""
-    from fastgen.models.nearest import fold
+    from fastgen.models.registry.nearest import fold
 
     groups: dict[str, list[str]] = defaultdict(list)
     for name in sorted({fold(name) for name in names}):

@@ -15,20 +15,20 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fastgen.authoring.diff import Difference, recipe_differences
-from fastgen.authoring.diff_lines import Line, lines_of
-from fastgen.authoring.diff_specs import SpecDifference, spec_differences
-from fastgen.authoring.drawing import DEFAULT_WIDTH, MAX_WIDTH, Scene, draw
-from fastgen.authoring.drawing_svg import as_svg
-from fastgen.authoring.drawing_text import cells
-from fastgen.authoring.drawing_wrap import wrapped
-from fastgen.authoring.explain import explain as explanation_of
-from fastgen.authoring.plain_text import from_here
 from fastgen.cli.options import AllowConfigKeys
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.models.checkpoint_files import read_json_object
-from fastgen.models.recipe import Recipe
-from fastgen.models.registry import named_recipe
+from fastgen.models.checkpoint.files import read_json_object
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.registry.registry import named_recipe
+from fastgen.recipe_tools.diff.diff import Difference, recipe_differences
+from fastgen.recipe_tools.diff.lines import Line, lines_of
+from fastgen.recipe_tools.diff.specs import SpecDifference, spec_differences
+from fastgen.recipe_tools.explain.drawing import DEFAULT_WIDTH, MAX_WIDTH, Scene, draw
+from fastgen.recipe_tools.explain.explain import explain as explanation_of
+from fastgen.recipe_tools.explain.plain_text import from_here
+from fastgen.recipe_tools.explain.svg import as_svg
+from fastgen.recipe_tools.explain.text import cells
+from fastgen.recipe_tools.explain.wrap import wrapped
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Config = Annotated[

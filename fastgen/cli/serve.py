@@ -138,7 +138,7 @@ def _serve(ctx: typer.Context) -> None:
 
 def _translated(file: Path) -> dict[str, Any]:
     """What ``file`` and the environment ask for; what became of each key is told."""
-    from fastgen.serving.lmi.translate import translate
+    from fastgen.serving.compat.lmi.translate import translate
 
     translation = translate(file, os.environ)
     for note in translation.notes:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fastgen.cli.options import Recipe
 from fastgen.errors import InvalidArgumentError
-from fastgen.models.spelling import quoted
+from fastgen.models.recipe.spelling import quoted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,7 +88,7 @@ def _made_by(file: Path, function: str, target: str) -> nn.Module:
     """What ``function`` of the Python ``file`` makes of the directory of the model ``target``. Runs the file."""
     from torch import nn
 
-    from fastgen.models.hub import locate
+    from fastgen.models.checkpoint.hub import locate
 
     def error(problem: str) -> InvalidArgumentError:
         return InvalidArgumentError(f"--reference {file}:{function}: {problem}")

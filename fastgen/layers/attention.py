@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from fastgen.compile.ops.alibi import Alibi
-from fastgen.compile.ops.attention import paged_attention
-from fastgen.compile.ops.kv_write import write_kv
+from fastgen.compile.ops.attention.alibi import Alibi
+from fastgen.compile.ops.attention.reference import paged_attention
+from fastgen.compile.ops.kv_write.reference import write_kv
 from fastgen.layers.kv_cache import LayerKVCache, PagedKVCache
 from fastgen.layers.linear import Linear
 from fastgen.layers.norm import QkNorm
@@ -16,8 +16,8 @@ from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.layers.rotary import Rotary
 
 Prepare = Callable[..., None]
-"""Norms, rotates and writes to the cache: see :class:`fastgen.compile.ops.qkv.QkvKernel`, and for latent attention
-:class:`fastgen.compile.ops.latent_cpp.LatentKernel`."""
+"""Norms, rotates and writes to the cache: see :class:`fastgen.compile.ops.qkv.cpp.QkvKernel`, and for latent attention
+:class:`fastgen.compile.ops.latent.cpp.LatentKernel`."""
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """Attends, given ``q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, out``."""
 

@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.embedding import embed, resolve_token_ids
-from fastgen.compile.ops.linear import LinearKernel
-from fastgen.compile.ops.packed_weight import PackedWeight
-from fastgen.compile.ops.quantization import WeightOnlyFormat
-from fastgen.compile.ops.quantized_weight import QuantizedWeight
+from fastgen.compile.ops.embedding.reference import embed, resolve_token_ids
+from fastgen.compile.ops.linear.reference import LinearKernel
+from fastgen.compile.weights.formats import WeightOnlyFormat
+from fastgen.compile.weights.packed import PackedWeight
+from fastgen.compile.weights.quantized import QuantizedWeight
 from fastgen.layers.linear import Linear, PackedRows, Rows, stored_weight, weight_rows
 from fastgen.layers.norm import Norm
 from fastgen.layers.ragged_batch import RaggedBatch

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.linear import logits
-from fastgen.compile.ops.softcap import soft_cap
-from fastgen.compile.recording import library_call
+from fastgen.compile.capture.recording import library_call
+from fastgen.compile.ops.linear.reference import logits
+from fastgen.compile.ops.softcap.reference import soft_cap
 from fastgen.layers.embedding import EmbeddingTable
 from fastgen.layers.linear import Linear, PlainLinear
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgen.compile.device import to_device
-from fastgen.compile.ops.attention_cpp import empty_cpp_cache
+from fastgen.compile.host.device import to_device
+from fastgen.compile.ops.attention.cpp import empty_cpp_cache
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.attention import paged_attention
-from fastgen.compile.ops.kv_write import write
-from fastgen.compile.ops.linear import LinearKernel, per_head_linear
-from fastgen.compile.recording import library_call
+from fastgen.compile.capture.recording import library_call
+from fastgen.compile.ops.attention.reference import paged_attention
+from fastgen.compile.ops.kv_write.reference import write
+from fastgen.compile.ops.linear.reference import LinearKernel, per_head_linear
 from fastgen.layers.attention import Attend, Prepare
 from fastgen.layers.kv_cache import LayerKVCache, PagedKVCache
 from fastgen.layers.linear import Linear, PackedHeads

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.linear import LinearKernel, linear, logits
-from fastgen.compile.ops.packed_weight import PackedWeight
-from fastgen.compile.ops.quantization import WeightOnlyFormat
-from fastgen.compile.ops.quantized_weight import QuantizedWeight, quantized
+from fastgen.compile.ops.linear.reference import LinearKernel, linear, logits
+from fastgen.compile.weights.formats import WeightOnlyFormat
+from fastgen.compile.weights.packed import PackedWeight
+from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 
 PlainLinear = Callable[[Tensor, Tensor | QuantizedWeight, Tensor | None, Tensor], None]
 """Computes ``out = x Wᵀ + b``, given ``x, weight, bias, out``."""

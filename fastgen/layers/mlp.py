@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from fastgen.compile.ops.activation import activate, activate_and_multiply
+from fastgen.compile.ops.activation.reference import activate, activate_and_multiply
 from fastgen.layers.linear import Linear
 
 Activate = Callable[[Tensor], Tensor]
@@ -14,7 +14,7 @@ Activate = Callable[[Tensor], Tensor]
 
 class Activation(nn.Module):
     """``act(x)``, or where it is ``gated`` ``act(gate) * up`` of ``x [T, 2F]``; a ``kernel`` computes it, where there
-    is one. ``kind`` is a key of :data:`fastgen.compile.ops.activation.ACTIVATIONS`.
+    is one. ``kind`` is a key of :data:`fastgen.compile.ops.activation.reference.ACTIVATIONS`.
     """
 
     def __init__(self, kind: str, *, gated: bool, kernel: Activate | None = None):

@@ -8,18 +8,20 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.linear import grouped_linear
-from fastgen.compile.ops.moe import Scoring, combine, route, sort_by_expert
-from fastgen.compile.ops.moe_cpp import RoutedLinearKernel
+from fastgen.compile.ops.experts.cpp import RoutedLinearKernel
+from fastgen.compile.ops.experts.reference import Scoring, combine, route, sort_by_expert
+from fastgen.compile.ops.linear.reference import grouped_linear
 from fastgen.layers.linear import Linear, PackedRows
 from fastgen.layers.mlp import Activation, GatedMlp, Mlp
 
 Choose = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""Chooses experts, given the router's logits and what corrects them: see :func:`fastgen.compile.ops.moe.route`."""
+"""Chooses experts, given the router's logits and what corrects them: see
+:func:`fastgen.compile.ops.experts.reference.route`."""
 
 
 class Router(nn.Module):
-    """``x [T, H]`` to expert ids and weights ``[T, k]``, in fp32; see :func:`fastgen.compile.ops.moe.route`.
+    """``x [T, H]`` to expert ids and weights ``[T, k]``, in fp32; see
+    :func:`fastgen.compile.ops.experts.reference.route`.
 
     A ``kernel`` computes it, where there is one.
     """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.norm import NormKernel, layer_norm, rms_norm
+from fastgen.compile.ops.norm.reference import NormKernel, layer_norm, rms_norm
 from fastgen.layers.residual import Residual, Stream, settled
 
 
@@ -60,14 +60,14 @@ class _Norm(nn.Module):
 
 
 class RMSNorm(_Norm):
-    """``x [T, …, H]`` to the same shape; see :func:`fastgen.compile.ops.norm.rms_norm`."""
+    """``x [T, …, H]`` to the same shape; see :func:`fastgen.compile.ops.norm.reference.rms_norm`."""
 
     def reference(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, self.offset)
 
 
 class LayerNorm(_Norm):
-    """``x [T, …, H]`` to the same shape; see :func:`fastgen.compile.ops.norm.layer_norm`."""
+    """``x [T, …, H]`` to the same shape; see :func:`fastgen.compile.ops.norm.reference.layer_norm`."""
 
     def reference(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps, self.offset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.rotary import apply_rotary
+from fastgen.compile.ops.rotary.reference import apply_rotary
 
 
 class Rotary(nn.Module):

@@ -10,15 +10,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fastgen.compile.ops.activation import ACTIVATIONS
-from fastgen.compile.ops.add import scaled_add
-from fastgen.compile.ops.alibi import Alibi
-from fastgen.compile.ops.linear import LinearKernel, linear_spec
-from fastgen.compile.ops.moe_cpp import RoutedLinearKernel
-from fastgen.compile.ops.packed_weight import WeightFormat, matrix_format
-from fastgen.compile.ops.quantization import QuantizedFormat, WeightOnlyFormat
+from fastgen.compile.backends.target import TORCH, Target
+from fastgen.compile.ops.activation.reference import ACTIVATIONS
+from fastgen.compile.ops.add.reference import scaled_add
+from fastgen.compile.ops.attention.alibi import Alibi
+from fastgen.compile.ops.experts.cpp import RoutedLinearKernel
+from fastgen.compile.ops.linear.reference import LinearKernel, linear_spec
 from fastgen.compile.spec import dtype_name
-from fastgen.compile.target import TORCH, Target
+from fastgen.compile.weights.formats import QuantizedFormat, WeightOnlyFormat
+from fastgen.compile.weights.packed import WeightFormat, matrix_format
 from fastgen.errors import RecipeError
 from fastgen.layers.attention import Attention
 from fastgen.layers.embedding import Embedding, EmbeddingTable
@@ -32,7 +32,7 @@ from fastgen.layers.norm import LayerNorm, Norm, QkNorm, RMSNorm
 from fastgen.layers.residual import DeferredAdd, Stream
 from fastgen.layers.rotary import Rotary
 from fastgen.models.causal_lm import Branch, CausalLM, Layer, Module, Part
-from fastgen.models.checkpoint import WeightSlot
+from fastgen.models.checkpoint.checkpoint import WeightSlot
 from fastgen.models.frequencies import inverse_frequencies
 from fastgen.models.layer_kernels import LayerKernels, unless_one
 from fastgen.models.layer_kernels_triton import TritonLayerKernels

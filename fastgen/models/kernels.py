@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.next_decodes import next_decodes_spec
-from fastgen.compile.ops.quantization import QuantizedFormat
-from fastgen.compile.ops.sampling_cpp import sampling_spec
-from fastgen.compile.ops.sampling_triton import SamplingSpecs, sampling_specs
+from fastgen.compile.backends.target import Target
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.capture.tape import tape_spec
+from fastgen.compile.host.thread_pool import thread_pool_spec
+from fastgen.compile.ops.next_decodes.cpp import next_decodes_spec
+from fastgen.compile.ops.sampling.cpp import sampling_spec
+from fastgen.compile.ops.sampling.triton import SamplingSpecs, sampling_specs
 from fastgen.compile.spec import KernelSpec
-from fastgen.compile.tape import tape_spec
-from fastgen.compile.target import Target
-from fastgen.compile.thread_pool import thread_pool_spec
+from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.models.builder import build
 from fastgen.models.spec import ModelSpec
 

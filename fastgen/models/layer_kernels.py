@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgen.compile.ops.activation import ActivationKernel, activation_spec
-from fastgen.compile.ops.add import AddKernel, add_spec
-from fastgen.compile.ops.alibi import Alibi
-from fastgen.compile.ops.attention_cpp import CppAttention, cpp_attention_spec
-from fastgen.compile.ops.attention_specs import AttentionShape
-from fastgen.compile.ops.embedding_cpp import TableKernel, table_spec
-from fastgen.compile.ops.latent_cpp import LatentKernel, latent_spec
-from fastgen.compile.ops.moe_cpp import (
+from fastgen.compile.backends.target import Target
+from fastgen.compile.ops.activation.reference import ActivationKernel, activation_spec
+from fastgen.compile.ops.add.reference import AddKernel, add_spec
+from fastgen.compile.ops.attention.alibi import Alibi
+from fastgen.compile.ops.attention.cpp import CppAttention, cpp_attention_spec
+from fastgen.compile.ops.attention.specs import AttentionShape
+from fastgen.compile.ops.embedding.cpp import TableKernel, table_spec
+from fastgen.compile.ops.experts.cpp import (
     CombineKernel,
     RouteKernel,
     SortedChoices,
@@ -23,13 +23,13 @@ from fastgen.compile.ops.moe_cpp import (
     route_spec,
     sort_spec,
 )
-from fastgen.compile.ops.norm import NormKernel, norm_spec
-from fastgen.compile.ops.packed_weight import PackedWeight
-from fastgen.compile.ops.qkv import HeadNorm, QkvKernel, qkv_spec
-from fastgen.compile.ops.quantized_weight import QuantizedWeight
-from fastgen.compile.ops.softcap import SoftcapKernel, softcap_spec
+from fastgen.compile.ops.latent.cpp import LatentKernel, latent_spec
+from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
+from fastgen.compile.ops.qkv.cpp import HeadNorm, QkvKernel, qkv_spec
+from fastgen.compile.ops.softcap.reference import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import DTYPES, dtype_name
-from fastgen.compile.target import Target
+from fastgen.compile.weights.packed import PackedWeight
+from fastgen.compile.weights.quantized import QuantizedWeight
 from fastgen.layers.embedding import EmbeddingTable, Stored
 from fastgen.layers.mlp import Activation
 from fastgen.layers.moe import GroupedLinear

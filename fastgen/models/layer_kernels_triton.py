@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.compile.ops.activation_triton import TritonActivation, triton_activation_spec
-from fastgen.compile.ops.alibi import Alibi
-from fastgen.compile.ops.attention import AttentionPlan, PagedAttention
-from fastgen.compile.ops.attention_specs import AttentionShape, Tiling, attention_specs
-from fastgen.compile.ops.attention_tuning import tuned_tilings
-from fastgen.compile.ops.embedding import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
-from fastgen.compile.ops.few_row_linear import FewRowShape, SplitK
-from fastgen.compile.ops.few_row_tuning import tuned_split
-from fastgen.compile.ops.linear_triton import TritonLinear
-from fastgen.compile.ops.moe_triton import (
+from fastgen.compile.backends.target import Target
+from fastgen.compile.capture.recording import library_call
+from fastgen.compile.ops.activation.triton import TritonActivation, triton_activation_spec
+from fastgen.compile.ops.attention.alibi import Alibi
+from fastgen.compile.ops.attention.reference import AttentionPlan, PagedAttention
+from fastgen.compile.ops.attention.specs import AttentionShape, Tiling, attention_specs
+from fastgen.compile.ops.attention.tuning import tuned_tilings
+from fastgen.compile.ops.embedding.reference import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
+from fastgen.compile.ops.experts.triton import (
     Combine,
     ExpertTiles,
     GroupedTiling,
@@ -30,13 +29,14 @@ from fastgen.compile.ops.moe_triton import (
     route_spec,
     sort_spec,
 )
-from fastgen.compile.ops.norm import NormKernel, norm_spec
-from fastgen.compile.ops.qkv_triton import LatentKv, TritonQkv, latent_kv_spec, triton_qkv_spec
-from fastgen.compile.ops.quantization import WeightOnlyFormat
-from fastgen.compile.ops.quantized_weight import QuantizedWeight
-from fastgen.compile.recording import library_call
+from fastgen.compile.ops.linear.few_row import FewRowShape, SplitK
+from fastgen.compile.ops.linear.triton import TritonLinear
+from fastgen.compile.ops.linear.tuning import tuned_split
+from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
+from fastgen.compile.ops.qkv.triton import LatentKv, TritonQkv, latent_kv_spec, triton_qkv_spec
 from fastgen.compile.spec import dtype_name
-from fastgen.compile.target import Target
+from fastgen.compile.weights.formats import WeightOnlyFormat
+from fastgen.compile.weights.quantized import QuantizedWeight
 from fastgen.layers.attention import Attend, Prepare
 from fastgen.layers.embedding import EmbeddingTable, Stored
 from fastgen.layers.head import Cap

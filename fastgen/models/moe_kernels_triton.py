@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgen.compile.ops.moe_triton import Combine, ExpertTiles, TritonGroupedLinear
-from fastgen.compile.recording import library_call
+from fastgen.compile.capture.recording import library_call
+from fastgen.compile.ops.experts.triton import Combine, ExpertTiles, TritonGroupedLinear
 from fastgen.layers.mlp import Activation
 from fastgen.layers.moe import GroupedLinear
 

@@ -10,12 +10,12 @@ from typing import cast
 
 import torch
 
-from fastgen.compile.huge_pages import HUGE_PAGE
-from fastgen.compile.ops.packed_weight import WeightFormat, matrix_format, packed_bytes
-from fastgen.compile.ops.quantization import QuantizedFormat, WeightOnlyFormat
-from fastgen.compile.ops.quantized_weight import quantized_bytes
+from fastgen.compile.backends.target import TargetFacts
+from fastgen.compile.host.huge_pages import HUGE_PAGE
 from fastgen.compile.spec import dtype_name
-from fastgen.compile.target import TargetFacts
+from fastgen.compile.weights.formats import QuantizedFormat, WeightOnlyFormat
+from fastgen.compile.weights.packed import WeightFormat, matrix_format, packed_bytes
+from fastgen.compile.weights.quantized import quantized_bytes
 from fastgen.models.spec import (
     AttentionSpec,
     BranchSpec,

@@ -9,15 +9,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fastgen.compile.ops.attention import AttentionPlan
-from fastgen.compile.ops.attention_cpp import scratch_bytes
-from fastgen.compile.ops.attention_specs import AttentionShape, attention_specs
-from fastgen.compile.ops.few_row_linear import FewRowFormat, FewRowShape, few_row_specs
-from fastgen.compile.ops.linear import linear_workspace_bytes
-from fastgen.compile.ops.linear_triton import row_tiles
-from fastgen.compile.ops.moe_triton import grouped_tilings
+from fastgen.compile.backends.target import Target
+from fastgen.compile.ops.attention.cpp import scratch_bytes
+from fastgen.compile.ops.attention.reference import AttentionPlan
+from fastgen.compile.ops.attention.specs import AttentionShape, attention_specs
+from fastgen.compile.ops.experts.triton import grouped_tilings
+from fastgen.compile.ops.linear.few_row import FewRowFormat, FewRowShape, few_row_specs
+from fastgen.compile.ops.linear.reference import linear_workspace_bytes
+from fastgen.compile.ops.linear.triton import row_tiles
 from fastgen.compile.spec import dtype_name
-from fastgen.compile.target import Target
 from fastgen.models.layer_kernels import attention_shape
 from fastgen.models.spec import MoeSpec
 from fastgen.models.weight_sizes import ModelBuild, stacked_linears, whole_numel

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from fastgen.compile.cuda_graph import GraphPool
-from fastgen.compile.ops.next_decodes import NextDecodesKernel, next_decodes_spec
-from fastgen.compile.ops.quantization import QuantizedFormat
-from fastgen.compile.target import Target
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.backends.target import Target
+from fastgen.compile.capture.cuda_graph import GraphPool
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel, next_decodes_spec
+from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import build, kv_groups, kv_shapes, kv_windows
 from fastgen.models.causal_lm import CausalLM
-from fastgen.models.checkpoint import Checkpoint, load_weights
+from fastgen.models.checkpoint.checkpoint import Checkpoint, load_weights
 from fastgen.models.spec import ModelSpec
 from fastgen.runtime.config import EngineConfig
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.ledger import Ledger
+from fastgen.runtime.memory.ledger import Ledger
 from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.sampling.sampler import Sampler, sampling_kernel
 from fastgen.runtime.sampling.seat_sampler import SeatSampler, seat_sampler

@@ -9,8 +9,8 @@ import torch
 
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
 from fastgen.models.spec import ModelSpec
-from fastgen.runtime.ledger import MemoryModel, in_gib
-from fastgen.runtime.memory_fit import blocks_of_sequence, default_num_blocks, nearest_that_fits
+from fastgen.runtime.memory.fit import blocks_of_sequence, default_num_blocks, nearest_that_fits
+from fastgen.runtime.memory.ledger import MemoryModel, in_gib
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DEFAULT_TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}

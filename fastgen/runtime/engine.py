@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 
-from fastgen.runtime.deadlines import Deadlines
 from fastgen.runtime.faults import cause_of
 from fastgen.runtime.flight.recorder import Recorder, StepRecord, engine_facts
-from fastgen.runtime.generation import Completion, Generation
 from fastgen.runtime.metrics import EngineMetrics
-from fastgen.runtime.outputs import FinishReason
-from fastgen.runtime.request import Request, Sequence, SequenceStatus
-from fastgen.runtime.request_checks import RequestChecks
+from fastgen.runtime.requests.checks import RequestChecks
+from fastgen.runtime.requests.deadlines import Deadlines
+from fastgen.runtime.requests.generation import Completion, Generation
+from fastgen.runtime.requests.outputs import FinishReason
+from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampling.beam_group import BeamGroup
 from fastgen.runtime.sampling.sampler import SampledToken
 from fastgen.runtime.sampling.sampling_params import SamplingParams, resolve_seed

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
-from fastgen.compile import device as devices
+from fastgen.compile.host import device as devices
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models.causal_lm import CausalLM
 from fastgen.models.spec import ModelSpec
@@ -21,12 +21,12 @@ from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.recording_file import write_recording
 from fastgen.runtime.flight.why import why
 from fastgen.runtime.flight.why_text import tell
-from fastgen.runtime.generation import Generation
 from fastgen.runtime.interrupts import interrupt_deferred
-from fastgen.runtime.ledger import Ledger
+from fastgen.runtime.memory.ledger import Ledger
 from fastgen.runtime.metrics import Metrics
-from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.progress import progress_bar
+from fastgen.runtime.requests.generation import Generation
+from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_conversations, as_prompts, encode_each, name_prompt

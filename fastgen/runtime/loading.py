@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastgen.compile import device as devices
+from fastgen.compile.host import device as devices
 from fastgen.errors import InvalidArgumentError, RecipeError
-from fastgen.models import hub, registry
-from fastgen.models.checkpoint import Checkpoint, checkpoint_dtype
-from fastgen.models.recipe import Recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.checkpoint import hub
+from fastgen.models.checkpoint.checkpoint import Checkpoint, checkpoint_dtype
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.registry import registry
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.weight_sizes import ModelBuild
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import parse_dtype, resolve_engine_config
-from fastgen.runtime.ledger import MemoryModel
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.memory.ledger import MemoryModel
 from fastgen.runtime.scheduling.policies import Policy, choose_policy
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S, check_aging_s
 from fastgen.runtime.targets import (

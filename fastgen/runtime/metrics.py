@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastgen.runtime.kv_cache.prefix_cache import PrefixCacheStatistics
-from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.requests.outputs import FinishReason
 
 if TYPE_CHECKING:
     from fastgen.runtime.scheduling.schedule import Schedule

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.generation import Generation
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.generation import Generation
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.sampler import SampledToken
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.policy import Policy

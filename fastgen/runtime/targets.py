@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch, find_compiler
-from fastgen.compile.bundle import SealedLoader, bundle_beside, bundle_target, find_beside, load_bundle
-from fastgen.compile.device import Device
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.quantization import QUANTIZED, QuantizedFormat
-from fastgen.compile.target import Target, TargetFacts
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.backends.target import Target, TargetFacts
+from fastgen.compile.build.bundle import SealedLoader, bundle_beside, bundle_target, find_beside, load_bundle
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch, find_compiler
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host.device import Device
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.weights.formats import QUANTIZED, QuantizedFormat
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError
 from fastgen.runtime.config import EngineConfig
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
@@ -69,7 +69,7 @@ def target_facts(
     if name == "cpp" and device.kind != "cpu":
         raise InvalidArgumentError(f"target='cpp' runs on a CPU, and device={str(device)!r} is asked for")
     if name == "triton" or (name == "auto" and device.kind == "cuda"):
-        from fastgen.compile.build_triton import triton_arch
+        from fastgen.compile.build.triton import triton_arch
 
         return TargetFacts("triton", triton_arch(device), num_sms=device.num_sms or _INTERPRETED_SMS)
     if name == "torch":
@@ -89,7 +89,7 @@ def target_facts(
 def _building_loader(facts: TargetFacts) -> KernelLoader | None:
     """Of that target; none for torch's."""
     if facts.name == "triton":
-        from fastgen.compile.build_triton import TritonBuilder
+        from fastgen.compile.build.triton import TritonBuilder
 
         return KernelLoader(TritonBuilder(facts.arch))
     return KernelLoader(CppBuilder(facts.arch)) if facts.name == "cpp" else None

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from fastgen.runtime.outputs import GenerationOutput, Logprobs
+from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.detokenizer import Detokenizer
-from fastgen.serving.messages import End, Progress
+from fastgen.serving.engine.messages import End, Progress
 
 
 @dataclass(frozen=True)

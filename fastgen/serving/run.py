@@ -18,7 +18,7 @@ import uvloop
 from fastgen.errors import FastgenError
 from fastgen.serving.clients.deployments import Deployment, registered, this_deployment
 from fastgen.serving.ending import Ending
-from fastgen.serving.garbage import rarely_collected
+from fastgen.serving.engine.garbage import rarely_collected
 from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.http.app import create_app
 from fastgen.serving.http.connection import close_slow

@@ -11,16 +11,16 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import fastgen
-from fastgen.models.checkpoint_files import read_json_object
-from fastgen.runtime.outputs import GenerationOutput
+from fastgen.models.checkpoint.files import read_json_object
+from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.admission.admission import Limits
 from fastgen.serving.answers import Answers, Update
-from fastgen.serving.engine_client import EngineClient
-from fastgen.serving.engine_request import EngineRequest
+from fastgen.serving.engine.client import EngineClient
+from fastgen.serving.engine.messages import EngineFacts
+from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.grammars.trial import FormatTrials
-from fastgen.serving.messages import EngineFacts
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.monitoring.watch import Watch
 from fastgen.serving.refusals import BadRequestError, UnavailableError

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.errors import FastgenError, RecipeError
-from fastgen.models.recipe import Recipe
-from fastgen.models.resolve import mentioned_paths, resolve
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.resolve.resolve import mentioned_paths, resolve
 from fastgen.verify.configs import DERIVED, Draws, is_filled_in, is_old
 from fastgen.verify.coverage import Place, Series
 from fastgen.verify.keys import needed_keys, reading_of, unmentioned_keys

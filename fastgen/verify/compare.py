@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from fastgen.errors import FastgenError, RecipeError
-from fastgen.models.recipe import Recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import ModelSpec, NodeRef
 from fastgen.verify.cases import Case
 from fastgen.verify.disagreement import (

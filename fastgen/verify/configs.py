@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from fastgen.models.config_keys import HARMLESS, INERT
+from fastgen.models.resolve.config_keys import HARMLESS, INERT
 from fastgen.verify.keys import Reading
 
 MAX_POSITIONS: Final = 96

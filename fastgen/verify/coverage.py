@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, Final
 
-from fastgen.models.config_keys import INERT
+from fastgen.models.resolve.config_keys import INERT
 from fastgen.verify.configs import Draws, is_sparse
 
 Fact = tuple[str, str]

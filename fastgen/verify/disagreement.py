@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fastgen.models.recipe import Recipe
+from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.spec import ModelSpec, NodeRef
 
 TOLERANCE = 2e-4

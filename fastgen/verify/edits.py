@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 from pydantic import ValidationError
 
-from fastgen.models.recipe import Recipe
-from fastgen.models.recipe_schema import RecipeSchema
-from fastgen.models.recipe_yaml import NodePath, Scalar, Tree
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.recipe.schema import RecipeSchema
+from fastgen.models.recipe.yaml_positions import NodePath, Scalar, Tree
 
 
 def replaced(recipe: Recipe, changes: Mapping[NodePath, Tree | Scalar]) -> Recipe | None:

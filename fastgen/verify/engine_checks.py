@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastgen.models.recipe import Recipe
+from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.spec import ModelSpec
-from fastgen.runtime.outputs import GenerationOutput
+from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.verify.cases import Case
 from fastgen.verify.disagreement import TOLERANCE
 from fastgen.verify.subject import load_subject

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from fastgen.compile.ops.activation import ACTIVATIONS
+from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.models.spec import BranchSpec, Layout, MlpSpec, ModelSpec, NodeRef, PartSpec, RouterSpec, TensorSpec
 
 Essence = bytes

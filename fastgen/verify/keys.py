@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from jinja2 import nodes
 
-from fastgen.models.expression_grammar import first_arguments
-from fastgen.models.recipe import Recipe
-from fastgen.models.recipe_schema import Config
-from fastgen.models.resolve import expressions_in, mentioned_paths
+from fastgen.models.recipe.expression_grammar import first_arguments
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.recipe.schema import Config
+from fastgen.models.resolve.resolve import expressions_in, mentioned_paths
 
 _FRACTIONS: Final = ("rotary_pct", "partial_rotary_factor")
 

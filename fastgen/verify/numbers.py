@@ -7,10 +7,10 @@ from typing import Final
 
 from torch import Tensor
 
-from fastgen.models.expression_grammar import ExpressionError
-from fastgen.models.expressions import Scope
 from fastgen.models.frequencies import inverse_frequencies
-from fastgen.models.recipe import Recipe
+from fastgen.models.recipe.expression_grammar import ExpressionError
+from fastgen.models.recipe.expressions import Scope
+from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.spec import ModelSpec, RotarySpec
 from fastgen.verify.cases import Case
 from fastgen.verify.disagreement import Comparison, Disagreement, node_at

@@ -12,11 +12,12 @@ from typing import Any, Final, Protocol
 from torch import nn
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.models import hub, registry
-from fastgen.models.builtins import BUILTINS
-from fastgen.models.checkpoint_files import read_json_object
-from fastgen.models.config_keys import HARMLESS, INERT
-from fastgen.models.recipe import Recipe
+from fastgen.models.checkpoint import hub
+from fastgen.models.checkpoint.builtins import BUILTINS
+from fastgen.models.checkpoint.files import read_json_object
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.registry import registry
+from fastgen.models.resolve.config_keys import HARMLESS, INERT
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.runtime.targets import kernel_targets
 from fastgen.verify.cases import Case, Cases, draw_prompts

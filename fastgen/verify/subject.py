@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fastgen.layers.latent_attention import HeadLinear
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.builder import build
-from fastgen.models.recipe import Recipe
+from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.spec import ModelSpec, TensorSpec
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.loading import load

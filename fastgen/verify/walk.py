@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fastgen.models.checkpoint import arrange
-from fastgen.models.recipe import Recipe
+from fastgen.models.checkpoint.checkpoint import arrange
+from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, TensorSpec
 from fastgen.verify.cases import Case
 from fastgen.verify.disagreement import (

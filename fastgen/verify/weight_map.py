@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from fastgen.models.checkpoint import Checkpoint
-from fastgen.models.recipe import Recipe
+from fastgen.models.checkpoint.checkpoint import Checkpoint
+from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.spec import ModelSpec, TensorSpec
 from fastgen.verify.cases import Case
 from fastgen.verify.disagreement import Comparison, Disagreement, common_path, node_at, owner_path, parent_path

@@ -20,7 +20,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import gpu_tests, part, splitfuse, steps
 from benchmarks.gpu.llama import TOY, llama_engine, submit
 from benchmarks.gpu.measuring import Bench, make_bench
-from fastgen.compile.device import current
+from fastgen.compile.host.device import current
 
 Row = dict[str, Any]
 

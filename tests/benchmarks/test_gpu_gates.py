@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.gpu import attention, elementwise, few_row_linear, moe, sampling
 from benchmarks.gpu.measuring import Bench, GateError, Limits
-from fastgen.compile import device as devices
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.host import device as devices
 
 
 @pytest.fixture(scope="module")

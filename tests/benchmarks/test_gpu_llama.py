@@ -18,9 +18,9 @@ from benchmarks.gpu.llama import (
     llama_spec,
     submit,
 )
-from fastgen.compile.device import Device, current
-from fastgen.models.registry import named_recipe
-from fastgen.models.resolve import resolve
+from fastgen.compile.host.device import Device, current
+from fastgen.models.registry.registry import named_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import NodeRef
 
 

@@ -16,14 +16,14 @@ from benchmarks.gpu import attention, elementwise, few_row_linear, moe, sampling
 from benchmarks.gpu.llama import TOY, llama_engine, submit
 from benchmarks.gpu.measuring import Bench, Limits
 from benchmarks.gpu.steps import uncaptured
-from fastgen.compile import device as devices
-from fastgen.compile.build_triton import TritonBuilder, triton_arch
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.attention_specs import AttentionShape, candidate_tilings, chunk_tiling, decode_tiling
-from fastgen.compile.ops.attention_tuning import tuned_tilings
-from fastgen.compile.ops.few_row_linear import FewRowShape
-from fastgen.compile.ops.few_row_tuning import tuned_split
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder, triton_arch
+from fastgen.compile.host import device as devices
+from fastgen.compile.ops.attention.specs import AttentionShape, candidate_tilings, chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention.tuning import tuned_tilings
+from fastgen.compile.ops.linear.few_row import FewRowShape
+from fastgen.compile.ops.linear.tuning import tuned_split
 
 pytestmark = pytest.mark.gpu
 SHAPE = replace(TOY, hidden=512, heads=4, kv_heads=2, ffn=768, vocab=1000, max_positions=512)

@@ -12,7 +12,7 @@ import pytest
 
 import fastgen
 from fastgen.cli import main
-from fastgen.runtime.outputs import GenerationChunk, GenerationOutput, RequestMetrics
+from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput, RequestMetrics
 
 Run = Callable[..., "Finished"]
 

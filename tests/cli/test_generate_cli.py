@@ -12,7 +12,7 @@ import pytest
 import fastgen
 from fastgen.cli import options
 from fastgen.errors import InvalidArgumentError, ModelNotFoundError
-from fastgen.runtime.outputs import RequestMetrics
+from fastgen.runtime.requests.outputs import RequestMetrics
 
 # One value of each flag, as typed and as it must arrive.
 LOAD_FLAGS = {

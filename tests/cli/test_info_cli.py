@@ -11,9 +11,9 @@ from safetensors import safe_open
 
 import fastgen
 from fastgen.cli.options import in_flags
-from fastgen.compile.device import current
+from fastgen.compile.host.device import current
 from fastgen.errors import FastgenError, InvalidArgumentError, KernelError, OutOfMemoryError, RecipeError
-from fastgen.models.builtins import BUILTINS
+from fastgen.models.checkpoint.builtins import BUILTINS
 
 
 def test_versions_and_device(run) -> None:

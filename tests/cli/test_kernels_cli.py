@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.compile.bundle import Bundle, load_bundle
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.device import current
-from fastgen.compile.loader import KernelLoader, make_builder
-from fastgen.compile.ops.norm import norm_spec
+from fastgen.compile.build.bundle import Bundle, load_bundle
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader, make_builder
+from fastgen.compile.host.device import current
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.norm.reference import norm_spec
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec, dtype_name
-from fastgen.compile.thread_pool import load_thread_pool
 from fastgen.models import kernels
-from fastgen.models.builtins import BUILTINS
+from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.models.spec import ModelSpec
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.models.recipe import load_recipe
-from tests.authoring.renamed import rename
-from tests.authoring.tiny_checkpoints import make
+from fastgen.models.recipe.recipe import load_recipe
 from tests.cli.conftest import Run
+from tests.recipe_tools.renamed import rename
+from tests.recipe_tools.tiny_checkpoints import make
 
 
 @pytest.fixture(scope="module")

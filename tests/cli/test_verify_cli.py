@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fastgen.cli import app
-from tests.authoring.tiny_checkpoints import make
 from tests.cli.conftest import Run
+from tests.recipe_tools.tiny_checkpoints import make
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

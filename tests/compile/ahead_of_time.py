@@ -22,14 +22,14 @@ from typing import Any, Final
 
 import torch
 
-from fastgen.compile.build_triton import TRITON_ARCHES, TritonBuilder
-from fastgen.compile.loader import KernelLoader, body_hash
+from fastgen.compile.build.loader import KernelLoader, body_hash
+from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
 from fastgen.compile.spec import KernelSpec
 from fastgen.models.kernels import kernel_specs
-from fastgen.models.registry import find_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.registry.registry import find_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import ModelSpec
-from tests.authoring.published import CONFIGS
+from tests.recipe_tools.published import CONFIGS
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "kernels_aot_2026-11-21.json"

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.alibi import Alibi
-from fastgen.compile.ops.attention import AttentionPlan, PagedAttention, paged_attention
-from fastgen.compile.ops.attention_specs import AttentionShape, AttentionSpecs, Tiling, attention_specs
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.ops.attention.alibi import Alibi
+from fastgen.compile.ops.attention.reference import AttentionPlan, PagedAttention, paged_attention
+from fastgen.compile.ops.attention.specs import AttentionShape, AttentionSpecs, Tiling, attention_specs
 from fastgen.compile.spec import torch_dtype
 
 UNUSED = 2**30  # a block id that no cache has

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.compile.build_cpp import CppBuilder, CppKernel
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.recording import recording
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.cpp import CppBuilder, CppKernel
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.capture.recording import recording
+from fastgen.compile.capture.tape import tape_spec
+from fastgen.compile.host.thread_pool import thread_pool_spec
 from fastgen.compile.spec import Argument, KernelSpec, torch_dtype
-from fastgen.compile.tape import tape_spec
-from fastgen.compile.thread_pool import thread_pool_spec
 
 UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-10}
 """Between two numbers of 16 bits, relative: one rounding may tip over."""

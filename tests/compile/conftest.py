@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fastgen.compile.build_cpp import CppBuilder
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.build.cpp import CppBuilder
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host.thread_pool import load_thread_pool
 
 
 @pytest.fixture(scope="session", autouse=True)

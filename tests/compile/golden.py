@@ -23,15 +23,15 @@ from typing import Any, Final
 
 import torch
 
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.loader import KernelLoader
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.render import SUFFIXES, render_body
 from fastgen.compile.spec import KernelSpec
 from fastgen.models.kernels import kernel_specs
-from fastgen.models.registry import find_recipe
-from fastgen.models.resolve import resolve
-from tests.authoring.published import CONFIGS
+from fastgen.models.registry.registry import find_recipe
+from fastgen.models.resolve.resolve import resolve
+from tests.recipe_tools.published import CONFIGS
 
 TARGETS: Final = ("sm_90", "avx512bf16", "portable")
 PLACE: Final = Path(__file__).with_name("golden")

@@ -10,14 +10,12 @@ from typing import get_args
 
 import torch
 
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.activation import ACTIVATIONS, ActivationKernel, activation_spec
-from fastgen.compile.ops.add import AddKernel, add_spec
-from fastgen.compile.ops.embedding_cpp import TableKernel, table_spec
-from fastgen.compile.ops.latent_cpp import LatentKernel, latent_spec
-from fastgen.compile.ops.linear import LinearKernel, linear_spec
-from fastgen.compile.ops.moe import Scoring
-from fastgen.compile.ops.moe_cpp import (
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.activation.reference import ACTIVATIONS, ActivationKernel, activation_spec
+from fastgen.compile.ops.add.reference import AddKernel, add_spec
+from fastgen.compile.ops.embedding.cpp import TableKernel, table_spec
+from fastgen.compile.ops.experts.cpp import (
     CombineKernel,
     RoutedLinearKernel,
     RouteKernel,
@@ -26,14 +24,16 @@ from fastgen.compile.ops.moe_cpp import (
     route_spec,
     sort_spec,
 )
-from fastgen.compile.ops.next_decodes import NextDecodesKernel, next_decodes_spec
-from fastgen.compile.ops.norm import NormKernel, norm_spec
-from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat, formats_of
-from fastgen.compile.ops.qkv import QkvKernel
-from fastgen.compile.ops.sampling_cpp import RowSampling, SampledRow, SamplingKernel, sampling_spec
-from fastgen.compile.ops.softcap import SoftcapKernel, softcap_spec
+from fastgen.compile.ops.experts.reference import Scoring
+from fastgen.compile.ops.latent.cpp import LatentKernel, latent_spec
+from fastgen.compile.ops.linear.reference import LinearKernel, linear_spec
+from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel, next_decodes_spec
+from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
+from fastgen.compile.ops.qkv.cpp import QkvKernel
+from fastgen.compile.ops.sampling.cpp import RowSampling, SampledRow, SamplingKernel, sampling_spec
+from fastgen.compile.ops.softcap.reference import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import DTYPES, torch_dtype
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.weights.packed import PackedWeight, WeightFormat, formats_of
 from tests.compile import test_cpp_attention as attention
 from tests.compile import test_cpp_latent as latent
 from tests.compile import test_cpp_qkv as qkv

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from fastgen.compile.arena import Arena
+from fastgen.compile.capture.arena import Arena
 
 
 def test_an_arena_gives_memory_again_and_the_same_to_the_same_requests() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastgen.compile.ops.attention_specs import attention_specs, chunk_tiling
+from fastgen.compile.ops.attention.specs import attention_specs, chunk_tiling
 from tests.compile.attention_cases import SHIPPED
 
 

@@ -13,20 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile import autotune
-from fastgen.compile import loader as loading
-from fastgen.compile.autotune import SHIPPED, Tuning, Way, tuning_here
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.bundle import load_bundle, write_bundle
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.device import current
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.attention_specs import AttentionShape, candidate_tilings, chunk_tiling, decode_tiling
-from fastgen.compile.ops.attention_tuning import tuned_tilings
-from fastgen.compile.ops.few_row_linear import FewRowShape, candidate_splits
-from fastgen.compile.ops.few_row_tuning import tuned_split
-from fastgen.compile.ops.linear_triton import TritonLinear
-from fastgen.compile.ops.norm import norm_spec
+from fastgen.compile.build import autotune
+from fastgen.compile.build import loader as loading
+from fastgen.compile.build.autotune import SHIPPED, Tuning, Way, tuning_here
+from fastgen.compile.build.bundle import load_bundle, write_bundle
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.host.device import current
+from fastgen.compile.ops.attention.specs import AttentionShape, candidate_tilings, chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention.tuning import tuned_tilings
+from fastgen.compile.ops.linear.few_row import FewRowShape, candidate_splits
+from fastgen.compile.ops.linear.triton import TritonLinear
+from fastgen.compile.ops.linear.tuning import tuned_split
+from fastgen.compile.ops.norm.reference import norm_spec
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import KernelError
 

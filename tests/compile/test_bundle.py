@@ -15,17 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.compile import build_cpp, build_triton, bundle, loader
-from fastgen.compile.build_cpp import CppBuilder
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.bundle import Bundle, bundle_beside, load_bundle, write_bundle
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.device import Device, current
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.norm import NormKernel, norm_spec, rms_norm
+from fastgen.compile.build import bundle, loader
+from fastgen.compile.build import cpp as build_cpp
+from fastgen.compile.build import triton as build_triton
+from fastgen.compile.build.bundle import Bundle, bundle_beside, load_bundle, write_bundle
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.cpp import CppBuilder
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.capture.tape import tape_spec
+from fastgen.compile.host.device import Device, current
+from fastgen.compile.host.thread_pool import thread_pool_spec
+from fastgen.compile.ops.norm.reference import NormKernel, norm_spec, rms_norm
 from fastgen.compile.spec import KernelSpec
-from fastgen.compile.tape import tape_spec
-from fastgen.compile.thread_pool import thread_pool_spec
 from fastgen.errors import BundleError, KernelError
 
 CPU = current("cpu")
@@ -93,10 +95,10 @@ def test_a_kernel_of_a_bundle_computes_and_nothing_is_compiled(written: Path, no
 def test_it_runs_in_a_process_without_compiler_and_cache(written: Path, tmp_path: Path) -> None:
     code = f"""
 import torch
-from fastgen.compile.bundle import load_bundle
-from fastgen.compile.cuda_graph import GraphPool
-from fastgen.compile.ops.norm import NormKernel, norm_spec
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.build.bundle import load_bundle
+from fastgen.compile.capture.cuda_graph import GraphPool
+from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
+from fastgen.compile.host.thread_pool import load_thread_pool
 
 loader = load_bundle({str(written)!r})
 load_thread_pool(loader).resize(2)

@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from fastgen.compile.build_cpp import CppBuilder
-from fastgen.compile.device import Device
-from fastgen.compile.loader import KernelLoader, target_of
+from fastgen.compile.build.cpp import CppBuilder
+from fastgen.compile.build.loader import KernelLoader, target_of
+from fastgen.compile.host.device import Device
 from tests.compile.captured_launches import Replayer, captured
 from tests.compile.kernel_runs import names_of, run
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.activation import (
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.activation.reference import (
     ACTIVATIONS,
     ActivationKernel,
     activate,
     activate_and_multiply,
     activation_spec,
 )
-from fastgen.compile.thread_pool import load_thread_pool
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
 KINDS = {activation_spec(kind, "portable", gated=False).parameters["kind"]: kind for kind in ACTIVATIONS}

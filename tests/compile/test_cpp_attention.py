@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.alibi import Alibi
-from fastgen.compile.ops.attention import paged_attention
-from fastgen.compile.ops.attention_cpp import CppAttention, cpp_attention_spec, empty_cpp_cache
-from fastgen.compile.ops.attention_specs import AttentionShape
-from fastgen.compile.ops.packed_weight import ARCHES_WITH_PAIRS
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool, thread_pool_spec
+from fastgen.compile.ops.attention.alibi import Alibi
+from fastgen.compile.ops.attention.cpp import CppAttention, cpp_attention_spec, empty_cpp_cache
+from fastgen.compile.ops.attention.reference import paged_attention
+from fastgen.compile.ops.attention.specs import AttentionShape
 from fastgen.compile.render import render
 from fastgen.compile.spec import torch_dtype
-from fastgen.compile.thread_pool import load_thread_pool, thread_pool_spec
+from fastgen.compile.weights.packed import ARCHES_WITH_PAIRS
 
 HERE = cpp_arch(device.current("cpu"))
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.add import AddKernel, add_spec, scaled_add
-from fastgen.compile.ops.embedding import embed, resolve_token_ids
-from fastgen.compile.ops.embedding_cpp import TableKernel, table_spec
-from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat, formats_of
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.add.reference import AddKernel, add_spec, scaled_add
+from fastgen.compile.ops.embedding.cpp import TableKernel, table_spec
+from fastgen.compile.ops.embedding.reference import embed, resolve_token_ids
 from fastgen.compile.spec import KernelSpec, torch_dtype
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.weights.packed import PackedWeight, WeightFormat, formats_of
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
 SIZES = ((1, 1), (5, 3), (33, 32), (70, 37), (131, 96))  # rows and features: within a panel, a group, and across

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.attention_cpp import empty_cpp_cache
-from fastgen.compile.ops.latent_cpp import LatentKernel, latent_spec
-from fastgen.compile.ops.norm import layer_norm, rms_norm
-from fastgen.compile.ops.qkv import HeadNorm
-from fastgen.compile.ops.rotary import apply_rotary
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.attention.cpp import empty_cpp_cache
+from fastgen.compile.ops.latent.cpp import LatentKernel, latent_spec
+from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
+from fastgen.compile.ops.qkv.cpp import HeadNorm
+from fastgen.compile.ops.rotary.reference import apply_rotary
 from fastgen.compile.spec import torch_dtype
-from fastgen.compile.thread_pool import load_thread_pool
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
 MAX_POSITIONS = 50

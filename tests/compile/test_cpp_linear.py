@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.compile.build_cpp import CppBuilder, CppKernel
-from fastgen.compile.ops.linear import LinearKernel, linear_spec
-from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat
-from fastgen.compile.ops.quantization import quantize_channels, quantize_groups
+from fastgen.compile.build.cpp import CppBuilder, CppKernel
+from fastgen.compile.host.thread_pool import ThreadPool
+from fastgen.compile.ops.linear.reference import LinearKernel, linear_spec
 from fastgen.compile.render import render
-from fastgen.compile.thread_pool import ThreadPool
+from fastgen.compile.weights.formats import quantize_channels, quantize_groups
+from fastgen.compile.weights.packed import PackedWeight, WeightFormat
 from fastgen.errors import InvalidArgumentError
 from tests.compile.linear_cases import (
     ALL,
@@ -202,7 +202,7 @@ def test_packing_holds_no_second_copy() -> None:
     code = """
 import re, torch
 from pathlib import Path
-from fastgen.compile.ops.packed_weight import PackedWeight
+from fastgen.compile.weights.packed import PackedWeight
 def memory(key):
     return int(re.search(key + r":\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 rows = torch.ones(256, 4096, dtype=torch.bfloat16)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.moe import combine, route, sort_by_expert
-from fastgen.compile.ops.moe_cpp import CombineKernel, RouteKernel, SortKernel, combine_spec, route_spec, sort_spec
-from fastgen.compile.ops.softcap import SoftcapKernel, soft_cap, softcap_spec
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.experts.cpp import CombineKernel, RouteKernel, SortKernel, combine_spec, route_spec, sort_spec
+from fastgen.compile.ops.experts.reference import combine, route, sort_by_expert
+from fastgen.compile.ops.softcap.reference import SoftcapKernel, soft_cap, softcap_spec
 
 HERE = cpp_arch(device.current("cpu"))
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.attention_cpp import empty_cpp_cache
-from fastgen.compile.ops.norm import layer_norm, rms_norm
-from fastgen.compile.ops.qkv import HeadNorm, QkvKernel, qkv_spec
-from fastgen.compile.ops.rotary import apply_rotary
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.attention.cpp import empty_cpp_cache
+from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
+from fastgen.compile.ops.qkv.cpp import HeadNorm, QkvKernel, qkv_spec
+from fastgen.compile.ops.rotary.reference import apply_rotary
 from fastgen.compile.spec import KernelSpec, torch_dtype
-from fastgen.compile.thread_pool import load_thread_pool
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
 MAX_POSITIONS = 50

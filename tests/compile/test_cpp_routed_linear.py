@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.ops.linear import linear_spec
-from fastgen.compile.ops.moe import sort_by_expert
-from fastgen.compile.ops.moe_cpp import RoutedLinearKernel, SortedChoices
-from fastgen.compile.ops.packed_weight import PackedWeight, WeightFormat
-from fastgen.compile.thread_pool import ThreadPool
+from fastgen.compile.host.thread_pool import ThreadPool
+from fastgen.compile.ops.experts.cpp import RoutedLinearKernel, SortedChoices
+from fastgen.compile.ops.experts.reference import sort_by_expert
+from fastgen.compile.ops.linear.reference import linear_spec
+from fastgen.compile.weights.packed import PackedWeight, WeightFormat
 from tests.compile.linear_cases import (
     ALL,
     HERE,

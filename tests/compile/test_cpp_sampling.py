@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.sampling import (
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import ThreadPool, load_thread_pool
+from fastgen.compile.ops.sampling.cpp import Mask, RowSampling, SampledRow, SamplingKernel, sampling_spec
+from fastgen.compile.ops.sampling.reference import (
     Adjustments,
     Draws,
     RowStatus,
@@ -28,8 +30,6 @@ from fastgen.compile.ops.sampling import (
     sample,
     uniforms,
 )
-from fastgen.compile.ops.sampling_cpp import Mask, RowSampling, SampledRow, SamplingKernel, sampling_spec
-from fastgen.compile.thread_pool import ThreadPool, load_thread_pool
 
 HERE = cpp_arch(device.current("cpu"))
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]

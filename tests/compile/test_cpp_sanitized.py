@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.moe_cpp import SortKernel, sort_spec
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.capture.tape import tape_spec
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import thread_pool_spec
+from fastgen.compile.ops.experts.cpp import SortKernel, sort_spec
 from fastgen.compile.render import render
-from fastgen.compile.tape import tape_spec
-from fastgen.compile.thread_pool import thread_pool_spec
 from tests.compile.captured_launches import CapturedLaunch, FlaggedBuilder, Replayer, captured
 from tests.compile.kernel_runs import names_of, run
 

@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build_cpp import CppBuilder
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.cuda_graph import GraphPool
-from fastgen.compile.device import current
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.activation import ActivationKernel, activation_spec
-from fastgen.compile.ops.activation_triton import TritonActivation, triton_activation_spec
-from fastgen.compile.ops.linear import LinearKernel, linear_spec
-from fastgen.compile.ops.norm import NormKernel, norm_spec
-from fastgen.compile.recording import library_call, recording
-from fastgen.compile.tape import LibraryCall, Tape
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.cpp import CppBuilder
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.capture.cuda_graph import GraphPool
+from fastgen.compile.capture.recording import library_call, recording
+from fastgen.compile.capture.tape import LibraryCall, Tape
+from fastgen.compile.host.device import current
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.activation.reference import ActivationKernel, activation_spec
+from fastgen.compile.ops.activation.triton import TritonActivation, triton_activation_spec
+from fastgen.compile.ops.linear.reference import LinearKernel, linear_spec
+from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
 from fastgen.errors import CaptureError, KernelError
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.compile import autotune
-from fastgen.compile.cuda_graph import GraphPool
-from fastgen.compile.fence import Fence
+from fastgen.compile.build import autotune
+from fastgen.compile.build.fence import Fence
+from fastgen.compile.capture.cuda_graph import GraphPool
 from fastgen.errors import CaptureError, KernelError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.compile import device
+from fastgen.compile.host import device
 from fastgen.errors import InvalidArgumentError
 
 # Two packages of two cores, each core with two threads; what a hypervisor or an ARM board adds stands apart.

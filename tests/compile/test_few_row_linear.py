@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build_triton import TRITON_ARCHES, TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.few_row_linear import (
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
+from fastgen.compile.ops.linear.few_row import (
     FewRowFormat,
     FewRowLinear,
     FewRowShape,
@@ -25,10 +25,10 @@ from fastgen.compile.ops.few_row_linear import (
     few_row_specs,
     row_tile,
 )
-from fastgen.compile.ops.linear import logits
-from fastgen.compile.ops.quantization import WeightOnlyFormat
-from fastgen.compile.ops.quantized_weight import QuantizedWeight, quantized, quantized_bytes
+from fastgen.compile.ops.linear.reference import logits
 from fastgen.compile.spec import torch_dtype
+from fastgen.compile.weights.formats import WeightOnlyFormat
+from fastgen.compile.weights.quantized import QuantizedWeight, quantized, quantized_bytes
 
 FORMATS: tuple[FewRowFormat, ...] = ("plain", *get_args(WeightOnlyFormat))
 TOLERANCE = {"fp32": 1e-5, "fp16": 2**-9}  # sums are exact up to their order; 16 bits: of the answer's rounding

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fastgen.models.registry import list_recipes
+from fastgen.models.registry.registry import list_recipes
 from tests.compile.golden import COMMAND, TARGETS, difference, kept, sources
 
 

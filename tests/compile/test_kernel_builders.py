@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.compile import build_triton
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, find_compiler
-from fastgen.compile.build_triton import TritonBuilder, TritonKernel, triton_arch
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.device import Device
-from fastgen.compile.loader import KernelLoader, make_builder, target_of
-from fastgen.compile.ops.moe_triton import sort_spec
-from fastgen.compile.ops.norm import norm_spec
+from fastgen.compile.build import triton as build_triton
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, find_compiler
+from fastgen.compile.build.loader import KernelLoader, make_builder, target_of
+from fastgen.compile.build.triton import TritonBuilder, TritonKernel, triton_arch
+from fastgen.compile.host.device import Device
+from fastgen.compile.ops.experts.triton import sort_spec
+from fastgen.compile.ops.norm.reference import norm_spec
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError, KernelError
 
@@ -148,11 +148,11 @@ def test_a_compiler_process_that_dies_is_an_error_and_the_next_build_works(tmp_p
 ON_A_GPU = """
 import sys, json, torch, triton
 from pathlib import Path
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader, make_builder
-from fastgen.compile.ops.few_row_linear import FewRowShape, SplitK, few_row_specs
-from fastgen.compile.ops.norm import NormKernel, norm_spec
-from fastgen.compile.triton_worker import StandInDriver, parse_arch
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader, make_builder
+from fastgen.compile.ops.linear.few_row import FewRowShape, SplitK, few_row_specs
+from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
+from fastgen.compile.build.triton_worker import StandInDriver, parse_arch
 from fastgen.errors import KernelError
 
 launched, loaded, earlier = [], [], []

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.compile import cache as module
-from fastgen.compile.cache import Entry, KernelCache, default_directory
+from fastgen.compile.build import cache as module
+from fastgen.compile.build.cache import Entry, KernelCache, default_directory
 from fastgen.errors import KernelError
 
 KEY = {"suffix": ".cpp", "arch": "avx2", "source": "0123", "versions": {"compiler": "g++ 12"}}
@@ -155,7 +155,7 @@ def test_a_process_killed_while_it_builds_leaves_no_entry_and_no_lock(cache, mak
     code = f"""
 import sys, time
 from pathlib import Path
-from fastgen.compile.cache import KernelCache
+from fastgen.compile.build.cache import KernelCache
 
 def stall(directory):
     (directory / "norm.so").write_bytes(b"half")
@@ -194,7 +194,7 @@ def test_two_processes_that_start_at_once_on_an_empty_cache_build_once(cache, tm
     code = f"""
 import time
 from pathlib import Path
-from fastgen.compile.cache import KernelCache
+from fastgen.compile.build.cache import KernelCache
 
 def make(directory):
     with open({str(tmp_path / "builds")!r}, "a") as log:
@@ -323,7 +323,7 @@ def test_a_place_that_cannot_be_made(place, tmp_path, cache, make) -> None:
 
 def test_what_a_failure_leaves_outlives_the_process_where_the_cache_cannot_be_written(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    code = "from fastgen.compile.cache import KernelCache; print(KernelCache().failed('norm'))"
+    code = "from fastgen.compile.build.cache import KernelCache; print(KernelCache().failed('norm'))"
     environment = {**os.environ, "FASTGEN_CACHE": str(tmp_path / "file"), "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     left = Path(done.stdout.strip())

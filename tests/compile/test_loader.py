@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.compile import build_cpp
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch, find_compiler
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.device import current
-from fastgen.compile.fence import Fence
-from fastgen.compile.loader import KernelLoader, make_builder
-from fastgen.compile.ops.norm import NormKernel, norm_spec, rms_norm
+from fastgen.compile.build import cpp as build_cpp
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch, find_compiler
+from fastgen.compile.build.fence import Fence
+from fastgen.compile.build.loader import KernelLoader, make_builder
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.host.device import current
+from fastgen.compile.ops.norm.reference import NormKernel, norm_spec, rms_norm
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import KernelError
@@ -142,7 +142,7 @@ def run_alone(script: str | None, *options: str) -> subprocess.CompletedProcess[
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every norm renders with a mistake in its last line, at which compilers print something."""
-    from fastgen.compile import loader
+    from fastgen.compile.build import loader
 
     def render_body(spec: KernelSpec) -> str:
         text = render(replace(spec, needed_by=())).partition("\n\n")[2]

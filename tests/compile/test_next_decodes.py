@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CppBuilder, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.next_decodes import NextDecodesKernel, next_decodes, next_decodes_spec
+from fastgen.compile.build.cpp import CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host import device
+from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel, next_decodes, next_decodes_spec
 
 NUM_SEATS, MAX_BLOCKS = 7, 5
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.compile.build_cpp import CPP_ARCHES, CppBuilder, cpp_arch
-from fastgen.compile.build_triton import TRITON_ARCHES, TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.device import current
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.norm import NormKernel, layer_norm, norm_spec, rms_norm
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
+from fastgen.compile.host.device import current
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.norm.reference import NormKernel, layer_norm, norm_spec, rms_norm
 from fastgen.compile.spec import KernelSpec, torch_dtype
-from fastgen.compile.thread_pool import load_thread_pool
 
 SEED = 20
 RUNNABLE = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(current("cpu"))) :]

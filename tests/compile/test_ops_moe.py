@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from fastgen.compile.ops.linear import grouped_linear, per_head_linear
-from fastgen.compile.ops.moe import combine, route, sort_by_expert
+from fastgen.compile.ops.experts.reference import combine, route, sort_by_expert
+from fastgen.compile.ops.linear.reference import grouped_linear, per_head_linear
 
 Array = npt.NDArray[Any]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastgen.compile.ops.linear import logits
-from fastgen.compile.ops.norm import layer_norm, rms_norm
-from fastgen.compile.ops.rotary import apply_rotary
+from fastgen.compile.ops.linear.reference import logits
+from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
+from fastgen.compile.ops.rotary.reference import apply_rotary
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -10,23 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops import quantized_weight
-from fastgen.compile.ops.embedding import EmbeddingKernel, embed, embedding_spec
-from fastgen.compile.ops.few_row_linear import FewRowShape, SplitK
-from fastgen.compile.ops.linear import linear, logits
-from fastgen.compile.ops.linear_triton import TritonLinear
-from fastgen.compile.ops.quantization import QUANTIZED, WeightOnlyFormat
-from fastgen.compile.ops.quantized_weight import (
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.ops.embedding.reference import EmbeddingKernel, embed, embedding_spec
+from fastgen.compile.ops.linear.few_row import FewRowShape, SplitK
+from fastgen.compile.ops.linear.reference import linear, logits
+from fastgen.compile.ops.linear.triton import TritonLinear
+from fastgen.compile.spec import torch_dtype
+from fastgen.compile.weights import quantized as quantized_weight
+from fastgen.compile.weights.formats import QUANTIZED, WeightOnlyFormat
+from fastgen.compile.weights.quantized import (
     DequantizeKernel,
     QuantizedWeight,
     dequantize_spec,
     quantized,
     quantized_bytes,
 )
-from fastgen.compile.spec import torch_dtype
 
 FORMATS: tuple[WeightOnlyFormat, ...] = get_args(WeightOnlyFormat)
 CPU = torch.device("cpu")

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from fastgen.compile.ops.activation import ACTIVATIONS, activate, activate_and_multiply
-from fastgen.compile.ops.attention import paged_attention
-from fastgen.compile.ops.embedding import embed, resolve_token_ids
-from fastgen.compile.ops.kv_write import write_kv
-from fastgen.compile.ops.linear import linear, logits
-from fastgen.compile.ops.norm import layer_norm, rms_norm
-from fastgen.compile.ops.rotary import apply_rotary
+from fastgen.compile.ops.activation.reference import ACTIVATIONS, activate, activate_and_multiply
+from fastgen.compile.ops.attention.reference import paged_attention
+from fastgen.compile.ops.embedding.reference import embed, resolve_token_ids
+from fastgen.compile.ops.kv_write.reference import write_kv
+from fastgen.compile.ops.linear.reference import linear, logits
+from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
+from fastgen.compile.ops.rotary.reference import apply_rotary
 
 Array = npt.NDArray[Any]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -12,7 +12,7 @@ import jinja2
 import pytest
 
 from fastgen.compile import render as module
-from fastgen.compile.ops.norm import norm_spec
+from fastgen.compile.ops.norm.reference import norm_spec
 from fastgen.compile.render import SUFFIXES, render, render_body, template_name
 from fastgen.compile.spec import Argument, KernelSpec
 
@@ -55,7 +55,7 @@ def test_whoever_asks_the_body_starts_at_the_same_line(nodes) -> None:
 
 def test_rendering_is_the_same_in_another_process_under_another_hash_seed() -> None:
     code = """
-from fastgen.compile.ops.norm import norm_spec
+from fastgen.compile.ops.norm.reference import norm_spec
 from fastgen.compile.render import render
 print(render(norm_spec("cpp", "layer", 96, "fp16", 1e-5, bias=True, residual=True, scale=0.22)), end="")
 """

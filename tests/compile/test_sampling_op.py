@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from fastgen.compile.ops import sampling
-from fastgen.compile.ops.sampling import (
+from fastgen.compile.ops.sampling import reference as sampling
+from fastgen.compile.ops.sampling.reference import (
     Adjustments,
     Draws,
     RowStatus,

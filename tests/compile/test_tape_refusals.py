@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build_cpp import CppBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.cuda_graph import GraphPool
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.norm import NormKernel, norm_spec
-from fastgen.compile.recording import recorder
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.cpp import CppBuilder
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.capture.cuda_graph import GraphPool
+from fastgen.compile.capture.recording import recorder
+from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
 from fastgen.errors import CaptureError, KernelError
 
 CPU = torch.device("cpu")

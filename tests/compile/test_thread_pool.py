@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.compile.build_cpp import CppBuilder
-from fastgen.compile.loader import KernelLoader
+from fastgen.compile.build.cpp import CppBuilder
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host.thread_pool import MAX_THREADS, ThreadPool, load_thread_pool, thread_pool_spec
 from fastgen.compile.render import render
-from fastgen.compile.thread_pool import MAX_THREADS, ThreadPool, load_thread_pool, thread_pool_spec
 from fastgen.errors import InvalidArgumentError
 
 CHUNK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)

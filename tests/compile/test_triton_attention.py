@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.attention import AttentionPlan, PagedAttention, paged_attention
-from fastgen.compile.ops.attention_specs import (
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.ops.attention.reference import AttentionPlan, PagedAttention, paged_attention
+from fastgen.compile.ops.attention.specs import (
     MAX_DECODE_QUERIES,
     AttentionShape,
     Tiling,

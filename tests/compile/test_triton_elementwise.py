@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build_triton import TRITON_ARCHES, TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.activation import ACTIVATIONS
-from fastgen.compile.ops.activation_triton import TritonActivation, triton_activation_spec
-from fastgen.compile.ops.embedding import (
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
+from fastgen.compile.ops.activation.reference import ACTIVATIONS
+from fastgen.compile.ops.activation.triton import TritonActivation, triton_activation_spec
+from fastgen.compile.ops.embedding.reference import (
     EmbeddingKernel,
     RowGatherKernel,
     embed,

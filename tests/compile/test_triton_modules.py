@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.compile import triton_modules
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.bundle import Bundle, write_bundle
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.norm import norm_spec
+from fastgen.compile.build import triton_modules
+from fastgen.compile.build.bundle import Bundle, write_bundle
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.build.triton_modules import stand_in_for_driver
+from fastgen.compile.ops.norm.reference import norm_spec
 from fastgen.compile.spec import KernelSpec
-from fastgen.compile.triton_modules import stand_in_for_driver
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"model": "tiny-llama"}
@@ -68,10 +68,10 @@ SEALED = """
 import dataclasses, json, logging, sys, triton, triton.backends
 from pathlib import Path
 from triton.backends.nvidia.driver import CudaDriver
-from fastgen.compile.bundle import load_bundle
-from fastgen.compile.device import Device
-from fastgen.compile.ops.norm import norm_spec
-from fastgen.compile.triton_worker import parse_arch
+from fastgen.compile.build.bundle import load_bundle
+from fastgen.compile.host.device import Device
+from fastgen.compile.ops.norm.reference import norm_spec
+from fastgen.compile.build.triton_worker import parse_arch
 
 logging.basicConfig(level=logging.WARNING)
 loaded = []
@@ -120,7 +120,7 @@ def test_where_the_module_is_for_another_python_triton_compiles_its_own_or_says_
         manifest = (written / "bundle.json").read_text()
         file.rename(other)
     try:
-        script = "import fastgen.compile.bundle as bundle\nbundle._seal = lambda manifest: manifest['seal']\n"
+        script = "import fastgen.compile.build.bundle as bundle\nbundle._seal = lambda manifest: manifest['seal']\n"
         (written / "bundle.json").write_text(manifest.replace(".cpython-", ".cpython-2"))
         done = sealed_load(written, tmp_path, script)
     finally:

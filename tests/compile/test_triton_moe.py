@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build_triton import TRITON_ARCHES, TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.linear import grouped_linear
-from fastgen.compile.ops.moe import combine, route, sort_by_expert
-from fastgen.compile.ops.moe_triton import (
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
+from fastgen.compile.ops.experts.reference import combine, route, sort_by_expert
+from fastgen.compile.ops.experts.triton import (
     Combine,
     ExpertTiles,
     GroupedTiling,
@@ -29,6 +28,7 @@ from fastgen.compile.ops.moe_triton import (
     route_spec,
     sort_spec,
 )
+from fastgen.compile.ops.linear.reference import grouped_linear
 from fastgen.compile.spec import KernelSpec, torch_dtype
 
 CPU = torch.device("cpu")

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build_triton import TRITON_ARCHES, TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.kv_write import write, write_kv
-from fastgen.compile.ops.norm import layer_norm, rms_norm
-from fastgen.compile.ops.qkv import HeadNorm
-from fastgen.compile.ops.qkv_triton import LatentKv, TritonQkv, latent_kv_spec, triton_qkv_spec
-from fastgen.compile.ops.rotary import apply_rotary
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
+from fastgen.compile.ops.kv_write.reference import write, write_kv
+from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
+from fastgen.compile.ops.qkv.cpp import HeadNorm
+from fastgen.compile.ops.qkv.triton import LatentKv, TritonQkv, latent_kv_spec, triton_qkv_spec
+from fastgen.compile.ops.rotary.reference import apply_rotary
 from fastgen.compile.spec import KernelSpec, torch_dtype
 
 BLOCK_SIZE = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastgen.compile.triton_report import count_matrix_instructions
+from fastgen.compile.build.triton_report import count_matrix_instructions
 
 HOPPER = """
 \twgmma.fence.sync.aligned;

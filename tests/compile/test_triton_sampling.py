@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build_triton import TRITON_ARCHES, TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.sampling import (
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
+from fastgen.compile.ops.sampling.reference import (
     Adjustments,
     Draws,
     RowStatus,
@@ -24,8 +24,8 @@ from fastgen.compile.ops.sampling import (
     log_probabilities,
     sample,
 )
-from fastgen.compile.ops.sampling import row_status as reference_status
-from fastgen.compile.ops.sampling_triton import SamplingKernels, SeatSampling, row_status, sampling_specs
+from fastgen.compile.ops.sampling.reference import row_status as reference_status
+from fastgen.compile.ops.sampling.triton import SamplingKernels, SeatSampling, row_status, sampling_specs
 
 CPU = torch.device("cpu")
 INF = float("inf")

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.sampling import gumbel_noise, uniforms
-from fastgen.compile.ops.sampling_triton import SamplingKernels, SeatSampling, sampling_specs
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.ops.sampling.reference import gumbel_noise, uniforms
+from fastgen.compile.ops.sampling.triton import SamplingKernels, SeatSampling, sampling_specs
 
 
 @pytest.fixture(scope="module")

@@ -10,22 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CppBuilder, cpp_arch
-from fastgen.compile.cuda_graph import GraphPool
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.packed_weight import WeightFormat
-from fastgen.compile.recording import library_call
-from fastgen.compile.target import Target
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.backends.target import Target
+from fastgen.compile.build.cpp import CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.capture.cuda_graph import GraphPool
+from fastgen.compile.capture.recording import library_call
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.weights.packed import WeightFormat
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.layers.latent_attention import LatentAttention
 from fastgen.layers.moe import Moe
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.builder import build, kv_groups, kv_shapes
 from fastgen.models.causal_lm import CausalLM
-from fastgen.models.registry import named_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.registry.registry import named_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import ModelSpec
 
 CPU = torch.device("cpu")

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.cuda_graph import GraphPool
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.recording import library_call
-from fastgen.compile.target import TORCH, Target
+from fastgen.compile.backends.target import TORCH, Target
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.capture.cuda_graph import GraphPool
+from fastgen.compile.capture.recording import library_call
 from fastgen.layers.moe import Moe
 from fastgen.models.builder import build
-from fastgen.models.recipe import load_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.recipe.recipe import load_recipe
+from fastgen.models.resolve.resolve import resolve
 
 CPU = torch.device("cpu")
 HIDDEN, MAX_TOKENS = 24, 9

@@ -17,8 +17,8 @@ from fastgen.layers.attention import Attention
 from fastgen.layers.rotary import Rotary
 from fastgen.models.builder import build, kv_groups
 from fastgen.models.causal_lm import CausalLM
-from fastgen.models.registry import find_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.registry.registry import find_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, MlpSpec, ModelSpec
 from fastgen.runtime.kv_cache.block_tables import max_blocks_held
 from tests.reference import assert_equal_to_reference, randomise, save

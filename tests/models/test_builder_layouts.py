@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastgen.errors import CheckpointError, RecipeError
-from fastgen.models.checkpoint import Checkpoint, WeightSlot, load_weights
+from fastgen.models.checkpoint.checkpoint import Checkpoint, WeightSlot, load_weights
 from fastgen.models.spec import Layout, NodeRef, TensorSpec
 
 NODE = NodeRef("model.layers.attend.attention.qkv", "falcon.yaml", 21)

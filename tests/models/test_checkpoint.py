@@ -19,7 +19,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from fastgen.errors import CheckpointError, RecipeError
-from fastgen.models.checkpoint import Checkpoint, WeightSlot, checkpoint_dtype, load_weights, read_json_object
+from fastgen.models.checkpoint.checkpoint import (
+    Checkpoint,
+    WeightSlot,
+    checkpoint_dtype,
+    load_weights,
+    read_json_object,
+)
 from fastgen.models.spec import NodeRef, TensorSpec
 
 NODE = NodeRef("model.layers.attend.attention.qkv", "llama.yaml", 17)

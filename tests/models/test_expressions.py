@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.models.expression_grammar import ExpressionError
-from fastgen.models.expressions import Scope, constant, parse_expression
+from fastgen.models.recipe.expression_grammar import ExpressionError
+from fastgen.models.recipe.expressions import Scope, constant, parse_expression
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 4096,

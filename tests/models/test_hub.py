@@ -20,14 +20,14 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from fastgen.errors import InvalidArgumentError, ModelNotFoundError
-from fastgen.models import hub
-from fastgen.models.builtins import BUILTINS
+from fastgen.models.checkpoint import hub
+from fastgen.models.checkpoint.builtins import BUILTINS
 
 TOKEN = "hf_the_secret"
 
 LOCATE = """
 import json, sys
-from fastgen.models.hub import locate
+from fastgen.models.checkpoint.hub import locate
 for model, revision in json.loads(sys.argv[1]):
     try:
         print(json.dumps({"path": str(locate(model, revision=revision))}))

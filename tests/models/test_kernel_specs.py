@@ -7,15 +7,15 @@ import json
 import pytest
 import torch
 
-from fastgen.compile.loader import KernelLoader, make_builder
+from fastgen.compile.build.loader import KernelLoader, make_builder
+from fastgen.compile.capture.tape import tape_spec
+from fastgen.compile.host.thread_pool import thread_pool_spec
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec
-from fastgen.compile.tape import tape_spec
-from fastgen.compile.thread_pool import thread_pool_spec
-from fastgen.models.builtins import BUILTINS
+from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.models.kernels import kernel_specs
-from fastgen.models.registry import find_recipe, list_recipes, named_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.registry.registry import find_recipe, list_recipes, named_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import LatentAttentionSpec, ModelSpec, MoeSpec
 from tests.models import test_recipe_published, test_recipe_published_families
 

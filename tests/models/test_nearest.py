@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 import fastgen
-from fastgen.authoring.propose import propose
 from fastgen.errors import RecipeError, UnknownArchitectureError
-from fastgen.models.builtins import BUILTINS
-from fastgen.models.checkpoint import Checkpoint
-from fastgen.models.nearest import fold, nearest_recipes
-from fastgen.models.registry import find_recipe, list_recipes
-from fastgen.models.resolve import resolve
+from fastgen.models.checkpoint.builtins import BUILTINS
+from fastgen.models.checkpoint.checkpoint import Checkpoint
+from fastgen.models.registry.nearest import fold, nearest_recipes
+from fastgen.models.registry.registry import find_recipe, list_recipes
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import MoeSpec
-from tests.authoring.renamed import rename
-from tests.authoring.tiny_checkpoints import make
+from fastgen.recipe_tools.propose.propose import propose
 from tests.models import test_recipe_published, test_recipe_published_families
+from tests.recipe_tools.renamed import rename
+from tests.recipe_tools.tiny_checkpoints import make
 
 PUBLISHED = {**test_recipe_published.PUBLISHED, **test_recipe_published_families.PUBLISHED}
 

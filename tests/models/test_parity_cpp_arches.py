@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from fastgen.compile.build_cpp import CPP_ARCHES, can_run
-from fastgen.compile.device import Device, current
-from fastgen.compile.loader import target_of
+from fastgen.compile.build.cpp import CPP_ARCHES, can_run
+from fastgen.compile.build.loader import target_of
+from fastgen.compile.host.device import Device, current
 from fastgen.errors import InvalidArgumentError
 from tests.models.test_parity_cpp import OPTIONS, SHARED, config_of
 from tests.reference import check_family

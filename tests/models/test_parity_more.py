@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
-from fastgen.compile.ops.alibi import alibi_bias
-from fastgen.models.resolve_parts import alibi_slopes
+from fastgen.compile.ops.attention.alibi import alibi_bias
+from fastgen.models.resolve.parts import alibi_slopes
 from tests.matrix import Record
 from tests.reference import check_family, rounding_errors
 

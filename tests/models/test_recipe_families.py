@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from fastgen.models.registry import find_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.registry.registry import find_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import ModelSpec
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]

@@ -19,9 +19,9 @@ import pytest
 import yaml
 
 from fastgen.errors import RecipeError
-from fastgen.models.recipe import load_recipe
-from fastgen.models.registry import find_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.recipe.recipe import load_recipe
+from fastgen.models.registry.registry import find_recipe
+from fastgen.models.resolve.resolve import resolve
 from tests.models import test_recipe_published, test_recipe_published_families
 from tests.shuffled import RECIPES, shipped_texts
 
@@ -331,8 +331,8 @@ def test_the_worst_is_refused_in_bounded_memory(what: str, tmp_path: Path) -> No
     program = f"""
         import json, resource, sys
         from fastgen.errors import RecipeError
-        from fastgen.models.recipe import load_recipe
-        from fastgen.models.resolve import resolve
+        from fastgen.models.recipe.recipe import load_recipe
+        from fastgen.models.resolve.resolve import resolve
         sys.set_int_max_str_digits(0)
         file, config = sys.argv[1], json.loads(sys.argv[2])
         config |= dict({changes})

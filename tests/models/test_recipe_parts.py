@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
 from fastgen.errors import RecipeError
-from fastgen.models.recipe import Recipe, load_recipe
-from fastgen.models.recipe_layout import parse_layout
-from fastgen.models.resolve import resolve
-from fastgen.models.resolve_parts import alibi_slopes
+from fastgen.models.recipe.layout import parse_layout
+from fastgen.models.recipe.recipe import Recipe, load_recipe
+from fastgen.models.resolve.parts import alibi_slopes
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, LatentAttentionSpec, MlpSpec, ModelSpec, MoeSpec
 
 RECIPE = """\

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fastgen.models.registry import find_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.registry.registry import find_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, ModelSpec
 from tests.matrix import Record
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fastgen.errors import RecipeError
-from fastgen.models.registry import find_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.registry.registry import find_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from tests.matrix import Record
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, OPTConfig, OPTForCausalLM
 
 from fastgen.errors import InvalidArgumentError, RecipeError
-from fastgen.models.recipe import Recipe, load_recipe
-from fastgen.models.registry import find_recipe, named_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.recipe.recipe import Recipe, load_recipe
+from fastgen.models.registry.registry import find_recipe, named_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, BranchSpec, ModelSpec
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM)} | {

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from fastgen.models import expression_grammar, rope_config
-from fastgen.models.recipe import load_recipe
-from fastgen.models.recipe_schema import json_schema
-from fastgen.models.resolve import resolve
+from fastgen.models.recipe import expression_grammar
+from fastgen.models.recipe.recipe import load_recipe
+from fastgen.models.recipe.schema import json_schema
+from fastgen.models.resolve import rope_config
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "recipe-language.md").read_text("utf-8")

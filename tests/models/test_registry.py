@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fastgen.errors import RecipeError, UnknownArchitectureError
-from fastgen.models import registry
-from fastgen.models.recipe import Recipe, load_recipe
-from fastgen.models.registry import find_recipe, list_recipes, named_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.recipe.recipe import Recipe, load_recipe
+from fastgen.models.registry import registry
+from fastgen.models.registry.registry import find_recipe, list_recipes, named_recipe
+from fastgen.models.resolve.resolve import resolve
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 BUILT_IN = sorted(file.stem for file in (Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))

@@ -13,9 +13,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fastgen.models.frequencies import inverse_frequencies
-from fastgen.models.registry import find_recipe
-from fastgen.models.resolve import resolve
-from fastgen.models.rope_config import RopeConfigError, rotary_scaling
+from fastgen.models.registry.registry import find_recipe
+from fastgen.models.resolve.resolve import resolve
+from fastgen.models.resolve.rope_config import RopeConfigError, rotary_scaling
 from fastgen.models.spec import RotarySpec
 
 TRAINED = 2048

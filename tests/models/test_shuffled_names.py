@@ -14,9 +14,9 @@ import pytest
 import transformers
 
 import fastgen
-from fastgen.models import resolve as resolving
-from fastgen.models.registry import find_recipe, list_recipes, named_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.registry.registry import find_recipe, list_recipes, named_recipe
+from fastgen.models.resolve import resolve as resolving
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import ModelSpec
 from fastgen.verify import verify
 from tests.matrix import Record

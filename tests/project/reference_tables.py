@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from fastgen.models import recipe_values as values
-from fastgen.models.expressions import Expression
-from fastgen.models.recipe_schema import RecipeSchema
-from fastgen.models.recipe_values import Section
+from fastgen.models.recipe import values
+from fastgen.models.recipe.expressions import Expression
+from fastgen.models.recipe.schema import RecipeSchema
+from fastgen.models.recipe.values import Section
 
 _LEAVES = (
     (values.Expr, "*expr*"),

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fastgen.cli import app
-from fastgen.models.builtins import BUILTINS
-from fastgen.models.recipe import load_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.checkpoint.builtins import BUILTINS
+from fastgen.models.recipe.recipe import load_recipe
+from fastgen.models.resolve.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "training" / "README.md"]

@@ -84,7 +84,10 @@ def test_the_installed_wheel_lists_its_recipes(environment: Path) -> None:
 
 
 def test_the_installed_wheel_is_what_ran(environment: Path) -> None:
-    code = "import fastgen, fastgen.models.builtins as b; print(fastgen.__file__, *b.BUILTINS.values(), sep='\\n')"
+    code = (
+        "import fastgen, fastgen.models.checkpoint.builtins as b; "
+        "print(fastgen.__file__, *b.BUILTINS.values(), sep='\\n')"
+    )
     files = run(environment / "bin" / "python", "-c", code, cwd=environment).splitlines()
     assert len(files) == 1 + len(BUILTINS)
     assert all(Path(file).is_relative_to(environment) for file in files)

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from fastgen.errors import RequestTooLargeError
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.generation import Generation
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.generation import Generation
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.beam_search import Candidate, num_candidates
 from fastgen.runtime.sampling.sampler import SampledToken
 from fastgen.runtime.sampling.sampling_params import SamplingParams

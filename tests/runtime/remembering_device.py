@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import TO_COME, Sequence
+from fastgen.runtime.requests.request import TO_COME, Sequence
 from fastgen.runtime.sampling.beam_search import BeamSearch, Candidate, num_candidates
 from fastgen.runtime.sampling.sampler import SampledToken
 from fastgen.runtime.sampling.sampling_params import SamplingParams

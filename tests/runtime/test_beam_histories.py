@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from fastgen.runtime.generation import Generation
 from fastgen.runtime.kv_cache.forks import Forks
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
+from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.running_set import RunningSet
 from fastgen.runtime.scheduling.waiting_queue import WaitingQueue

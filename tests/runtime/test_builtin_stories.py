@@ -8,7 +8,7 @@ import pytest
 
 import fastgen
 from fastgen import SamplingParams
-from fastgen.models.builtins import BUILTINS
+from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.runtime.llm import LLM
 from training.evaluate import late_prompt, parse_rate
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fastgen
 from fastgen import SamplingParams
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.sampler import SampledToken, Sampler
 from fastgen.runtime.scheduling.drafts import SampledSequence, owner
 from fastgen.runtime.scheduling.schedule import Schedule

@@ -15,7 +15,7 @@ import torch
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
-from fastgen.compile.ops.sampling import gumbel_noise
+from fastgen.compile.ops.sampling.reference import gumbel_noise
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.sampling.sampling_params import resolve_seed

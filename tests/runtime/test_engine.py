@@ -10,7 +10,7 @@ import pytest
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.sampler import SampledToken
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import DynamicBatching, Policy

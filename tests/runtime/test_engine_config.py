@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import MistralConfig
 
-from fastgen.compile.device import Device
-from fastgen.compile.target import TargetFacts
+from fastgen.compile.backends.target import TargetFacts
+from fastgen.compile.host.device import Device
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
-from fastgen.models.registry import find_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.registry.registry import find_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, ModelSpec
 from fastgen.models.weight_sizes import ModelBuild
 from fastgen.runtime.config import EngineConfig, parse_bytes, parse_dtype, resolve_engine_config
-from fastgen.runtime.ledger import MemoryModel
+from fastgen.runtime.memory.ledger import MemoryModel
 
 GiB = 2**30
 MAX_POSITIONS = 1000

@@ -17,8 +17,8 @@ import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.flight.recorder import StepRecord
-from fastgen.runtime.generation import Generation
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.scheduling.schedule import Schedule
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
 

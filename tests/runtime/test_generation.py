@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from fastgen.runtime.generation import Completion, Generation
-from fastgen.runtime.outputs import GenerationChunk
-from fastgen.runtime.request import Request
+from fastgen.runtime.requests.generation import Completion, Generation
+from fastgen.runtime.requests.outputs import GenerationChunk
+from fastgen.runtime.requests.request import Request
 from fastgen.runtime.sampling.sampler import SampledToken
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.text.detokenizer import Detokenizer

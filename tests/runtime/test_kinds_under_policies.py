@@ -10,7 +10,7 @@ import pytest
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, StaticBatching
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step.model_runner import StepOutput

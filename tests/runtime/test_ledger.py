@@ -13,13 +13,13 @@ import torch
 
 import fastgen
 from benchmarks.cpu.ledger import AllocationPeak, held_bytes
-from fastgen.compile.device import current
-from fastgen.compile.ops.sampling import REFERENCE_BYTES_PER_LOGIT
+from fastgen.compile.host.device import current
+from fastgen.compile.ops.sampling.reference import REFERENCE_BYTES_PER_LOGIT
 from fastgen.models.weight_sizes import ModelBuild
 from fastgen.runtime.config import parse_dtype
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.ledger import Ledger, LedgerRow, MemoryModel
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.memory.ledger import Ledger, LedgerRow, MemoryModel
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.step.forward import Forward
 from fastgen.runtime.targets import target_facts

@@ -18,9 +18,9 @@ import torch
 import fastgen
 from fastgen import GenerationChunk, SamplingParams
 from fastgen.errors import CheckpointError, FastgenError, InvalidArgumentError, OutOfMemoryError, RequestTooLargeError
-from fastgen.runtime.generation import Completion
 from fastgen.runtime.interrupts import interrupt_deferred
 from fastgen.runtime.llm import LLM, Stream
+from fastgen.runtime.requests.generation import Completion
 from tests.runtime.checkpoints import MAX_POSITIONS, VOCAB_SIZE, save_checkpoint, save_tokenizer
 
 PROMPT = [5, 17, 99, 3]

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fastgen
-from fastgen.compile.build_cpp import CppBuilder
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.build.cpp import CppBuilder
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.errors import InvalidArgumentError, ModelNotFoundError, RecipeError, UnknownArchitectureError
-from fastgen.models import hub
+from fastgen.models.checkpoint import hub
 from fastgen.runtime.scheduling.policies import DynamicBatching
 from fastgen.runtime.scheduling.policies.orca import Orca
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse

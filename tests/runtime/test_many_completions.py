@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fastgen.runtime.generation import Completion, Generation
-from fastgen.runtime.request import Request
+from fastgen.runtime.requests.generation import Completion, Generation
+from fastgen.runtime.requests.request import Request
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.compile.device import Device
-from fastgen.compile.target import TargetFacts
+from fastgen.compile.backends.target import TargetFacts
+from fastgen.compile.host.device import Device
 from fastgen.errors import OutOfMemoryError
 from fastgen.models.weight_sizes import ModelBuild
 from fastgen.runtime.config import resolve_engine_config
-from fastgen.runtime.ledger import MemoryModel
+from fastgen.runtime.memory.ledger import MemoryModel
 from tests.runtime.test_engine_config import make_spec
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from fastgen.runtime.metrics import REQUEST_BOUNDS_S, STEP_BOUNDS_S, Histogram
-from fastgen.runtime.request import SequenceStatus
+from fastgen.runtime.requests.request import SequenceStatus
 from tests.runtime.histories import History, random_history
 
 

@@ -14,8 +14,8 @@ import pytest
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.generation import Generation
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step.model_runner import LaunchedStep
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer, small_cache

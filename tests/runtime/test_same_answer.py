@@ -17,7 +17,7 @@ import torch
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
-from fastgen.compile.ops.sampling import gumbel_noise
+from fastgen.compile.ops.sampling.reference import gumbel_noise
 from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.scheduling.policies import DynamicBatching, Policy

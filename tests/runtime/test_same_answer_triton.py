@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
-from fastgen.compile.tape import Tape
+from fastgen.compile.capture.tape import Tape
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.scheduling.scheduler import Schedule

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 import fastgen
 from fastgen.cli import app
-from fastgen.compile import build_cpp
-from fastgen.compile.build_cpp import CppBuilder, cpp_arch
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.device import current
+from fastgen.compile.build import cpp as build_cpp
+from fastgen.compile.build.cpp import CppBuilder, cpp_arch
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.host.device import current
 from fastgen.errors import BundleError, InvalidArgumentError
-from fastgen.models import hub
-from fastgen.models.builtins import BUILTINS
+from fastgen.models.checkpoint import hub
+from fastgen.models.checkpoint.builtins import BUILTINS
 from tests.runtime.checkpoints import save_checkpoint
 
 MODEL = "tiny-llama"

@@ -19,7 +19,7 @@ import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step.model_runner import LaunchedStep, StepOutput
 from tests.reference import randomise, save

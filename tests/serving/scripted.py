@@ -12,18 +12,18 @@ import httpx2
 import openai
 from fastapi import FastAPI
 
-from fastgen.models.hub import locate
-from fastgen.runtime.outputs import FinishReason, RequestMetrics
+from fastgen.models.checkpoint.hub import locate
+from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.answers import Answers
-from fastgen.serving.engine_request import EngineRequest
+from fastgen.serving.compat.sagemaker import sagemaker_routes
+from fastgen.serving.engine.messages import End, Progress
+from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.http.errors import add_error_handlers
-from fastgen.serving.http.openai_chat import chat_routes
-from fastgen.serving.http.openai_completions import completion_routes
-from fastgen.serving.http.openai_models import model_routes
-from fastgen.serving.http.sagemaker import sagemaker_routes
-from fastgen.serving.messages import End, Progress
+from fastgen.serving.http.openai.chat import chat_routes
+from fastgen.serving.http.openai.completions import completion_routes
+from fastgen.serving.http.openai.models import model_routes
 from fastgen.serving.service import Running
 from fastgen.serving.tools.formats import ToolFormat
 

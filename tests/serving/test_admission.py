@@ -10,7 +10,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Histogram, Metrics
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.admission.admission import Admission, Limits
-from fastgen.serving.messages import EngineFacts
+from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.refusals import OverloadedError, TooLargeError
 
 ANSWER = SamplingParams(max_new_tokens=10)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fastgen
-from fastgen.models import hub
+from fastgen.models.checkpoint import hub
 from tests.serving.http_client import RawClient, get
 from tests.serving.server_process import ServerProcess, served
 from tests.serving.storm import children

@@ -15,15 +15,15 @@ import zmq
 
 import fastgen
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.models.hub import locate
+from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.request import Request
+from fastgen.runtime.requests.request import Request
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.simulated import CostModel, SimulatedServer
 from fastgen.runtime.text.codec import TextCodec
-from fastgen.serving import engine_process
-from fastgen.serving.engine_client import EngineClient
-from fastgen.serving.messages import (
+from fastgen.serving.engine import process as engine_process
+from fastgen.serving.engine.client import EngineClient
+from fastgen.serving.engine.messages import (
     Ask,
     Reply,
     Report,
@@ -134,7 +134,7 @@ def test_a_process_that_the_system_refuses_is_an_engine_that_did_not_start(monke
         finally:
             await engine.stop()
 
-    monkeypatch.setattr("fastgen.serving.engine_client.subprocess.Popen", refuse)
+    monkeypatch.setattr("fastgen.serving.engine.client.subprocess.Popen", refuse)
     asyncio.run(run())
 
 

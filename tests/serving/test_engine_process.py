@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from fastgen.models import hub
+from fastgen.models.checkpoint import hub
 from fastgen.runtime.metrics import Metrics
-from fastgen.runtime.outputs import GenerationOutput
+from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, UnavailableError
 from fastgen.serving.service import Running, Service

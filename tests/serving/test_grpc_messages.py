@@ -13,7 +13,7 @@ from grpc_tools import protoc
 
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.outputs import RequestMetrics
+from fastgen.runtime.requests.outputs import RequestMetrics
 from fastgen.serving.clients.records import OutputRecord
 from fastgen.serving.grpc import messages
 

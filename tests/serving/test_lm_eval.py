@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.models.hub import locate
+from fastgen.models.checkpoint.hub import locate
 from tests.serving.server_process import served
 
 CLIENTS = Path(os.environ.get("FASTGEN_CLIENTS", Path(__file__).parents[2] / ".clients"))

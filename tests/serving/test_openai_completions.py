@@ -10,7 +10,7 @@ import pytest
 from openai.types import Completion
 
 import fastgen
-from fastgen.runtime.outputs import GenerationOutput
+from fastgen.runtime.requests.outputs import GenerationOutput
 from tests.serving.server_process import ServerProcess
 
 MODEL = "tiny-llama"

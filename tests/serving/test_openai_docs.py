@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.serving.http.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
+from fastgen.serving.http.openai.requests import ChatRequest, CompletionRequest, SamplingRequest
 from fastgen.serving.tools.formats import TOOL_FORMATS
 from tests.serving.server_process import ServerProcess
 

@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 
-from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.requests.outputs import FinishReason
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.http.streaming import Gone
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, OverloadedError, RefusedError

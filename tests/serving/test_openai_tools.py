@@ -13,7 +13,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 import fastgen
-from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.requests.outputs import FinishReason
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.tools.formats import TOOL_FORMATS, ToolFormat

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.models.builtins import BUILTINS
+from fastgen.models.checkpoint.builtins import BUILTINS
 from tests.serving.server_process import ServerProcess, served
 
 pytestmark = pytest.mark.slow

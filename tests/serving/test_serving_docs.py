@@ -13,7 +13,7 @@ import typer
 
 from fastgen.cli import app
 from fastgen.serving.arguments import SERVE_ARGUMENTS
-from fastgen.serving.lmi.translate import KEYS
+from fastgen.serving.compat.lmi.translate import KEYS
 from tests.serving.server_process import ServerProcess
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()

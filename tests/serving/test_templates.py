@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.models.hub import locate
+from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.refusals import UnavailableError

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from fastgen.runtime.outputs import FinishReason, RequestMetrics
+from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.admission.admission import Limits
-from fastgen.serving.engine_request import EngineRequest
-from fastgen.serving.messages import End, Progress
+from fastgen.serving.engine.messages import End, Progress
+from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.monitoring.watch import Watch
 
 NOW_S = 1000.0

@@ -16,11 +16,11 @@ from typing import Any
 
 import transformers
 
-from fastgen.compile.ops.activation import ACTIVATIONS
+from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.errors import FastgenError
-from fastgen.models.expression_grammar import Path
-from fastgen.models.recipe import Recipe
-from fastgen.models.resolve import mentioned_paths, resolve
+from fastgen.models.recipe.expression_grammar import Path
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.resolve.resolve import mentioned_paths, resolve
 from fastgen.models.spec import ModelSpec
 from fastgen.verify.cases import draws_of
 from fastgen.verify.configs import SPELLINGS

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from fastgen.models.recipe import Recipe
-from fastgen.models.registry import list_recipes
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.registry.registry import list_recipes
 from fastgen.verify.cases import Cases
 from fastgen.verify.run import Verifier
 from tests.matrix import MUTATIONS

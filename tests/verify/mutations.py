@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from types import MappingProxyType
 
-from fastgen.compile.ops.activation import ACTIVATIONS
-from fastgen.models.recipe import Recipe
-from fastgen.models.recipe_yaml import NodePath, Scalar, Tree
+from fastgen.compile.ops.activation.reference import ACTIVATIONS
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.recipe.yaml_positions import NodePath, Scalar, Tree
 from fastgen.models.spec import ModelSpec
 from fastgen.verify.edits import nodes, replaced
 

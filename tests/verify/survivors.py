@@ -10,8 +10,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastgen.models.recipe import Recipe
-from fastgen.models.resolve import mentioned_paths
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.resolve.resolve import mentioned_paths
 from fastgen.verify.cases import Cases
 from fastgen.verify.compare import Comparer
 from fastgen.verify.essence import Essence, essence

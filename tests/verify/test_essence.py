@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fastgen.models.recipe import Recipe
-from fastgen.models.registry import named_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.registry.registry import named_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import Layout, MoeSpec
 from fastgen.verify.edits import replaced
 from fastgen.verify.essence import essence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from fastgen.models.registry import named_recipe
+from fastgen.models.registry.registry import named_recipe
 from fastgen.verify.keys import needed_keys, read_spellings
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fastgen.models.recipe_yaml import NodePath
-from fastgen.models.registry import named_recipe
+from fastgen.models.recipe.yaml_positions import NodePath
+from fastgen.models.registry.registry import named_recipe
 from fastgen.verify.edits import replaced
 from tests.verify import mutation_report
 from tests.verify.hunt import Hunt, judge, mutants_of, names_it, report, shipped

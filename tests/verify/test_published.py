@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
-from fastgen.models.config_keys import HARMLESS, INERT
+from fastgen.models.resolve.config_keys import HARMLESS, INERT
 from fastgen.verify.keys import read_spellings
 from fastgen.verify.published import published
 from tests.models import test_recipe_published_families as families

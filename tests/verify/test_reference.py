@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.models.recipe import Recipe
-from fastgen.models.registry import named_recipe
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.registry.registry import named_recipe
 from fastgen.verify import verify
 from fastgen.verify.cases import randomise
 from fastgen.verify.edits import replaced

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import transformers
 
-from fastgen.models.registry import named_recipe
-from fastgen.models.resolve import resolve
+from fastgen.models.registry.registry import named_recipe
+from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, RotarySpec
 from fastgen.verify.cases import Cases
 from fastgen.verify.compare import Comparer

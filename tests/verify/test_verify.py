@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.models.recipe import Recipe, load_recipe
+from fastgen.models.recipe.recipe import Recipe, load_recipe
 from fastgen.verify import verify
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -34,8 +34,8 @@ from fastgen.runtime.flight.recording import (
     Withdrawal,
 )
 from fastgen.runtime.flight.snapshot import SchedulerState
-from fastgen.runtime.outputs import FinishReason
-from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.requests.outputs import FinishReason
+from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampling.beam_group import BeamForks
 from fastgen.runtime.scheduling.policies import policy_name
 from fastgen.version import __version__

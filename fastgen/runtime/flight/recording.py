@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.requests.outputs import FinishReason
 
 FORMAT = "fastgen flight recording"
 VERSION = 5

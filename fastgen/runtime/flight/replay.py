@@ -29,7 +29,7 @@ from fastgen.runtime.flight.recording import (
 )
 from fastgen.runtime.flight.snapshot import restore
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import make_policy
 from fastgen.runtime.scheduling.schedule import Schedule

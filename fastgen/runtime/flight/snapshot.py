@@ -14,7 +14,7 @@ from fastgen.runtime.flight.recording import BlockEntry, Copy, PrefixState, Sequ
 from fastgen.runtime.kv_cache.block_tables import BlockCopy, BlockUpdate, held_entries
 from fastgen.runtime.kv_cache.kv_state import KVState
 from fastgen.runtime.kv_cache.prefix_cache import PrefixNode
-from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
 NumberOf = Callable[[int, tuple[int, ...]], int]

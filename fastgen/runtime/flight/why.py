@@ -10,7 +10,7 @@ from statistics import median
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.flight.recording import Arrival, Beams, Finish, Recording, Step, request_of
 from fastgen.runtime.flight.time_account import Span, TimeAccount
-from fastgen.runtime.outputs import FinishReason
+from fastgen.runtime.requests.outputs import FinishReason
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 
 
 class TableEntry(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.kv_cache.block_tables import held_entries
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import Sequence, SequenceStatus
+from fastgen.runtime.requests.request import Sequence, SequenceStatus
 from fastgen.runtime.scheduling.running_set import RunningSet
 from fastgen.runtime.scheduling.waiting_queue import WaitingQueue
 

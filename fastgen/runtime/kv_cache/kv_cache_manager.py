@@ -52,7 +52,7 @@ from fastgen.runtime.kv_cache.block_tables import (
 from fastgen.runtime.kv_cache.kv_state import KVState
 from fastgen.runtime.kv_cache.prefix_cache import PrefixCache, PrefixNode, first_seen_block
 from fastgen.runtime.kv_cache.spare_blocks import SpareBlocks
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 
 
 class KVCacheManager:

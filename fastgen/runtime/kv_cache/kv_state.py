@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fastgen.runtime.kv_cache.block_tables import BlockCopy
 from fastgen.runtime.kv_cache.prefix_cache import PrefixNode
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from fastgen.runtime.kv_cache.block_pool import BlockPool
 from fastgen.runtime.kv_cache.block_tables import BlockUpdate
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 
 _key = attrgetter("key")
 

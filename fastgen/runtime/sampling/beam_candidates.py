@@ -13,8 +13,8 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
-from fastgen.compile.ops.sampling import Adjustments, adjust, likeliest
-from fastgen.runtime.outputs import Logprobs
+from fastgen.compile.ops.sampling.reference import Adjustments, adjust, likeliest
+from fastgen.runtime.requests.outputs import Logprobs
 from fastgen.runtime.sampling.beam_search import Candidate
 from fastgen.runtime.step.host_copy import HostCopies
 

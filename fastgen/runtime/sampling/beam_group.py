@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.beam_search import BeamSearch, Candidate, Hypothesis
 
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fastgen.runtime.outputs import Logprobs
+from fastgen.runtime.requests.outputs import Logprobs
 
 EarlyStopping = bool | Literal["never"]
 

@@ -12,8 +12,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from fastgen.compile.ops.sampling_cpp import NO_BIASES, NO_USES, Biases, RowSampling, SampledRow, Uses
-from fastgen.runtime.request import Sequence
+from fastgen.compile.ops.sampling.cpp import NO_BIASES, NO_USES, Biases, RowSampling, SampledRow, Uses
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 
 PLAIN_ROW = SampledRow(RowSampling(), 0)

@@ -17,14 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.compile.device import to_device
-from fastgen.compile.ops.sampling import Adjustments, Draws, RowStatus, adjust, log_probabilities, row_status, sample
-from fastgen.compile.ops.sampling_cpp import RowLogprobs, SampledRow, SamplingKernel, sampling_spec
-from fastgen.compile.target import Target
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.backends.target import Target
+from fastgen.compile.host.device import to_device
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.sampling.cpp import RowLogprobs, SampledRow, SamplingKernel, sampling_spec
+from fastgen.compile.ops.sampling.reference import (
+    Adjustments,
+    Draws,
+    RowStatus,
+    adjust,
+    log_probabilities,
+    row_status,
+    sample,
+)
 from fastgen.errors import GenerationError
-from fastgen.runtime.outputs import Logprobs
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.outputs import Logprobs
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.beam_candidates import beam_candidates
 from fastgen.runtime.sampling.beam_search import Candidate, num_candidates
 from fastgen.runtime.sampling.sampled_rows import PLAIN_ROW, RowHistory, is_plain

@@ -28,8 +28,8 @@ class SamplingParams:
     """How the tokens of one request are chosen and when it ends. Raises ``InvalidArgumentError`` for a bad field.
 
     A tie between equal logits goes to the lowest id when greedy. Filters apply in the order of the fields:
-    penalties, bias, what is forbidden, temperature, top-k, top-p, min-p (:mod:`fastgen.compile.ops.sampling` has the
-    arithmetic).
+    penalties, bias, what is forbidden, temperature, top-k, top-p, min-p (:mod:`fastgen.compile.ops.sampling.reference`
+    has the arithmetic).
     """
 
     max_new_tokens: int = 128

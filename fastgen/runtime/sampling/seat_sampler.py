@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.compile.device import to_device
-from fastgen.compile.ops.sampling_cpp import Biases, Uses
-from fastgen.compile.ops.sampling_triton import SamplingKernels, SeatSampling
-from fastgen.compile.target import Target
+from fastgen.compile.backends.target import Target
+from fastgen.compile.host.device import to_device
+from fastgen.compile.ops.sampling.cpp import Biases, Uses
+from fastgen.compile.ops.sampling.triton import SamplingKernels, SeatSampling
 from fastgen.models.kernels import MAX_LOGPROBS, sampler_specs
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.sampled_rows import RowHistory, is_plain, penalises
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.drafts import SampledSequence

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from fastgen.runtime.request import TO_COME, Sequence
+from fastgen.runtime.requests.request import TO_COME, Sequence
 from fastgen.runtime.scheduling.schedule import ScheduledTokens
 
 ProposeDrafts = Callable[[Sequence, int], SequenceOf[int]]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from fastgen.runtime.kv_cache.block_tables import BlockUpdate, TableEntry, held_entries
-from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 
 _urgency = attrgetter("urgency")
 

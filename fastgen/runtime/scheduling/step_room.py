@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.policies.policy import Policy
 from fastgen.runtime.scheduling.schedule import ScheduledTokens
 from fastgen.runtime.scheduling.step_time import decode_work

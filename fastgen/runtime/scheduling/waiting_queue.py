@@ -23,7 +23,7 @@ from itertools import count
 from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.request import Request, Sequence, SequenceStatus
+from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 
 DEFAULT_AGING_S = 30.0
 _MOST_AGED = 2

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgen.compile.cuda_graph import Graph, GraphPool
-from fastgen.compile.recording import library_call
-from fastgen.compile.tape import Tape
+from fastgen.compile.capture.cuda_graph import Graph, GraphPool
+from fastgen.compile.capture.recording import library_call
+from fastgen.compile.capture.tape import Tape
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM

@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastgen.compile.device import to_device
-from fastgen.compile.ops.next_decodes import NextDecodesKernel
+from fastgen.compile.host.device import to_device
+from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.kv_cache.block_tables import BlockUpdate
-from fastgen.runtime.request import TO_COME, Sequence
+from fastgen.runtime.requests.request import TO_COME, Sequence
 from fastgen.runtime.scheduling.drafts import DraftedSequence, SampledSequence, owner
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 

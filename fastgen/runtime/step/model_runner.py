@@ -13,13 +13,13 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fastgen.compile.device import being_current
+from fastgen.compile.host.device import being_current
 from fastgen.errors import GenerationError
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
-from fastgen.runtime.outputs import Logprobs
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.outputs import Logprobs
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.sampler import SampledToken, Sampler, prompt_logprobs, sampled_token
 from fastgen.runtime.scheduling.drafts import SampledSequence, owner
 from fastgen.runtime.scheduling.schedule import Schedule

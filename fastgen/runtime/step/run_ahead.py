@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from fastgen.runtime.flight.recorder import StepRecord
-from fastgen.runtime.request import TO_COME, Sequence, SequenceStatus
+from fastgen.runtime.requests.request import TO_COME, Sequence, SequenceStatus
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step.model_runner import LaunchedStep
 

@@ -18,11 +18,11 @@ from operator import attrgetter
 
 import torch
 
-from fastgen.compile.ops.next_decodes import NextDecodesKernel
-from fastgen.compile.ops.sampling_cpp import SampledRow, SamplingKernel
-from fastgen.compile.tape import Tape
-from fastgen.compile.thread_pool import ThreadPool
-from fastgen.runtime.request import Sequence
+from fastgen.compile.capture.tape import Tape
+from fastgen.compile.host.thread_pool import ThreadPool
+from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel
+from fastgen.compile.ops.sampling.cpp import SampledRow, SamplingKernel
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.sampled_rows import penalises
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step.forward import TapedForward

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.errors import CheckpointError, InvalidArgumentError, PromptTooLongError
-from fastgen.models.checkpoint_files import read_json_object
+from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.sampling.sampling_params import SamplingParams, default_sampling
 from fastgen.runtime.text.detokenizer import Detokenizer, TokenDecoder
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_token_ids

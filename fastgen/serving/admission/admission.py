@@ -14,7 +14,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Prediction
-from fastgen.serving.messages import EngineFacts
+from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.monitoring.prometheus import Refusal
 from fastgen.serving.refusals import OverloadedError, TooLargeError
 

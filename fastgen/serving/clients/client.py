@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, cast, overload
 
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
+from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_conversations, as_prompts, name_prompt
 from fastgen.serving.clients.deployments import Deployment, deployment_at, find_deployment

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import grpc
 
 from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
-from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
+from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.grpc import messages
 from fastgen.serving.refusals import (

@@ -12,7 +12,7 @@ import httpx2
 import msgspec
 
 from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
-from fastgen.runtime.outputs import GenerationChunk, GenerationOutput
+from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.clients.requests import ClientRequest

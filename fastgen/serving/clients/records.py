@@ -8,13 +8,13 @@ from typing import Self, cast
 
 import msgspec
 
-from fastgen.runtime.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
+from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
 
 _Logprobs = dict[int, float | None]
 
 
 class CompletionRecord(msgspec.Struct, kw_only=True):
-    """One completion; :class:`~fastgen.runtime.outputs.GenerationOutput` says what the fields are."""
+    """One completion; :class:`~fastgen.runtime.requests.outputs.GenerationOutput` says what the fields are."""
 
     index: int
     text: str

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
+from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
 from fastgen.runtime.sampling.response_format import ResponseFormat
 
 PACKAGE = "fastgen.v1"

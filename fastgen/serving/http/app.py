@@ -5,13 +5,13 @@ from __future__ import annotations
 from fastapi import FastAPI, Response
 
 import fastgen
+from fastgen.serving.compat.sagemaker import sagemaker_routes
 from fastgen.serving.http.errors import add_error_handlers
 from fastgen.serving.http.generate import generate_routes
-from fastgen.serving.http.openai_chat import chat_routes
-from fastgen.serving.http.openai_completions import completion_routes
-from fastgen.serving.http.openai_models import model_routes
+from fastgen.serving.http.openai.chat import chat_routes
+from fastgen.serving.http.openai.completions import completion_routes
+from fastgen.serving.http.openai.models import model_routes
 from fastgen.serving.http.page import live_routes, page_routes
-from fastgen.serving.http.sagemaker import sagemaker_routes
 from fastgen.serving.monitoring.prometheus import CONTENT_TYPE
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service

@@ -20,8 +20,8 @@ from fastgen.serving.api_keys import bearer
 from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
-from fastgen.serving.http.openai_requests import MAX_TOKEN_IDS, FewErrors, at_most
-from fastgen.serving.http.openai_run import arrival_of, event_of, event_stream, json_response
+from fastgen.serving.http.openai.requests import MAX_TOKEN_IDS, FewErrors, at_most
+from fastgen.serving.http.openai.run import arrival_of, event_of, event_stream, json_response
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.request_limits import MAX_BEAMS, MAX_CHECKED, MAX_N

@@ -15,7 +15,7 @@ import msgspec
 if TYPE_CHECKING:
     from fastgen.runtime.engine import Engine
     from fastgen.runtime.flight.recorder import StepRecord
-    from fastgen.runtime.request import Sequence
+    from fastgen.runtime.requests.request import Sequence
 
 MAX_STEPS = 120
 MAX_SEQUENCES = 12

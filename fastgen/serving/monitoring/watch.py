@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from fastgen.runtime.metrics import Metrics
 from fastgen.serving.admission.admission import Admission, Admitted, Limits
-from fastgen.serving.engine_request import EngineRequest
-from fastgen.serving.messages import EngineFacts, Progress
+from fastgen.serving.engine.messages import EngineFacts, Progress
+from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 
 

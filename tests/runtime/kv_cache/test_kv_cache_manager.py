@@ -9,7 +9,7 @@ import pytest
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.kv_cache.block_tables import Allocation, BlockCopy, TableEntry, max_blocks_held
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 
 

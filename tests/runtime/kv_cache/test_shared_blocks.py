@@ -11,7 +11,7 @@ from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.block_tables import held_entries
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import SequenceStatus
+from fastgen.runtime.requests.request import SequenceStatus
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from tests.runtime.remembering_device import VOCAB_SIZE, Device, alone, build_engine
 

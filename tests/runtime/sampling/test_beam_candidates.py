@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.beam_search import Candidate
 from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.sampling.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.sampler import SampledToken, Sampler
 from fastgen.runtime.scheduling.drafts import DraftedSequence, SampledSequence
 from fastgen.runtime.step.model_runner import accept

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CppBuilder, cpp_arch
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.sampling import gumbel_noise
-from fastgen.compile.target import Target
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.backends.target import Target
+from fastgen.compile.build.cpp import CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.sampling.reference import gumbel_noise
 from fastgen.errors import GenerationError
-from fastgen.runtime.request import Request
+from fastgen.runtime.requests.request import Request
 from fastgen.runtime.sampling import sampler
 from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.runtime.sampling.sampler import Sampler, prompt_logprobs, sampling_kernel

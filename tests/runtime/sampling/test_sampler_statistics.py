@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.compile import device
-from fastgen.compile.build_cpp import CppBuilder, cpp_arch
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.target import Target
-from fastgen.compile.thread_pool import load_thread_pool
-from fastgen.runtime.request import Request, Sequence
+from fastgen.compile.backends.target import Target
+from fastgen.compile.build.cpp import CppBuilder, cpp_arch
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.runtime.sampling.sampler import Sampler, sampling_kernel
 from fastgen.runtime.sampling.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.outputs import GenerationOutput, RequestMetrics
+from fastgen.runtime.requests.outputs import GenerationOutput, RequestMetrics
 from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.runtime.sampling.sampling_params import SamplingParams, default_sampling, resolve_seed
 

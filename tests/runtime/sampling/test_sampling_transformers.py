@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import fastgen
 from fastgen import SamplingParams
-from fastgen.compile.ops.sampling import gumbel_noise
-from fastgen.runtime.request import Request
+from fastgen.compile.ops.sampling.reference import gumbel_noise
+from fastgen.runtime.requests.request import Request
 from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.runtime.sampling.sampler import Sampler
 from tests.runtime.constrained import EOS, KNOWN_CASES, VOCAB_SIZE, save_writer

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build_triton import TritonBuilder
-from fastgen.compile.cache import KernelCache
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.ops.sampling_triton import SamplingKernels
-from fastgen.compile.target import Target
+from fastgen.compile.backends.target import Target
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.ops.sampling.triton import SamplingKernels
 from fastgen.models.kernels import MAX_LOGPROBS
-from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.runtime.sampling.sampler import SampledToken, Sampler
 from fastgen.runtime.sampling.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.models.builtins import BUILTINS
+from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.runtime.sampling import structured_output
 from fastgen.runtime.sampling.response_format import ResponseFormat, parse_response_format
 from fastgen.runtime.sampling.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, StaticBatching, choose_policy
 from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduling.scheduler import Scheduler

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.waiting_queue import WaitingQueue
 

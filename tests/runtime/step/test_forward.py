@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen import LLM
-from fastgen.compile.tape import Tape
+from fastgen.compile.capture.tape import Tape
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.ops.embedding import resolve_token_ids
+from fastgen.compile.ops.embedding.reference import resolve_token_ids
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.kv_cache.block_tables import BlockUpdate
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import Request, Sequence
+from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.sampler import SampledToken
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.drafts import DraftedSequence, SampledSequence

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.ops.embedding import resolve_token_ids
+from fastgen.compile.ops.embedding.reference import resolve_token_ids
 from fastgen.layers.kv_cache import KVShape, PagedKVCache
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
 from fastgen.runtime.kv_cache.block_tables import BlockCopy
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.request import Request
+from fastgen.runtime.requests.request import Request
 from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.scheduler import Scheduler

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build import BuiltKernel
-from fastgen.compile.cuda_graph import GraphPool
-from fastgen.compile.loader import KernelLoader, make_builder
-from fastgen.compile.ops.quantization import WeightOnlyFormat
+from fastgen.compile.backends.target import Target
+from fastgen.compile.build.builder import BuiltKernel
+from fastgen.compile.build.loader import KernelLoader, make_builder
+from fastgen.compile.capture.cuda_graph import GraphPool
 from fastgen.compile.spec import KernelSpec, torch_dtype
-from fastgen.compile.target import Target
+from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import build, kv_groups, kv_shapes
 from fastgen.models.spec import ModelSpec

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgen.layers.kv_cache import KVShape, PagedKVCache
-from fastgen.runtime.request import Request
+from fastgen.runtime.requests.request import Request
 from fastgen.runtime.sampling.sampler import Sampler, _take
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 

@@ -11,10 +11,10 @@ import pytest
 
 import fastgen
 from fastgen import LLM, SamplingParams
-from fastgen.compile.build_cpp import CppBuilder
-from fastgen.compile.loader import KernelLoader
-from fastgen.compile.tape import Tape
-from fastgen.compile.thread_pool import load_thread_pool
+from fastgen.compile.build.cpp import CppBuilder
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.capture.tape import Tape
+from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step import steady_decodes

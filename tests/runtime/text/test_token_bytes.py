@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fastgen.models.hub import locate
+from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.detokenizer import TokenDecoder
 from fastgen.runtime.text.token_bytes import TokenBytes

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.step_time import StepWork
 
 

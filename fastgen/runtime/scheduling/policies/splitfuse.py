@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from fastgen.runtime.request import Sequence
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView
 
 FILLS_FROM_PASSES = 8

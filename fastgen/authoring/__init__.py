@@ -1,1 +1,0 @@
-"""Writing recipes: proposing one for a checkpoint, comparing two, explaining one."""

@@ -1,0 +1,1 @@
+"""The backends that compute the ops of an engine."""

@@ -1,0 +1,219 @@
+"""Which of several ways to compute the same is the fastest on this device: measured at warm-up, and kept.
+
+An op lists its ways, the default first, and asks :meth:`Tuning.choose`. What is known is taken: from a sealed bundle,
+from the kernel cache, or from ``tuned_devices.json``, which ships the choices for devices that were measured. Else the
+ways are measured, where there is a GPU and warm-up is not over, and without that it is the default. A way may win only
+if it is built without spills and computes what the default computes.
+
+Choices lie in the kernel cache, a file each, named after all that they depend on: the device's name, the versions of
+the tools, the sources of every way. So one that is out of date is never found; one that is damaged is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import re
+import statistics
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.compile.build.loader import KernelLoader, body_hash
+from fastgen.compile.spec import KernelSpec
+from fastgen.errors import KernelError
+
+Choice = Mapping[str, Any]
+Measure = Callable[[Callable[[], None]], float]
+"""The seconds that a call takes."""
+
+SHIPPED = Path(__file__).with_name("tuned_devices.json")
+_DIRECTORY = ".tuning"  # of the kernel cache, which removes with its entries all that begins with a dot
+_GAIN = 0.97  # of the default's time that another way must stay below: measuring again would else choose otherwise
+_TOLERANCES = {torch.float32: 1e-4}  # of the largest number; sums in another order
+_NUM_REPLAYS = 25
+_TOLERANCE = 2e-2  # where they are rounded to 16 bits
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the ways: ``choice`` tells it from the others, as plain data, ``specs`` are the kernels it takes.
+
+    ``start`` makes it ready on the device and returns the call to be timed, and what that fills.
+    """
+
+    choice: Choice
+    specs: tuple[KernelSpec, ...]
+    start: Callable[[], tuple[Callable[[], None], Tensor]]
+
+
+@dataclass
+class Tuning:
+    """The choices of one engine. Without ``measure`` nothing is measured; ``known`` are a sealed bundle's choices.
+
+    ``device_name`` is the GPU's, ``None`` where there is none; ``directory`` the kernel cache's.
+    """
+
+    loader: KernelLoader
+    directory: Path | None = None
+    device_name: str | None = None
+    measure: Measure | None = None
+    known: Mapping[str, Choice] = field(default_factory=dict)
+    chosen: dict[str, Choice] = field(default_factory=dict)
+    """By problem, all that was asked for."""
+
+    def choose(self, problem: str, ways: Sequence[Way], *, may_measure: bool) -> int:
+        """The place of the way to take among ``ways``, of which the first is the default.
+
+        ``problem`` names what is computed, and its sizes; for the same problem the ways are the same.
+        """
+        choices = [way.choice for way in ways]
+        if (known := self.chosen.get(problem)) is None:
+            known = self._known(problem, ways)
+            if known not in choices:
+                known = choices[0]
+                if may_measure and self.measure is not None and not self.loader.fence.closed:
+                    known = self._fastest(problem, ways)
+            self.chosen[problem] = known
+        return choices.index(known)
+
+    def _known(self, problem: str, ways: Sequence[Way]) -> Choice | None:
+        if problem in self.known:
+            return self.known[problem]
+        if self.device_name is None:
+            return None
+        if self.directory is not None:
+            file, key = self._file(problem, ways)
+            try:
+                kept = json.loads(file.read_text(encoding="utf-8"))
+                if kept["key"] == key:
+                    choice: Choice = kept["choice"]
+                    return choice
+            except (OSError, ValueError, KeyError, TypeError):
+                pass
+        shipped: Choice | None = _shipped().get(self.device_name, {}).get(problem)
+        return shipped
+
+    def _fastest(self, problem: str, ways: Sequence[Way]) -> Choice:
+        """Measures them and keeps the result. A way that fails is passed over, and if it is the default, no other is
+        looked at: tuning never keeps an engine from starting."""
+        with suppress(KernelError):  # several at a time; which one fails shows below
+            self.loader.build([spec for way in ways for spec in way.specs])
+        seconds: dict[int, float] = {}
+        expected: Tensor | None = None
+        for place, way in enumerate(ways):
+            try:
+                if place and any(entry.report.get("spill_bytes") for entry in self.loader.build(way.specs)):
+                    continue
+                run, out = way.start()
+                run()
+                if expected is None:
+                    expected = out.clone()
+                if _same(out, expected):
+                    assert self.measure is not None
+                    seconds[place] = self.measure(run)
+            except (KernelError, RuntimeError, ValueError) as error:
+                _log.debug("%s: %s is passed over: %s", problem, way.choice, error)
+            if 0 not in seconds:
+                _log.warning("%s: the default cannot be measured, so it is taken as it is", problem)
+                return ways[0].choice
+        best = min(seconds, key=lambda place: seconds[place])
+        place = best if seconds[best] < _GAIN * seconds[0] else 0
+        self._keep(problem, ways, place, seconds)
+        return ways[place].choice
+
+    def _keep(self, problem: str, ways: Sequence[Way], place: int, seconds: Mapping[int, float]) -> None:
+        if self.directory is None:
+            return
+        file, key = self._file(problem, ways)
+        found = [[dict(ways[each].choice), seconds[each]] for each in seconds]
+        kept = {"key": key, "choice": dict(ways[place].choice), "seconds": found}
+        unfinished = file.with_name(f".{uuid.uuid4().hex}")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+            os.replace(unfinished, file)
+        except OSError as error:
+            _log.warning("what was measured of %s cannot be kept: %s", problem, error)
+
+    def _file(self, problem: str, ways: Sequence[Way]) -> tuple[Path, dict[str, Any]]:
+        """Where the choice lies, and all that it depends on."""
+        key = {
+            "problem": problem,
+            "device": self.device_name,
+            "arch": self.loader.builder.arch,
+            "versions": {**self.loader.builder.versions(), "torch": torch.__version__},
+            "ways": [[dict(way.choice), [body_hash(spec) for spec in way.specs]] for way in ways],
+        }
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+        assert self.directory is not None
+        return self.directory / _DIRECTORY / f"{re.sub(r'[^a-z0-9]+', '_', problem.lower())}-{digest}.json", key
+
+
+def tuning_here(loader: KernelLoader) -> Tuning:
+    """Of the GPU that is here and that ``loader`` builds for; else one that takes defaults.
+
+    ``FASTGEN_AUTOTUNE=0`` in the environment measures nothing; what is known is taken all the same.
+    """
+    if loader.builder.target != "triton" or not torch.cuda.is_available():
+        return Tuning(loader)
+    from fastgen.compile.build.triton import triton_arch
+    from fastgen.compile.host.device import current
+
+    device = current(f"cuda:{torch.cuda.current_device()}")
+    if triton_arch(device) != loader.builder.arch:
+        return Tuning(loader)
+    measure = None if os.environ.get("FASTGEN_AUTOTUNE") == "0" else _measure_on_gpu
+    return Tuning(loader, loader.cache.directory, device.name, measure)
+
+
+def _measure_on_gpu(run: Callable[[], None]) -> float:
+    """The median over some replays from a CUDA graph, so that launching from Python is no part of it."""
+    stream, graph = _measuring_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_NUM_REPLAYS + 1)]  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        torch.cuda.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            run()
+        finally:
+            graph.capture_end()
+        for mark in marks[:-1]:
+            mark.record()
+            graph.replay()
+        marks[-1].record()
+        torch.cuda.synchronize()
+    graph.reset()
+    milliseconds = [float(begin.elapsed_time(end)) for begin, end in itertools.pairwise(marks)]
+    return statistics.median(milliseconds) / 1e3
+
+
+@cache
+def _measuring_stream(device_index: int) -> torch.cuda.Stream:
+    """One for all measurements: for each stream that its library multiplies on, torch keeps memory for good."""
+    return torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
+
+
+def _same(out: Tensor, expected: Tensor) -> bool:
+    """Numbers, and the default's up to what the order of sums and rounding may change."""
+    largest = expected.abs().amax().float()
+    difference = (out.float() - expected.float()).abs().amax()
+    return bool(largest.isfinite() and difference <= _TOLERANCES.get(out.dtype, _TOLERANCE) * largest)
+
+
+def _shipped() -> Mapping[str, Mapping[str, Choice]]:
+    devices: Mapping[str, Mapping[str, Choice]] = json.loads(SHIPPED.read_text(encoding="utf-8"))["devices"]
+    return devices

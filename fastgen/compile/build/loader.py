@@ -1,0 +1,181 @@
+"""From specs to kernels that run: render, build what the cache lacks (several at a time), load."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastgen.compile.build.builder import INTERPRET, Builder, BuildFailure, Kernel
+from fastgen.compile.build.cache import Entry, KernelCache
+from fastgen.compile.host.device import Device, current
+from fastgen.compile.build.fence import Fence
+from fastgen.compile.render import SUFFIXES, render_body, render_heading
+from fastgen.compile.build.reproduce import build_error
+from fastgen.compile.spec import KernelSpec
+from fastgen.errors import InvalidArgumentError, KernelError
+
+if TYPE_CHECKING:
+    from fastgen.compile.build.autotune import Tuning
+
+Progress = Callable[[int, int], None]
+"""Told ``(done, total)`` after each kernel, from any thread, one at a time."""
+
+
+def make_builder(target: str) -> Builder:
+    """For an architecture by its name: such as ``sm_90`` or ``gfx942``, ``interpret``, or one of the ``cpp`` target's.
+
+    Raises :class:`InvalidArgumentError` for another name, and what the builders raise.
+    """
+    # Imported here, since neither target needs the other's tools.
+    from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder
+
+    if target in CPP_ARCHES:
+        return CppBuilder(target)
+    from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
+
+    try:
+        return TritonBuilder(target)
+    except ValueError as error:
+        known = ", ".join((*TRITON_ARCHES, INTERPRET, *CPP_ARCHES))
+        raise InvalidArgumentError(f"target={target!r}: expected such as {known}") from error
+
+
+def target_of(device: Device) -> str:
+    """The architecture to build for on this device, for :func:`make_builder`."""
+    if device.kind == "cpu":
+        from fastgen.compile.build.cpp import cpp_arch
+
+        return cpp_arch(device)
+    from fastgen.compile.build.triton import triton_arch
+
+    return triton_arch(device)
+
+
+class KernelLoader:
+    """The kernels of one engine: one builder (a target and an architecture), one cache, one fence.
+
+    ``num_jobs`` is how many kernels are built at once; by default as many as this process has cores.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        *,
+        cache: KernelCache | None = None,
+        fence: Fence | None = None,
+        num_jobs: int | None = None,
+    ):
+        self.builder = builder
+        self.cache = cache or KernelCache()
+        self.fence = fence or Fence()
+        self.num_jobs = num_jobs or current("cpu").num_cores
+        self._kernels: dict[KernelSpec, Kernel] = {}
+
+    @cached_property
+    def tuning(self) -> Tuning:
+        """Which ways to compute are taken here, where there are several."""
+        from fastgen.compile.build.autotune import tuning_here
+
+        return tuning_here(self)
+
+    def load(self, spec: KernelSpec) -> Kernel:
+        """The kernel, the same object each time. Raises :class:`KernelError`; see :meth:`build`."""
+        if spec not in self._kernels:
+            (entry,) = self.build([spec])
+            try:
+                self._kernels[spec] = self.builder.load(spec, entry)
+            except (OSError, AttributeError, RuntimeError) as error:
+                message = f"kernel {spec.name} is built but cannot be loaded: {error}"
+                raise KernelError(message, **_facts(spec), file=str(entry.source)) from error
+        return self._kernels[spec]
+
+    def build(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> list[Entry]:
+        """The entries of these specs, in order; each distinct kernel is built once, and not at all if it is cached.
+
+        Raises :class:`KernelError` for the first that fails, when those under way have ended, and behind a closed fence
+        for one that is not cached.
+        """
+        wanted = list(specs)
+        distinct = list(dict.fromkeys(wanted))
+        versions = dict(self.builder.versions())
+        entries: dict[KernelSpec, Entry] = {}
+        one_at_a_time = threading.Lock()
+
+        def build_one(spec: KernelSpec) -> None:
+            entry = self._entry(spec, versions)
+            with one_at_a_time:
+                entries[spec] = entry
+                if progress is not None:
+                    progress(len(entries), len(distinct))
+
+        with ThreadPoolExecutor(min(self.num_jobs, len(distinct)) or 1) as pool:
+            futures = [pool.submit(build_one, spec) for spec in distinct]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+                self.builder.end_builds()
+        return [entries[spec] for spec in wanted]
+
+    def find(self, spec: KernelSpec) -> Entry | None:
+        """The entry, if it is cached."""
+        return self.cache.find(spec.name, self._key(spec, _source(spec)[1], dict(self.builder.versions())))
+
+    def _entry(self, spec: KernelSpec, versions: Mapping[str, str]) -> Entry:
+        heading, body = _source(spec)
+        key = self._key(spec, body, versions)
+        if (entry := self.cache.find(spec.name, key)) is not None:
+            return entry
+        self.fence.check("build", f"kernel {spec.name}", **_facts(spec))
+        source = heading + body
+
+        def make(directory: Path) -> Mapping[str, Any]:
+            return self.builder.build(spec, directory / f"{spec.name}{SUFFIXES[spec.target]}")
+
+        try:
+            return self.cache.build(spec.name, key, source, make)
+        except BuildFailure as failure:
+            raise build_error(spec, source, failure, self.cache) from failure
+
+    def _key(self, spec: KernelSpec, body: str, versions: Mapping[str, str]) -> dict[str, Any]:
+        """All that decides what is built. The heading, which names who asked, is none of it."""
+        if spec.target != self.builder.target:
+            raise ValueError(f"{spec}: this loader builds for {self.builder.target}")
+        return {
+            "suffix": SUFFIXES[spec.target],
+            "source": _sha256(body),
+            "spec": spec.digest,
+            "arch": self.builder.arch,
+            "versions": versions,
+        }
+
+
+def body_hash(spec: KernelSpec) -> str:
+    """Of the source that is built for it here, without the heading, which names who asked."""
+    return _sha256(_source(spec)[1])
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _source(spec: KernelSpec) -> tuple[str, str]:
+    """Heading and body: rendered, or as they stand in a file of ``$FASTGEN_KERNEL_SOURCES`` that someone edited."""
+    if folder := os.environ.get("FASTGEN_KERNEL_SOURCES"):
+        file = Path(folder) / f"{spec.name}{SUFFIXES[spec.target]}"
+        if file.is_file():
+            warnings.warn(f"kernel {spec.name} is taken from {file} instead of being rendered", stacklevel=2)
+            return "", file.read_text(encoding="utf-8")
+    return render_heading(spec), render_body(spec)
+
+
+def _facts(spec: KernelSpec) -> dict[str, Any]:
+    return {"kernel": spec.name, "spec": str(spec), "nodes": spec.needed_by}

@@ -1,0 +1,342 @@
+"""The ``triton`` target: kernels built ahead of time by worker processes, for a GPU that need not be there.
+
+A worker (:mod:`fastgen.compile.build.triton_worker`) makes exactly what Triton's just-in-time compiler would make of the
+declared arguments, and keys it the same way; loading on a GPU hands these files to the just-in-time compiler, which
+then has nothing to compile. A launch with other arguments than a kernel was built for would make it compile again:
+that is an error, at any time. The architecture ``interpret`` runs kernels in Python on a CPU instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, NamedTuple
+
+import numpy
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
+
+from fastgen.compile.build.builder import INTERPRET, BuildFailure, BuiltKernel
+from fastgen.compile.build.cache import Entry
+from fastgen.compile.host.device import Device
+from fastgen.compile.build.reproduce import launch_error, made_up, script
+from fastgen.compile.spec import Argument, KernelSpec, Target, torch_dtype
+from fastgen.compile.build.triton_modules import modules_from
+from fastgen.compile.build.triton_worker import FlatCache, parse_arch, stand_in
+from fastgen.errors import KernelError
+
+TRITON_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
+_PACKAGE = "fastgen_kernels"
+_ALIGNMENT = 16  # bytes
+# Given with every kernel, since Triton's default differs by version.
+_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
+_NOT_BUILT_FOR = "it was not built for such arguments (other dtypes, or an address not aligned to 16)"
+_loading = threading.Lock()
+_log = logging.getLogger(__name__)
+
+
+def triton_arch(device: Device) -> str:
+    """``sm_90`` for an NVIDIA GPU of capability 9.0; on a CPU ``interpret``."""
+    return INTERPRET if device.capability is None else "sm_{}{}".format(*device.capability)
+
+
+class TritonBuilder:
+    """Builds for ``arch``: one of :data:`TRITON_ARCHES` or the like, or ``interpret``.
+
+    Raises :class:`KernelError` for ``interpret`` in a process that was started without ``TRITON_INTERPRET=1``, which
+    Triton reads when it is imported, and ``ValueError`` for a name that is no architecture, or none that Triton knows.
+    """
+
+    target: Target = "triton"
+
+    def __init__(self, arch: str):
+        self.arch = arch
+        self.modules: Path | None = None
+        self._gpu = None if arch == INTERPRET else parse_arch(arch)
+        if self._gpu is not None and arch not in TRITON_ARCHES and arch not in _others(self._gpu):
+            raise ValueError(f"architecture {arch!r}: Triton {triton.__version__} does not know it")
+        self._workers = _Workers(arch)
+        if self._gpu is None and not triton.knobs.runtime.interpret:
+            raise KernelError(
+                "Triton kernels need a GPU; to interpret them on a CPU, set TRITON_INTERPRET=1 at the start"
+            )
+
+    def versions(self) -> Mapping[str, str]:
+        versions = {"triton": triton.__version__}
+        if self._gpu is not None:
+            from triton._C.libtriton import get_cache_invalidating_env_vars
+            from triton.compiler.compiler import make_backend
+
+            versions["backend"] = make_backend(self._gpu).hash()  # the assembler's version, for one
+            versions["environment"] = json.dumps(get_cache_invalidating_env_vars(), sort_keys=True)
+        return versions
+
+    def mismatch(self, versions: Mapping[str, str]) -> str | None:
+        here = self.versions()
+        if versions.get("triton") != here["triton"]:  # launches pass arguments as the version that built expects
+            return f"it was built by Triton {versions.get('triton')}, and Triton {here['triton']} is installed here"
+        differing = next((name for name in here if versions.get(name) != here[name]), None)
+        if differing is None:
+            return None
+        there, now = (" ".join(str(each.get(differing)).split()) for each in (versions, here))
+        return f"Triton's {differing} was {there} where it was built, and is {now} here"
+
+    def build(self, spec: KernelSpec, source: Path) -> Mapping[str, Any]:
+        if self._gpu is None:
+            try:
+                compile(source.read_text(encoding="utf-8"), source.name, "exec")
+            except SyntaxError as error:
+                raise BuildFailure(str(error), str(error), script("build_python", spec, source)) from error
+            return {}
+        answer = self._workers.ask(self._question(spec, source))
+        if "error" in answer:
+            raise BuildFailure(answer["error"], answer["log"], self._script(spec, source))
+        report: Mapping[str, Any] = answer["report"]
+        return report
+
+    def end_builds(self) -> None:
+        self._workers.close()
+
+    def accompany(self, built: Sequence[tuple[KernelSpec, Entry]], directory: Path) -> None:
+        if self._gpu is None or self._gpu.backend != "cuda":
+            return
+        directory.mkdir()
+        kernels = [
+            {
+                **self._question(spec, entry.source),
+                "digest": spec.digest,
+                "triton_key": entry.report["triton_key"],
+            }
+            for spec, entry in built
+        ]
+        answer = self._workers.ask({"modules": str(directory), "kernels": kernels})
+        self._workers.close()
+        if "error" in answer:
+            shutil.rmtree(directory)
+            _log.warning("Triton's launcher cannot be built, so the bundle needs a C compiler: %s", answer["error"])
+
+    def load(self, spec: KernelSpec, entry: Entry) -> TritonKernel:
+        if self._gpu is not None and triton.knobs.runtime.interpret:
+            raise RuntimeError("this process interprets Triton kernels: it was started with TRITON_INTERPRET=1")
+        function = getattr(_import(entry), spec.name)
+        if self._gpu is not None:
+            with _loading, modules_from(self.modules, spec.digest):
+                here = triton.runtime.driver.active.get_current_target()
+                if (here.backend, here.arch) != (self._gpu.backend, self._gpu.arch):
+                    raise RuntimeError(f"it is for {self.arch}, and the GPU here is {here.backend} {here.arch}")
+                _load_binary(function, spec, _options(spec, self._gpu), entry)
+        return TritonKernel(spec, entry.source, function, _options(spec, self._gpu))
+
+    def _question(self, spec: KernelSpec, source: Path) -> dict[str, Any]:
+        return {
+            "source": str(source),
+            "name": spec.name,
+            "arguments": [[each.dtype, each.is_pointer] for each in spec.arguments],
+            "options": _options(spec, self._gpu),
+        }
+
+    def _script(self, spec: KernelSpec, source: Path) -> str:
+        stand_ins = (
+            f'MockTensor("{str(torch_dtype(each.dtype)).removeprefix("torch.")}")'
+            if each.is_pointer
+            else repr(stand_in(each.dtype, is_pointer=False))
+            for each in spec.arguments
+        )
+        context = {"gpu": repr(self._gpu), "arguments": ", ".join(stand_ins), "options": _options(spec, self._gpu)}
+        return script("build_triton", spec, source, **context)
+
+
+class TritonKernel(BuiltKernel):
+    """A function of a rendered module, for tensors at multiples of 16 bytes."""
+
+    def __init__(self, spec: KernelSpec, source: Path, function: Any, options: Mapping[str, Any]):
+        super().__init__(spec, source)
+        self._function, self._options = function, options
+        self._is_interpreted = triton.knobs.runtime.interpret
+
+    def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        if 0 in grid:
+            return
+        try:
+            if self._is_interpreted and not all(map(_takes, self.spec.arguments, arguments)):
+                raise RuntimeError(_NOT_BUILT_FOR)  # as it is on a GPU, where the interpreter would not mind
+            self._function[grid](*arguments, **self._options)
+        except Exception as error:
+            context = {"grid": grid, "arguments": made_up(arguments), "options": self._options}
+            context["interpreted"] = triton.knobs.runtime.interpret
+            text = script("launch_triton", self.spec, self.source, **context)
+            cause = _of_numpy(error) if triton.knobs.runtime.interpret else error
+            raise launch_error(self.spec, self.source, arguments, cause, text) from error
+
+
+def _takes(argument: Argument, value: Any) -> bool:
+    """Whether a kernel that is built for the declared ``argument`` takes this ``value``."""
+    if argument.is_pointer:
+        is_right = isinstance(value, Tensor) and value.dtype == torch_dtype(argument.dtype)
+        return is_right and value.data_ptr() % _ALIGNMENT == 0
+    if argument.dtype == "i32":
+        return type(value) is int and -(1 << 31) <= value < 1 << 31
+    return type(value) is float
+
+
+def _of_numpy(error: Exception) -> Exception:
+    """In plain words where Triton 3.6's interpreter, and maybe others, asks for what NumPy 2.4 does not do any more."""
+    if "only 0-dimensional arrays can be converted to Python scalars" not in str(error):
+        return error
+    versions = f"Triton {triton.__version__} does not work with NumPy {numpy.__version__}"
+    return RuntimeError(f"the interpreter of {versions}: install a newer Triton, or numpy<2.4")
+
+
+def _others(gpu: GPUTarget) -> set[str]:
+    """What the installed Triton builds for beside :data:`TRITON_ARCHES`: of NVIDIA's what its assembler names."""
+    if gpu.backend != "cuda":
+        return {"gfx906", "gfx908", "gfx90a", "gfx950"}
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    said = subprocess.run([get_ptxas(gpu.arch).path, "--help"], capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"'(sm_\d+)'", said))
+
+
+def _options(spec: KernelSpec, gpu: GPUTarget | None) -> dict[str, Any]:
+    """A spec counts warps of 32 threads; where they have 64, half as many make as many threads."""
+    options = {**_OPTIONS, **spec.options}
+    if gpu is not None and gpu.warp_size == 64 and "num_warps" in options:
+        options["num_warps"] = max(1, options["num_warps"] // 2)
+    return options
+
+
+def _import(entry: Entry) -> ModuleType:
+    """The rendered module, under a name that tells our kernels from a user's own; no bytecode is left beside it."""
+    module = ModuleType(f"{_PACKAGE}.{entry.directory.name}")
+    exec(compile(entry.source.read_text(encoding="utf-8"), str(entry.source), "exec"), module.__dict__)
+    return module
+
+
+def _load_binary(function: Any, spec: KernelSpec, options: Mapping[str, Any], entry: Entry) -> None:
+    """Brings the built binary onto the GPU, through the just-in-time compiler's own way in."""
+    _forbid_compiling()
+    stand_ins = [stand_in(each.dtype, each.is_pointer) for each in spec.arguments]
+    with triton.knobs.cache.scope(), _loading_allowed():
+        triton.knobs.cache.manager_class = FlatCache.at(entry.directory, entry.report["triton_key"])
+        compiled = function.warmup(*stand_ins, grid=(1,), **options)
+    try:
+        compiled.run  # noqa: B018 (puts it on the GPU now; else the first launch would)
+    except TritonError as error:  # what it takes of a multiprocessor is more than this one has
+        raise RuntimeError(str(error)) from error
+
+
+class _Permission(threading.local):
+    given = False
+
+
+_permission = _Permission()
+_is_forbidden = False
+
+
+@contextlib.contextmanager
+def _loading_allowed() -> Iterator[None]:
+    _permission.given = True
+    try:
+        yield
+    finally:
+        _permission.given = False
+
+
+def _forbid_compiling() -> None:
+    """From now on the just-in-time compiler makes none of our kernels by itself; other people's as before."""
+    global _is_forbidden
+    if _is_forbidden:
+        return
+    _is_forbidden = True
+    earlier = triton.knobs.runtime.jit_cache_hook
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["fn"].module.startswith(f"{_PACKAGE}.") and not _permission.given:
+            raise RuntimeError(_NOT_BUILT_FOR)
+        return earlier(*args, **kwargs) if earlier is not None else None
+
+    triton.knobs.runtime.jit_cache_hook = hook
+
+
+class _Worker(NamedTuple):
+    """A process, and a file for all that compilers print there."""
+
+    process: subprocess.Popen[str]
+    printed: IO[bytes]
+
+    def end(self) -> None:
+        self.process.communicate()
+        self.printed.close()
+
+
+class _Workers:
+    """Worker processes for one architecture, started when needed and used again; each serves one thread at a time."""
+
+    def __init__(self, arch: str):
+        self._arch = arch
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+
+    def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Its answer; an ``error`` comes with a ``log``, of what compilers printed too."""
+        try:
+            worker = self._idle.get_nowait()
+        except queue.Empty:
+            worker = self._start()
+        process, descriptor = worker.process, worker.printed.fileno()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        before, line = os.fstat(descriptor).st_size, ""
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+        else:
+            process.wait()
+            said = f"the compiling process ended with status {process.returncode}"
+            answer = {"error": said, "log": f"{said}\n{json.dumps(question)}"}
+        if "error" in answer:
+            # read at a place, since the process writes to the same open file
+            printed = os.pread(descriptor, os.fstat(descriptor).st_size - before, before).decode(errors="replace")
+            answer["log"] = f"{answer['log']}\n{printed}"
+        if line:
+            self._idle.put(worker)
+        else:
+            worker.end()
+        return answer
+
+    def close(self) -> None:
+        """Ends them; the next question starts new ones."""
+        while True:
+            try:
+                self._idle.get_nowait().end()
+            except queue.Empty:
+                return
+
+    def _start(self) -> _Worker:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(each) for each in sys.path)}
+        environment.pop("TRITON_INTERPRET", None)
+        # -P: what lies in the working directory must not stand in for a module; it is on the path above where it was
+        # here. A session of its own: Ctrl-C is for the process that asked, and when that ends, so does its worker.
+        command = [sys.executable, "-P", "-m", "fastgen.compile.build.triton_worker", self._arch]
+        pipe = subprocess.PIPE
+        printed = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process runs)
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=printed, text=True, env=environment, start_new_session=True
+        )
+        return _Worker(process, printed)

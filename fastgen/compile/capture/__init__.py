@@ -1,0 +1,1 @@
+"""Records steps and replays them: CUDA graphs on a GPU, tapes elsewhere."""

@@ -1,0 +1,136 @@
+"""Capture and replay of whole steps: CUDA graphs on a GPU, tapes elsewhere. Mechanism, no policy.
+
+A step is a function without arguments or result that reads and writes static buffers only, so that a replay is the same
+step on whatever the buffers hold by then. Its intermediate results lie in one pool that all captures of an engine
+share: capture the largest first, and read nothing of a step but its static buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from fastgen.compile.build.cpp import CppKernel
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.capture.arena import Arena
+from fastgen.compile.capture.tape import Tape, record, tape_spec
+from fastgen.errors import CaptureError
+
+
+class Graph(Protocol):
+    """A captured step."""
+
+    name: str
+
+    def replay(self) -> None:
+        """Runs it; on a GPU on the current stream. Raises :class:`CaptureError` after :meth:`close`."""
+
+    def close(self) -> None:
+        """Gives back what it holds, its part of the pool aside."""
+
+
+class GraphPool:
+    """The captured steps of one engine, which runs on ``device`` with the kernels of ``loader``. Off the GPU their
+    intermediate results are expected to take ``expected_bytes``."""
+
+    def __init__(self, device: torch.device, loader: KernelLoader, *, expected_bytes: int = 0):
+        self._device, self._fence = device, loader.fence
+        self._graphs: list[Graph] = []
+        self._arena = Arena(0 if device.type == "cuda" else expected_bytes)
+        self._runner: CppKernel | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
+        elif loader.builder.target == "cpp":
+            runner = loader.load(tape_spec())
+            assert isinstance(runner, CppKernel)
+            self._runner = runner
+
+    def capture(self, name: str, step: Callable[[], None]) -> Graph:
+        """Runs ``step`` once, so that all it makes at its first call is there, and captures it.
+
+        Within the capture nothing is computed and the garbage collector stands still. If this fails, nothing is kept.
+        Raises :class:`KernelError` behind a closed fence, :class:`CaptureError` for a step that cannot be captured, and
+        what ``step`` raises.
+        """
+        self._fence.check("capture", name)
+        graph: Graph
+        if self._device.type == "cuda":
+            graph = self._capture_cuda(name, step)
+        else:
+            step()
+            graph = self.record(name, step)
+        self._graphs.append(graph)
+        return graph
+
+    def record(self, name: str, step: Callable[[], None]) -> Tape:
+        """The tape that capturing ``step`` would make now, off the GPU, to compare with one that was captured.
+
+        Needs no open fence, runs nothing, and belongs to the caller.
+        """
+        with _standing_collector():
+            return record(name, step, self._arena, self._runner)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the intermediate results of steps, off the GPU."""
+        return self._arena.size_bytes
+
+    def close(self) -> None:
+        """Closes every captured step."""
+        for graph in self._graphs:
+            graph.close()
+        self._graphs.clear()
+
+    def _capture_cuda(self, name: str, step: Callable[[], None]) -> _CudaGraph:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            step()
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()  # what the step left: the capture gets memory of its own
+            with _standing_collector():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    step()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # an invalid capture ends with one
+                        graph.capture_end()
+                    graph.reset()
+                    raise
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        return _CudaGraph(name, graph)
+
+
+class _CudaGraph:
+    def __init__(self, name: str, graph: torch.cuda.CUDAGraph):
+        self.name = name
+        self._graph: torch.cuda.CUDAGraph | None = graph
+
+    def replay(self) -> None:
+        if self._graph is None:
+            raise CaptureError(f"{self.name} is replayed after it was closed")
+        self._graph.replay()
+
+    def close(self) -> None:
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = None
+
+
+@contextlib.contextmanager
+def _standing_collector() -> Iterator[None]:
+    """A collection would free memory, and on a GPU call its driver, in the middle of a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""The machine: its device, its threads, its memory pages."""

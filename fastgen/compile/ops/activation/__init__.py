@@ -1,0 +1,1 @@
+"""Activations of feed-forward layers, gated or not."""

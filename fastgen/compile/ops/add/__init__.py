@@ -1,0 +1,1 @@
+"""Sums of a stream and a branch."""

@@ -1,0 +1,1 @@
+"""Writes keys and values to the paged cache."""

@@ -1,0 +1,1 @@
+"""What latent attention does between its projections."""

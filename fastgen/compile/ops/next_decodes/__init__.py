@@ -1,0 +1,1 @@
+"""The inputs of a decode step that follows another."""

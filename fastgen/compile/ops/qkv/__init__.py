@@ -1,0 +1,1 @@
+"""From the projections to attention: norms, rotation and the cache write."""

@@ -1,0 +1,270 @@
+"""Sampling on a CPU: the reference of :mod:`fastgen.compile.ops.sampling.reference` by one C++ kernel.
+
+Penalties and biases come as short lists of tokens, and masks as bits, so that a row costs what is done to it: a greedy
+one a single read of its logits. Filters find their thresholds without sorting, and noise is drawn only for tokens that
+could still win.
+
+What agrees with the reference exactly: adjusted and tempered scores, what top-k keeps, every random bit, the order of
+steps, the lowest id first among equals. What may differ in fp32's last digits, being summed in another order or by
+another exponential or logarithm: the weights that top-p sums, min-p's threshold (compared as a logarithm), noise,
+log-probabilities. So a token is the same where what decided had a margin, of about 1e-5. A row's result is bitwise
+the same in any company and on any number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastgen.compile.build.builder import Kernel
+from fastgen.compile.ops.sampling.reference import RowStatus
+from fastgen.compile.spec import Argument, KernelSpec
+
+_FP32 = torch.finfo(torch.float32)
+_NO_MASKS = torch.empty(0, dtype=torch.int32)
+_SLICE = 1 << 15
+_MAX_SLICES = 64
+_MOST_LANES = 16
+_NUM_REALS, _NUM_INTEGERS = 6, 11  # columns, in the order of the template's enumerations
+_POSITION = 2  # among the integers
+
+Uses = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""Ids of tokens, each once, and of each twice how often it was generated, plus 1 where it stands in the prompt."""
+Biases = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""Ids of tokens, each once, and what is added to their scores; −inf forbids."""
+Mask = NDArray[np.int32]
+"""``[⌈V/32⌉]``: bit ``i % 32`` of word ``i // 32`` is 0 where token ``i`` is forbidden. Bits behind the last are 0."""
+NO_USES: Uses = (np.empty(0, np.int32), np.empty(0, np.int32))
+NO_BIASES: Biases = (np.empty(0, np.int32), np.empty(0, np.float32))
+
+
+def sampling_spec(arch: str, *, slice_size: int = _SLICE, needed_by: tuple[str, ...] = ()) -> KernelSpec:
+    """The C++ kernel for :class:`SamplingKernel`, of any vocabulary. Threads may share a row by slices of so many
+    tokens, a multiple of 1024.
+    """
+    if slice_size % 1024:
+        raise ValueError(f"slice_size={slice_size}: expected a multiple of 1024")
+    failures = {"not_finite": int(RowStatus.NOT_FINITE), "nothing_left": int(RowStatus.NOTHING_LEFT)}
+    return KernelSpec(
+        "sampling",
+        "cpp",
+        {"slice": slice_size, "max_slices": _MAX_SLICES, "arch": arch, **failures},
+        (
+            Argument("logits", "fp32", "in"),
+            Argument("reals", "fp32", "in"),
+            Argument("integers", "i64", "in"),
+            Argument("use_ids", "i32", "in"),
+            Argument("uses", "i32", "in"),
+            Argument("bias_ids", "i32", "in"),
+            Argument("biases", "fp32", "in"),
+            Argument("masks", "i32", "in"),
+            Argument("token_ids", "i64", "out"),
+            Argument("logprobs", "fp32", "out"),
+            Argument("top_ids", "i64", "out"),
+            Argument("workspaces", "fp32", "out"),
+            *(
+                Argument(name, "i64", "scalar")
+                for name in ("num_rows", "vocab_size", "num_workspaces", "workspace_size")
+            ),
+        ),
+        needed_by=needed_by,
+    )
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """How a row is sampled, as :class:`~fastgen.compile.ops.sampling.reference.Draws` and ``Adjustments`` say.
+
+    ``seed`` is any integer, of which 64 bits count; ``top_k`` 0 keeps all. Unless ``num_top`` is ``None``, the
+    log-probabilities of the row's token and of so many of the likeliest are wanted.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    sequence_index: int = 0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    num_top: int | None = None
+
+    @cached_property
+    def reals(self) -> tuple[float, ...]:
+        """The kernel's columns, kept to what fp32 can hold as the reference does."""
+        return (
+            min(max(self.temperature, _FP32.tiny), _FP32.max) if self.temperature > 0 else 0.0,
+            1 - self.top_p,
+            math.log(self.min_p) if self.min_p > 0 else -math.inf,
+            min(max(self.repetition, _FP32.tiny), _FP32.max),
+            self.presence,
+            self.frequency,
+        )
+
+    @cached_property
+    def seed_bits(self) -> int:
+        """The seed modulo 2**64, as the signed number with the same bits."""
+        return (self.seed + 2**63) % 2**64 - 2**63
+
+
+class SampledRow(NamedTuple):
+    """A row of logits: how it is sampled, for which position, and which tokens are penalised, biased and allowed."""
+
+    sampling: RowSampling
+    position: int
+    uses: Uses = NO_USES
+    biases: Biases = NO_BIASES
+    mask: Mask | None = None
+
+
+class RowLogprobs(NamedTuple):
+    """Log-probabilities under a row's raw logits: the token's, then of the likeliest, with their ids, in order."""
+
+    values: list[float]
+    token_ids: list[int]
+
+
+def sampling_bytes(vocab_size: int, *, max_rows: int, max_threads: int) -> int:
+    """What a :class:`SamplingKernel` holds: its threads' workspaces, and rows of parameters, greedy ones and others."""
+    numel = _workspace_numel(vocab_size, -(-vocab_size // _SLICE))
+    return 4 * max_threads * numel + max_rows * (8 + 2 * (4 * _NUM_REALS + 8 * _NUM_INTEGERS))
+
+
+def _workspace_numel(vocab_size: int, num_slices: int) -> int:
+    """Lists of scores: as adjusted, and two for filters, with room behind each slice; and the maxima of columns."""
+    return 3 * (vocab_size + 4 * _MOST_LANES * num_slices) + vocab_size // 64 + _MOST_LANES
+
+
+class SamplingKernel:
+    """Samples up to ``max_rows`` rows of ``vocab_size`` logits by a kernel of :func:`sampling_spec`.
+
+    ``max_threads`` of the pool take part; for each there is a workspace of ``12 · vocab_size`` bytes and a little more.
+    """
+
+    def __init__(self, kernel: Kernel, vocab_size: int, *, max_rows: int, max_threads: int):
+        slice_size = kernel.spec.parameters["slice"]
+        assert isinstance(slice_size, int)
+        num_slices = -(-vocab_size // slice_size)
+        if num_slices > _MAX_SLICES:
+            raise ValueError(f"vocab_size={vocab_size}: the kernel takes up to {_MAX_SLICES * slice_size}")
+        self.vocab_size, self.max_rows = vocab_size, max_rows
+        self._kernel = kernel
+        self._workspaces = torch.empty(max_threads, _workspace_numel(vocab_size, num_slices))
+        self.token_ids = torch.zeros(max_rows, dtype=torch.int64)
+        """``[R]``: what was chosen last, or ``-status``."""
+        self._found = self.token_ids.numpy().data
+        greedy = RowSampling()
+        self._greedy = (
+            torch.tensor([greedy.reals] * max_rows),
+            torch.tensor([_integers(SampledRow(greedy, 0), 0, 0, 0, 0)] * max_rows),
+            *_end_to_end([], NO_USES),
+            *_end_to_end([], NO_BIASES),
+            _NO_MASKS,
+        )
+        self._no_logprobs = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        self._held_reals, self._held_integers = self._greedy[0].clone(), self._greedy[1].clone()
+
+    def greedy(self, logits: Tensor) -> list[int]:
+        """The likeliest token of each row of ``logits [R, V]`` fp32, or ``-status`` of its :class:`RowStatus`."""
+        self._launch(logits, *self._greedy, *self._no_logprobs)
+        return self.chosen(len(logits))
+
+    def __call__(self, logits: Tensor, rows: Sequence[SampledRow]) -> tuple[list[int], list[RowLogprobs | None]]:
+        """For each row of ``logits [R, V]`` fp32 its token, or ``-status`` where its :class:`RowStatus` is not OK; and
+        where it asks, and has a token, log-probabilities. Every id in ``rows`` must be below the vocabulary's size.
+        """
+        integers, first_use, first_bias, first_logprob = [], 0, 0, 0
+        masks: list[Mask] = []
+        for row in rows:
+            first_mask = len(masks) * -(-self.vocab_size // 32)
+            integers.append(_integers(row, first_use, first_bias, first_mask, first_logprob))
+            if row.mask is not None:
+                masks.append(row.mask)
+            first_use += len(row.uses[0])
+            first_bias += len(row.biases[0])
+            first_logprob += 0 if row.sampling.num_top is None else 1 + row.sampling.num_top
+        logprobs = self._no_logprobs
+        if first_logprob:
+            logprobs = torch.empty(first_logprob), torch.empty(first_logprob, dtype=torch.int64)
+        self._launch(
+            logits,
+            torch.from_numpy(np.array([row.sampling.reals for row in rows], np.float32)),
+            torch.from_numpy(np.array(integers, np.int64)),
+            *_end_to_end([row.uses for row in rows if row.uses is not NO_USES], NO_USES),
+            *_end_to_end([row.biases for row in rows if row.biases is not NO_BIASES], NO_BIASES),
+            torch.from_numpy(np.concatenate(masks)) if masks else _NO_MASKS,
+            *logprobs,
+        )
+        token_ids = self.chosen(len(rows))
+        found: list[RowLogprobs | None] = [None] * len(rows)
+        if first_logprob:
+            values, top_ids = (each.tolist() for each in logprobs)
+            end = 0
+            for index, row in enumerate(rows):
+                if row.sampling.num_top is not None:
+                    begin, end = end, end + 1 + row.sampling.num_top
+                    if token_ids[index] >= 0:
+                        found[index] = RowLogprobs(values[begin:end], top_ids[begin:end])
+        return token_ids, found
+
+    def hold(self, rows: Sequence[SampledRow]) -> None:
+        """Keep ``rows``, without uses, biases, masks and log-probabilities, for :meth:`sample_held`."""
+        assert all(each.mask is None and each.sampling.num_top is None for each in rows)
+        assert not any(len(each.uses[0]) + len(each.biases[0]) for each in rows)
+        self._held_reals[: len(rows)] = torch.tensor([row.sampling.reals for row in rows])
+        self._held_integers[: len(rows)] = torch.tensor([_integers(row, 0, 0, 0, 0) for row in rows])
+
+    def held_positions(self, num_rows: int) -> Tensor:
+        """``[R]`` i64: the positions of the first rows held, which may be changed."""
+        return self._held_integers[:num_rows, _POSITION]
+
+    def sample_held(self, logits: Tensor) -> None:
+        """A token for each row of ``logits [R, V]`` by the rows held, left in :attr:`token_ids`. May be recorded."""
+        self._launch(logits, self._held_reals, self._held_integers, *self._greedy[2:], *self._no_logprobs)
+
+    def _launch(self, logits: Tensor, *given: Tensor) -> None:
+        num_rows, vocab_size = logits.shape
+        if vocab_size != self.vocab_size or num_rows > self.max_rows or not logits.is_contiguous():
+            made_for = f"made for at most {self.max_rows} x {self.vocab_size}, contiguous"
+            raise ValueError(f"logits {tuple(logits.shape)}, strides {logits.stride()}: {made_for}")
+        *settings, logprobs, top_ids = given
+        num_workspaces, workspace_size = self._workspaces.shape
+        outputs = (self.token_ids, logprobs, top_ids, self._workspaces)
+        self._kernel((), logits, *settings, *outputs, num_rows, vocab_size, num_workspaces, workspace_size)
+
+    def chosen(self, num_rows: int) -> list[int]:
+        """The tokens of the first rows of the last launch, or ``-status``."""
+        tokens: list[int] = self._found[:num_rows].tolist()
+        return tokens
+
+
+def _integers(row: SampledRow, first_use: int, first_bias: int, first_mask: int, first_logprob: int) -> tuple[int, ...]:
+    """A row's columns for the kernel."""
+    sampling = row.sampling
+    return (
+        min(sampling.top_k, 2**31),
+        sampling.seed_bits,
+        row.position,
+        sampling.sequence_index,
+        first_use,
+        len(row.uses[0]),
+        first_bias,
+        len(row.biases[0]),
+        -1 if row.mask is None else first_mask,
+        -1 if sampling.num_top is None else sampling.num_top,
+        first_logprob,
+    )
+
+
+def _end_to_end(lists: Sequence[Uses] | Sequence[Biases], none: Uses | Biases) -> tuple[Tensor, ...]:
+    columns = zip(*lists, strict=True) if lists else ((each,) for each in none)
+    return tuple(torch.from_numpy(np.concatenate(column)) for column in columns)

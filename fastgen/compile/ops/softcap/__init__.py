@@ -1,0 +1,1 @@
+"""Soft caps of logits."""

@@ -1,0 +1,1 @@
+"""Weight formats, and how weights are stored in them."""

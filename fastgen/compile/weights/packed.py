@@ -1,0 +1,220 @@
+"""A linear layer's weights in the order in which the ``cpp`` target's kernels read them."""
+
+from __future__ import annotations
+
+import sys
+from copy import copy
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastgen.compile.host.huge_pages import in_huge_pages
+from fastgen.compile.weights.formats import GROUP, Quantized, quantize_channels, quantize_groups
+from fastgen.errors import InvalidArgumentError
+
+WeightFormat = Literal["fp32", "bf16", "fp16", "bf16_pairs", "int8_weight_only", "int8", "int4"]
+"""``"bf16_pairs"``, ``"int8"`` and ``"int4"`` have their inputs rounded too; the others multiply in fp32."""
+PANELS = {"avx512bf16": 32, "avx512vnni": 32, "avx512": 32, "avx2": 16, "portable": 16}
+"""By instruction set, how many outputs' weights lie side by side."""
+LANES = {"avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
+"""By instruction set, how many 32-bit numbers a vector has."""
+ARCHES_WITH_PAIRS = ("avx512bf16",)
+"""Instruction sets that add two products of bf16 at once."""
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_pairs": torch.bfloat16, "fp16": torch.float16}
+_STEPS = {"bf16_pairs": 2, "int8": 4, "int4": GROUP}
+"""How many weights of one output lie together, where not one."""
+_SCALED = ("int8_weight_only", "int8")
+_MAX_IN_FEATURES = (2**31 - 1) // 127**2  # so that a sum of products of 8 bits has room in 32
+_PIECE = 4 << 20  # weights converted at a time
+
+
+def formats_of(arch: str) -> tuple[WeightFormat, ...]:
+    """Those that the instruction set has the arithmetic for."""
+    return tuple(each for each in get_args(WeightFormat) if each != "bf16_pairs" or arch in ARCHES_WITH_PAIRS)
+
+
+def matrix_format(plain: WeightFormat, arch: str) -> WeightFormat:
+    """What matrices of a model in ``plain`` are packed in that may have their inputs rounded to as many bits."""
+    return "bf16_pairs" if plain == "bf16" and arch in ARCHES_WITH_PAIRS else plain
+
+
+class PackedWeight:
+    """``weight [out_features, in_features]`` and ``bias [out_features]`` of one layer, packed for one instruction set,
+    or of ``num_groups`` alike, one after the other: of a head each, or an expert.
+
+    Written by rows as they come, from any float dtype, in pieces, so that next to the packed weights only the rows at
+    hand exist; where there are groups, each by itself (:meth:`group`). Rows and biases that were never written are
+    zero. The memory is the process's own, in huge pages where the system has them, and goes when the object and all
+    its tensors do.
+
+    ``panels`` holds bytes, ``[num_groups * num_panels, bytes]``, in the order that ``linear_float.cpp.j2`` and
+    ``linear_int.cpp.j2`` of ``templates/cpp`` describe; ``scale`` and ``bias`` fp32, one for each output, the padding
+    of each group's last panel included.
+    """
+
+    def __init__(
+        self, weight_format: WeightFormat, out_features: int, in_features: int, arch: str, *, num_groups: int = 1
+    ):
+        if weight_format not in get_args(WeightFormat):
+            raise InvalidArgumentError(f"weight format {weight_format!r}: expected {', '.join(get_args(WeightFormat))}")
+        most = _MAX_IN_FEATURES if weight_format == "int8" else sys.maxsize
+        if out_features < 1 or not 1 <= in_features <= most:
+            raise InvalidArgumentError(
+                f"a weight of {out_features} x {in_features} cannot be packed in {weight_format}"
+            )
+        self.format, self.arch = weight_format, arch
+        self.out_features, self.in_features, self.num_groups = out_features, in_features, num_groups
+        self._panel, self._lanes = PANELS[arch], LANES[arch]
+        num_panels = num_groups * -(-out_features // self._panel)
+        self._step = _STEPS.get(weight_format, 1)
+        panel_bytes = _panel_bytes(weight_format, in_features, self._panel)
+        self.panels = in_huge_pages(num_panels * panel_bytes).view(num_panels, -1)
+        self.scale = torch.zeros(num_panels * self._panel if weight_format in _SCALED else 0)
+        self.bias = torch.zeros(num_panels * self._panel)
+
+    @property
+    def size_bytes(self) -> int:
+        """What a forward pass reads."""
+        return self.panels.nbytes + self.scale.nbytes + self.bias.nbytes
+
+    def group(self, index: int) -> PackedWeight:
+        """One of the groups, as a weight of its own in the same memory."""
+        one, num_panels = copy(self), len(self.panels) // self.num_groups
+        one.num_groups = 1
+        one.panels = self.panels[index * num_panels : (index + 1) * num_panels]
+        outputs = slice(index * num_panels * self._panel, (index + 1) * num_panels * self._panel)
+        one.scale, one.bias = self.scale[outputs], self.bias[outputs]
+        return one
+
+    def write(self, start: int, rows: Tensor) -> None:
+        """Packs ``rows [n, in_features]`` as outputs ``start`` to ``start + n``. Raises ``ValueError``."""
+        end = start + len(rows)
+        if start < 0 or end > self.out_features or rows.shape[1:] != (self.in_features,):
+            raise ValueError(
+                f"rows {start} to {end} of {tuple(rows.shape[1:])} do not fit a weight of "
+                f"{self.out_features} x {self.in_features}"
+            )
+        piece = max(1, _PIECE // (self.in_features * self._panel)) * self._panel
+        while start < end:
+            place = start % self._panel
+            count = min(end - start, self._panel - place if place else piece)
+            if not place and count > self._panel:
+                count -= count % self._panel
+            self._write_piece(start, rows[:count])
+            start, rows = start + count, rows[count:]
+
+    def write_bias(self, start: int, bias: Tensor) -> None:
+        """``bias [n]`` of outputs ``start`` to ``start + n``. Raises ``ValueError``."""
+        if start < 0 or start + len(bias) > self.out_features or bias.ndim != 1:
+            raise ValueError(f"biases {start} to {start + len(bias)} of a layer with {self.out_features} outputs")
+        self.bias[start : start + len(bias)] = bias
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """The rows ``indices [n]`` of the weight as kernels see them, in fp32: ``[n, in_features]``. Nothing but these
+        rows is read."""
+        panels, outputs = indices // self._panel, indices % self._panel
+        if self.format == "int4":
+            return self._int4_rows(panels, outputs)[:, : self.in_features]
+        view = self._view(self.panels)
+        if self.format == "bf16":
+            pair, half = outputs // (2 * self._lanes), outputs // self._lanes % 2
+            return view[panels, pair, half, outputs % self._lanes].float()
+        values = view[panels, outputs].flatten(1)[:, : self.in_features]
+        if self.format not in _SCALED:
+            return values.float()
+        return (values ^ -128 if self.format == "int8" else values) * self.scale[indices].unsqueeze(1)
+
+    def _int4_rows(self, panels: Tensor, outputs: Tensor) -> Tensor:
+        """As :func:`unpack_nibbles` reads them."""
+        groups = self.panels.view(len(self.panels), -1, 18 * self._panel)
+        scale = groups.view(torch.float16)[panels, :, outputs].float()
+        both = groups[:, :, 2 * self._panel :].view(*groups.shape[:2], -1, 4, self._lanes, 4)
+        both = both[panels, :, outputs // self._lanes, :, outputs % self._lanes]
+        codes = torch.stack([both & 15, both >> 4], dim=2).to(torch.int8) - 8
+        return (codes.flatten(2) * scale.unsqueeze(2)).flatten(1)
+
+    def _write_piece(self, start: int, rows: Tensor) -> None:
+        """Writes whole panels, or a part of one."""
+        values = self._convert(rows)
+        panels = slice(start // self._panel, -(-(start + len(rows)) // self._panel))
+        if len(rows) % self._panel:
+            before, place = self._read(torch.tensor([panels.start])), slice(start % self._panel, None)
+            for old, new in zip(_tensors(before), _tensors(values), strict=True):
+                old[place][: len(rows)] = new
+            values = before
+        codes = values.codes if isinstance(values, Quantized) else values
+        if isinstance(values, Quantized) and self.format == "int4":
+            self.panels[panels] = pack_nibbles(codes, values.scale, self._lanes, self._panel)
+            return
+        if isinstance(values, Quantized):
+            self.scale.view(-1, self._panel)[panels] = values.scale.view(-1, self._panel)
+        if missing := -self.in_features % self._step:
+            codes = pad(codes, (0, missing))
+        if self.format == "int8":
+            codes = codes ^ -128
+        view = self._view(self.panels[panels])
+        view.copy_(codes.view(view.shape))
+
+    def _read(self, panels: Tensor) -> Tensor | Quantized:
+        """What :meth:`_convert` made of the rows of these panels."""
+        if self.format == "int4":
+            return unpack_nibbles(self.panels[panels], self._lanes, self._panel)
+        codes = self._view(self.panels[panels]).reshape(len(panels) * self._panel, -1)[:, : self.in_features]
+        if self.format in _FLOATS:
+            return codes
+        scale = self.scale.view(-1, self._panel)[panels].view(-1, 1)
+        return Quantized(codes ^ -128 if self.format == "int8" else codes, scale)
+
+    def _convert(self, rows: Tensor) -> Tensor | Quantized:
+        if self.format in _FLOATS:
+            return rows.to(_FLOATS[self.format])
+        return quantize_groups(rows) if self.format == "int4" else quantize_channels(rows)
+
+    def _view(self, panels: Tensor) -> Tensor:
+        """Bytes of panels as numbers that lie, read in order of the view, as in ``[outputs, in_features]``."""
+        count, panel, lanes = len(panels), self._panel, self._lanes
+        if self.format == "bf16":
+            return panels.view(torch.bfloat16).view(count, -1, panel // lanes // 2, lanes, 2).permute(0, 2, 4, 3, 1)
+        numbers = panels.view(_FLOATS.get(self.format, torch.int8))
+        return numbers.view(count, -1, panel, self._step).transpose(1, 2)
+
+
+def packed_bytes(
+    weight_format: WeightFormat, out_features: int, in_features: int, arch: str, *, num_groups: int = 1
+) -> tuple[int, int]:
+    """What a :class:`PackedWeight` holds, told without making one: bytes of ``panels``, and of ``scale`` and ``bias``
+    together."""
+    panel = PANELS[arch]
+    num_panels = num_groups * -(-out_features // panel)
+    num_vectors = 2 if weight_format in _SCALED else 1
+    return num_panels * _panel_bytes(weight_format, in_features, panel), 4 * num_vectors * num_panels * panel
+
+
+def _panel_bytes(weight_format: WeightFormat, in_features: int, panel: int) -> int:
+    step = _STEPS.get(weight_format, 1)
+    step_bytes = 18 if weight_format == "int4" else step * _FLOATS.get(weight_format, torch.int8).itemsize
+    return -(-in_features // step) * step_bytes * panel
+
+
+def pack_nibbles(codes: Tensor, scale: Tensor, lanes: int, panel: int) -> Tensor:
+    """Panels of int4, ``[n, bytes]``, of ``codes [n * panel, K]`` and ``scale [n * panel, K / 32]``."""
+    groups = scale.shape[1]
+    parts = (codes + 8).to(torch.uint8).view(-1, panel // lanes, lanes, groups, 2, 4, 4)
+    low, high = parts.permute(4, 0, 3, 1, 5, 2, 6).reshape(2, -1, groups, 16 * panel)
+    scales = scale.half().view(-1, panel, groups).transpose(1, 2).contiguous().view(torch.uint8)
+    return torch.cat([scales, low | high << 4], dim=2).flatten(1)
+
+
+def unpack_nibbles(panels: Tensor, lanes: int, panel: int) -> Quantized:
+    """The inverse of :func:`pack_nibbles`."""
+    grouped = panels.view(len(panels), -1, 18 * panel)
+    scales, both = grouped[:, :, : 2 * panel].contiguous().view(torch.float16), grouped[:, :, 2 * panel :]
+    parts = torch.stack([both & 15, both >> 4]).view(2, len(panels), -1, panel // lanes, 4, lanes, 4)
+    codes = parts.permute(1, 3, 5, 2, 0, 4, 6).reshape(len(panels) * panel, -1).to(torch.int8) - 8
+    return Quantized(codes, scales.transpose(1, 2).reshape(len(codes), -1).float())
+
+
+def _tensors(values: Tensor | Quantized) -> tuple[Tensor, ...]:
+    return (values.codes, values.scale) if isinstance(values, Quantized) else (values,)

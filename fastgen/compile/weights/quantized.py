@@ -1,0 +1,150 @@
+"""Weights in few bits beside activations in full: how the ``triton`` target's kernels and the reference keep them.
+
+Codes and scales are those of :mod:`fastgen.compile.weights.formats`, and for 8-bit floating point one scale for each
+output, which brings its largest weight to the format's largest number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from fastgen.compile.build.builder import Kernel
+from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
+from fastgen.compile.weights.formats import GROUP, WeightOnlyFormat, quantize_channels, quantize_groups
+
+CODES = {"int8_weight_only": "i8", "int4_weight_only": "u8", "fp8_weight_only": "u8"}
+"""By format, the short name of the dtype of what holds the codes."""
+SCALES = {"int8_weight_only": "fp32", "int4_weight_only": "fp16", "fp8_weight_only": "fp32"}
+"""By format, the short name of the scales' dtype."""
+_LARGEST_FP8 = 448.0
+_PIECE = 4 << 20  # weights widened at a time
+_BLOCK = 1024  # weights of a program, eight for each of its threads
+
+
+class QuantizedWeight:
+    """A weight ``[out, in]`` in few bits, written by rows as they come: next to it only a piece of the rows at hand is
+    ever held in full.
+
+    ``codes`` is ``[out, in]`` int8, or the bits of float8_e4m3 as uint8, or for 4 bits ``[out, in / 2]`` uint8, ``in``
+    padded to a multiple of 32: byte ``i`` of the 16 of a group has its feature ``i`` in the low half and ``i + 16`` in
+    the high one, plus 8. ``scale`` is fp32 ``[out]``, for 4 bits fp16 ``[out, in / 32]``.
+    """
+
+    def __init__(self, weight_format: WeightOnlyFormat, out_features: int, in_features: int, device: torch.device):
+        self.format, self.out_features, self.in_features = weight_format, out_features, in_features
+        if weight_format == "int4_weight_only":
+            groups = -(-in_features // GROUP)
+            self.codes = torch.empty(out_features, groups * GROUP // 2, dtype=torch.uint8, device=device)
+            self.scale = torch.empty(out_features, groups, dtype=torch.float16, device=device)
+            return
+        dtype = torch.int8 if weight_format == "int8_weight_only" else torch.uint8
+        self.codes = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.scale = torch.empty(out_features, dtype=torch.float32, device=device)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+    def write(self, start: int, rows: Tensor) -> None:
+        """Rounds ``rows [n, in]`` of any float dtype, which become outputs ``start`` to ``start + n``."""
+        step = max(1, _PIECE // self.in_features)
+        for first in range(0, len(rows), step):
+            codes, scale = self._quantized(rows[first : first + step].to(self.codes.device))
+            place = slice(start + first, start + first + len(codes))
+            self.codes[place], self.scale[place] = codes, scale
+
+    def rows(self, indices: Tensor | slice) -> Tensor:
+        """Those rows as they are worth, in fp32: ``[n, in]``."""
+        scale = self.scale[indices].float()
+        if self.format != "int4_weight_only":
+            return self.numbers(indices) * scale.unsqueeze(1)
+        grouped = self.numbers(indices).view(*scale.shape, GROUP) * scale.unsqueeze(2)
+        return grouped.flatten(1)[:, : self.in_features]
+
+    def numbers(self, indices: Tensor | slice) -> Tensor:
+        """What the codes of those rows stand for, before scales: fp32 ``[n, in]``, with 4 bits ``in`` padded."""
+        codes = self.codes[indices]
+        if self.format == "fp8_weight_only":
+            return codes.view(torch.float8_e4m3fn).float()
+        if self.format == "int8_weight_only":
+            return codes.float()
+        halves = codes.view(len(codes), -1, 1, GROUP // 2)
+        return torch.cat([halves & 15, halves >> 4], dim=2).flatten(1).float() - 8
+
+    def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales as they are kept."""
+        if self.format == "int8_weight_only":
+            rounded = quantize_channels(rows)
+            return rounded.codes, rounded.scale.flatten()
+        if self.format == "int4_weight_only":
+            groups = quantize_groups(rows)
+            low, high = (groups.codes + 8).to(torch.uint8).view(len(rows), -1, 2, GROUP // 2).unbind(2)
+            return (low | high << 4).flatten(1), groups.scale.half()
+        wide = rows.float()
+        scale = wide.abs().amax(1) / _LARGEST_FP8
+        codes = (wide / torch.where(scale == 0, 1.0, scale)[:, None]).to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8), scale
+
+
+def quantized(weight: Tensor, weight_format: WeightOnlyFormat) -> QuantizedWeight:
+    """``weight [out, in]`` of a float dtype, rounded to the format's values."""
+    stored = QuantizedWeight(weight_format, weight.shape[0], weight.shape[1], weight.device)
+    stored.write(0, weight)
+    return stored
+
+
+def quantized_bytes(weight_format: WeightOnlyFormat, out_features: int, in_features: int) -> int:
+    """What a :class:`QuantizedWeight` holds."""
+    return QuantizedWeight(weight_format, out_features, in_features, torch.device("meta")).size_bytes
+
+
+def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """``x Wᵀ + b``: ``x [T, in]``, ``bias [out]``; summed and returned in fp32, ``[T, out]``.
+
+    Scales of whole outputs are applied to the sums. Those of groups are applied to the weights, which are then rounded
+    to ``x``'s dtype.
+    """
+    wide, step = x.float(), max(1, _PIECE // weight.in_features)
+    out = torch.empty(len(x), weight.out_features, device=x.device)
+    for start in range(0, weight.out_features, step):
+        piece = slice(start, start + step)
+        if weight.format == "int4_weight_only":
+            out[:, piece] = linear(wide, weight.rows(piece).to(x.dtype).float())
+        else:
+            out[:, piece] = linear(wide, weight.numbers(piece)) * weight.scale[piece]
+    return out if bias is None else out.add_(bias)
+
+
+def dequantize_spec(
+    in_features: int, weight: WeightOnlyFormat, dtype: str, *, needed_by: tuple[str, ...] = ()
+) -> KernelSpec:
+    """The Triton kernel that lays a weight of ``in_features`` out whole, rounded to ``dtype``, for
+    :class:`DequantizeKernel`."""
+    block = min(_BLOCK, max(32, power_of_2(in_features)))
+    parameters: dict[str, Value] = {"IN": in_features, "weight": weight, "dtype": dtype}
+    return KernelSpec(
+        "dequantize",
+        "triton",
+        parameters | {"block": block, "tiles": -(-in_features // block)},
+        (
+            Argument("codes", CODES[weight], "in"),
+            Argument("scale", SCALES[weight], "in"),
+            Argument("out", dtype, "out"),
+        ),
+        {"num_warps": max(1, block // 256)},
+        needed_by=needed_by,
+    )
+
+
+class DequantizeKernel:
+    """Launches a kernel of :func:`dequantize_spec`."""
+
+    def __init__(self, kernel: Kernel):
+        self._kernel, self._tiles = kernel, kernel.spec.parameters["tiles"]
+
+    def __call__(self, weight: QuantizedWeight, out: Tensor) -> None:
+        """``out [out, in]``, contiguous."""
+        assert isinstance(self._tiles, int)
+        self._kernel((weight.out_features * self._tiles,), weight.codes, weight.scale, out)

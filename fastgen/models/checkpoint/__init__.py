@@ -1,0 +1,1 @@
+"""Finds, reads and loads the files of a checkpoint."""

@@ -1,0 +1,188 @@
+"""Finds a model's directory: on this machine, among the built-ins, or on the Hugging Face hub and in its cache."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from fastgen.errors import FastgenError, InvalidArgumentError, ModelNotFoundError
+from fastgen.models.checkpoint.builtins import BUILTINS
+from fastgen.models.checkpoint.files import WEIGHT_FILES, is_index, read_index, weights_entry
+
+logger = logging.getLogger(__name__)
+
+_SMALL_FILES = (
+    *("config.json", "generation_config.json", "fastgen.yaml"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+_AUTHENTICATE = "log in with `hf auth login`, or set HF_TOKEN to a token that may read it"
+
+
+def locate(model: str | Path, *, revision: str | None = None) -> Path:
+    """The directory that holds ``model``: config, tokenizer and weights.
+
+    ``model`` is a local directory, else the name of a built-in, else a hub id (``owner/name``), of which only the files
+    needed are downloaded, with the user's own token. Without a network the copy in the hub's cache is taken.
+    ``revision`` is a branch, tag or commit of a hub repository, and refused for anything else.
+
+    Raises :class:`ModelNotFoundError` saying what was tried and what to do.
+    """
+    if not isinstance(model, (str, Path)):
+        raise InvalidArgumentError(f"model is a directory, a built-in name or a hub id, not {model!r:.60}")
+    name = os.fspath(model)
+    directory = Path(os.path.expanduser(name))
+    if name and os.path.isdir(directory):
+        _refuse_revision(revision, f"{directory} is a local directory")
+        if not (directory / "config.json").is_file():
+            hidden = f" It hides the built-in {name!r}; rename it or run elsewhere." if name in BUILTINS else ""
+            raise ModelNotFoundError(f"{directory.absolute()}: a directory without a config.json, so no model.{hidden}")
+        return directory
+    if name in BUILTINS:
+        _refuse_revision(revision, f"{name} is built in")
+        return BUILTINS[name]
+    return _from_hub(name, revision)
+
+
+def _refuse_revision(revision: str | None, reason: str) -> None:
+    if revision is not None:
+        raise InvalidArgumentError(f"revision={revision!r} selects a version of a hub repository, but {reason}")
+
+
+def _from_hub(repository: str, revision: str | None) -> Path:
+    try:
+        files = _files_needed(repository, revision)
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=files))
+    except FastgenError:
+        raise
+    except Exception as error:  # the HTTP client's own classes, and huggingface_hub has changed its client
+        refusal = _refusal(repository, revision, error)
+        if refusal:
+            raise ModelNotFoundError(refusal + _did_you_mean(repository)) from error
+        return _from_cache(repository, revision, error)
+
+
+def _refusal(repository: str, revision: str | None, error: Exception) -> str | None:
+    """Why the hub will not give the repository, and what to do; ``None`` where it did not get to answer."""
+    nowhere_else = f"{_shown(repository)} is no directory on this machine, no built-in ({', '.join(BUILTINS)})"
+    if isinstance(error, HFValidationError):
+        is_file = " It is a file; give the directory it is in." if os.path.isfile(repository) else ""
+        return f"{nowhere_else}, and no hub id of the form owner/name.{is_file}"
+    page = f"{constants.ENDPOINT}/{repository}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"{page} has no revision {revision!r}: name a branch, a tag or a full commit hash."
+    if isinstance(error, GatedRepoError):
+        return f"{page} is gated: accept its terms there, then {_AUTHENTICATE}.{_cache_hint(repository, revision)}"
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if isinstance(error, RepositoryNotFoundError) or status == 401:  # the hub does not tell a stranger what is private
+        return (
+            f"{nowhere_else}, and {constants.ENDPOINT} shows no such repository ({_brief(error)}). It does not exist, "
+            f"or it is private: then {_AUTHENTICATE}.{_cache_hint(repository, revision)}"
+        )
+    if status == 403:
+        return f"{page} refuses access ({_brief(error)}): {_AUTHENTICATE}.{_cache_hint(repository, revision)}"
+    return None
+
+
+def _from_cache(repository: str, revision: str | None, error: Exception) -> Path:
+    """The hub's cached copy, after ``error`` kept the hub itself from answering."""
+    at = f" at revision {revision!r}" if revision else ""
+    tried = f"fetching it from {constants.ENDPOINT} failed ({_brief(error)})"
+    cached = _cached_snapshot(repository, revision)
+    if cached is None:
+        raise ModelNotFoundError(
+            f"{repository!r} is no directory on this machine and no built-in ({', '.join(BUILTINS)}); {tried}, and the "
+            f"cache {constants.HF_HUB_CACHE} holds no copy of it{at}. Connect to the network, with HF_HUB_OFFLINE not "
+            f"set; or point HF_HOME at a cache that has it; or give a local directory.{_did_you_mean(repository)}"
+        ) from error
+    missing = _missing_files(cached)
+    if missing:
+        raise ModelNotFoundError(
+            f"{repository!r}{at}: {tried}, and the copy in the cache is incomplete: {cached} lacks {missing}. "
+            f"Connect to the network, with HF_HUB_OFFLINE not set; the download goes on where it stopped."
+        ) from error
+    if not constants.HF_HUB_OFFLINE:  # else this is what was asked for
+        logger.warning("%s: %s; taking the copy in the cache, %s", repository, tried, cached)
+    return cached
+
+
+def _files_needed(repository: str, revision: str | None) -> list[str]:
+    siblings = HfApi().model_info(repository, revision=revision).siblings or []
+    names = {sibling.rfilename for sibling in siblings}
+    if "config.json" not in names:
+        raise ModelNotFoundError(
+            f"{constants.ENDPOINT}/{repository} has no config.json, so it is no model fastgen can read."
+        )
+    entry = weights_entry(names)
+    if entry is None:
+        raise ModelNotFoundError(
+            f"{constants.ENDPOINT}/{repository} holds no weights fastgen reads ({', '.join(WEIGHT_FILES)})."
+        )
+    weights = {entry}
+    if is_index(entry):
+        weights |= set(read_index(Path(hf_hub_download(repository, entry, revision=revision))).values())
+    return sorted(weights | _small_files(names))
+
+
+def _small_files(names: Collection[str]) -> set[str]:
+    at_root = {name for name in names if "/" not in name}
+    templates = {name for name in names if fnmatchcase(name, "additional_chat_templates/*.jinja")}
+    return templates | {name for name in at_root if any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)}
+
+
+def _cached_snapshot(repository: str, revision: str | None) -> Path | None:
+    try:
+        return Path(
+            snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns="config.json")
+        )
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _missing_files(snapshot: Path) -> str:
+    """What a snapshot lacks of config and weights, in words; empty where it is whole."""
+    present = {file.name for file in snapshot.iterdir() if file.is_file()}
+    if "config.json" not in present:
+        return "config.json"
+    entry = weights_entry(present)
+    if entry is None:
+        return "the weights"
+    if not is_index(entry):
+        return ""
+    shards = sorted(set(read_index(snapshot / entry).values()))
+    return ", ".join(shard for shard in shards if shard not in present)
+
+
+def _cache_hint(repository: str, revision: str | None) -> str:
+    cached = _cached_snapshot(repository, revision)
+    if cached is None or _missing_files(cached):
+        return ""
+    return f" An earlier copy is in the cache; HF_HUB_OFFLINE=1 uses it ({cached})."
+
+
+def _did_you_mean(name: str) -> str:
+    close = difflib.get_close_matches(name.lower().replace("_", "-"), BUILTINS, n=1, cutoff=0.75)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= 200 else f"{name[:200]}...")
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

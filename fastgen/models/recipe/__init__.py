@@ -1,0 +1,1 @@
+"""The recipe language: YAML with positions, a typed schema and expressions."""

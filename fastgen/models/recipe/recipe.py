@@ -1,0 +1,169 @@
+"""Recipes: reading one from its file, with what it extends, into the typed schema.
+
+Every mistake is a :class:`~fastgen.errors.RecipeError` that names file, line and node.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from fastgen.errors import RecipeError
+from fastgen.models.recipe.schema import RecipeSchema
+from fastgen.models.recipe.spelling import shown
+from fastgen.models.recipe.values import MAX_NAME, NAME, PATTERNS
+from fastgen.models.recipe.yaml_positions import MAX_SIZE_BYTES, NodePath, Tree, check_size, merge, parse_recipe_yaml
+
+MAX_EXTENDS: Final = 8
+
+FindByName = Callable[[str, frozenset[Path]], Path | None]
+"""Where the recipe of a name is, these files left aside; ``None`` if nowhere."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A recipe as its author means it: ``schema`` is what it says, ``tree`` where it says so, ``text`` its own file."""
+
+    schema: RecipeSchema
+    tree: Tree
+    file: Path
+    text: str
+    extends: str | None
+
+    @property
+    def name(self) -> str:
+        return self.schema.name
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return self.schema.architectures
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.name!r}, {str(self.file)!r})"
+
+
+def load_recipe(path: str | Path, *, find: FindByName | None = None) -> Recipe:
+    """Read the recipe in the file ``path``.
+
+    What it ``extends`` is looked for beside it, as ``<name>.yaml``, and then by ``find``: by default everywhere a
+    recipe can be (see :mod:`fastgen.models.registry.registry`). Raises :class:`~fastgen.errors.RecipeError`.
+    """
+    if find is None:
+        from fastgen.models.registry.registry import find_file_by_name  # the registry loads recipes itself
+
+        find = find_file_by_name
+    file = Path(path)
+    text = read_text(file)
+    own = parse_recipe_yaml(text, str(file))
+    tree = _with_inherited(own, file, find, {})
+    return Recipe(_validated(tree), tree, file, text, stated_name(own, "extends"))
+
+
+def read_text(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_SIZE_BYTES + 1)  # one more than allowed, and it is too large
+            size_bytes = max(len(content), os.fstat(stream.fileno()).st_size)
+        check_size(size_bytes, str(file))
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        message = f"is not UTF-8 text: {error.reason} at byte {error.start}"
+        raise RecipeError(message, file=str(file), line=line) from None
+    except (OSError, ValueError) as error:  # the second: a path with a NUL
+        raise RecipeError(
+            f"cannot be read: {getattr(error, 'strerror', None) or error}", file=ascii(str(file))[1:-1]
+        ) from None
+
+
+def stated_name(tree: Tree, key: str) -> str | None:
+    """The text at the top-level ``key``, ``None`` where the file has no such key."""
+    entry = tree.child(key)
+    if entry is None:
+        return None
+    if not isinstance(entry.value, str):
+        raise tree.error((key,), "must be the name of a recipe")
+    return entry.value
+
+
+def _with_inherited(tree: Tree, file: Path, find: FindByName, chain: Mapping[Path, str]) -> Tree:
+    """``tree`` merged over all it extends. ``chain`` are the files that led here, each with its recipe's name."""
+    parent_name = stated_name(tree, "extends")
+    if parent_name is None:
+        return tree
+    name = stated_name(tree, "name")
+    if name is None:
+        raise tree.error((), "a variant needs a `name` of its own")
+    chain = {**chain, file.resolve(): name}
+    if len(chain) > MAX_EXTENDS:
+        raise tree.error(("extends",), f"extends more than {MAX_EXTENDS} recipes in a row")
+    sibling = _sibling(file, parent_name)
+    parent = sibling if sibling and sibling.resolve() not in chain else find(parent_name, frozenset(chain))
+    if parent is None and parent_name in chain.values():
+        raise tree.error(("extends",), f"a recipe cannot extend itself: {' -> '.join([*chain.values(), parent_name])}")
+    if parent is None:
+        raise tree.error(("extends",), f"no recipe is called {shown(parent_name)}")
+    inherited = _with_inherited(parse_recipe_yaml(read_text(parent), str(parent)), parent, find, chain)
+    return merge(inherited, tree.without("extends"))
+
+
+def _sibling(file: Path, name: str) -> Path | None:
+    """The file called ``name`` beside ``file``, if it holds a recipe of that name."""
+    if len(name) > MAX_NAME or not re.fullmatch(NAME, name):
+        return None
+    candidate = file.with_name(f"{name}.yaml")
+    if not candidate.is_file():
+        return None
+    return candidate if stated_name(parse_recipe_yaml(read_text(candidate), str(candidate)), "name") == name else None
+
+
+def _validated(tree: Tree) -> RecipeSchema:
+    try:
+        return RecipeSchema.model_validate(tree.plain())
+    except ValidationError as error:
+        path, message = _located(error.errors(include_url=False)[0])
+        raise tree.error(path, message) from None
+
+
+def _located(error: ErrorDetails) -> tuple[NodePath, str]:
+    """The node one of pydantic's errors is about, and what is wrong with it."""
+    path: NodePath = tuple(str(part) for part in error["loc"] if part != "[key]")
+    match error["type"]:
+        case "unknown_key":
+            return (*path, str(error["ctx"]["key"])), error["msg"]
+        case "missing":
+            return path[:-1], f"the key {path[-1]!r} is missing"
+        case "value_error":
+            return path, str(error["ctx"]["error"])
+        case "model_type" | "dict_type":
+            return path, f"must be a mapping, not {_kind(error['input'])}"
+        case "tuple_type":
+            return path, f"must be a list, not {_kind(error['input'])}"
+        case "string_type":
+            return path, f"must be a text, not {_kind(error['input'])}"
+        case "bool_type":
+            return path, f"must be true or false, not {_kind(error['input'])}"
+        case "literal_error":
+            return path, f"must be {error['ctx']['expected']}, not {_kind(error['input'])}"
+        case "too_short":
+            return path, "is empty; name at least one"
+        case "too_long":
+            return path, f"has {len(error['input']):,} entries, at most {error['ctx']['max_length']}"
+        case "string_too_long":
+            length, most = len(error["input"]), error["ctx"]["max_length"]
+            return path, f"is too long: {length:,} characters, at most {most}"
+        case "string_pattern_mismatch":
+            return path, f"{shown(error['input'])} is not {PATTERNS[error['ctx']['pattern']]}"
+    return path, error["msg"]
+
+
+def _kind(value: object) -> str:
+    """The value, or of a whole list or mapping only that it is one."""
+    return "a list" if isinstance(value, tuple) else "a mapping" if isinstance(value, dict) else shown(value)

@@ -1,0 +1,1 @@
+"""Finds the recipe of an architecture."""

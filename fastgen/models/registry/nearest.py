@@ -1,0 +1,268 @@
+"""Which known recipe is nearest to a checkpoint: by what its weight map explains, not by what anything is called.
+
+A recipe is resolved against the checkpoint's configuration, in which a number may stand under another of its usual
+spellings, or in no key but in the tensors' shapes. Its tensors and the checkpoint's, indices of layers and experts
+folded, are then matched: those of one name and shape first, then those of one shape at the same depth, the nearest
+names first. Headers only, no weight is read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fastgen.errors import FastgenError
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.resolve.config_keys import HARMLESS, INERT
+from fastgen.models.resolve.resolve import mentioned_paths, resolve, unread_keys
+from fastgen.models.spec import ModelSpec, MoeSpec
+
+SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
+    "vocab_size": ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens", "padded_vocab_size", "vocab"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed", "dim", "model_dim", "embed_dim", "width", "emb_dim"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth", "num_blocks", "n_blocks"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "num_query_heads"),
+    "num_kv_heads": (
+        *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "n_kv_head", "kv_heads"),
+        *("multi_query_group_num", "num_query_groups"),
+    ),
+    "head_dim": ("head_dim", "d_head", "kv_channels", "attention_head_dim", "head_size", "dim_head", "d_kv"),
+    "max_positions": (
+        *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "context_length"),
+        *("n_ctx", "seq_length", "max_seq_length", "block_size", "model_max_length"),
+    ),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "mlp_dim", "ff_dim"),
+    "eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "eps", "epsilon"),
+    "activation": ("hidden_act", "activation_function", "hidden_activation", "activation", "act_fn", "mlp_activation"),
+    "theta": ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base", "theta"),
+    "tied": ("tie_word_embeddings", "tie_embeddings", "tied_embeddings", "share_embeddings", "weight_tying"),
+}
+"""What files call one and the same fact, by its meaning; the commonest spelling first."""
+
+_LAYER: Final = "{layer}"
+_EXPERT: Final = "{expert}"
+_INDEX: Final = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
+_WEIGHTS_OF_SCORE: Final = (1.0, 0.3, 0.3)  # of the structure, of names, of config keys
+_HINT_AT: Final = 0.5  # below this share of tensors the nearest recipe is of no help
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """How well ``recipe`` describes a checkpoint: ``explained`` of its ``num_tensors``; a larger ``score`` is nearer.
+
+    ``structure`` is the share of tensors, folded, that both have, of those that either has; ``names`` how alike these
+    are called. ``spec`` is what the recipe makes of the configuration, but of layers alike the first and the last only,
+    and one expert of each mixture; ``None`` where the recipe cannot read it.
+    """
+
+    recipe: Recipe
+    explained: int
+    num_tensors: int
+    score: float
+    structure: float
+    names: float
+    spec: ModelSpec | None
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """The tensors of one name but for indices."""
+
+    name: str
+    shape: Shape
+    count: int
+
+    @property
+    def depth(self) -> str:
+        return f"{self.name.count('{')} {self.name.endswith('.bias')}"
+
+
+def fold(name: str) -> str:
+    """``name`` with its first index as ``{layer}`` and its second as ``{expert}``."""
+    marks = iter((_LAYER, _EXPERT))
+    return _INDEX.sub(lambda found: next(marks, found[0]), name)
+
+
+def nearest_recipes(
+    config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Iterable[Recipe]
+) -> list[Nearness]:
+    """``recipes``, the nearest first, for a checkpoint with this ``config.json`` and tensors of these ``shapes``."""
+    found, sample = _folded(shapes), _sample(shapes)
+    known = _told_by_shapes(config, found)
+    measured = [_nearness(recipe, config, found, sample, known) for recipe in recipes]
+    return sorted(measured, key=lambda each: (-each.score, len(each.recipe.text), each.recipe.name))
+
+
+def hint(config: Mapping[str, Any], directory: Path | None, recipes: Iterable[Recipe]) -> str:
+    """What an error about an unknown architecture says of the nearest recipe and of the way to one of its own, in whole
+    sentences; empty where there is nothing to read.
+    """
+    if directory is None:
+        return ""
+    try:
+        best = next(iter(_nearest(config, directory, recipes)), None)
+    except (FastgenError, OSError):  # a broken checkpoint is told where it is asked for
+        return ""
+    advice = f"`fastgen recipe new {shlex.quote(str(directory))}` proposes a recipe for it."
+    if best is None or best.explained < _HINT_AT * best.num_tensors:
+        return advice
+    share = f"{best.explained:,} of its {best.num_tensors:,} tensors"
+    return f"The nearest known recipe is {best.recipe.name!r}, which explains {share}. {advice}"
+
+
+def suspicion(config: Mapping[str, Any], directory: Path, recipe: Recipe, recipes: Iterable[Recipe]) -> str:
+    """What to add to an error of ``recipe``, which the architecture chose: whose the tensors are if another's."""
+    try:
+        nearest = _nearest(config, directory, recipes)
+    except (FastgenError, OSError):
+        return ""
+    fitting = [
+        each for each in nearest if each.explained == each.num_tensors and each.structure == nearest[0].structure
+    ]
+    names = sorted(repr(each.recipe.name) for each in fitting)
+    if not names or repr(recipe.name) in names:
+        return ""
+    said = ", ".join(config.get("architectures") or [])
+    return (
+        f"; config.json says that this is {said}, but its tensors are those of another: they fit the recipes "
+        f"{', '.join(names)}. If it is one of these, pass its name as recipe="
+    )
+
+
+def _nearest(config: Mapping[str, Any], directory: Path, recipes: Iterable[Recipe]) -> list[Nearness]:
+    from fastgen.models.checkpoint.checkpoint import Checkpoint  # needs torch, which finding a recipe does not
+
+    shapes = {name: header.shape for name, header in Checkpoint.open(directory).tensors.items()}
+    return nearest_recipes(config, shapes, recipes)
+
+
+def translated(config: Mapping[str, Any], recipe: Recipe, known: Mapping[str, Any]) -> dict[str, Any]:
+    """``config``, and what the recipe asks for under a spelling that ``config`` does not have."""
+    mentioned = {path[0] for path in mentioned_paths(recipe)}
+    added: dict[str, Any] = {}
+    for meaning, spellings in SPELLINGS.items():
+        wanted = [key for key in spellings if key in mentioned and key not in config]
+        value = next((config[key] for key in spellings if config.get(key) is not None), known.get(meaning))
+        if value is not None and not any(key in mentioned and key in config for key in spellings):
+            added |= dict.fromkeys(wanted, value)
+    return {**config, **added}
+
+
+def _nearness(
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    found: list[_Folded],
+    sample: Mapping[int, int],
+    known: Mapping[str, Any],
+) -> Nearness:
+    total = sum(each.count for each in found)
+    mentioned = {path[0] for path in mentioned_paths(recipe)}
+    stated = {key for key in config if key not in INERT and key not in HARMLESS}
+    accounted = stated & (mentioned | set(recipe.schema.ignores.config))
+    keys = len(accounted) / max(1, len(stated | mentioned))
+    try:
+        content = translated(config, recipe, known)
+        unread = unread_keys(recipe, content)
+        spec = resolve(recipe, content, allow_config_keys=unread, only_layers=sample or None, most_experts=1)
+    except FastgenError:
+        return Nearness(recipe, 0, total, _WEIGHTS_OF_SCORE[2] * keys, 0.0, 0.0, None)
+    wanted = _described(spec, sample)
+    pairs = _pairs(found, wanted)
+    structure = len(pairs) / max(1, len(found) + len(wanted) - len(pairs))
+    names = sum(difflib.SequenceMatcher(None, one.name, other.name).ratio() for one, other in pairs)
+    names /= max(1, len(pairs))
+    score = structure, names, keys
+    explained = sum(min(one.count, other.count) for one, other in pairs)
+    return Nearness(
+        recipe,
+        explained,
+        total,
+        sum(weight * part for weight, part in zip(_WEIGHTS_OF_SCORE, score, strict=True)),
+        structure,
+        names,
+        spec,
+    )
+
+
+def _told_by_shapes(config: Mapping[str, Any], found: list[_Folded]) -> dict[str, Any]:
+    """What the tensors say, by its meaning in :data:`SPELLINGS`, for configurations that have no key of that meaning.
+
+    The embedding is the largest table outside of the layers. A head has an even share of the hidden size, unless the
+    attention's output is of another width; then some key has to say which.
+    """
+
+    def stated(meaning: str) -> int | None:
+        return next((config[key] for key in SPELLINGS[meaning] if type(config.get(key)) is int), None)
+
+    inside = [each for each in found if _LAYER in each.name]
+    tables = [each.shape for each in found if _LAYER not in each.name and len(each.shape) == 2]
+    told: dict[str, Any] = {}
+    if inside:
+        told["num_layers"] = Counter(each.count for each in inside if _EXPERT not in each.name).most_common(1)[0][0]
+    if tables:
+        told["vocab_size"], told["hidden_size"] = max(tables, key=math.prod)
+    hidden, heads = stated("hidden_size") or told.get("hidden_size"), stated("num_heads")
+    if hidden and heads and heads > 0:
+        shapes = {each.shape for each in inside}
+        sizes = [hidden // heads, *(value for value in config.values() if type(value) is int and value > 0)]
+        fitting = (size for size in sizes if {(hidden, heads * size), (heads * size, hidden)} & shapes)
+        told["head_dim"] = next(fitting, hidden // heads)
+    return told
+
+
+def _folded(shapes: Mapping[str, Shape]) -> list[_Folded]:
+    counts = Counter((fold(name), tuple(shape)) for name, shape in shapes.items())
+    return [_Folded(name, shape, count) for (name, shape), count in counts.items()]
+
+
+def _sample(shapes: Mapping[str, Shape]) -> dict[int, int]:
+    """Layers to look at, and how many each stands for: of neighbours whose tensors are alike the first and the last."""
+    tensors: dict[int, set[tuple[str, Shape]]] = defaultdict(set)
+    for name, shape in shapes.items():
+        if found := _INDEX.search(name):
+            tensors[int(found[0])].add((name[found.end() :], tuple(shape)))
+    sample: dict[int, int] = {}
+    for _, alike in itertools.groupby(sorted(tensors), key=tensors.__getitem__):
+        run = list(alike)
+        sample |= {run[0]: len(run)} if len(run) == 1 else {run[0]: len(run) // 2, run[-1]: (len(run) + 1) // 2}
+    return sample
+
+
+def _described(spec: ModelSpec, sample: Mapping[int, int]) -> list[_Folded]:
+    """The tensors of the whole model of which ``spec`` is the ``sample``. Those that parameters share count once."""
+    num_experts = max(
+        (part.router.weight.out_features for part in spec.parts() if isinstance(part, MoeSpec)), default=1
+    )
+    counts: Counter[tuple[str, Shape]] = Counter()
+    for name, shape in {each.names[0]: each.stored_shape for each in spec.tensors()}.items():
+        index, folded = _INDEX.search(name), fold(name)
+        layers = sample.get(int(index[0]), 1) if index else 1
+        counts[folded, shape] += layers * (num_experts if _EXPERT in folded else 1)
+    return [_Folded(name, shape, count) for (name, shape), count in counts.items()]
+
+
+def _pairs(found: list[_Folded], wanted: list[_Folded]) -> list[tuple[_Folded, _Folded]]:
+    """Tensors of both sides that may be the same, each in one pair."""
+    exact = {(each.name, each.shape): each for each in wanted}
+    pairs = [(each, exact.pop((each.name, each.shape))) for each in found if (each.name, each.shape) in exact]
+    taken = {each.name for each, _ in pairs}
+    by_place: dict[tuple[str, Shape], list[_Folded]] = defaultdict(list)
+    for each in exact.values():
+        by_place[each.depth, each.shape].append(each)
+    for one in found:
+        candidates = by_place[one.depth, one.shape] if one.name not in taken else []
+        if candidates:
+            best = max(candidates, key=lambda other: difflib.SequenceMatcher(None, one.name, other.name).ratio())
+            candidates.remove(best)
+            pairs.append((one, best))
+    return pairs

@@ -1,0 +1,1 @@
+"""Resolves a recipe and a config.json to a model spec."""

@@ -1,0 +1,217 @@
+"""Where resolving stands: a node of the recipe, what names mean there, and the tensors claimed so far."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from fastgen.errors import RecipeError
+from fastgen.models.recipe.expression_grammar import ExpressionError, Value
+from fastgen.models.recipe.expressions import Expression, Scope
+from fastgen.models.recipe.layout import Axes
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.recipe.spelling import shown
+from fastgen.models.recipe.yaml_positions import NodePath, Tree
+from fastgen.models.spec import LinearSpec, NodeRef, TensorSpec
+
+MAX_SIZE: Final = 2**31 - 1
+MAX_TENSORS: Final = 2**19
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node being resolved: where it stands in the recipe, what its names mean, and the prefix of its tensors."""
+
+    recipe: Recipe
+    path: NodePath
+    scope: Scope
+    prefix: str = ""
+
+    def __truediv__(self, key: str) -> Place:
+        return dataclasses.replace(self, path=(*self.path, key))
+
+    def within(self, prefix: str, **names: Value) -> Place:
+        """The same node, its tensors below ``prefix``, its expressions seeing ``names`` too."""
+        return dataclasses.replace(self, prefix=f"{self.prefix}{prefix}.", scope=self.scope.with_names(**names))
+
+    def ref(self) -> NodeRef:
+        return _ref(self.recipe.tree, self.path)
+
+    def error(self, message: str) -> RecipeError:
+        return self.recipe.tree.error(self.path, message)
+
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the mapping here, in the order in which they are written."""
+        value = self.recipe.tree.find(self.path).value
+        assert isinstance(value, Mapping)
+        return tuple(value)
+
+    def value(self, expression: Expression) -> Value:
+        try:
+            return expression.evaluate(self.scope)
+        except ExpressionError as error:
+            raise self.error(str(error)) from None
+
+    def wrong(self, expression: Expression, value: Value, wanted: str) -> RecipeError:
+        return self.error(f"must be {wanted}, but `{expression.text}` is {shown(value)}")
+
+    def size(self, expression: Expression, *, least: int = 1, most: int = MAX_SIZE) -> int:
+        value = self.value(expression)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.wrong(expression, value, f"an integer from {least} to {most}")
+        return value
+
+    def optional_size(self, expression: Expression) -> int | None:
+        """An integer, or none."""
+        return None if self.value(expression) is None else self.size(expression)
+
+    def number(self, expression: Expression) -> float:
+        value = self.value(expression)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+            raise self.wrong(expression, value, "a finite number")
+        return float(value)
+
+    def factor(self, expression: Expression) -> float:
+        """A number something is multiplied by: any but 0."""
+        value = self.number(expression)
+        if value == 0:
+            raise self.wrong(expression, value, "a number other than 0")
+        return value
+
+    def optional_cap(self, expression: Expression) -> float | None:
+        """A number above 0, or none."""
+        if self.value(expression) is None:
+            return None
+        value = self.number(expression)
+        if value <= 0:
+            raise self.wrong(expression, value, "a number above 0, or none")
+        return value
+
+    def flag(self, expression: Expression) -> bool:
+        value = self.value(expression)
+        if not isinstance(value, bool):
+            raise self.wrong(expression, value, "true or false")
+        return value
+
+    def text(self, expression: Expression) -> str:
+        value = self.value(expression)
+        if not isinstance(value, str):
+            raise self.wrong(expression, value, "a text")
+        return value
+
+
+@lru_cache(maxsize=4096)  # a mixture's tensors come from few nodes
+def _ref(tree: Tree, path: NodePath) -> NodeRef:
+    found = tree.find(path)
+    text = "" if isinstance(found.value, Mapping) else str(found.value)
+    return NodeRef(".".join(path), found.file, found.line, text)
+
+
+class Tensors:
+    """The tensors of a model, each claimed once, under all its spellings."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.aliases = recipe.schema.aliases
+        self.claims: dict[str, NodeRef] = {}
+
+    def tensor(self, at: Place, name: str, shape: tuple[int, ...], *, also: tuple[str, ...] = ()) -> TensorSpec:
+        """Claim the tensor ``name`` for the node ``at``, and ``also`` under these names."""
+        return TensorSpec(self.claim(at, name, also=also), shape, at.ref())
+
+    def claim(self, at: Place, name: str, *, also: tuple[str, ...] = ()) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys((*self.spellings(at, name), *also)))
+        for each in names:
+            if each in self.claims:
+                raise at.error(f"tensor {each!r} is claimed twice, the first time by {self.claims[each]}")
+            self.claims[each] = at.ref()
+        if len(self.claims) > MAX_TENSORS:
+            raise at.error(f"the model has more than {MAX_TENSORS:,} tensors, their other spellings counted")
+        return names
+
+    def linear(
+        self,
+        at: Place,
+        module: str,
+        bias: bool,
+        in_features: int,
+        out_features: int,
+        *,
+        layout: Axes | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> LinearSpec:
+        """A map of its own; ``layout`` says how its matrix is stored, with ``sizes`` of the names in it."""
+        if layout is None:
+            weight = self.tensor(at, f"{module}.weight", (out_features, in_features))
+            bias_tensor = self.tensor(at, f"{module}.bias", (out_features,)) if bias else None
+            return LinearSpec(weight, bias_tensor, in_features, out_features, at.ref())
+        sizes = {**(sizes or {}), "in": in_features, "out": out_features}
+        names = self._matrix_and_bias(at, module, bias)
+        return self._stored(at, names, layout, sizes, in_features, out_features, None)
+
+    def fused(
+        self,
+        at: Place,
+        module: str,
+        bias: bool,
+        in_features: int,
+        rows: Mapping[str, int],
+        *,
+        layout: Axes,
+        split: Mapping[str, int],
+        sizes: Mapping[str, int],
+    ) -> dict[str, LinearSpec]:
+        """Maps that share one stored matrix: ``split`` says which entries of its axis ``part`` are whose."""
+        names = self._matrix_and_bias(at / "fused", module, bias)
+        sizes = {**sizes, "in": in_features, "part": sum(split.values())}
+        linears, first = {}, 0
+        for name, count in split.items():
+            part = (first, first + count)
+            linears[name] = self._stored(at, names, layout, sizes, in_features, rows[name], part, name=name)
+            first += count
+        return linears
+
+    def _matrix_and_bias(self, at: Place, module: str, bias: bool) -> list[tuple[str, ...]]:
+        return [self.claim(at, f"{module}.{kind}") for kind in ("weight", *(["bias"] if bias else []))]
+
+    def _stored(
+        self,
+        at: Place,
+        names: list[tuple[str, ...]],
+        axes: Axes,
+        sizes: Mapping[str, int],
+        in_features: int,
+        out_features: int,
+        part: tuple[int, int] | None,
+        *,
+        name: str = "",
+    ) -> LinearSpec:
+        """The map whose matrix, and bias where it has one, are stored under ``names`` as ``axes`` say."""
+        tensors = []
+        kinds = ((axes, (out_features, in_features)), (axes.of_bias(), (out_features,)))
+        for spellings, (stored, shape) in zip(names, kinds, strict=False):  # without a bias there is one name
+            try:
+                layout, stored_shape = stored.fit(sizes, rows=out_features, part=part)
+            except ValueError as error:
+                raise (at / "layout").error(f"{error}" + (f" for {name}" if name else "")) from None
+            node = (at / "fused" if part else at).ref()
+            tensors.append(TensorSpec(spellings, shape, node, layout, stored_shape))
+        node = (at / "split" / name if part else at).ref()
+        return LinearSpec(tensors[0], tensors[1] if len(tensors) > 1 else None, in_features, out_features, node)
+
+    def spellings(self, at: Place, name: str) -> tuple[str, ...]:
+        """The full name of the tensor ``name`` of the node ``at``, then what ``aliases`` make of it."""
+        layer = at.scope.names.get("layer")
+        if layer is None and "{layer}" in name:
+            raise at.error(f"{name!r}: {{layer}} means something inside layers only")
+        name = at.prefix + name.replace("{layer}", str(layer))
+        others = (
+            spelling + name[len(prefix) :]
+            for prefix, spellings in self.aliases.items()
+            if name.startswith(f"{prefix}.")
+            for spelling in spellings
+        )
+        return (name, *others)

@@ -1,0 +1,1 @@
+"""Tools for recipes: propose, explain and diff."""

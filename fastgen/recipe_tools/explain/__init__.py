@@ -1,0 +1,1 @@
+"""Explains a recipe as a drawing and in sentences."""

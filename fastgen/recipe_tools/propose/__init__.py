@@ -1,0 +1,1 @@
+"""Proposes a recipe for an unknown checkpoint."""

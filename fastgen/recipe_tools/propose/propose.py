@@ -1,0 +1,271 @@
+"""Proposing a recipe for a checkpoint of an unknown architecture, from its configuration and its headers.
+
+No weight is read. What headers cannot tell is marked in the file: ``# QUESTION: …`` at the line concerned.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+from fastgen.errors import CheckpointError, RecipeError
+from fastgen.models.recipe.recipe import Recipe, load_recipe
+from fastgen.models.registry.nearest import Nearness, Shape, fold, nearest_recipes
+from fastgen.models.resolve.config_keys import check_config_keys
+from fastgen.models.resolve.resolve import mentioned_paths, resolve, stated_architectures, unread_keys
+from fastgen.models.spec import ModelSpec
+from fastgen.recipe_tools.propose.evidence import Evidence, gather
+from fastgen.recipe_tools.propose.keys import Keys
+from fastgen.recipe_tools.propose.nodes import Leaf, Node, leaf, questions, written
+from fastgen.recipe_tools.propose.proposal import Proposer
+from fastgen.recipe_tools.propose.recipe_text import QUESTION_MARK, recipe_text, scalar
+from fastgen.recipe_tools.propose.structure import read_structure
+from fastgen.recipe_tools.propose.variant import Difference
+
+_BUFFERS: Final = ("inv_freq", "masked_bias", "attn.bias", "attention.bias", "embed_positions", "position_ids")
+"""Last parts of names of tensors that hold no parameters: masks, frequencies."""
+_LIKE_THE_NEAREST: Final = 0.55  # of the folded tensors of both sides; below, its choices say nothing
+_SAME_NAMES: Final = 0.99  # of structure and names: it is the nearest recipe, and what that says is not asked again
+_LISTED: Final = 12
+_IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_UNREAD: Final = (
+    "nothing reads these, so the model cannot be loaded; say in the recipe what one changes, and let this line ignore "
+    "those that change nothing:"
+)
+_UNCLAIMED: Final = "{} tensors are claimed by no node of this recipe; what are they for?"
+_MISSING: Final = "{} tensors are asked for that are not there, or have another shape"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What headers cannot tell of the node ``path``."""
+
+    path: str
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A recipe's ``text`` for a checkpoint, the nearest known recipe, and what is left to a person.
+
+    ``missing`` are tensors it asks for that the checkpoint lacks, or has in another shape; ``unread`` are keys of the
+    configuration that nothing accounts for, dotted inside mappings. ``only_here`` and ``only_nearest`` are tensors that
+    the other side has not, folded over layers and experts.
+    """
+
+    text: str
+    recipe: Recipe
+    spec: ModelSpec
+    nearest: Nearness | None
+    questions: tuple[Question, ...]
+    unclaimed: tuple[str, ...]
+    missing: tuple[str, ...]
+    unread: tuple[str, ...]
+    only_here: tuple[str, ...]
+    only_nearest: tuple[str, ...]
+
+
+def propose(config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Sequence[Recipe]) -> Proposal:
+    """A recipe for a checkpoint with this ``config.json`` and tensors of these ``shapes``, near one of ``recipes``.
+
+    It resolves, the keys in ``unread`` let pass: those that it cannot place are left to a person, and so no model is
+    loaded with them unanswered. Tensors it cannot place are ``unclaimed``, and listed in the text. Raises
+    :class:`CheckpointError` where there is no decoder to be made out.
+    """
+    evidence = gather(config, shapes)
+    keys = Keys(evidence)
+    structure = read_structure(evidence, keys)
+    measured = nearest_recipes(config, shapes, recipes)
+    nearest = measured[0] if measured else None
+    helpful = nearest if nearest is not None and nearest.structure >= _LIKE_THE_NEAREST else None
+    tree = Proposer(structure, keys, helpful, evidence.num_layers, evidence.layers_at).tree()
+    maker = _Maker(config, shapes, recipes, _name(config, recipes))
+    try:
+        whole = maker.make(written(tree), None)
+    except RecipeError as error:
+        raise CheckpointError(
+            f"config.json and the tensors do not make one model that a recipe can say: {error.node}: {error.message}"
+        ) from None
+    best = whole
+    for base in [each for each in measured[:3] if each.structure >= _LIKE_THE_NEAREST]:
+        variant = maker.variant(tree, base, evidence, whole)
+        if variant is not None and variant.text.count("\n") < whole.text.count("\n"):
+            best = variant
+            break
+    return maker.proposal(best, nearest)
+
+
+@dataclass(frozen=True)
+class _Made:
+    text: str
+    recipe: Recipe
+    spec: ModelSpec
+    node: Node
+    unread: tuple[str, ...]
+    unclaimed: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+class _Maker:
+    def __init__(self, config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Sequence[Recipe], name: str):
+        self.config, self.shapes, self.recipes, self.name = config, shapes, recipes, name
+
+    def variant(self, tree: Node, base: Nearness, evidence: Evidence, whole: _Made) -> _Made | None:
+        """The proposal as a difference from ``base``, where that says the same of every tensor."""
+        same_names = min(base.structure, base.names) >= _SAME_NAMES
+        difference = Difference(base.recipe, self.config, evidence.num_layers, keep_questions=not same_names)
+        try:
+            made = self.make(difference.of(tree), base.recipe)
+        except RecipeError:
+            return None
+        return made if self._claims(made.spec) == self._claims(whole.spec) else None
+
+    def make(self, node: Node, base: Recipe | None) -> _Made:
+        """``node`` as a recipe, loaded and resolved, with a question for what it does not account for."""
+        head: Node = {"name": leaf(self.name)}
+        if base is not None:
+            head["extends"] = leaf(base.name)
+        names = [name for name in stated_architectures(self.config) if _IDENTIFIER.fullmatch(name)]
+        ask = None if names else "config.json names no architecture"
+        head["architectures"] = leaf(tuple(names) or ("Unknown",), ask)
+        draft = self._load(recipe_text(head | node))
+        unread = tuple(self._unread(draft))
+        inherited = base.schema.ignores if base is not None else None
+        spec = resolve(draft, self.config, allow_config_keys=unread)
+        unclaimed = self._unclaimed(spec)
+        buffers = sorted({f"*.{part}" for name in unclaimed for part in _BUFFERS if name.endswith(f".{part}")})
+        unclaimed = [name for name in unclaimed if not any(fnmatchcase(name, pattern) for pattern in buffers)]
+        missing = self._missing(spec)
+        ignores: Node = {}
+        if unread:
+            everything = (*(inherited.config if inherited else ()), *unread)
+            listed = "; ".join(f"{key} = {_brief(_at(self.config, key))}" for key in unread)
+            ignores["config"] = Leaf(everything, question=f"{_UNREAD} {listed}", commented=True)
+        if buffers:
+            everything = (*(inherited.tensors if inherited else ()), *buffers)
+            ignores["tensors"] = leaf(everything, "masks and frequencies, which the model computes itself?")
+        node = head | ({"ignores": ignores} if ignores else {}) | node
+        text = recipe_text(node, self._comments(unclaimed, missing))
+        recipe = self._load(text)
+        return _Made(
+            text,
+            recipe,
+            resolve(recipe, self.config, allow_config_keys=unread),
+            node,
+            unread,
+            tuple(unclaimed),
+            tuple(missing),
+        )
+
+    def proposal(self, made: _Made, nearest: Nearness | None) -> Proposal:
+        lines = (number for number, line in enumerate(made.text.splitlines(), 1) if QUESTION_MARK in line)
+        asked = [Question(path, text, line) for (path, text), line in zip(questions(made.node), lines, strict=True)]
+        for names, text in ((made.unclaimed, _UNCLAIMED), (made.missing, _MISSING)):
+            if names:
+                asked.append(Question("", text.format(len(names)), 1))
+        mine = {fold(name) for name in self.shapes}
+        spec = nearest.spec if nearest is not None else None
+        theirs = {fold(each.names[0]) for each in spec.tensors()} if spec is not None else set()
+        return Proposal(
+            text=made.text,
+            recipe=made.recipe,
+            spec=made.spec,
+            nearest=nearest,
+            questions=tuple(asked),
+            unclaimed=made.unclaimed,
+            missing=made.missing,
+            unread=made.unread,
+            only_here=tuple(sorted(mine - theirs)),
+            only_nearest=tuple(sorted(theirs - mine)),
+        )
+
+    @staticmethod
+    def _comments(unclaimed: list[str], missing: list[str]) -> list[str]:
+        comments = ["Proposed by `fastgen recipe new` from config.json and the headers of the tensors."]
+        for names, text in ((unclaimed, _UNCLAIMED), (missing, _MISSING)):
+            folded = sorted({fold(name) for name in names})
+            if folded:
+                comments.append(f"QUESTION: {text.format(len(names))}")
+                comments += [f"- {name}" for name in folded[:_LISTED]]
+                comments += [f"- and {len(folded) - _LISTED} more"] if len(folded) > _LISTED else []
+        return comments
+
+    def _load(self, text: str) -> Recipe:
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory) / f"{self.name}.yaml"
+            file.write_text(text, encoding="utf-8")
+            return load_recipe(file, find=self._find)
+
+    def _find(self, name: str, exclude: frozenset[Path]) -> Path | None:
+        return next(
+            (each.file for each in self.recipes if each.name == name and each.file.resolve() not in exclude), None
+        )
+
+    def _unread(self, recipe: Recipe) -> list[str]:
+        found = []
+        mentioned, ignored = mentioned_paths(recipe), recipe.schema.ignores.config
+        for key in unread_keys(recipe, self.config):
+            value: Any = _at(self.config, key)
+            for part in reversed(key.split(".") if key not in self.config else [key]):
+                value = {part: value}
+            try:
+                check_config_keys(value, mentioned, ignored, config_file="", recipe="")
+            except RecipeError:
+                found.append(key)
+        return found
+
+    def _unclaimed(self, spec: ModelSpec) -> list[str]:
+        claimed = {name for each in spec.tensors() for name in each.names}
+        return [
+            name
+            for name in self.shapes
+            if name not in claimed and not any(fnmatchcase(name, pattern) for pattern in spec.ignored_tensors)
+        ]
+
+    def _missing(self, spec: ModelSpec) -> list[str]:
+        return sorted(
+            {
+                each.names[0]
+                for each in spec.tensors()
+                if all(self.shapes.get(name) != each.stored_shape for name in each.names)
+            }
+        )
+
+    def _claims(self, spec: ModelSpec) -> Mapping[str, set[object]]:
+        """What is claimed of each tensor of the checkpoint, and what is missing in it."""
+        found: dict[str, set[object]] = defaultdict(set)
+        for each in spec.tensors():
+            name = next((name for name in each.names if name in self.shapes), each.names[0])
+            found[name].add((each.stored_shape, each.shape))
+        return found
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    if key in config:
+        return config[key]
+    value: Any = config
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+def _brief(value: object) -> str:
+    text = scalar(value) if isinstance(value, str | int | float | bool | None) else repr(value)
+    return text if len(text) <= 24 else f"{text[:21]}..."
+
+
+def _name(config: Mapping[str, Any], recipes: Sequence[Recipe]) -> str:
+    """A name for the recipe: the architecture's without what all of them end in, as recipes write theirs."""
+    text = next(iter(stated_architectures(config)), str(config.get("model_type") or "new"))
+    text = re.sub(r"(ForCausalLM|LMHeadModel|Model)$", "", text)
+    text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower()
+    name = re.sub(r"[^a-z0-9_.-]+", "_", text).strip("_.-")[:48] or "new"
+    taken = {recipe.name for recipe in recipes}
+    return name if name not in taken else f"{name}_new"

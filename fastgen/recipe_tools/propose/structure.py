@@ -1,0 +1,281 @@
+"""What a checkpoint's modules are for, as far as headers tell, and the sizes that follow from their shapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from fastgen.errors import CheckpointError
+from fastgen.recipe_tools.propose.evidence import Evidence, Experts, Module
+from fastgen.recipe_tools.propose.keys import Keys
+from fastgen.recipe_tools.propose.matching import Match, match_experts, match_layer
+from fastgen.recipe_tools.propose.words import (
+    about_feed_forward,
+    about_norm,
+    comes_second,
+    is_shared,
+    speaks_for,
+    words,
+)
+
+_USUAL_HEAD_DIMS: Final = (128, 64, 96, 80, 256, 32, 112, 160, 16, 8)
+
+
+@dataclass
+class Norms:
+    """The norms of a layer, by where they stand: before a part, after it, or on queries and keys."""
+
+    attend: Module | None = None
+    transform: Module | None = None
+    after_attend: Module | None = None
+    after_transform: Module | None = None
+    q: Module | None = None
+    k: Module | None = None
+
+    @property
+    def stream(self) -> list[Module]:
+        each = (self.attend, self.transform, self.after_attend, self.after_transform)
+        return [module for module in each if module is not None]
+
+
+@dataclass
+class Mixture:
+    """A mixture of experts: ``forward`` is one expert's."""
+
+    experts: Experts
+    forward: Match
+    router: Module
+    correction: tuple[Module, str] | None
+    shared: Match | None
+    shared_gate: Module | None
+
+
+@dataclass
+class Structure:
+    """Every module that has a role. ``num_heads`` is ``None`` where nothing says it."""
+
+    hidden: int
+    vocab: int
+    tokens: Module
+    attention: Match
+    norms: Norms
+    forward: Match | None
+    mixture: Mixture | None
+    head: Module | None = None
+    positions: Module | None = None
+    project_in: Module | None = None
+    project_out: Module | None = None
+    embedding_norm: Module | None = None
+    final_norm: Module | None = None
+    latent_norms: dict[str, Module] = field(default_factory=dict)
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 1
+    heads_known: bool = True
+
+    @property
+    def width(self) -> int:
+        return self.tokens.weight[1]
+
+
+def read_structure(evidence: Evidence, keys: Keys) -> Structure:
+    """Raises :class:`CheckpointError` where there are no layers, no embedding, or no attention to be found."""
+    if not evidence.shapes:
+        raise CheckpointError("the checkpoint holds no tensors")
+    if not evidence.layers_at:
+        raise CheckpointError("no tensors are numbered by layer (as in `layers.0.…`), so there is nothing to propose")
+    hidden = _hidden(evidence, keys)
+    tokens = _tokens(evidence, keys, hidden)
+    mixture, others = _mixture(evidence, hidden)
+    sizes = frozenset(module.weight[0] for module in evidence.layer if len(module.weight) == 1)
+    attention, forward = match_layer(others, hidden, norm_sizes=sizes, needs_mlp=mixture is None)
+    if attention is None:
+        listed = ", ".join(sorted({module.name for module in evidence.layer})[:8])
+        raise CheckpointError(
+            f"no modules of a layer fit an attention over {hidden} features that the recipe language has; below "
+            f"{evidence.layers_at} are {listed or 'only indices'}"
+        )
+    if forward is None and mixture is None:
+        raise CheckpointError(f"no modules below {evidence.layers_at} fit a feed-forward of {hidden} features")
+    structure = Structure(hidden, tokens.weight[0], tokens, attention, Norms(), forward, mixture)
+    _heads(structure, evidence, keys)
+    _norms(structure, others)
+    _ends(structure, evidence)
+    return structure
+
+
+def _hidden(evidence: Evidence, keys: Keys) -> int:
+    """The width of the stream: as the configuration says if tensors have it, else what most norms have."""
+    inside = Counter(size for module in evidence.layer for size in module.weight if len(module.weight) <= 2)
+    stated = keys.number("hidden_size")
+    if stated is not None and inside[stated]:
+        return stated
+    norms = Counter(module.weight[0] for module in evidence.layer if len(module.weight) == 1)
+    tables = Counter(module.weight[1] for module in evidence.top if len(module.weight) == 2)
+    for counter in (tables, norms, inside):
+        for size, _ in counter.most_common():
+            if inside[size] and size > 1:
+                return size
+    raise CheckpointError(f"the tensors below {evidence.layers_at} share no size with the embedding")
+
+
+def _tokens(evidence: Evidence, keys: Keys, hidden: int) -> Module:
+    tables = [module for module in evidence.top if len(module.weight) == 2 and min(module.weight) > 0]
+    vocab = keys.number("vocab_size")
+    fitting = [module for module in tables if module.weight[0] == vocab] or [
+        module for module in tables if module.weight[1] == hidden
+    ]
+    if not fitting:
+        raise CheckpointError(f"no tensor outside of the layers is a token embedding of {hidden} features")
+    return max(
+        fitting,
+        key=lambda module: (
+            speaks_for("tokens", module.name)
+            - speaks_for("head", module.name)
+            - 2 * speaks_for("positions", module.name),
+            module.weight[0],
+        ),
+    )
+
+
+def _mixture(evidence: Evidence, hidden: int) -> tuple[Mixture | None, list[Module]]:
+    """The mixture of experts, if there is one, and the modules of a layer that are not of it."""
+    modules = list(evidence.layer)
+    for experts in evidence.experts:
+        forward = match_experts(experts.modules, hidden)
+        here = [module for module in modules if module.layers == experts.layers]
+        routers = [module for module in here if module.weight == (experts.count, hidden)]
+        router = max(routers, key=lambda each: speaks_for("router", each.name), default=None)
+        if forward is None or router is None:
+            continue
+        correction = next(
+            (
+                (module, last)
+                for module in modules
+                for last, shape in module.shapes.items()
+                if shape == (experts.count,)
+                and module.layers == experts.layers
+                and last != "weight"
+                and not (module is router and last == "bias")
+            ),
+            None,
+        )
+        shared_modules = [module for module in here if is_shared(module.name)]
+        shared = match_experts(shared_modules, hidden)
+        gate = next((module for module in shared_modules if module.weight == (1, hidden)), None)
+        taken = {id(router)} | {id(each) for each in shared_modules}
+        others = [module for module in modules if id(module) not in taken]
+        return Mixture(experts, forward, _only(router, "weight"), correction, shared, gate), others
+    return None, modules
+
+
+def _only(module: Module, last: str) -> Module:
+    return Module(module.name, {last: module.shapes[last]}, module.layers)
+
+
+def _spoken_for(modules: Sequence[Module], role: str) -> Module | None:
+    """The module whose name speaks most for ``role``, if any name does."""
+    worth = {module.name: speaks_for(role, module.name) for module in modules}
+    return max((each for each in modules if worth[each.name] > 0), key=lambda each: worth[each.name], default=None)
+
+
+def _heads(structure: Structure, evidence: Evidence, keys: Keys) -> None:
+    """Query heads, KV heads and the head's size, of what the configuration says and shapes allow."""
+    attention = structure.attention
+    queries = attention.size("output")[1]
+    heads = keys.number("num_heads")
+    stated = keys.number("head_dim")
+    if attention.kind == "latent":
+        structure.heads_known = heads is not None and queries % heads == 0
+        structure.num_heads = structure.num_kv_heads = heads if heads and queries % heads == 0 else 1
+        rows = attention.size("q_up" if "q_up" in attention.roles else "q")[0]
+        structure.head_dim = rows // structure.num_heads
+        structure.latent_norms = _latent_norms(structure, evidence)
+        return
+    shared = attention.size("k")[0] if attention.kind == "three" else (attention.size("qkv")[0] - queries) // 2
+    if heads is None or queries % heads or shared % (queries // heads):
+        structure.heads_known = stated is not None and queries % stated == 0 and shared % stated == 0
+        usual = (size for size in _USUAL_HEAD_DIMS if queries % size == 0 and shared % size == 0)
+        size = stated if structure.heads_known and stated else next(usual, shared)
+        heads = queries // size
+    structure.num_heads, structure.head_dim = heads, queries // heads
+    structure.num_kv_heads = shared // structure.head_dim
+
+
+def _latent_norms(structure: Structure, evidence: Evidence) -> dict[str, Module]:
+    roles = {"kv": structure.attention.size("kv_up")[1]}
+    if "q_up" in structure.attention.roles:
+        roles["q"] = structure.attention.size("q_up")[1]
+    found: dict[str, Module] = {}
+    for role, size in roles.items():
+        fitting = [each for each in evidence.layer if each.weight == (size,) and each not in found.values()]
+        named = [each for each in fitting if role in words(each.name)]
+        normed = [each for each in named or fitting if about_norm(each.name)]
+        if norms := normed or named or fitting:
+            found[role] = norms[0]
+    return found
+
+
+def _norms(structure: Structure, modules: list[Module]) -> None:
+    """Norms of queries and keys by size and name; those of the stream by name, in the order in which they are taken."""
+    norms, size = structure.norms, structure.head_dim
+    used = structure.attention.modules | (structure.forward.modules if structure.forward else frozenset())
+    used |= {id(each) for each in structure.latent_norms.values()}
+    free = [each for each in modules if id(each) not in used and each.is_plain]
+    layers = next(iter(structure.attention.roles.values())).layers
+    free = [each for each in free if each.layers == layers]
+    for role, heads in (("q", structure.num_heads), ("k", structure.num_kv_heads)):
+        shapes = ((size,), (heads * size,), (heads, size))
+        found = _spoken_for([each for each in free if each.weight in shapes], f"{role}_norm")
+        if found is not None and structure.attention.kind != "latent":
+            setattr(norms, role, found)
+            free.remove(found)
+    stream = sorted(
+        (each for each in free if each.weight == (structure.hidden,)),
+        key=lambda each: (comes_second(each.name), each.name),
+    )
+    _place(norms, stream)
+
+
+def _place(norms: Norms, stream: list[Module]) -> None:
+    before = [each for each in stream if not _follows(each, stream)]
+    after = [each for each in stream if _follows(each, stream)]
+    if len(before) > 2:  # too many stand before: those that are left over follow
+        before, after = before[:2], [*after, *before[2:]]
+    if len(before) == 1 and len(after) == 1 and len(stream) == 2:  # `post_attention` beside `input` is the second's
+        before, after = [before[0], after[0]], []
+    for name, module in zip(("attend", "transform"), before, strict=False):
+        setattr(norms, name, module)
+    after.sort(key=lambda each: about_feed_forward(each.name))
+    for name, module in zip(("after_attend", "after_transform"), after, strict=False):
+        setattr(norms, name, module)
+
+
+def _follows(norm: Module, stream: list[Module]) -> bool:
+    """Whether the name says that the norm follows a part."""
+    found = set(words(norm.name))
+    return bool(found & {"post", "after", "output", "out"}) and len(stream) > 1
+
+
+def _ends(structure: Structure, evidence: Evidence) -> None:
+    """What stands before the first layer and after the last."""
+    hidden, width, vocab = structure.hidden, structure.width, structure.vocab
+    free = [each for each in evidence.top if each is not structure.tokens and each.is_plain]
+
+    heads = [each for each in free if each.weight in ((vocab, width), (vocab, hidden))]
+    structure.head = _spoken_for(heads, "head") or next(iter(heads), None)
+    if width != hidden:
+        structure.project_in = next((each for each in free if each.weight == (hidden, width)), None)
+        structure.project_out = next((each for each in free if each.weight == (width, hidden)), None)
+    taken = (structure.head, structure.project_in, structure.project_out)
+    free = [each for each in free if each not in taken]
+    least = Keys(evidence).number("max_positions") or 1
+    tables = [each for each in free if len(each.weight) == 2 and each.weight[1] == hidden and each.weight[0] >= least]
+    structure.positions = _spoken_for(tables, "positions") or next(iter(tables), None)
+    norms = [each for each in free if each.weight == (hidden,)]
+    by_embedding = [each for each in norms if {"embed", "embedding", "embeddings", "emb"} & set(words(each.name))]
+    finals = [each for each in norms if each not in by_embedding]
+    structure.embedding_norm = by_embedding[0] if by_embedding else None
+    structure.final_norm = max(finals, key=lambda each: "final" in words(each.name), default=None)

@@ -1,0 +1,132 @@
+"""A proposal as a difference from a known recipe: what that says already, for this configuration, is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastgen.models.recipe.expression_grammar import ExpressionError
+from fastgen.models.recipe.expressions import Scope, constant, parse_expression
+from fastgen.models.recipe.recipe import Recipe
+from fastgen.models.recipe.schema import Config
+from fastgen.recipe_tools.propose.nodes import Leaf, Node, Path, written
+
+_TEXTS: Final = frozenset(
+    (
+        *("kind", "weight", "tokens", "at", "layout", "over", "rounding", "scoring", "scaled"),
+        *("q", "k", "v", "fused", "gate", "up", "down", "correction", "shared_gate"),
+    )
+)
+"""Keys whose values are no expressions."""
+_SECTIONS: Final = frozenset(
+    (
+        *("norm", "output_norm", "sum_norm", "final_norm", "q_norm", "k_norm", "attention", "latent_attention"),
+        *("mlp", "moe", "positions", "project", "shared", "q_latent", "rotary", "alibi"),
+    )
+)
+_MODULES: Final = frozenset(
+    ("q", "k", "v", "fused", "gate", "up", "split", "layout", "correction", "shared_gate", "fraction", "dim")
+)
+"""What a checkpoint's structure shows: a proposal that lacks one says that the model has none."""
+_OPTIONAL: Final = frozenset(("scale", "softcap", "sliding_window", "offset", "bias"))
+"""What a recipe may leave out, and the language then takes for absent."""
+_MISSING: Final = object()
+
+
+class Difference:
+    """Finds what of a proposal the recipe ``nearest`` does not say of a model with this ``config``."""
+
+    def __init__(self, nearest: Recipe, config: Mapping[str, Any], num_layers: int, *, keep_questions: bool):
+        self.recipe, self.num_layers, self.keep_questions = nearest, num_layers, keep_questions
+        self.tree: Mapping[str, Any] = nearest.tree.plain()
+        self.scope = Scope(config)
+        numbers = {name: self._evaluate(self.tree["config"].get(name)) for name in Config.model_fields}
+        self.in_config = self.scope
+        self.scope = self.scope.with_names(**{name: value for name, value in numbers.items() if value is not _MISSING})
+        defined = {name: self._evaluate(value) for name, value in self.tree.get("define", {}).items()}
+        self.scope = self.scope.with_names(**{name: value for name, value in defined.items() if value is not _MISSING})
+
+    def of(self, proposal: Node) -> Node:
+        return self._below(proposal, self.tree, ())
+
+    def _below(self, proposal: Node, known: Mapping[str, Any], path: Path) -> Node:
+        found: Node = {}
+        for key, mine in proposal.items():
+            theirs = known.get(key, _MISSING)
+            at = (*path, key)
+            if isinstance(mine, Leaf):
+                if (line := self._leaf(mine, theirs, at)) is not None:
+                    found[key] = line
+            elif isinstance(theirs, Mapping):
+                inner = self._below(mine, theirs, at)
+                if "when" in theirs and "when" not in mine and not self._is(theirs["when"], True):
+                    inner["when"] = Leaf(True)
+                if inner:
+                    found[key] = inner
+            else:
+                found[key] = written(mine)
+        for key in known.keys() - proposal.keys():
+            if self._is_gone(key, known[key], path):
+                found[key] = Leaf(None)
+        return found
+
+    def _leaf(self, mine: Leaf, theirs: Any, path: Path) -> Leaf | None:
+        if theirs is _MISSING:
+            return None if mine.implied else mine
+        same = self._same(mine.value, theirs, path)
+        if same and (mine.question is None or not self.keep_questions):
+            return None
+        if path == ("requires",) and isinstance(mine.value, tuple):
+            return Leaf(tuple(dict.fromkeys((*theirs, *mine.value))))
+        if (
+            not mine.sure and not isinstance(theirs, Mapping) and self._is_supported(theirs, path)
+        ):  # what headers leave open is as the nearest has it
+            return Leaf(theirs, question=mine.question) if mine.question and self.keep_questions else None
+        return mine
+
+    def _is_gone(self, key: str, theirs: Any, path: Path) -> bool:
+        if isinstance(theirs, Mapping) and "when" in theirs and self._is(theirs["when"], False):
+            return False
+        if key in _OPTIONAL and path[:1] == ("model",) and not self._is_supported(theirs, (*path, key)):
+            return True
+        below_residual = len(path) == 3 and path[-1] == "residual"
+        return path[:1] == ("model",) and (below_residual or key in _SECTIONS or key in _MODULES)
+
+    def _is_supported(self, value: Any, path: Path) -> bool:
+        """Whether ``value`` is no guess of the nearest recipe: it mentions no key, or one that this model has."""
+        if not isinstance(value, str) or path[-1] in _TEXTS:
+            return True
+        names = {name for paths in [parse_expression(value).paths] for name in paths}
+        asked = {name for name in names if name[0] not in self.scope.names and name[0] != "layer"}
+        return not asked or any(name[0] in self.scope.config for name in asked)
+
+    def _is(self, value: Any, wanted: bool) -> bool:
+        return self._values(value) == [wanted] * self.num_layers
+
+    def _same(self, mine: Any, theirs: Any, path: Path) -> bool:
+        if mine == theirs and type(mine) is type(theirs):
+            return True
+        key, parent = path[-1], path[-2] if len(path) > 1 else ""
+        if isinstance(theirs, Mapping) or isinstance(mine, tuple) or (key in _TEXTS and parent != "split"):
+            return False
+        if parent == "config":
+            values = [self._evaluate(value, self.in_config) for value in (mine, theirs)]
+            return values[0] == values[1] and _MISSING not in values and self._reads_as_much(mine, theirs, path)
+        values_mine, values_theirs = self._values(mine), self._values(theirs)
+        equal = values_mine == values_theirs and _MISSING not in values_mine
+        return equal and self._reads_as_much(mine, theirs, path)
+
+    def _reads_as_much(self, mine: Any, theirs: Any, path: Path) -> bool:
+        """Whether ``theirs`` has its value from the configuration too, if ``mine`` has, and not by default."""
+        reads = isinstance(mine, str) and any(name[0] in self.scope.config for name in parse_expression(mine).paths)
+        return not reads or self._is_supported(theirs, path)
+
+    def _values(self, value: Any) -> list[Any]:
+        return [self._evaluate(value, self.scope.with_names(layer=layer)) for layer in range(self.num_layers)]
+
+    def _evaluate(self, value: Any, scope: Scope | None = None) -> Any:
+        try:
+            expression = parse_expression(value) if isinstance(value, str) else constant(value)
+            return expression.evaluate(scope or self.scope)
+        except (ExpressionError, ValueError, TypeError):
+            return _MISSING

@@ -1,0 +1,1 @@
+"""The memory ledger, and sizes that fit."""

@@ -1,0 +1,139 @@
+"""How large the KV cache can be beside all else, and which sizes fit where those asked for do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fastgen.compile.weights.formats import QUANTIZED, QuantizedFormat
+from fastgen.errors import FastgenError
+from fastgen.models.builder import kv_windows
+from fastgen.runtime.kv_cache.block_tables import max_blocks_held
+from fastgen.runtime.memory.ledger import MemoryModel, in_gib
+
+if TYPE_CHECKING:
+    from fastgen.runtime.config import AskedSizes, EngineConfig
+
+Resolve = Callable[[MemoryModel, "AskedSizes"], "EngineConfig"]
+"""The engine's sizes, or a :class:`FastgenError`."""
+
+Sizes = dict[str, Any]
+"""Fields of :class:`AskedSizes`, integers."""
+
+_SHARE_OF_REST = 0.5
+"""Of what a machine has beside the engine's other memory: others run there too, and files want to be cached."""
+_SHARE_OF_GPU = 0.9
+"""Of a GPU's memory, all together: the driver wants some, and some is lost in pieces between."""
+_STEPS = 1024
+"""In how many steps all sizes are lowered together."""
+_SIZES = ("kv_cache_memory", "token_budget", "max_num_seqs", "max_model_len", "block_size")
+_SMALLEST: Sizes = {"kv_cache_memory": None, "token_budget": 1, "max_num_seqs": 1, "max_model_len": 1}
+_PLENTY = 1 << 62
+
+
+def blocks_of_sequence(memory: MemoryModel, length: int, token_budget: int, block_size: int) -> int:
+    """The most blocks that a sequence of ``length`` tokens holds at once, over all KV groups: where a window lets
+    blocks go, those of the window and of the chunk behind it."""
+    windows = kv_windows(memory.build.spec)
+    return sum(max_blocks_held(length, window, block_size, max_chunk=token_budget) for window in windows)
+
+
+def default_num_blocks(memory: MemoryModel, sized: Callable[[int], EngineConfig], useful: int | None) -> int:
+    """As many blocks as the device has memory for, up to the ``useful`` ones; perhaps none. ``sized`` makes an engine's
+    sizes with so many."""
+    device = memory.device
+
+    def fits(num_blocks: int) -> bool:
+        ledger = memory.ledger(sized(num_blocks))
+        if device.kind == "cuda":
+            return ledger.total_bytes <= _SHARE_OF_GPU * device.memory_bytes
+        kv_bytes = ledger.size_bytes("KV cache")
+        return kv_bytes <= _SHARE_OF_REST * (device.memory_bytes - ledger.total_bytes + kv_bytes)
+
+    most = device.memory_bytes // memory.block_bytes(sized(1).block_size)
+    return _largest(fits, most if useful is None else min(useful, most))
+
+
+def nearest_that_fits(memory: MemoryModel, asked: AskedSizes, full: AskedSizes, resolve: Resolve) -> str:
+    """What to ask for instead of ``asked``, as the end of a sentence: each size that is enough to change, with the
+    nearest value that fits; else all of them lowered alike; else what would take less for the weights. ``full`` are
+    the sizes that ``asked`` amounts to.
+    """
+
+    def fits(changes: Sizes) -> bool:
+        return _resolves(resolve, memory, replace(asked, **changes))
+
+    found = []
+    block_bytes = memory.block_bytes(full.block_size or 1)
+    least_kv = (1 + memory.num_kv_groups) * block_bytes
+    if full.kv_cache_memory is not None and full.kv_cache_memory < least_kv and fits({"kv_cache_memory": least_kv}):
+        found.append(_told({"kv_cache_memory": least_kv}))
+    for name, value in _sizes(full).items():
+        unit = block_bytes if name == "kv_cache_memory" else 1
+
+        def lowered(count: int, name: str = name, unit: int = unit) -> Sizes:
+            return _with_room({name: count * unit}, asked)
+
+        best = _largest(lambda count: fits(lowered(count)), (value - 1) // unit)
+        if best:
+            found.append(_told(lowered(best)))
+    if found:
+        return f"it fits with {', or with '.join(found)}"
+
+    def all_lowered(step: int) -> Sizes:
+        kv = {} if full.kv_cache_memory is None else {"kv_cache_memory": least_kv}
+        return {name: max(1, value * step // _STEPS) for name, value in _sizes(full).items()} | kv
+
+    step = _largest(lambda step: fits(all_lowered(step)), _STEPS)
+    return f"it fits with {_told(all_lowered(step))}" if step else _for_weights(memory, asked, resolve)
+
+
+def _for_weights(memory: MemoryModel, asked: AskedSizes, resolve: Resolve) -> str:
+    """What helps where the weights leave too little for the smallest engine."""
+    build = memory.build
+
+    def fits_in(weight_format: QuantizedFormat) -> bool:
+        quantized = MemoryModel(replace(build, weight_format=weight_format), memory.device)
+        return _resolves(resolve, quantized, asked)
+
+    smaller = [f"quantize={each!r}" for each in QUANTIZED[build.target.name] if fits_in(each)]
+    if smaller:
+        return f"no sizes of the engine help, but it fits with {', or with '.join(smaller)}"
+    elsewhere = MemoryModel(build, replace(memory.device, memory_bytes=_PLENTY))
+    least = elsewhere.ledger(resolve(elsewhere, replace(asked, **_SMALLEST)))
+    return f"no sizes of the engine help: it takes {in_gib(least.total_bytes)} at least"
+
+
+def _sizes(full: AskedSizes) -> Sizes:
+    """Those that there is something to gain by lowering."""
+    return {name: value for name in _SIZES if (value := getattr(full, name)) is not None}
+
+
+def _with_room(changes: Sizes, asked: AskedSizes) -> Sizes:
+    """A token budget has room for a token of each sequence."""
+    budget, num_seqs = changes.get("token_budget"), asked.max_num_seqs
+    return changes if budget is None or num_seqs is None or num_seqs <= budget else changes | {"max_num_seqs": budget}
+
+
+def _resolves(resolve: Resolve, memory: MemoryModel, asked: AskedSizes) -> bool:
+    try:
+        resolve(memory, asked)
+    except FastgenError:
+        return False
+    return True
+
+
+def _told(changes: Sizes) -> str:
+    *others, last = [f"{name}={value}" for name, value in changes.items()]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to ``most`` that fits, 0 where none does; what is larger than one that does not, does not
+    either."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

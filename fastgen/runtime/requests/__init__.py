@@ -1,0 +1,1 @@
+"""Requests, their checks, deadlines and answers."""

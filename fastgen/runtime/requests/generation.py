@@ -1,0 +1,183 @@
+"""What a submitted request has produced so far, seen from the user's side: text, log-probabilities, times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk, GenerationOutput, RequestMetrics
+from fastgen.runtime.requests.request import Request, Sequence
+from fastgen.runtime.sampling.beam_group import BeamGroup
+from fastgen.runtime.sampling.beam_search import Hypothesis
+from fastgen.runtime.sampling.sampler import SampledToken
+from fastgen.runtime.text.detokenizer import Detokenizer
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sequence's answer in the making. ``token_times_s`` are the engine clock's, one a token."""
+
+    sequence: Sequence
+    detokenizer: Detokenizer | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)
+    num_accepted_drafts: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    score: float | None = None
+    num_chars_taken: int = 0
+    num_tokens_taken: int = 0
+    finish_taken: bool = False
+    _text: str = ""
+    _undecoded: list[int] = field(default_factory=list)
+    """Tokens whose text nobody has asked for yet: in the middle of a step there are better things to do."""
+
+    @property
+    def text(self) -> str:
+        """What is certain of it so far."""
+        self._decode()
+        return self._text
+
+    def append(self, token: SampledToken, stop_ids: frozenset[int], now_s: float) -> FinishReason | None:
+        """Add a token; returns why the sequence ends with it, if it does. A stop token contributes no text."""
+        sampling = self.sequence.request.sampling
+        self.token_ids.append(token.token_id)
+        self.token_times_s.append(now_s)
+        if token.logprobs is not None:
+            self.logprobs.append(token.logprobs)
+        if token.token_id in stop_ids:
+            return "stop"
+        if self.detokenizer is not None:
+            self._undecoded.append(token.token_id)
+            if sampling.stop:
+                self._decode()
+                if self.detokenizer.stopped:
+                    return "stop"
+        matcher = self.sequence.matcher
+        if matcher is not None and matcher.advance(token.token_id):
+            return "stop"
+        return "length" if len(self.token_ids) >= sampling.max_new_tokens else None
+
+    def adopt(self, found: Hypothesis, stop_ids: frozenset[int], times_s: list[float]) -> FinishReason | None:
+        """Be the answer that a beam search ``found``; returns why it ended, if it did. ``times_s`` has a time for each
+        token at least.
+        """
+        self.score = found.score
+        reason: FinishReason | None = None
+        for token, time_s in zip(found.beam.tokens(), times_s, strict=False):
+            reason = self.append(SampledToken(token.token_id, token.logprobs), stop_ids, time_s)
+        return reason
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        if self.detokenizer is not None:
+            self._text = self.text + self.detokenizer.finish()
+        self.finish_reason, self.error = reason, error
+
+    def fail(self, error: str) -> None:
+        """End it as it stands: what is left to decode cannot be."""
+        self._undecoded.clear()
+        self.finish_reason, self.error = "error", error
+
+    def take_chunk(self) -> GenerationChunk | None:
+        """What was added since the last chunk was taken, or ``None``."""
+        text, token_ids = self.text[self.num_chars_taken :], self.token_ids[self.num_tokens_taken :]
+        ended = self.finish_reason is not None and not self.finish_taken
+        if not text and not token_ids and not ended:
+            return None
+        self.num_chars_taken, self.num_tokens_taken = len(self.text), len(self.token_ids)
+        self.finish_taken = ended
+        return GenerationChunk(
+            index=self.sequence.index, text=text, token_ids=token_ids, finish_reason=self.finish_reason
+        )
+
+    def _decode(self) -> None:
+        if self._undecoded:
+            assert self.detokenizer is not None
+            self._text += "".join(map(self.detokenizer.append, self._undecoded))
+            self._undecoded.clear()
+
+
+class Generation:
+    """A submitted request: its completions and what they have in common. With ``beams`` these find the completions."""
+
+    __slots__ = ("_completions", "_num_finished", "beams", "left_queue_s", "prompt_logprobs", "request")
+
+    def __init__(self, request: Request, beams: BeamGroup | None = None):
+        self.request = request
+        self.beams = beams
+        self.prompt_logprobs: list[dict[int, float] | None] | None = (
+            None if request.sampling.prompt_logprobs is None else [None] * len(request.prompt_ids)
+        )
+        self.left_queue_s: float | None = None
+        """When a token of it was first scheduled, or it ended without."""
+        self._completions: list[Completion] | None = None
+        self._num_finished = 0
+
+    @property
+    def completions(self) -> list[Completion]:
+        """All ``n``. Of a request that waits nobody asks for them, so they cost nothing there."""
+        if self._completions is None:
+            self._completions = [Completion(sequence) for sequence in self.request.sequences[: self.request.sampling.n]]
+        return self._completions
+
+    @property
+    def finished(self) -> bool:
+        """Whether every completion has ended. Those seen to have are not looked at again, however many there are."""
+        while self._num_finished < len(self.completions):
+            if self.completions[self._num_finished].finish_reason is None:
+                return False
+            self._num_finished += 1
+        return True
+
+    def adopt_beams(self, stop_ids: frozenset[int]) -> list[FinishReason | None]:
+        """Take the best hypotheses as the completions. Returns why each ended; ``None`` for one that has not, and where
+        there are too few.
+        """
+        assert self.beams is not None
+        found = self.beams.hypotheses()
+        ends = [
+            completion.adopt(hypothesis, stop_ids, self.beams.token_times_s)
+            for completion, hypothesis in zip(self.completions, found, strict=False)
+        ]
+        return ends + [None] * (len(self.completions) - len(found))
+
+    def take_chunks(self) -> list[GenerationChunk]:
+        """What each completion has added since the last call."""
+        return [chunk for completion in self.completions if (chunk := completion.take_chunk()) is not None]
+
+    def output(self) -> GenerationOutput:
+        """The finished answer; further completions hang on the first."""
+        assert self.finished
+        others = tuple(self._completion_output(completion) for completion in self.completions[1:])
+        return self._completion_output(self.completions[0], others)
+
+    def _completion_output(self, completion: Completion, others: tuple[GenerationOutput, ...] = ()) -> GenerationOutput:
+        assert completion.finish_reason is not None
+        return GenerationOutput(
+            request_id=self.request.request_id,
+            index=completion.sequence.index,
+            text=completion.text,
+            token_ids=completion.token_ids,
+            finish_reason=completion.finish_reason,
+            error=completion.error,
+            score=completion.score,
+            logprobs=None if self.request.sampling.logprobs is None else completion.logprobs,
+            prompt_token_ids=list(self.request.prompt_ids),
+            prompt_logprobs=self.prompt_logprobs,
+            metrics=self.metrics_of(completion),
+            others=others,
+        )
+
+    def metrics_of(self, completion: Completion) -> RequestMetrics:
+        """Where the time of ``completion``, which has ended, went."""
+        assert self.left_queue_s is not None
+        arrival_s, times_s = self.request.arrival_s, completion.token_times_s
+        return RequestMetrics(
+            queue_s=self.left_queue_s - arrival_s,
+            ttft_s=times_s[0] - arrival_s if times_s else None,
+            gaps_s=[later - earlier for earlier, later in pairwise(times_s)],
+            cached_tokens=completion.sequence.num_cached_tokens,
+            accepted_drafts=completion.num_accepted_drafts,
+            preemptions=completion.sequence.num_preemptions,
+        )

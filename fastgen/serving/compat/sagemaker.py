@@ -1,0 +1,268 @@
+"""SageMaker's container contract: ``/ping``, and ``/invocations`` for whatever its clients are used to send.
+
+A body with ``messages`` or ``prompt`` is a request in OpenAI's terms, and is answered in them. One with ``inputs`` is
+in those of the LMI and TGI containers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from pydantic import ConfigDict, Field, ValidationError
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.serving.http.errors import ERRORS, invalid_request
+from fastgen.serving.http.generate import own_words
+from fastgen.serving.http.openai.answers import finish_of
+from fastgen.serving.http.openai.requests import FewErrors
+from fastgen.serving.http.openai.run import Batch, arrival_of, encode_prompts, event_stream, json_line, json_response
+from fastgen.serving.http.streaming import unless_gone
+from fastgen.serving.refusals import BadRequestError
+from fastgen.serving.service import Service
+
+_DEFAULT_MAX_NEW_TOKENS = 30  # LMI's own
+_Int = Annotated[int, Field(lt=2**63)]
+"""What the engine can be told."""
+_DRAWING = {"temperature", "top_k", "top_p", "min_p"}
+_OPENAI = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
+
+
+class Parameters(FewErrors):
+    """``parameters`` of LMI and TGI. Where ``do_sample`` is left out, tokens are drawn if a field asks for that."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    do_sample: bool | None = None
+    max_new_tokens: _Int | None = None
+    temperature: float | None = None
+    top_k: _Int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[_Int], Field(fail_fast=True)] | None = None
+    ignore_eos_token: bool | None = None
+    n: int | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    details: bool = False
+    decoder_input_details: bool = False
+    return_full_text: bool = False
+
+    def sampling(self) -> SamplingParams:
+        """The same in our terms. Raises ``InvalidArgumentError``."""
+        given = {
+            name: value
+            for name, value in self.model_dump(exclude_none=True).items()
+            if name in SamplingParams.__dataclass_fields__
+        }
+        draws = not _DRAWING.isdisjoint(given) if self.do_sample is None else self.do_sample
+        given["temperature"] = given.get("temperature", 1.0) if draws else 0.0
+        given["stop"] = [*(self.stop or ()), *(self.stop_sequences or ())]
+        given["ignore_eos"] = bool(self.ignore_eos_token)
+        given["beam_width"] = 1 if self.num_beams is None else self.num_beams
+        given["logprobs"] = 0
+        if given.get("top_k") == -1:  # vLLM's word for all
+            del given["top_k"]
+        if self.decoder_input_details:
+            given["prompt_logprobs"] = 0
+        return SamplingParams(**{"max_new_tokens": _DEFAULT_MAX_NEW_TOKENS, **given})
+
+
+class Invocation(FewErrors):
+    """A request in their terms."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    inputs: str | Annotated[list[str], Field(fail_fast=True)]
+    parameters: Parameters = Parameters()
+    stream: bool = False
+
+
+_ANSWERS: dict[str, Any] = {"application/json": {}, "application/jsonlines": {}, "text/event-stream": {}}
+
+
+def _body_schema() -> dict[str, Any]:
+    """For the OpenAPI document; what OpenAI's bodies are besides, their own endpoints say."""
+    theirs = Invocation.model_json_schema()
+    theirs["properties"]["parameters"] = theirs.pop("$defs")["Parameters"]
+    openai = [{"type": "object", "required": [field]} for field in _OPENAI]
+    return {"required": True, "content": {"application/json": {"schema": {"anyOf": [theirs, *openai]}}}}
+
+
+def sagemaker_routes(service: Service) -> APIRouter:
+    """``/ping`` and ``/invocations``."""
+    router = APIRouter()
+
+    @router.get("/ping", responses={503: {"description": "The server takes no requests now."}})
+    async def ping() -> Response:
+        """200 where requests are taken, else 503."""
+        return Response(status_code=200 if service.state == "ready" else 503)
+
+    @router.post(
+        "/invocations",
+        response_model=None,
+        responses={200: {"content": _ANSWERS, "description": "An answer, or its stream"}, **ERRORS},
+        openapi_extra={"requestBody": _body_schema()},
+    )
+    async def invocations(request: Request) -> Response:
+        """A request in OpenAI's terms, or in LMI's and TGI's."""
+        try:
+            body = msgspec.json.decode(await request.body())
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequestError(f"the body is not JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise BadRequestError("the body must be a JSON object")
+        for field, path in _OPENAI.items():
+            if field in body:
+                return _Forwarded(request, path, {"model": service.model_name, **body})
+        try:
+            invocation = Invocation.model_validate(body)
+        except ValidationError as error:
+            raise invalid_request(error.errors(), body) from None
+        with own_words("inputs"):
+            return await _answer(service, request, invocation)
+
+    return router
+
+
+class _Forwarded(Response):
+    """What ``path`` of the same application answers to ``body``."""
+
+    def __init__(self, request: Request, path: str, body: Any):
+        super().__init__()
+        self._app, self._path, self._json = request.app.router, path, msgspec.json.encode(body)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        unread: list[Message] = [{"type": "http.request", "body": self._json, "more_body": False}]
+
+        async def replay() -> Message:
+            return unread.pop() if unread else await receive()
+
+        headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"content-type")]
+        headers.append((b"content-type", b"application/json"))
+        asked = {"type": "http", "path": self._path, "raw_path": self._path.encode(), "headers": headers}
+        await self._app({**scope, **asked}, replay, send)
+
+
+async def _answer(service: Service, request: Request, invocation: Invocation) -> Response:
+    texts = [invocation.inputs] if isinstance(invocation.inputs, str) else invocation.inputs
+    sampling = invocation.parameters.sampling()
+    if invocation.stream and (len(texts) != 1 or sampling.n > 1):
+        raise BadRequestError("stream: one text and one answer at a time", param="stream")
+    prompts = await encode_prompts(service, texts, param="inputs")
+    batch = await Batch.submit(
+        service,
+        prompts,
+        [sampling] * len(prompts),
+        is_stream=invocation.stream,
+        arrived_s=arrival_of(request),
+    )
+    words = _Words(service, invocation.parameters)
+    if invocation.stream:
+        is_sse = "text/event-stream" in request.headers.get("accept", "")
+        line = _event if is_sse else _line
+        events = _lines(batch, words, texts[0], line)
+        if is_sse:
+            return await event_stream(request, batch, events, done=b"")
+        response = await event_stream(request, batch, events, done=b"", failed=line)
+        response.headers["content-type"] = "application/jsonlines"
+        return response
+    async with batch, unless_gone(request):
+        outputs = await batch.outputs()
+    answers = [words.answer(text, output) for text, output in zip(texts, outputs, strict=True)]
+    return json_response(answers[0] if isinstance(invocation.inputs, str) else answers)
+
+
+class _Words:
+    """What LMI calls the parts of an answer."""
+
+    def __init__(self, service: Service, parameters: Parameters):
+        self._codec, self._parameters = service.codec, parameters
+
+    def answer(self, text: str, output: GenerationOutput) -> dict[str, Any]:
+        """A whole one to ``text``; the details where they were asked for. Raises where there is none."""
+        for completion in output.completions:
+            finish_of(completion.finish_reason, completion.error)
+        answer: dict[str, Any] = {"generated_text": self.text(text, output.text)}
+        if self._parameters.details or self._parameters.decoder_input_details:
+            answer["details"] = self.details(text, output.finish_reason, output.token_ids)
+            answer["details"]["tokens"] = self.tokens(output.token_ids, output.logprobs)
+            if output.prompt_logprobs is not None:
+                answer["details"]["prefill"] = self.tokens(output.prompt_token_ids, output.prompt_logprobs)
+            if output.others:
+                answer["details"]["best_of_sequences"] = [
+                    {
+                        "generated_text": self.text(text, other.text),
+                        "finish_reason": self._finish(other.finish_reason, other.token_ids),
+                        "generated_tokens": len(other.token_ids),
+                        "tokens": self.tokens(other.token_ids, other.logprobs),
+                    }
+                    for other in output.others
+                ]
+        return answer
+
+    def text(self, prompt: str, answer: str) -> str:
+        return prompt + answer if self._parameters.return_full_text else answer
+
+    def details(self, text: str, reason: str, token_ids: list[int]) -> dict[str, Any]:
+        return {
+            "finish_reason": self._finish(reason, token_ids),
+            "generated_tokens": len(token_ids),
+            "inputs": text,
+        }
+
+    def tokens(self, token_ids: list[int], logprobs: Sequence[Logprobs | None] | None) -> list[dict[str, Any]]:
+        each = logprobs if logprobs is not None else [None] * len(token_ids)
+        return [
+            {
+                "id": token_id,
+                "text": self._codec.token_bytes(token_id).decode("utf-8", "replace"),
+                "log_prob": None if entry is None else entry[token_id],
+            }
+            for token_id, entry in zip(token_ids, each, strict=True)
+        ]
+
+    def _finish(self, reason: str, token_ids: list[int]) -> str:
+        if reason != "stop":
+            return reason
+        return "eos_token" if token_ids and token_ids[-1] in self._codec.eos_token_ids else "stop_sequence"
+
+
+async def _lines(batch: Batch, words: _Words, prompt: str, line: Callable[[Any], bytes]) -> AsyncGenerator[bytes, None]:
+    """A stream: a ``line`` a token. The last has the whole text."""
+    text, token_ids = "", list[int]()
+    async with batch:
+        async for updates in batch.updates():
+            for _, update in updates:
+                text += update.text
+                token_ids += update.token_ids
+                values: list[dict[str, Any]] = [
+                    {"token": token} for token in words.tokens(update.token_ids, update.logprobs)
+                ]
+                if update.end is not None:
+                    finish_of(update.end.reason, update.end.error)
+                    values = values or [{}]
+                    values[-1]["generated_text"] = words.text(prompt, text)
+                    values[-1]["details"] = words.details(prompt, update.end.reason, token_ids)
+                if values:
+                    yield b"".join(map(line, values))
+
+
+def _line(value: Any) -> bytes:
+    return json_line(value) + b"\n"
+
+
+def _event(value: Any) -> bytes:
+    return b"data:" + json_line(value) + b"\n\n"

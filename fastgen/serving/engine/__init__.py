@@ -1,0 +1,1 @@
+"""The engine in its own process, and the server's side of it."""

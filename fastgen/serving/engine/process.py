@@ -1,0 +1,335 @@
+"""The process that has the engine. It takes requests and gives tokens, and knows nothing of HTTP or text.
+
+One thread does all: between two steps it takes what has come, and tells what the last one gave. So a step waits for
+nothing, and a request that is cancelled is gone before the next. Run as ``python -m fastgen.serving.engine.process
+ADDRESS PARENT``, with the arguments of ``fastgen.load`` as JSON on standard input; it ends when that parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import zmq
+
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.models.checkpoint import hub
+from fastgen.runtime.engine import Engine
+from fastgen.runtime.faults import cause_of
+from fastgen.runtime.llm import LLM
+from fastgen.runtime.loading import load
+from fastgen.runtime.requests.generation import Completion, Generation
+from fastgen.runtime.scheduling.policies import make_policy
+from fastgen.serving.engine.garbage import rarely_collected
+from fastgen.serving.engine.messages import (
+    Ask,
+    Cancel,
+    Check,
+    End,
+    EngineFacts,
+    LoadFailed,
+    Progress,
+    Ready,
+    Refused,
+    Reply,
+    Report,
+    Status,
+    Stop,
+    Submit,
+    ToServer,
+    encoder,
+    has_come,
+    to_engine,
+    unpack_sampling,
+)
+from fastgen.serving.log_file import move_output_to_log
+from fastgen.serving.monitoring.live import live_view
+
+STATUS_S = 0.25
+"""How often a status is told at least, and how long an idle engine sleeps at most."""
+PACE_S = 0.005
+"""Steps that take less than this are not told of one by one, for that would cost as much as they do: of streams that
+have begun, tokens may wait for so long, and for the end of a step. First tokens and ends never do."""
+
+_PR_SET_PDEATHSIG = 1
+_log = logging.getLogger(__name__)
+
+ANSWERS: dict[str, Callable[[Engine], Any]] = {
+    "live": live_view,
+    "metrics": lambda engine: engine.metrics.snapshot(),
+}
+"""What can be asked of an engine, and who computes it, between two steps."""
+
+
+class _Open:
+    """A request that has not ended, and how much of it was told."""
+
+    __slots__ = ("generation", "is_plain", "is_stream", "num_told", "number", "token_ids")
+
+    def __init__(self, number: int, generation: Generation, *, is_stream: bool):
+        self.number, self.generation, self.is_stream = number, generation, is_stream
+        sampling = generation.request.sampling
+        self.is_plain = sampling.n == 1 and sampling.logprobs is None and sampling.prompt_logprobs is None
+        """Whether there is nothing to tell of it but tokens, until it ends."""
+        self.num_told: list[int | None] = [0] * sampling.n
+        """Tokens of each completion; ``None`` once its end was told."""
+        self.token_ids: list[int] | None = None
+        """Those of the first completion."""
+
+    def add_tokens(self, tokens: list[int]) -> None:
+        """To ``tokens``, what was not told yet of a plain one: its number and a token id, again and again."""
+        if self.token_ids is None:
+            self.token_ids = self.generation.completions[0].token_ids
+        start = self.num_told[0]
+        assert start is not None
+        if start < len(self.token_ids):
+            for token_id in self.token_ids[start:]:
+                tokens += (self.number, token_id)
+            self.num_told[0] = len(self.token_ids)
+
+    def news(self, now_s: float) -> list[Progress]:
+        """What was not told yet. ``now_s`` is the engine's clock's."""
+        news = []
+        for index, completion in enumerate(self.generation.completions):
+            start, has_ended = self.num_told[index], completion.finish_reason is not None
+            if start is None or not (has_ended or (self.is_stream and start < len(completion.token_ids))):
+                continue
+            logprobs = None if self.generation.request.sampling.logprobs is None else completion.logprobs[start:]
+            end = self._end(completion, now_s) if has_ended else None
+            prompt_logprobs = self.generation.prompt_logprobs if index == start == 0 else None
+            news.append(Progress(self.number, index, completion.token_ids[start:], logprobs, end, prompt_logprobs))
+            self.num_told[index] = None if has_ended else len(completion.token_ids)
+        return news
+
+    def _end(self, completion: Completion, now_s: float) -> End:
+        assert completion.finish_reason is not None
+        times_s = completion.token_times_s
+        return End(
+            completion.finish_reason,
+            completion.error,
+            completion.score,
+            self.generation.metrics_of(completion),
+            now_s - times_s[0] if times_s else None,
+        )
+
+
+class EngineLoop:
+    """Runs ``engine`` for the server at the other end of ``socket``, until that says so or ``is_orphan()``."""
+
+    def __init__(self, engine: Engine, socket: zmq.Socket[bytes], *, is_orphan: Callable[[], bool]):
+        self._engine, self._socket, self._is_orphan = engine, socket, is_orphan
+        self._open: dict[int, _Open] = {}
+        self._by_request_id: dict[int, _Open] = {}
+        self._streams: dict[int, _Open] = {}
+        """Those that are streams, by the engine's number too."""
+        self._unheard: dict[int, _Open] = {}
+        """Those of which no token has come, likewise."""
+        self._refused: list[Refused] = []
+        self._ended: list[Generation] = []
+        engine.on_end = self._ended.append
+        engine.gives_text = False  # the server makes it of the tokens, and no step waits for that
+        self._num_steps, self._told_s, self._streamed_s, self._is_stopped = 0, 0.0, 0.0, False
+
+    def run(self) -> None:
+        """Take, step, tell, until it is told to stop."""
+        while not self._is_stopped and not self._is_orphan():
+            self._receive()
+            if self._engine.has_work:
+                self._engine.step()
+                self._num_steps += 1
+            self._tell()
+
+    def _receive(self) -> None:
+        """Take all that has come. Where there is nothing to run, wait for it."""
+        if not self._engine.has_work or self._engine.idle_s:
+            idle_s = min(self._engine.idle_s, STATUS_S) if self._engine.has_work else STATUS_S
+            self._socket.poll(math.ceil(1000 * idle_s))
+        while not self._is_stopped and has_come(self._socket):
+            message = to_engine.decode(self._socket.recv())
+            match message:
+                case Submit():
+                    self._submit(message)
+                case Cancel():
+                    self._cancel(message.number)
+                case Ask():
+                    self._reply(message.number, partial(ANSWERS[message.what], self._engine))
+                case Check():
+                    self._reply(message.number, partial(self._refusal, message))
+                case Stop():
+                    self._is_stopped = True
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            generation = self._engine.submit(message.prompt_ids, unpack_sampling(message.sampling))
+        except InvalidArgumentError as error:
+            self._refused.append(Refused(message.number, str(error)))
+            return
+        except Exception as error:  # what is in the engine already has nothing to do with it
+            _log.error("a request cannot be queued: %s", cause_of(error), exc_info=error)
+            why = f"the engine failed to queue this request: {cause_of(error)}"
+            self._refused.append(Refused(message.number, why, is_failure=True))
+            return
+        opened = _Open(message.number, generation, is_stream=message.is_stream)
+        request_id = generation.request.request_id
+        self._open[message.number] = self._by_request_id[request_id] = self._unheard[request_id] = opened
+        if message.is_stream:
+            self._streams[request_id] = opened
+
+    def _reply(self, number: int, find: Callable[[], Any]) -> None:
+        """Answer with what ``find`` gives. That it fails is nothing to end for."""
+        body, cause = msgspec.Raw(encoder.encode(None)), None
+        try:
+            body = msgspec.Raw(encoder.encode(find()))
+        except Exception as error:
+            cause = cause_of(error)
+            _log.error("a question cannot be answered: %s", cause, exc_info=error)
+        self._send(Reply(number, body, cause))
+
+    def _refusal(self, asked: Check) -> str | None:
+        try:
+            self._engine.check(asked.prompt_ids, unpack_sampling(asked.sampling))
+        except InvalidArgumentError as error:
+            return str(error)
+        return None
+
+    def _drop(self, opened: _Open) -> None:
+        """Nothing more is to be told of it."""
+        request_id = opened.generation.request.request_id
+        del self._open[opened.number], self._by_request_id[request_id]
+        self._streams.pop(request_id, None)
+        self._unheard.pop(request_id, None)
+
+    def _cancel(self, number: int) -> None:
+        opened = self._open.get(number)
+        if opened is not None:
+            self._drop(opened)
+            self._engine.cancel(opened.generation)
+
+    def _tell(self) -> None:
+        """Send what the last step gave, and how much is to be done."""
+        now_s = time.monotonic()
+        is_due = now_s - self._told_s >= STATUS_S
+        begun = self._begun()
+        tokens: list[int] = []
+        progress: list[Progress] = []
+        if begun or self._ended or now_s - self._streamed_s >= PACE_S or self._engine.idle_s:
+            tokens, progress = self._streamed()
+            self._streamed_s = now_s
+        started = [opened.number for opened in begun if not opened.is_stream]
+        for generation in dict.fromkeys(self._ended):  # once, however many of its completions have ended
+            opened = self._by_request_id.get(generation.request.request_id)
+            if opened is not None:
+                progress += opened.news(self._engine.clock())
+                if generation.finished:
+                    self._drop(opened)
+        self._ended.clear()
+        if not (tokens or progress or started or self._refused or is_due):
+            return
+        status = None
+        if is_due:
+            scheduler = self._engine.scheduler
+            status = Status(len(scheduler.running), scheduler.num_waiting, self._num_steps)
+            self._told_s = now_s
+        self._send(Report(tokens, progress, started, self._refused, status))
+        self._refused = []
+
+    def _streamed(self) -> tuple[list[int], list[Progress]]:
+        """What the streams that run have got since they were last told of; see :class:`Report`."""
+        tokens: list[int] = []
+        others: dict[int, _Open] = {}
+        for sequence in self._engine.scheduler.running if self._streams else ():
+            opened = self._streams.get(sequence.request.request_id)
+            if opened is None:
+                continue
+            if opened.is_plain:
+                opened.add_tokens(tokens)
+            else:
+                others[opened.number] = opened
+        return tokens, [news for opened in others.values() for news in opened.news(self._engine.clock())]
+
+    def _begun(self) -> list[_Open]:
+        """The requests whose first token the last step gave."""
+        begun = []
+        for sequence in self._engine.scheduler.running if self._unheard else ():
+            opened = self._unheard.get(sequence.request.request_id)
+            if opened is not None and opened.generation.completions[0].token_ids:
+                del self._unheard[sequence.request.request_id]
+                begun.append(opened)
+        return begun
+
+    def _send(self, message: ToServer) -> None:
+        self._socket.send(encoder.encode(message))
+
+
+def main() -> None:
+    """Load, say so, and run."""
+    parent = int(sys.argv[2])
+    _end_with(parent)
+    # A terminal's Ctrl-C and a service manager's SIGTERM reach this process too, but ending is the server's to arrange.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    arguments: dict[str, Any] = json.load(sys.stdin)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.SNDHWM, 0)  # a step never waits for the server; what is on its way is bounded by answers
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(sys.argv[1])
+        began_s = time.monotonic()
+        try:
+            directory = hub.locate(arguments["model"], revision=arguments.get("revision"))
+            llm = load(**_with_policy(arguments))
+        except (FastgenError, OSError) as error:
+            socket.send(encoder.encode(LoadFailed(str(error))))
+            sys.exit(1)
+        move_output_to_log()
+        with rarely_collected():
+            socket.send(encoder.encode(Ready(_facts(llm, str(directory), time.monotonic() - began_s))))
+            EngineLoop(llm.release_engine(), socket, is_orphan=lambda: os.getppid() != parent).run()
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process with its ``parent``, also while it loads or is in a long step. Where the system
+    cannot, the loop sees that it is an orphan."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that was said
+        sys.exit(1)
+
+
+def _with_policy(arguments: dict[str, Any]) -> dict[str, Any]:
+    """``arguments``, a policy that JSON holds as ``{"name": …}`` and its parameters made one."""
+    policy = arguments.get("policy")
+    if not isinstance(policy, dict):
+        return arguments
+    parameters = {name: value for name, value in policy.items() if name != "name"}
+    return arguments | {"policy": make_policy(policy["name"], parameters)}
+
+
+def _facts(llm: LLM, directory: str, load_s: float) -> EngineFacts:
+    return EngineFacts(
+        directory=directory,
+        architecture=llm.spec.architecture,
+        recipe=llm.spec.recipe,
+        vocab_size=llm.spec.vocab_size,
+        max_model_len=llm.config.max_model_len,
+        max_num_seqs=llm.config.max_num_seqs,
+        token_budget=llm.config.token_budget,
+        block_size=llm.config.block_size,
+        num_blocks=llm.config.num_blocks,
+        ledger=str(llm.ledger),
+        load_s=load_s,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.requests.outputs import FinishReason, GenerationOutput
+from fastgen.serving.answers import Update
+from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.openai.answers import (
+    AssistantAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatFinish,
+    ChatLogprobs,
+    MessageDelta,
+    finish_of,
+    usage_of,
+)
+from fastgen.serving.http.openai.logprobs import chat_logprobs
+from fastgen.serving.http.openai.messages import Message, for_template
+from fastgen.serving.http.openai.requests import ChatRequest
+from fastgen.serving.http.openai.run import (
+    Batch,
+    StreamUsage,
+    arrival_of,
+    check_model,
+    check_prompt,
+    code_of,
+    event_of,
+    event_stream,
+    json_response,
+    now,
+    request_id_of,
+)
+from fastgen.serving.http.openai.sampling import chat_sampling
+from fastgen.serving.http.openai.tools import CallWriter, ChatTools, chat_tools
+from fastgen.serving.http.openai.tools import for_template as tools_for_template
+from fastgen.serving.http.streaming import unless_gone
+from fastgen.serving.refusals import BadRequestError
+from fastgen.serving.service import Service
+from fastgen.serving.tools.formats import ToolFormat
+
+
+def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
+    """The route, over ``service``. ``tool_format`` is taken in place of what the chat template asks for."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post(
+        "/v1/chat/completions",
+        response_model=ChatCompletion,
+        responses={200: {"content": {"text/event-stream": {}}, "description": "An answer, or its stream"}, **ERRORS},
+    )
+    async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
+        """Answer a conversation, rendered by the checkpoint's own chat template."""
+        check_model(service, body.model)
+        tools, response_format = chat_tools(body, service.codec, tool_format)
+        prompt_ids = await encode_chat(service, body.messages, tools_for_template(body))
+        sampling = chat_sampling(
+            body,
+            len(prompt_ids),
+            response_format,
+            defaults=service.codec.default_sampling,
+            max_model_len=service.facts.max_model_len,
+            vocab_size=service.facts.vocab_size,
+        )
+        writer = _Writer(service, body, tools, len(prompt_ids), f"chatcmpl-{request_id_of(request)}")
+        with _about_tools(tools is not None and body.response_format is None):
+            batch = await Batch.submit(
+                service,
+                [prompt_ids],
+                [sampling],
+                is_stream=bool(body.stream),
+                arrived_s=arrival_of(request),
+                spelled=tools.spelled if tools is not None else None,
+            )
+            if body.stream:
+                return await event_stream(request, batch, _events(batch, writer, body))
+            async with batch, unless_gone(request):
+                (output,) = await batch.outputs()
+        return json_response(writer.whole(output))
+
+    return router
+
+
+async def encode_chat(service: Service, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
+    """The token ids of a conversation. Rendering and encoding take another thread: both may be long.
+
+    Raises ``BadRequestError`` where the template refuses it or it leaves no room for an answer.
+    """
+    codec = service.codec
+    template = codec.chat_template(has_tools=tools is not None)
+    plain = for_template(messages, has_developer_role="developer" in template)
+    try:
+        prompt_ids = await asyncio.to_thread(codec.encode_chat, plain, tools)
+    except InvalidArgumentError as error:
+        raise BadRequestError(f"messages: {error}"[:2000], param="messages", code=code_of(error)) from error
+    check_prompt(service, prompt_ids, "messages")
+    return prompt_ids
+
+
+@contextmanager
+def _about_tools(is_theirs: bool) -> Iterator[None]:
+    """Have what is refused of an answer's format be about the tools, where the format is their grammar."""
+    try:
+        yield
+    except BadRequestError as error:
+        if is_theirs and str(error).startswith("response_format"):
+            raise BadRequestError(str(error).replace("response_format", "tools", 1), param="tools") from error
+        raise
+
+
+async def _events(batch: Batch, writer: _Writer, body: ChatRequest) -> AsyncGenerator[bytes, None]:
+    includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    async with batch:
+        async for updates in batch.updates():
+            events = [event for _, update in updates for event in writer.chunks(update)]
+            if events:
+                yield b"".join(map(event_of, events))
+            if writer.has_ended:
+                break
+        if includes_usage:
+            yield event_of(writer.last())
+
+
+class _Writer:
+    """Puts into OpenAI's words what comes of one chat."""
+
+    def __init__(
+        self, service: Service, body: ChatRequest, tools: ChatTools | None, num_prompt_tokens: int, completion_id: str
+    ):
+        self._codec, self._tools = service.codec, tools
+        self._num_top = (body.top_logprobs or 0) if body.logprobs else None
+        self._includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._tells_usage_always = body.stream_options is not None and body.stream_options.tells_usage_always
+        self._n = body.n or 1
+        self._head: dict[str, Any] = {"id": completion_id, "created": now(), "model": service.model_name}
+        self._usage = StreamUsage(num_prompt_tokens)
+        self._calls: dict[int, CallWriter] = {}
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will be told, even if the model goes on."""
+        return len(self._ended) == self._n
+
+    def whole(self, output: GenerationOutput) -> ChatCompletion:
+        """The answer that is no stream."""
+        choices = [self._choice(completion) for completion in output.completions]
+        body: Any = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage_of([output])}
+        return body  # type: ignore[no-any-return]
+
+    def _choice(self, completion: GenerationOutput) -> ChatChoice:
+        message: AssistantAnswer = {"role": "assistant", "content": completion.text, "refusal": None}
+        writer = self._call_writer(completion.index)
+        if writer is not None:
+            writer.write(completion.text, is_last=True)
+            message["content"] = writer.content
+            if writer.calls:
+                message["content"] = writer.content or None
+                message["tool_calls"] = writer.calls
+        return {
+            "index": completion.index,
+            "message": message,
+            "logprobs": self._logprobs(completion.token_ids, completion.logprobs),
+            "finish_reason": _finish(completion.finish_reason, completion.error, writer),
+        }
+
+    def chunks(self, update: Update) -> list[ChatChunk]:
+        """The next pieces of a stream."""
+        if update.index in self._ended:
+            return []
+        self._usage.add(update)
+        pieces: list[MessageDelta] = []
+        if update.index not in self._begun:
+            self._begun.add(update.index)
+            pieces.append({"role": "assistant", "content": ""})
+        writer = self._call_writer(update.index)
+        text = update.text
+        if writer is not None:
+            text, calls = writer.write(update.text, is_last=update.end is not None)
+            pieces += [{"tool_calls": [call]} for call in calls]
+        logprobs = self._logprobs(update.token_ids, update.logprobs)
+        if text or (logprobs is not None and not pieces):
+            pieces.insert(len(self._roles(pieces)), {"content": text})
+        chunks = [self._chunk(update.index, piece) for piece in pieces]
+        if chunks and logprobs is not None:
+            chunks[-1]["choices"][0]["logprobs"] = logprobs
+        if update.end is not None or (writer is not None and writer.has_ended):
+            self._ended.add(update.index)
+            reason, error = ("stop", None) if update.end is None else (update.end.reason, update.end.error)
+            chunks.append(self._chunk(update.index, {}, _finish(reason, error, writer)))
+        return chunks
+
+    def last(self) -> ChatChunk:
+        """The chunk of a stream that tells what it took."""
+        chunk: Any = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage.usage()}
+        return chunk  # type: ignore[no-any-return]
+
+    def _roles(self, pieces: list[MessageDelta]) -> list[MessageDelta]:
+        return [piece for piece in pieces if "role" in piece]
+
+    def _call_writer(self, index: int) -> CallWriter | None:
+        """What reads the calls of answer ``index``, if there are tools."""
+        if self._tools is None:
+            return None
+        if index not in self._calls:
+            self._calls[index] = CallWriter(self._tools.parser(), is_parallel=self._tools.is_parallel)
+        return self._calls[index]
+
+    def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, float]] | None) -> ChatLogprobs | None:
+        if self._num_top is None or logprobs is None:
+            return None
+        return chat_logprobs(self._codec, token_ids, logprobs, self._num_top)
+
+    def _chunk(self, index: int, delta: MessageDelta, finish: ChatFinish | None = None) -> ChatChunk:
+        choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        chunk: Any = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        if self._includes_usage:
+            chunk["usage"] = self._usage.usage() if self._tells_usage_always else None
+        return chunk  # type: ignore[no-any-return]
+
+
+def _finish(reason: FinishReason, error: str | None, writer: CallWriter | None) -> ChatFinish:
+    finish = finish_of(reason, error)
+    return "tool_calls" if finish == "stop" and writer is not None and writer.calls else finish

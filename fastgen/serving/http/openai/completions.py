@@ -1,0 +1,212 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
+from fastgen.serving.answers import Update
+from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.openai.answers import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Usage,
+    finish_of,
+    usage_of,
+)
+from fastgen.serving.http.openai.logprobs import CompletionLogprobsWriter
+from fastgen.serving.http.openai.requests import CompletionRequest
+from fastgen.serving.http.openai.run import (
+    Batch,
+    StreamUsage,
+    arrival_of,
+    check_model,
+    encode_prompts,
+    event_of,
+    event_stream,
+    json_response,
+    now,
+    request_id_of,
+)
+from fastgen.serving.http.openai.sampling import completion_sampling
+from fastgen.serving.http.streaming import unless_gone
+from fastgen.serving.service import Service
+
+
+def completion_routes(service: Service) -> APIRouter:
+    """The route, over ``service``."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post(
+        "/v1/completions",
+        response_model=Completion,
+        responses={200: {"content": {"text/event-stream": {}}, "description": "An answer, or its stream"}, **ERRORS},
+    )
+    async def create_completion(request: Request, body: CompletionRequest) -> Response:
+        """Go on with one prompt or several."""
+        check_model(service, body.model)
+        prompts = _prompts(body.prompt)
+        prompt_ids = await encode_prompts(service, prompts)
+        samplings = [
+            completion_sampling(
+                body,
+                len(ids),
+                defaults=service.codec.default_sampling,
+                max_model_len=service.facts.max_model_len,
+                vocab_size=service.facts.vocab_size,
+            )
+            for ids in prompt_ids
+        ]
+        writer = _Writer(service, body, prompts, prompt_ids, f"cmpl-{request_id_of(request)}")
+        arrived_s = arrival_of(request)
+        batch = await Batch.submit(service, prompt_ids, samplings, is_stream=bool(body.stream), arrived_s=arrived_s)
+        if body.stream:
+            return await event_stream(request, batch, _events(batch, writer, body))
+        async with batch, unless_gone(request):
+            return json_response(writer.whole(await batch.outputs()))
+
+    return router
+
+
+async def _events(batch: Batch, writer: _Writer, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
+    includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    async with batch:
+        async for updates in batch.updates():
+            events = [event for number, update in updates for event in writer.chunk(number, update)]
+            if events:
+                yield b"".join(map(event_of, events))
+        if includes_usage:
+            yield event_of(writer.last())
+
+
+class _Writer:
+    """Puts into OpenAI's words what comes of one call. Choice ``n · i + j`` is answer ``j`` to prompt ``i``."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        prompts: list[str | list[int]],
+        prompt_ids: list[list[int]],
+        completion_id: str,
+    ):
+        self._codec, self._body = service.codec, body
+        self._prompt_ids = prompt_ids
+        self._n = body.n or 1
+        self._head: dict[str, Any] = {
+            "id": completion_id,
+            "object": "text_completion",
+            "created": now(),
+            "model": service.model_name,
+        }
+        self._echoes = [self._echo(*each) if body.echo else "" for each in zip(prompts, prompt_ids, strict=True)]
+        self._shows_answer = body.max_tokens != 0
+        self._usage = StreamUsage(sum(map(len, prompt_ids)), counts_answer=self._shows_answer)
+        self._logprobs: dict[int, CompletionLogprobsWriter] = {}
+        self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
+        self._begun: set[int] = set()
+
+    def whole(self, outputs: list[GenerationOutput]) -> Completion:
+        """The answer that is no stream."""
+        choices = []
+        for number, output in enumerate(outputs):
+            for completion in output.completions:
+                finish = finish_of(completion.finish_reason, completion.error)
+                logprobs = None
+                text = self._echoes[number]
+                if self._body.logprobs is not None:
+                    index = self._n * number + completion.index
+                    logprobs = self._start_logprobs(index, number, output.prompt_logprobs)
+                    if self._shows_answer:
+                        end = len(text) + len(completion.text)
+                        _extend(
+                            logprobs, self._logprobs[index].write(completion.token_ids, completion.logprobs or [], end)
+                        )
+                if self._shows_answer:
+                    text += completion.text
+                choices.append(self._choice(number, completion.index, text, logprobs, finish))
+        return self._completion(choices, usage_of(outputs, counts_answer=self._shows_answer))
+
+    def chunk(self, number: int, update: Update) -> list[Completion]:
+        """The next piece of a stream, unless there is nothing to tell."""
+        self._usage.add(update)
+        index = self._n * number + update.index
+        finish = None if update.end is None else finish_of(update.end.reason, update.end.error)
+        text, logprobs = "", None
+        if self._body.logprobs is not None:
+            logprobs = _none()
+        if index not in self._begun:
+            self._begun.add(index)
+            text = self._echoes[number]
+            if logprobs is not None:
+                logprobs = self._start_logprobs(index, number, update.prompt_logprobs)
+        if self._shows_answer:
+            text += update.text
+            if logprobs is not None:
+                _extend(logprobs, self._logprobs[index].write(update.token_ids, update.logprobs or []))
+        if not (text or finish or (logprobs is not None and logprobs["tokens"])):
+            return []
+        options = self._body.stream_options
+        usage = self._usage.usage() if options is not None and options.tells_usage_always else None
+        return [self._completion([self._choice(number, update.index, text, logprobs, finish)], usage)]
+
+    def last(self) -> Completion:
+        """The chunk of a stream that tells what it took."""
+        return self._completion([], self._usage.usage())
+
+    def _echo(self, prompt: str | list[int], ids: list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._codec.decode(ids) if self._codec.has_tokenizer else ""
+
+    def _start_logprobs(
+        self, index: int, number: int, prompt_logprobs: list[Logprobs | None] | None
+    ) -> CompletionLogprobs:
+        """Those of the prompt where it is echoed, else none, which is where those of choice ``index`` begin."""
+        num_top, ids = self._body.logprobs or 0, self._prompt_ids[number]
+        self._logprobs[index] = CompletionLogprobsWriter(
+            self._codec, num_top, context_ids=ids, start=len(self._echoes[number])
+        )
+        if not self._body.echo:
+            return _none()
+        if prompt_logprobs is not None:
+            prompt = CompletionLogprobsWriter(self._codec, num_top)
+            self._prompt_logprobs[number] = prompt.write(ids, prompt_logprobs, len(self._echoes[number]))
+        told = self._prompt_logprobs[number]
+        return {
+            "tokens": [*told["tokens"]],
+            "token_logprobs": [*told["token_logprobs"]],
+            "top_logprobs": [*told["top_logprobs"]],
+            "text_offset": [*told["text_offset"]],
+        }
+
+    def _choice(
+        self, number: int, index: int, text: str, logprobs: CompletionLogprobs | None, finish: Any
+    ) -> CompletionChoice:
+        return {"index": self._n * number + index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
+        body: Any = {**self._head, "choices": choices}
+        options = self._body.stream_options
+        if usage is not None or (options is not None and options.include_usage):
+            body["usage"] = usage
+        return body  # type: ignore[no-any-return]
+
+
+def _none() -> CompletionLogprobs:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def _extend(logprobs: CompletionLogprobs, more: CompletionLogprobs) -> None:
+    logprobs["tokens"] += more["tokens"]
+    logprobs["token_logprobs"] += more["token_logprobs"]
+    logprobs["top_logprobs"] += more["top_logprobs"]
+    logprobs["text_offset"] += more["text_offset"]
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a request, whichever way they are given."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt

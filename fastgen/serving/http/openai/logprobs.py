@@ -1,0 +1,90 @@
+"""Log-probabilities in the two forms that OpenAI has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastgen.runtime.requests.outputs import Logprobs
+from fastgen.runtime.text.codec import TextCodec
+from fastgen.serving.http.openai.answers import ChatLogprobs, CompletionLogprobs, TokenLogprob
+
+IMPOSSIBLE = -9999.0
+"""What OpenAI gives for a token that cannot be, minus infinity not being a number of JSON."""
+
+
+class CompletionLogprobsWriter:
+    """Of one choice: its tokens as text, each with where it begins in the choice's text.
+
+    ``num_top`` of the likeliest are given at each place, and the token itself. ``start`` is where the first token
+    begins: behind the prompt, if that is echoed. ``context_ids`` come before it.
+    """
+
+    def __init__(self, codec: TextCodec, num_top: int, *, context_ids: Sequence[int] = (), start: int = 0):
+        self._codec, self._num_top, self._offset = codec, num_top, start
+        self._detokenizer = codec.new_detokenizer(context_ids) if codec.has_tokenizer else None
+
+    def write(
+        self, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], end: int | None = None
+    ) -> CompletionLogprobs:
+        """Of the next tokens. No offset lies behind ``end``, where the text ends before a stop string."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._offset if end is None else min(self._offset, end))
+            if self._detokenizer is not None:
+                self._offset += len(self._detokenizer.append(token_id))
+        return {
+            "tokens": [self._spelled(token_id) for token_id in token_ids],
+            "token_logprobs": [
+                None if each is None else _finite(each[token_id])
+                for token_id, each in zip(token_ids, logprobs, strict=True)
+            ],
+            "top_logprobs": [
+                None if each is None else self._by_spelling(each, token_id)
+                for token_id, each in zip(token_ids, logprobs, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+    def _by_spelling(self, logprobs: Logprobs, actual_id: int) -> dict[str, float]:
+        """The likeliest first; of tokens that are spelled alike the likeliest alone."""
+        found: dict[str, float] = {}
+        for rank, (token_id, logprob) in enumerate(_likeliest_first(logprobs)):
+            if rank < self._num_top or token_id == actual_id:
+                found.setdefault(self._spelled(token_id), _finite(logprob))
+        return found
+
+    def _spelled(self, token_id: int) -> str:
+        spelling = self._codec.token_bytes(token_id)
+        try:
+            return spelling.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+
+
+def chat_logprobs(
+    codec: TextCodec, token_ids: Sequence[int], logprobs: Sequence[Logprobs], num_top: int
+) -> ChatLogprobs:
+    """Of the tokens of a chat's answer, with ``num_top`` of the likeliest at each place."""
+    return {
+        "content": [
+            {
+                **_token_logprob(codec, token_id, each[token_id]),
+                "top_logprobs": [_token_logprob(codec, *one) for one in _likeliest_first(each)[:num_top]],
+            }
+            for token_id, each in zip(token_ids, logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _token_logprob(codec: TextCodec, token_id: int, logprob: float) -> TokenLogprob:
+    spelling = codec.token_bytes(token_id)
+    return {"token": spelling.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(spelling)}
+
+
+def _likeliest_first(logprobs: Logprobs) -> list[tuple[int, float]]:
+    return sorted(logprobs.items(), key=lambda item: -item[1])
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, IMPOSSIBLE)

@@ -1,0 +1,81 @@
+"""What is served, and its tokenizer: ``/v1/models``, ``/version``, ``/tokenize``, ``/detokenize``."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.openai.answers import Detokenized, Model, Models, Tokenized, Version
+from fastgen.serving.http.openai.chat import encode_chat
+from fastgen.serving.http.openai.requests import DetokenizeRequest, TokenizeRequest
+from fastgen.serving.http.openai.run import check_model, now
+from fastgen.serving.refusals import BadRequestError
+from fastgen.serving.service import Service
+
+
+def model_routes(service: Service, version: str) -> APIRouter:
+    """The routes, over ``service``."""
+    router = APIRouter(tags=["models"])
+    created = now()
+
+    def model() -> Model:
+        return {
+            "id": service.model_name,
+            "object": "model",
+            "created": created,
+            "owned_by": "fastgen",
+            "max_model_len": service.facts.max_model_len,
+        }
+
+    @router.get("/v1/models", responses=ERRORS)
+    async def list_models() -> Models:
+        """The model that is served, in a list of one."""
+        return {"object": "list", "data": [model()]}
+
+    @router.get("/v1/models/{name:path}", responses=ERRORS)
+    async def retrieve_model(name: str) -> Model:
+        """The model that is served, by its name."""
+        check_model(service, name)
+        return model()
+
+    @router.get("/version")
+    async def get_version() -> Version:
+        """Of fastgen."""
+        return {"version": version}
+
+    @router.post("/tokenize", responses=ERRORS)
+    async def tokenize(body: TokenizeRequest) -> Tokenized:
+        """The token ids of a text, or of a conversation as the chat template renders it."""
+        check_model(service, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise BadRequestError("give prompt or messages, one of them", param="prompt")
+        if body.messages is not None:
+            if body.add_special_tokens is not None:
+                raise BadRequestError("add_special_tokens goes with prompt only", param="add_special_tokens")
+            tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+            tokens = await encode_chat(service, body.messages, tools)
+        else:
+            if body.tools is not None:
+                raise BadRequestError("tools go with messages only", param="tools")
+            assert body.prompt is not None
+            try:
+                tokens = await asyncio.to_thread(
+                    service.codec.encode_text, body.prompt, add_special_tokens=body.add_special_tokens is not False
+                )
+            except InvalidArgumentError as error:
+                raise BadRequestError(str(error), param="prompt") from error
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.max_model_len}
+
+    @router.post("/detokenize", responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> Detokenized:
+        """The text of token ids; special tokens have none."""
+        check_model(service, body.model)
+        try:
+            return {"prompt": await asyncio.to_thread(service.codec.decode, body.tokens)}
+        except InvalidArgumentError as error:
+            raise BadRequestError(str(error), param="tokens") from error
+
+    return router

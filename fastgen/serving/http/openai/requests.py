@@ -1,0 +1,273 @@
+"""What clients may ask for in OpenAI's terms, field by field: types, ranges, and what is refused by name.
+
+Every model forbids fields that it does not have. ``null`` means that a field was not given. A field of OpenAI's that
+can have no effect here is taken only where leaving it out cannot change what the client gets; others say that they
+cannot be honoured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from fastgen.serving.http.openai.messages import Message, Tool, ToolChoice, few_parts
+from fastgen.serving.request_limits import MAX_BEAMS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS
+
+MAX_PROMPTS = 2048
+MAX_TOKEN_IDS = 1 << 20
+"""Of a request's prompts together: more would keep the server from all else while they are looked at."""
+MAX_STOP_STRINGS = 4
+MAX_LOGIT_BIAS = 1024
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+_MAX_INT32 = 2**31 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Label = Annotated[str, StringConstraints(max_length=512)]
+"""Of a caller, for the caller's own books."""
+
+
+def _refuse(why: str) -> Callable[[Any], None]:
+    def check(value: Any) -> None:
+        if value is not None:
+            raise PydanticCustomError("cannot_be_honoured", "cannot be honoured: {why}", {"why": why})
+
+    return check
+
+
+def _cannot(why: str) -> BeforeValidator:
+    """Of a field that OpenAI has and that would change the answer: only ``null`` will do."""
+    return BeforeValidator(_refuse(why))
+
+
+def at_most(number: int) -> BeforeValidator:
+    """Of an object that may have so many members: told before each of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > number:
+            raise PydanticCustomError(
+                "too_many_members", "at most {max} members, not {found}", {"max": number, "found": len(value)}
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
+def _prompt(value: Any) -> Any:
+    """Text, token ids, or a list of either. Said in one check, as a union would try every reading of a long list."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise _bad_prompt()
+    items = value if isinstance(value[0], (str, list)) else [value]
+    if len(items) > MAX_PROMPTS:
+        raise PydanticCustomError("too_many_prompts", "at most {max} prompts at once", {"max": MAX_PROMPTS})
+    if sum(len(item) for item in items if isinstance(item, list)) > MAX_TOKEN_IDS:
+        raise PydanticCustomError("too_many_token_ids", "at most {max} token ids in all", {"max": MAX_TOKEN_IDS})
+    for item in items:
+        is_text = isinstance(item, str)
+        if not is_text and not (isinstance(item, list) and item and set(map(type, item)) == {int}):
+            raise _bad_prompt()
+        if not is_text and not (min(item) >= 0 and max(item) <= _MAX_INT32):
+            raise PydanticCustomError("not_a_token", "a token id is 0 or more, and less than the vocabulary's size")
+    if len({type(item) for item in items}) > 1:
+        raise _bad_prompt()
+    return value
+
+
+def _bad_prompt() -> PydanticCustomError:
+    return PydanticCustomError(
+        "bad_prompt",
+        "must be a string, a list of strings, a list of token ids, or a list of lists of token ids, none of them empty",
+    )
+
+
+_TOKEN_IDS_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_TOKEN_IDS,
+    "items": {"type": "integer", "minimum": 0, "maximum": _MAX_INT32},
+}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string"}},
+        _TOKEN_IDS_SCHEMA,
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": _TOKEN_IDS_SCHEMA},
+    ]
+}
+
+
+class FewErrors(BaseModel):
+    """A body that takes no longer to refuse than to take."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_will_do(cls, value: Any) -> Any:
+        """Where there are more fields than there can be, all but the first that is not known are left out: each would
+        be an error of its own, and nobody reads thousands."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in value if name not in known)
+        return {name: each for name, each in value.items() if name in known or name == unknown}
+
+
+class Strict(FewErrors):
+    """No field that is not known, no number as text, nothing that is not finite."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    """A last chunk without choices tells what the request took."""
+    continuous_usage_stats: bool | None = None
+    """With it, every chunk tells what it took until then; not OpenAI's, but load generators ask for it."""
+    include_obfuscation: bool | None = None
+    """Taken, and nothing is added: padding against eavesdroppers is for networks that others can watch."""
+
+    @property
+    def tells_usage_always(self) -> bool:
+        return bool(self.include_usage and self.continuous_usage_stats)
+
+
+class SamplingRequest(Strict):
+    """The fields that completions and chats share."""
+
+    model: str
+    """The name under which the model is served."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    """Like ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` by default as the checkpoint asks."""
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_N)] = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_LOGIT_BIAS),
+            at_most(MAX_LOGIT_BIAS),
+        ]
+        | None
+    ) = None
+    """Token id, as text, to what is added to its logit."""
+    user: Label | None = None
+
+    # Extensions: fields of fastgen's SamplingParams that OpenAI has not.
+    top_k: Annotated[int | None, Field(ge=0, le=_MAX_INT32)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    min_tokens: Annotated[int | None, Field(ge=0, le=_MAX_INT32)] = None
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
+    ignore_eos: bool | None = None
+    beam_width: Annotated[int | None, Field(ge=1, le=MAX_BEAMS)] = None
+    priority: Annotated[int | None, Field(ge=-_MAX_INT32, le=_MAX_INT32)] = None
+    timeout_s: Annotated[float | None, Field(gt=0)] = None
+
+
+class CompletionRequest(SamplingRequest):
+    """``POST /v1/completions``."""
+
+    prompt: Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+    max_tokens: Annotated[int | None, Field(ge=0, le=_MAX_INT32)] = None
+    """By default 16, or what fits. 0 gives the prompt alone, with ``echo``."""
+    echo: bool | None = None
+    logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_N)] = None
+    suffix: Annotated[None, _cannot("the models here do not fill in before a suffix")] = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    name: Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+    """The schema is always kept to."""
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class ChatRequest(SamplingRequest):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), few_parts]
+    max_completion_tokens: Annotated[int | None, Field(ge=1, le=_MAX_INT32)] = None
+    """By default as many as fit."""
+    max_tokens: Annotated[int | None, Field(ge=1, le=_MAX_INT32)] = None
+    """The older name of ``max_completion_tokens``."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    response_format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = (
+        None
+    )
+    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    # Without effect on what the client gets.
+    metadata: Annotated[
+        dict[Annotated[str, StringConstraints(max_length=64)], Label] | None, Field(max_length=16), at_most(16)
+    ] = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
+
+    audio: Annotated[None, _cannot("the models here write text")] = None
+    function_call: Annotated[None, _cannot("use tool_choice")] = None
+    functions: Annotated[None, _cannot("use tools")] = None
+    moderation: Annotated[None, _cannot("nothing is moderated here")] = None
+    prediction: Annotated[None, _cannot("predicted output is not used here")] = None
+    prompt_cache_options: Annotated[None, _cannot("prefixes are cached for every request alike")] = None
+    reasoning_effort: Annotated[None, _cannot("the models here have no such setting")] = None
+    verbosity: Annotated[None, _cannot("the models here have no such setting")] = None
+    web_search_options: Annotated[None, _cannot("nothing is searched here")] = None
+
+
+class TokenizeRequest(Strict):
+    """``POST /tokenize``: of a text, or of messages as the chat template renders them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=MAX_MESSAGES), few_parts] = None
+    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    add_special_tokens: bool | None = None
+    """Of a text, by default true."""
+
+
+class DetokenizeRequest(Strict):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]

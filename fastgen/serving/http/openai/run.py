@@ -1,0 +1,281 @@
+"""Running what one call asks for: a request for each of its prompts, all of them or none."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+
+from fastgen.errors import InvalidArgumentError, PromptTooLongError
+from fastgen.runtime.requests.outputs import GenerationOutput
+from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.serving.answers import Update
+from fastgen.serving.http.errors import failure_body
+from fastgen.serving.http.openai.answers import Usage
+from fastgen.serving.http.openai.sampling import named_refusal
+from fastgen.serving.http.streaming import EventStream, unless_gone
+from fastgen.serving.refusals import BadRequestError, UnknownModelError
+from fastgen.serving.service import Running, Service
+
+_LONG_CHARACTERS = 20_000
+"""Texts from this length on are encoded on another thread: it takes longer than a token of others may wait."""
+DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
+
+
+class Batch:
+    """The requests of one call, one a prompt. Leaving it cancels what is left of them."""
+
+    def __init__(self, running: list[Running]):
+        self._running = running
+
+    @classmethod
+    async def submit(
+        cls,
+        service: Service,
+        prompts: Sequence[list[int]],
+        samplings: Sequence[SamplingParams],
+        *,
+        is_stream: bool,
+        arrived_s: float | None,
+        spelled: Mapping[int, str] | None = None,
+    ) -> Self:
+        """Queue all of them; ``arrived_s`` and ``spelled`` are those of :meth:`Service.submit`. Raises ``RefusedError``
+        where one of them cannot be; then none is."""
+        batch = cls([])
+        try:
+            with _in_openai_names():
+                for prompt_ids, sampling in zip(prompts, samplings, strict=True):
+                    batch._running.append(
+                        await service.submit(
+                            prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s, spelled=spelled
+                        )
+                    )
+        except BaseException:
+            batch.cancel()
+            raise
+        return batch
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        for running in self._running:
+            running.cancel()
+
+    async def outputs(self) -> list[GenerationOutput]:
+        """All of their answers, in the order of the prompts."""
+        with _in_openai_names():
+            return [await running.output() for running in self._running]
+
+    async def updates(self) -> AsyncGenerator[list[tuple[int, Update]], None]:
+        """What has come, each with the number of its prompt."""
+        if len(self._running) == 1:
+            with _in_openai_names():
+                async for updates in self._running[0]:
+                    yield [(0, update) for update in updates]
+            return
+        news: asyncio.Queue[list[tuple[int, Update]] | BaseException | None] = asyncio.Queue()
+
+        async def follow(number: int, running: Running) -> None:
+            try:
+                with _in_openai_names():
+                    async for updates in running:
+                        news.put_nowait([(number, update) for update in updates])
+                news.put_nowait(None)
+            except Exception as error:
+                news.put_nowait(error)
+
+        tasks = [asyncio.ensure_future(follow(*each)) for each in enumerate(self._running)]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                item = await news.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _in_openai_names() -> Iterator[None]:
+    """A refusal of the engine, which has names of its own for fields, in OpenAI's."""
+    try:
+        yield
+    except BadRequestError as error:
+        if error.param is None:
+            raise named_refusal(str(error), code=error.code) from error
+        raise
+
+
+class StreamUsage:
+    """What the requests of a stream take, counted as it comes."""
+
+    def __init__(self, num_prompt_tokens: int, *, counts_answer: bool = True):
+        self._num_prompt, self._counts_answer = num_prompt_tokens, counts_answer
+        self._num_answer = self._num_cached = 0
+
+    def add(self, update: Update) -> None:
+        if self._counts_answer:
+            self._num_answer += len(update.token_ids)
+        if update.end is not None and update.index == 0:
+            self._num_cached += update.end.metrics.cached_tokens
+
+    def usage(self) -> Usage:
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_answer,
+            "total_tokens": self._num_prompt + self._num_answer,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+        }
+
+
+async def event_stream(
+    request: Request,
+    running: Batch | Running,
+    events: AsyncGenerator[bytes, None],
+    *,
+    done: bytes = DONE,
+    failed: Callable[[Any], bytes] = lambda body: b"event: error\n" + event_of(body),
+) -> Response:
+    """A response of ``events``, which are those of ``running``. It begins once the first of them is there: what fails
+    before has a status of its own, and where the client goes before, ``running`` is cancelled. ``done`` comes last, or
+    what ``failed`` makes of the body of an error that came later."""
+    try:
+        async with unless_gone(request):
+            first = await anext(events)
+    except BaseException:
+        running.cancel()  # events that were not begun cannot
+        await events.aclose()
+        raise
+    return EventStream(_WithEnd(first, events, done, failed))
+
+
+class _WithEnd:
+    """``first``, ``events``, and how they ended. Closing it closes ``events``, though nobody has looked at them yet."""
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], done: bytes, failed: Callable[[Any], bytes]):
+        self._first: bytes | None = first
+        self._events, self._done, self._failed = events, done, failed
+        self._has_ended = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._has_ended:
+            raise StopAsyncIteration
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        try:
+            return await anext(self._events)
+        except StopAsyncIteration:
+            end = self._done
+        except Exception as error:
+            end = self._failed(failure_body(error))
+        self._has_ended = True
+        return end
+
+    async def aclose(self) -> None:
+        await self._events.aclose()
+
+
+def event_of(body: Any) -> bytes:
+    """A server-sent event with ``body`` as JSON."""
+    return b"data: " + json_line(body) + b"\n\n"
+
+
+def json_line(body: Any) -> bytes:
+    """``body`` as JSON, in which there is nothing that any client takes for the end of a line: some take for it what
+    Unicode calls so, and JSON does not have that escaped."""
+    line = msgspec.json.encode(body)
+    if not line.isascii():
+        for end, escaped in _LINE_ENDS:
+            line = line.replace(end, escaped)
+    return line
+
+
+def json_response(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def encode_prompts(
+    service: Service, prompts: Sequence[str | list[int]], *, param: str = "prompt"
+) -> list[list[int]]:
+    """The token ids of each prompt, with room for an answer. Raises ``BadRequestError`` about ``param``."""
+
+    def encode() -> list[list[int]]:
+        return [service.codec.encode(prompt) for prompt in prompts]
+
+    try:
+        is_long = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) >= _LONG_CHARACTERS
+        encoded = await asyncio.to_thread(encode) if is_long else encode()
+    except InvalidArgumentError as error:
+        raise BadRequestError(str(error), param=param, code=code_of(error)) from error
+    for prompt_ids in encoded:
+        check_prompt(service, prompt_ids, param)
+    return encoded
+
+
+def code_of(error: InvalidArgumentError) -> str | None:
+    """OpenAI's code for what is wrong with a prompt."""
+    return "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+
+
+def check_prompt(service: Service, prompt_ids: list[int], param: str) -> None:
+    """Raise ``BadRequestError`` where the model does not have these ids, or no room for an answer behind them."""
+    facts = service.facts
+    if not prompt_ids:
+        raise BadRequestError(f"{param}: a prompt needs at least one token", param=param)
+    if max(prompt_ids) >= facts.vocab_size:
+        raise BadRequestError(
+            f"{param} holds token id {max(prompt_ids)}; the model's ids are 0 to {facts.vocab_size - 1}", param=param
+        )
+    if len(prompt_ids) >= facts.max_model_len:
+        raise BadRequestError(
+            f"{param} has {len(prompt_ids)} tokens; the model takes {facts.max_model_len}, the answer's included",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Raise ``UnknownModelError`` unless ``name``, if one is given, is the model that is served."""
+    if name is not None and name != service.model_name:
+        raise UnknownModelError(f"the model {name!r:.200} does not exist; this server has {service.model_name!r}")
+
+
+def request_id_of(request: Request) -> str:
+    """The name that the request has in logs and headers, or else a new one."""
+    found: str | None = getattr(request.state, "request_id", None)
+    return found or secrets.token_hex(12)
+
+
+def arrival_of(request: Request) -> float | None:
+    """When all of the request had come, by ``time.monotonic``, where that was noted."""
+    return getattr(request.state, "arrived_s", None)
+
+
+def now() -> int:
+    """For ``created``: seconds since 1970."""
+    return int(time.time())
