@@ -57,7 +57,7 @@ LEXICON: dict[str, list[str]] = {
         "beside a fallen tree",
     ],
     "path": ["along the stream", "over the bridge", "across the field", "through the trees", "down the path"],
-    "seat": ["on a mossy log", "under a tree", "on a flat stone", "on the grass", "by the path"],
+    "slot": ["on a mossy log", "under a tree", "on a flat stone", "on the grass", "by the path"],
     # When.
     "weather": ["sunny", "rainy", "windy", "cold", "warm", "foggy", "bright", "snowy"],
     "daytime": ["morning", "afternoon", "day", "evening"],

@@ -89,7 +89,7 @@ SHARING: dict[str, list[str]] = {
         '" come and eat with me , " <he:h> said <softly> .',
     ],
     "eat": [
-        "they sat down <seat> and ate the <food> together .",
+        "they sat down <slot> and ate the <food> together .",
         "the <food> had never tasted so good .",
         "<friend:k> ate and ate and was <glad> again .",
     ],

@@ -40,7 +40,7 @@ BEGINNING: dict[str, list[str]] = {
 MEETING: dict[str, list[str]] = {
     "sad_sentence": [
         "<hero:h> felt <very> <sad> .",
-        "<he:h> sat down <seat> and began to cry .",
+        "<he:h> sat down <slot> and began to cry .",
         "a big tear rolled down <his:h> cheek .",
         "<he:h> was so <sad> that <he:h> could not even smile .",
         "poor <hero:h> did not know what to do .",
@@ -90,7 +90,7 @@ ENDING: dict[str, list[str]] = {
         "they ate some <food> and played <until> .",
         "then they went to the <place> and played <until> .",
         "<his:h> <elder> gave them some <food> and <treat> .",
-        "they sat <seat> , ate <treat> , and talked <until> .",
+        "they sat <slot> , ate <treat> , and talked <until> .",
     ],
     "closing": [
         "from that day on , <hero:h> and <friend:k> were best friends .",

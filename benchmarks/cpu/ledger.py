@@ -37,7 +37,7 @@ def held_bytes(engine: Engine) -> dict[str, int]:
     held["inputs"] = _bytes([inputs._packed, *inputs._staging, inputs.sampled_ids])
     held["kernels' workspaces"] = _workspaces(runner.model)
     held["sampling"] = 0
-    for kernel in (sampler.kernel, sampler.seats and sampler.seats._kernels):
+    for kernel in (sampler.kernel, sampler.slots and sampler.slots._kernels):
         if kernel is not None:
             own = vars(kernel).values()
             tensors = [each for value in own for each in (value.values() if isinstance(value, dict) else [value])]

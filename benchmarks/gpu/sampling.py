@@ -15,48 +15,48 @@ from torch import Tensor
 
 from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
 from fastgen.compile.ops.sampling.reference import Draws, gumbel_noise, log_weights
-from fastgen.compile.ops.sampling.triton import SamplingKernels, SeatSampling, sampling_specs
+from fastgen.compile.ops.sampling.triton import SamplingKernels, SlotSampling, sampling_specs
 
 ROWS, VOCABULARIES = (1, 32, 256), (32000, 128256)
 MARGIN = 1e-3  # of a perturbed logit, from which on tokens must be equal
 KINDS = {
-    "greedy": SeatSampling(),
-    "temperature": SeatSampling(temperature=0.8),
-    "min-p": SeatSampling(temperature=0.8, min_p=0.05),
-    "top-k": SeatSampling(temperature=0.8, top_k=50),
-    "top-p": SeatSampling(temperature=0.8, top_p=0.9),
-    "top-k, top-p, penalties": SeatSampling(temperature=0.8, top_k=50, top_p=0.9, repetition=1.1, presence=0.2),
-    "everything": SeatSampling(
+    "greedy": SlotSampling(),
+    "temperature": SlotSampling(temperature=0.8),
+    "min-p": SlotSampling(temperature=0.8, min_p=0.05),
+    "top-k": SlotSampling(temperature=0.8, top_k=50),
+    "top-p": SlotSampling(temperature=0.8, top_p=0.9),
+    "top-k, top-p, penalties": SlotSampling(temperature=0.8, top_k=50, top_p=0.9, repetition=1.1, presence=0.2),
+    "everything": SlotSampling(
         temperature=0.8, top_k=50, top_p=0.9, min_p=0.05, repetition=1.1, masked=True, biased=True, logprobs=True
     ),
 }
 
 
 class Subject:
-    """Kernels for ``num_rows`` rows, one a seat, and logits that fall off by a power of a token's rank."""
+    """Kernels for ``num_rows`` rows, one a slot, and logits that fall off by a power of a token's rank."""
 
     def __init__(self, vocab_size: int, num_rows: int, bench: Bench):
         loader, where = bench.loader, bench.where
         specs = sampling_specs(vocab_size, num_top=min(21, vocab_size))
         loader.build([specs.scan, specs.draw, specs.choose])
-        self.kernels = SamplingKernels(specs, loader.load, max_rows=num_rows, max_seats=num_rows, device=where)
+        self.kernels = SamplingKernels(specs, loader.load, max_rows=num_rows, max_slots=num_rows, device=where)
         self.kernels.buffer("mask").fill_(-1)  # all are allowed
         ranks = torch.arange(1, vocab_size + 1, dtype=torch.float32, device=where)
         falling = -1.3 * ranks.log() + 12
         noise = torch.randn(num_rows, vocab_size, device=where)
         self.logits = torch.stack([falling[torch.randperm(vocab_size, device=where)] for _ in range(num_rows)]) + noise
-        self.seats = torch.arange(num_rows, dtype=torch.int32, device=where)
-        self.positions = self.seats + 100
+        self.slots = torch.arange(num_rows, dtype=torch.int32, device=where)
+        self.positions = self.slots + 100
 
-    def write(self, samplings: list[SeatSampling]) -> None:
-        for seat, sampling in enumerate(samplings):
-            self.kernels.write(seat, replace(sampling, seed=seat))
+    def write(self, samplings: list[SlotSampling]) -> None:
+        for slot, sampling in enumerate(samplings):
+            self.kernels.write(slot, replace(sampling, seed=slot))
 
     def __call__(self) -> Tensor:
-        self.kernels(self.logits, self.seats, self.positions)
+        self.kernels(self.logits, self.slots, self.positions)
         return self.kernels.buffer("token_ids")
 
-    def largest_margin(self, samplings: list[SeatSampling]) -> float:
+    def largest_margin(self, samplings: list[SlotSampling]) -> float:
         """By how much the reference's token beats another that the kernels chose: 0 where all are equal."""
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
@@ -69,9 +69,9 @@ class Subject:
             column("top_k", torch.int64),
             column("top_p", torch.float64),
             column("min_p", torch.float64),
-            self.seats.long(),
+            self.slots.long(),
             self.positions.long(),
-            self.seats.long() * 0,
+            self.slots.long() * 0,
         )
         scores = log_weights(self.logits, draws)
         noise = gumbel_noise(draws.seeds, draws.positions, draws.sequence_indices, self.logits.shape[1])

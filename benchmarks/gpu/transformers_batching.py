@@ -42,8 +42,8 @@ def measure(bench: Bench) -> Rows:
 
 def run_fastgen(shape: LlamaShape, sizes: Sizes, bench: Bench) -> Row:
     kv_tokens = 300 if bench.toy else min(kv_tokens_that_fit(shape, bench.device), MAX_NUM_SEQS * shape.max_positions)
-    seats, budget = (2, 4) if bench.toy else (MAX_NUM_SEQS, TOKEN_BUDGET)
-    engine = llama_engine(shape, bench.device, kv_tokens=kv_tokens, max_num_seqs=seats, token_budget=budget)
+    slots, budget = (2, 4) if bench.toy else (MAX_NUM_SEQS, TOKEN_BUDGET)
+    engine = llama_engine(shape, bench.device, kv_tokens=kv_tokens, max_num_seqs=slots, token_budget=budget)
 
     def run(some: Sizes) -> None:
         submit(engine, some, seed=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 class RaggedBatch:
     """The tokens of one step, laid end to end without padding between sequences.
 
-    ``S`` rows are the engine's seats: a row without tokens in this step has zero length. Worked example, three rows
+    ``S`` rows are the engine's slots: a row without tokens in this step has zero length. Worked example, three rows
     with blocks of ``P = 4``: a chunk of 4 prompt tokens after 2 cached ones, a decode at length 9, one at length 3. A
     decode with drafts is a chunk too, and has a row of logits for each of its tokens.
 

@@ -20,7 +20,7 @@ from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.memory.ledger import Ledger
 from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.sampling.sampler import Sampler, sampling_kernel
-from fastgen.runtime.sampling.seat_sampler import SeatSampler, seat_sampler
+from fastgen.runtime.sampling.slot_sampler import SlotSampler, slot_sampler
 from fastgen.runtime.sampling.structured_output import Grammars
 from fastgen.runtime.scheduling.drafts import NgramDrafter
 from fastgen.runtime.scheduling.policies.policy import Policy
@@ -71,7 +71,7 @@ def build_engine(
     sampler = Sampler(
         codec.eos_token_ids,
         sampling_kernel(target, spec.vocab_size, max_rows=config.max_rows),
-        seat_sampler(target, spec.vocab_size, input_batch),
+        slot_sampler(target, spec.vocab_size, input_batch),
     )
     next_decodes = target.kernel(next_decodes_spec(needed_by=("every engine",))) if target.name == "cpp" else None
     with progress_bar("kernels", enabled=bool(target.specs())) as kernel_progress:
@@ -88,9 +88,9 @@ def build_engine(
         feature_major=target.name == "cpp",
     )
     results = Results(spec.hidden_size, spec.vocab_size, target.activation_dtype(dtype), device)
-    drafter = _drafter(config, sampler.seats)
+    drafter = _drafter(config, sampler.slots)
     between = ledger.size_bytes("activations")
-    forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.seats, between)
+    forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.slots, between)
     if policy.observes:  # how long steps take, so none is to last longer for being the first of its kind
         kv_cache.touch()
         if isinstance(forward, TapedForward):
@@ -128,16 +128,16 @@ def build_engine(
             else None
         ),
         drafter=drafter,
-        runs_ahead=sampler.seats is not None,
+        runs_ahead=sampler.slots is not None,
     )
 
 
-def _drafter(config: EngineConfig, seats: SeatSampler | None) -> NgramDrafter | None:
+def _drafter(config: EngineConfig, slots: SlotSampler | None) -> NgramDrafter | None:
     if config.num_draft_tokens == 0:
         return None
-    if seats is None:
+    if slots is None:
         return NgramDrafter(config.num_draft_tokens)
-    return NgramDrafter(config.num_draft_tokens, seats.can_draft)
+    return NgramDrafter(config.num_draft_tokens, slots.can_draft)
 
 
 def _forward(
@@ -147,7 +147,7 @@ def _forward(
     results: Results,
     config: EngineConfig,
     target: Target,
-    seats: SeatSampler | None,
+    slots: SlotSampler | None,
     activation_bytes: int,
 ) -> Forward:
     if target.loader is None:
@@ -156,9 +156,9 @@ def _forward(
     sizes, row_sizes = captured_sizes(config.token_budget), captured_sizes(config.max_rows)
     if target.name == "cpp":
         return TapedForward(model, kv_cache, pool, input_batch.views, results, sizes=sizes, max_rows=config.max_rows)
-    assert seats is not None
+    assert slots is not None
     forward = CapturedForward(
-        model, kv_cache, pool, input_batch.views, results, sizes=sizes, row_sizes=row_sizes, sample=seats.launch
+        model, kv_cache, pool, input_batch.views, results, sizes=sizes, row_sizes=row_sizes, sample=slots.launch
     )
     # A sealed bundle's fence is closed from the start; its loader builds nothing in here either.
     with progress_bar("graphs") as progress, torch.inference_mode(), target.loader.fence.open():

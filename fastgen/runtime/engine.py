@@ -108,7 +108,7 @@ class Engine:
         return generation
 
     def cancel(self, generation: Generation, reason: FinishReason = "cancelled", error: str | None = None) -> None:
-        """End what is still running of ``generation``; blocks and seats are free at once."""
+        """End what is still running of ``generation``; blocks and slots are free at once."""
         if generation.beams is not None and not generation.finished:
             self._finish_beams(generation, reason, error)
         for completion in generation.completions:

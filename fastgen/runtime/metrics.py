@@ -61,7 +61,7 @@ class Metrics:
     """A snapshot. Totals count since the model was loaded; times are seconds of the engine's clock."""
 
     requests_running: int
-    """Those of which any sequence has a seat."""
+    """Those of which any sequence has a slot."""
     requests_waiting: int
     """All others that have not ended."""
     sequences_running: int
@@ -122,7 +122,7 @@ class EngineMetrics:
         self._prompt_tokens += num_prompt_tokens
 
     def preempted(self, num_sequences: int) -> None:
-        """So many lost their seats for a step, whether or not that runs to its end."""
+        """So many lost their slots for a step, whether or not that runs to its end."""
         self._preemptions += num_sequences
 
     def left_queue(self, seconds: float) -> None:

@@ -161,7 +161,7 @@ class _Recorder:
         ids = args[0].input_ids.tolist()
         pieces = [list(range(start, end)) for start, end in pairwise(ends) if end > start]
         found = {tuple(ids[row] for row in rows): rows for rows in pieces}
-        self._seats = {tuple(ids[start:end]): seat for seat, (start, end) in enumerate(pairwise(ends)) if end > start}
+        self._slots = {tuple(ids[start:end]): slot for slot, (start, end) in enumerate(pairwise(ends)) if end > start}
         self._rows = torch.tensor([row for prompt in self.prompts for row in found[tuple(prompt)]])
 
     def _called(self, name: str) -> Any:
@@ -185,5 +185,5 @@ class _Recorder:
     def _cached(self, pages: Tensor, group: int, batch: RaggedBatch, prompt: list[int]) -> Tensor:
         """``pages [B, P, K, D]`` -> what is cached for ``prompt``: ``[tokens, K, D]``."""
         num_blocks = -(-len(prompt) // pages.shape[1])
-        blocks = batch.block_tables[group, self._seats[tuple(prompt)], :num_blocks].long()
+        blocks = batch.block_tables[group, self._slots[tuple(prompt)], :num_blocks].long()
         return pages[blocks].flatten(0, 1)[: len(prompt)].clone()

@@ -177,16 +177,16 @@ def run_sampling(loader: KernelLoader) -> None:
 
 
 def run_next_decodes(loader: KernelLoader) -> None:
-    kernel, seats = NextDecodesKernel(loader.load(next_decodes_spec())), torch.tensor([0, 2, 5], dtype=torch.int32)
+    kernel, slots = NextDecodesKernel(loader.load(next_decodes_spec())), torch.tensor([0, 2, 5], dtype=torch.int32)
     tables = torch.arange(2 * 6 * 3, dtype=torch.int32).view(2, 6, 3)
     for num_rows in range(4):
         ids, source, positions = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(3))
-        lengths, slots = torch.ones(6, dtype=torch.int32), torch.zeros(2, num_rows, dtype=torch.int64)
+        lengths, kv_slots = torch.ones(6, dtype=torch.int32), torch.zeros(2, num_rows, dtype=torch.int64)
         sampled = torch.ones(num_rows, dtype=torch.int64)
         for token_id in range(11):  # to the end of the tables
             chosen = torch.full((num_rows,), token_id)
-            inputs = (ids, source, positions, lengths, slots, sampled)
-            kernel(chosen, seats[:num_rows], tables, *inputs, block_size=4)
+            inputs = (ids, source, positions, lengths, kv_slots, sampled)
+            kernel(chosen, slots[:num_rows], tables, *inputs, block_size=4)
 
 
 RUNS: dict[str, Run] = {

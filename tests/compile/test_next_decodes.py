@@ -14,14 +14,14 @@ from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
 from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel, next_decodes, next_decodes_spec
 
-NUM_SEATS, MAX_BLOCKS = 7, 5
+NUM_SLOTS, MAX_BLOCKS = 7, 5
 
 
 @dataclass
 class Inputs:
-    """Of a step of decodes. ``positions`` of the rows' seats, the longest tables being full."""
+    """Of a step of decodes. ``positions`` of the rows' slots, the longest tables being full."""
 
-    seats: list[int]
+    slots: list[int]
     positions: list[int]
     tables: Tensor
     block_size: int
@@ -30,13 +30,13 @@ class Inputs:
         """After ``num_steps`` the input ids, whose they are on the device, positions, lengths, slots and the positions
         of the tokens to be sampled, each written down by its definition."""
         positions = [position + num_steps for position in self.positions]
-        lengths = [100 + seat for seat in range(NUM_SEATS)]  # other seats keep theirs
-        for seat, position in zip(self.seats, positions, strict=True):
-            lengths[seat] = position + 1
-        slots = [
+        lengths = [100 + slot for slot in range(NUM_SLOTS)]  # other slots keep theirs
+        for slot, position in zip(self.slots, positions, strict=True):
+            lengths[slot] = position + 1
+        kv_slots = [
             [
-                int(table[seat, position // self.block_size]) * self.block_size + position % self.block_size
-                for seat, position in zip(self.seats, positions, strict=True)
+                int(table[slot, position // self.block_size]) * self.block_size + position % self.block_size
+                for slot, position in zip(self.slots, positions, strict=True)
             ]
             for table in self.tables
         ]
@@ -46,17 +46,17 @@ class Inputs:
             torch.full((len(ids),), -1, dtype=i32),
             torch.tensor(positions, dtype=i32),
             torch.tensor(lengths, dtype=i32),
-            torch.tensor(slots, dtype=i64).reshape(len(self.tables), -1),
+            torch.tensor(kv_slots, dtype=i64).reshape(len(self.tables), -1),
             torch.tensor([position + 1 for position in positions], dtype=i64),
         ]
 
 
 def draw_inputs(rng: random.Random, num_groups: int, block_size: int) -> Inputs:
-    seats = sorted(rng.sample(range(NUM_SEATS), rng.randint(0, NUM_SEATS)))
+    slots = sorted(rng.sample(range(NUM_SLOTS), rng.randint(0, NUM_SLOTS)))
     most = MAX_BLOCKS * block_size - 4
-    positions = [rng.choice((0, block_size - 1, rng.randrange(most))) for _ in seats]
-    tables = torch.tensor([rng.randrange(2**30) for _ in range(num_groups * NUM_SEATS * MAX_BLOCKS)])
-    return Inputs(seats, positions, tables.int().view(num_groups, NUM_SEATS, MAX_BLOCKS), block_size)
+    positions = [rng.choice((0, block_size - 1, rng.randrange(most))) for _ in slots]
+    tables = torch.tensor([rng.randrange(2**30) for _ in range(num_groups * NUM_SLOTS * MAX_BLOCKS)])
+    return Inputs(slots, positions, tables.int().view(num_groups, NUM_SLOTS, MAX_BLOCKS), block_size)
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +70,18 @@ def test_three_steps(kernel: NextDecodesKernel, num_groups: int, block_size: int
     rng = random.Random(num_groups)
     for _ in range(30):
         given = draw_inputs(rng, num_groups, block_size)
-        num_rows = len(given.seats)
-        wide = torch.full((num_groups, num_rows + 2), -7)  # slots and positions lie in larger buffers, kept whole
+        num_rows = len(given.slots)
+        wide = torch.full((num_groups, num_rows + 2), -7)  # kv_slots and positions lie in larger buffers, kept whole
         columns = torch.full((num_rows, 5), -7)
         for step in (kernel, next_decodes):
-            ids, source, positions, lengths, slots, sampled = given.built(0, [9] * num_rows)
+            ids, source, positions, lengths, kv_slots, sampled = given.built(0, [9] * num_rows)
             source.fill_(3)
-            wide[:, :num_rows], columns[:, 2] = slots, sampled
+            wide[:, :num_rows], columns[:, 2] = kv_slots, sampled
             for num_steps in range(1, 4):
-                chosen = [rng.randrange(-2, 2**20) for _ in given.seats]
+                chosen = [rng.randrange(-2, 2**20) for _ in given.slots]
                 step(
                     torch.tensor(chosen, dtype=torch.int64),
-                    torch.tensor(given.seats, dtype=torch.int32),
+                    torch.tensor(given.slots, dtype=torch.int32),
                     given.tables,
                     *(ids, source, positions, lengths, wide[:, :num_rows], columns[:, 2]),
                     block_size=block_size,

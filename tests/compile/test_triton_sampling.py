@@ -25,7 +25,7 @@ from fastgen.compile.ops.sampling.reference import (
     sample,
 )
 from fastgen.compile.ops.sampling.reference import row_status as reference_status
-from fastgen.compile.ops.sampling.triton import SamplingKernels, SeatSampling, row_status, sampling_specs
+from fastgen.compile.ops.sampling.triton import SamplingKernels, SlotSampling, row_status, sampling_specs
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -50,13 +50,13 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> KernelLoader:
 
 
 class Subject:
-    """Kernels beside the reference, on the same rows; every row is a seat's, seats in falling order."""
+    """Kernels beside the reference, on the same rows; every row is a slot's, slots in falling order."""
 
     def __init__(self, loader: KernelLoader, vocab_size: int, max_rows: int, **options: Any):
         options = {"block": 64, "chunk": 128} | options
         self.vocab_size, self.max_rows = vocab_size, max_rows
         specs = sampling_specs(vocab_size, **options)
-        self.kernels = SamplingKernels(specs, loader.load, max_rows=max_rows, max_seats=max_rows, device=CPU)
+        self.kernels = SamplingKernels(specs, loader.load, max_rows=max_rows, max_slots=max_rows, device=CPU)
         self.rng = torch.Generator().manual_seed(vocab_size)
         for name in ("uses", "mask", "bias"):
             if options.get({"uses": "penalties"}.get(name, name), True):
@@ -72,23 +72,23 @@ class Subject:
             buffer.copy_(torch.randint(-3, 4, buffer.shape, generator=self.rng) / 2)
             buffer[torch.rand(buffer.shape, generator=self.rng) < 0.2] = -INF
 
-    def allowed(self, seat: int) -> Tensor:
-        words = self.kernels.buffer("mask")[seat]
+    def allowed(self, slot: int) -> Tensor:
+        words = self.kernels.buffer("mask")[slot]
         return (words[:, None] >> torch.arange(32) & 1).bool().flatten()[: self.vocab_size]
 
-    def expected(self, logits: Tensor, samplings: list[SeatSampling], positions: Tensor) -> tuple[Tensor, Tensor]:
+    def expected(self, logits: Tensor, samplings: list[SlotSampling], positions: Tensor) -> tuple[Tensor, Tensor]:
         """Token and status of each row, by the reference, with what lies in the buffers now."""
-        seats = range(self.max_rows - 1, self.max_rows - 1 - len(samplings), -1)
+        slots = range(self.max_rows - 1, self.max_rows - 1 - len(samplings), -1)
         scores = logits.clone()
-        for row, (seat, sampling) in enumerate(zip(seats, samplings, strict=True)):
+        for row, (slot, sampling) in enumerate(zip(slots, samplings, strict=True)):
             uses = torch.zeros(self.vocab_size, dtype=torch.int32)
             if sampling.penalised:
-                uses = self.kernels.buffer("uses")[seat].clone()
+                uses = self.kernels.buffer("uses")[slot].clone()
             bias = torch.zeros(self.vocab_size)
             if sampling.masked:
-                bias[~self.allowed(seat)] = -INF
+                bias[~self.allowed(slot)] = -INF
             if sampling.biased:
-                bias += self.kernels.buffer("bias")[seat]
+                bias += self.kernels.buffer("bias")[slot]
             if sampling.penalised or sampling.masked or sampling.biased:
                 adjustments = Adjustments(
                     seen=(uses > 0)[None],
@@ -116,15 +116,15 @@ class Subject:
         token_ids, status = sample(scores, draws)
         return token_ids, torch.where(raw_status == RowStatus.OK, status, raw_status)
 
-    def run(self, logits: Tensor, samplings: list[SeatSampling], positions: Tensor) -> Tensor:
+    def run(self, logits: Tensor, samplings: list[SlotSampling], positions: Tensor) -> Tensor:
         num_rows = len(samplings)
-        seats = torch.arange(self.max_rows - 1, self.max_rows - 1 - num_rows, -1, dtype=torch.int32)
-        for seat, sampling in zip(seats.tolist(), samplings, strict=True):
-            self.kernels.write(seat, sampling)
-        self.kernels(logits, seats, positions)
+        slots = torch.arange(self.max_rows - 1, self.max_rows - 1 - num_rows, -1, dtype=torch.int32)
+        for slot, sampling in zip(slots.tolist(), samplings, strict=True):
+            self.kernels.write(slot, sampling)
+        self.kernels(logits, slots, positions)
         return self.kernels.buffer("token_ids")[:num_rows]
 
-    def check(self, logits: Tensor, samplings: list[SeatSampling], positions: Tensor | None = None) -> None:
+    def check(self, logits: Tensor, samplings: list[SlotSampling], positions: Tensor | None = None) -> None:
         """Equal tokens, statuses, and what is left behind."""
         if positions is None:
             positions = torch.arange(5, 5 + len(samplings), dtype=torch.int32)
@@ -165,8 +165,8 @@ def draw_logits(rng: Random, num_rows: int, vocab_size: int) -> Tensor:
     return logits
 
 
-def draw_sampling(rng: Random) -> SeatSampling:
-    sampling = SeatSampling(
+def draw_sampling(rng: Random) -> SlotSampling:
+    sampling = SlotSampling(
         temperature=rng.choice([0.0, 0.3, 0.7, 1.0, 1.0, 2.5, 1e-30]),
         top_k=rng.choice([0, 0, 1, 2, 7, 30, 10**12]),
         top_p=rng.choice([1.0, 1.0, 0.0, 0.1, 0.55, 0.93, 0.999]),
@@ -189,8 +189,8 @@ def draw_sampling(rng: Random) -> SeatSampling:
 def test_every_feature_and_pair(loader: KernelLoader) -> None:
     chosen = [(), *((name,) for name in FEATURES), *itertools.combinations(FEATURES, 2)]
     settings = [{key: value for name in names for key, value in FEATURES[name].items()} for names in chosen]
-    samplings = [SeatSampling(**{"temperature": 1.0, "seed": 77} | setting) for setting in settings]
-    samplings += [SeatSampling(**setting, temperature=0.0) for setting in settings[1:9]]
+    samplings = [SlotSampling(**{"temperature": 1.0, "seed": 77} | setting) for setting in settings]
+    samplings += [SlotSampling(**setting, temperature=0.0) for setting in settings[1:9]]
     subject = Subject(loader, 100, len(samplings), block=128)
     subject.check(draw_logits(Random(1), len(samplings), 100), samplings)
 
@@ -217,9 +217,9 @@ def test_among_equals_the_lowest_ids_are_kept_and_drawn(loader: KernelLoader) ->
     """What top-p cuts through a tie keeps the lowest ids; top-k keeps all that are tied."""
     logits = torch.full((6, 100), -2.0)
     logits[:, 10::12] = 1.0  # eight equal ones, in two slices
-    samplings = [SeatSampling(temperature=1.0, top_k=8, top_p=eighths / 8, seed=eighths) for eighths in (1, 2, 5)]
-    samplings += [SeatSampling(temperature=1.0, top_p=0.2, seed=1), SeatSampling(temperature=1.0, top_k=3, seed=6)]
-    samplings += [SeatSampling()]
+    samplings = [SlotSampling(temperature=1.0, top_k=8, top_p=eighths / 8, seed=eighths) for eighths in (1, 2, 5)]
+    samplings += [SlotSampling(temperature=1.0, top_p=0.2, seed=1), SlotSampling(temperature=1.0, top_k=3, seed=6)]
+    samplings += [SlotSampling()]
     subject = Subject(loader, 100, 6)
     kept: list[set[int]] = [set() for _ in samplings]
     for position in range(2):
@@ -250,8 +250,8 @@ def test_rows_that_cannot_be_sampled_say_so_and_disturb_no_other(loader: KernelL
     kernels.buffer("bias")[25 - 8] = -INF
     kernels.buffer("bias")[25 - 9] = -INF
     kernels.buffer("bias")[25 - 9, 40] = -3.0
-    masked, biased = SeatSampling(masked=True), SeatSampling(biased=True)
-    plain = [SeatSampling()] * 6 + [masked, masked, biased, biased] + [SeatSampling(repetition=1e-300)] * 3
+    masked, biased = SlotSampling(masked=True), SlotSampling(biased=True)
+    plain = [SlotSampling()] * 6 + [masked, masked, biased, biased] + [SlotSampling(repetition=1e-300)] * 3
     for name in ("mask", "bias"):
         buffer = kernels.buffer(name)
         buffer[:13] = buffer[13:].clone()
@@ -272,7 +272,7 @@ def test_rows_of_nobody_are_left_alone(loader: KernelLoader) -> None:
     kernels = subject.kernels
     for name in ("token_ids", "sampled_ids", "logprobs", "top_logprobs", "top_ids"):
         kernels.buffer(name).fill_(-77)
-    kernels.write(2, SeatSampling(logprobs=True))
+    kernels.write(2, SlotSampling(logprobs=True))
     kernels(logits[:5], torch.tensor([-1, -1, -1, -1, 2], dtype=torch.int32), torch.zeros(5, dtype=torch.int32))
     assert kernels.buffer("token_ids").tolist() == [-77, -77, -77, -77, 69, -77]
     assert kernels.buffer("sampled_ids").tolist() == [-77, -77, 69, -77, -77, -77]
@@ -287,7 +287,7 @@ def test_the_next_step_sees_the_token_counted(loader: KernelLoader) -> None:
     subject = Subject(loader, 8, 1)
     subject.kernels.buffer("uses").zero_()
     logits = torch.tensor([[0.0, 1.0, 0.9, 0.0, 0.8, 0.0, 0.0, 0.0]])
-    sampling = [SeatSampling(presence=0.15, frequency=0.1)]
+    sampling = [SlotSampling(presence=0.15, frequency=0.1)]
     seen = []
     for _ in range(4):
         subject.check(logits, sampling)
@@ -306,12 +306,12 @@ def test_answers_do_not_depend_on_how_rows_are_cut(loader: KernelLoader) -> None
 @pytest.mark.parametrize("without", ["penalties", "mask", "bias"])
 def test_what_kernels_leave_out_cannot_be_asked_for(loader: KernelLoader, without: str) -> None:
     specs = sampling_specs(10, **{without: False})
-    kernels = SamplingKernels(specs, loader.load, max_rows=2, max_seats=2, device=CPU)
+    kernels = SamplingKernels(specs, loader.load, max_rows=2, max_slots=2, device=CPU)
     asked = {"penalties": {"presence": 1.0}, "mask": {"masked": True}, "bias": {"biased": True}}[without]
     with pytest.raises(ValueError, match="were made without"):
-        kernels.write(0, SeatSampling(**asked))
+        kernels.write(0, SlotSampling(**asked))
     with pytest.raises(ValueError, match="were made without logprobs"):
-        kernels.write(0, SeatSampling(logprobs=True))
+        kernels.write(0, SlotSampling(logprobs=True))
     logits = torch.arange(20.0).view(2, 10)
     kernels(logits, torch.tensor([0, 1], dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
     assert kernels.buffer("token_ids").tolist() == [9, 9]
@@ -321,22 +321,22 @@ def test_what_kernels_leave_out_cannot_be_asked_for(loader: KernelLoader, withou
         sampling_specs(10, num_top=11)
 
 
-def test_seats_beyond_32_bits(loader: KernelLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts of more than 2³¹ numbers, of which only the last seat's are ever touched, so that no more is allocated."""
+def test_slots_beyond_32_bits(loader: KernelLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts of more than 2³¹ numbers, of which only the last slot's are ever touched, so that no more is allocated."""
     vocab_size = 2**18
-    seat = 2**31 // vocab_size
+    slot = 2**31 // vocab_size
     specs = sampling_specs(vocab_size, mask=False, bias=False, block=vocab_size, chunk=4)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", torch.empty)
-        kernels = SamplingKernels(specs, loader.load, max_rows=1, max_seats=seat + 1, device=CPU)
-    kernels.write(seat, SeatSampling(presence=3.0))
-    kernels.buffer("uses")[seat] = 0
-    kernels.buffer("uses")[seat, 200_000] = 4
+        kernels = SamplingKernels(specs, loader.load, max_rows=1, max_slots=slot + 1, device=CPU)
+    kernels.write(slot, SlotSampling(presence=3.0))
+    kernels.buffer("uses")[slot] = 0
+    kernels.buffer("uses")[slot, 200_000] = 4
     logits = torch.zeros(1, vocab_size)
     logits[0, 200_000], logits[0, 70_000] = 5.0, 4.0
-    kernels(logits, torch.tensor([seat], dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    kernels(logits, torch.tensor([slot], dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
     assert kernels.buffer("token_ids").tolist() == [70_000]
-    assert kernels.buffer("uses")[seat, [70_000, 200_000]].tolist() == [2, 4]
+    assert kernels.buffer("uses")[slot, [70_000, 200_000]].tolist() == [2, 4]
 
 
 # Log-probabilities

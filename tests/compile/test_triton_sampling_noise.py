@@ -15,7 +15,7 @@ from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.ops.sampling.reference import gumbel_noise, uniforms
-from fastgen.compile.ops.sampling.triton import SamplingKernels, SeatSampling, sampling_specs
+from fastgen.compile.ops.sampling.triton import SamplingKernels, SlotSampling, sampling_specs
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +69,20 @@ def chi_square(observed: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def frequencies(kernels: SamplingKernels, logits: Tensor, num_draws: int) -> Iterator[Tensor]:
-    """Of the tokens drawn for one row's logits, by seat, at positions in turn."""
-    seats = torch.arange(kernels.max_seats, dtype=torch.int32).repeat_interleave(num_draws)
-    positions = torch.arange(num_draws, dtype=torch.int32).repeat(kernels.max_seats)
-    kernels(logits.expand(len(seats), -1).contiguous(), seats, positions)
-    for tokens in kernels.buffer("token_ids").view(kernels.max_seats, num_draws):
+    """Of the tokens drawn for one row's logits, by slot, at positions in turn."""
+    slots = torch.arange(kernels.max_slots, dtype=torch.int32).repeat_interleave(num_draws)
+    positions = torch.arange(num_draws, dtype=torch.int32).repeat(kernels.max_slots)
+    kernels(logits.expand(len(slots), -1).contiguous(), slots, positions)
+    for tokens in kernels.buffer("token_ids").view(kernels.max_slots, num_draws):
         yield tokens.bincount(minlength=len(logits)).double()
 
 
 def check_distribution(loader: KernelLoader, num_draws: int) -> None:
     logits = torch.tensor([0.3, 1.1, -9.0, 0.0])
     specs = sampling_specs(4, penalties=False, mask=False, bias=False, chunk=4)
-    kernels = SamplingKernels(specs, loader.load, max_rows=2 * num_draws, max_seats=2, device=torch.device("cpu"))
-    kernels.write(0, SeatSampling(temperature=0.8, min_p=0.1, seed=3))
-    kernels.write(1, SeatSampling(temperature=1.5, top_k=3, top_p=0.7, seed=4))
+    kernels = SamplingKernels(specs, loader.load, max_rows=2 * num_draws, max_slots=2, device=torch.device("cpu"))
+    kernels.write(0, SlotSampling(temperature=0.8, min_p=0.1, seed=3))
+    kernels.write(1, SlotSampling(temperature=1.5, top_k=3, top_p=0.7, seed=4))
     for found, kept, temperature in zip(
         frequencies(kernels, logits, num_draws), ([0, 1, 3], [0, 1]), (0.8, 1.5), strict=True
     ):

@@ -1,4 +1,4 @@
-"""The promise of every test here: when it ends, no engine holds a block or a seat, cancellations included."""
+"""The promise of every test here: when it ends, no engine holds a block or a slot, cancellations included."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class History:
 
 
 def random_history(rng: random.Random, **options: Any) -> History:
-    """A history over sizes at random, small ones, so that seats and blocks run short. It has not begun."""
+    """A history over sizes at random, small ones, so that slots and blocks run short. It has not begun."""
     max_num_seqs = rng.choice([2, 3, 6])
     return History(
         rng,
@@ -195,7 +195,7 @@ def random_history(rng: random.Random, **options: Any) -> History:
 
 
 def random_policy(rng: random.Random) -> Policy:
-    """Any of fastgen's own, for two seats or more."""
+    """Any of fastgen's own, for two slots or more."""
     name = rng.choice([*POLICIES, "bounded"])
     if name == "bounded":
         return choose_policy("splitfuse", itl_target_ms=rng.choice([2.0, 6.5, 20.0]))

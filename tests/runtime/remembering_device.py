@@ -95,7 +95,7 @@ class AheadDevice:
         self.device = device
         self.num_ahead = self.num_taken = self.num_in_vain = 0
         self._sampled: dict[int | None, tuple[Sequence, int, int, int]] = {}
-        """For each seat the token sampled last: its sequence, that one's preemptions, the position, the token."""
+        """For each slot the token sampled last: its sequence, that one's preemptions, the position, the token."""
 
     def launch(self, schedule: Schedule, *, ahead: bool) -> LaunchedStep:
         self.num_ahead += ahead
@@ -105,7 +105,7 @@ class AheadDevice:
         for seq in unknown:
             assert seq.token_ids.index(TO_COME) == seq.num_tokens - 1
             assert not seq.request.has_beams
-            owner, num_preemptions, position, token_id = self._sampled[seq.seat]
+            owner, num_preemptions, position, token_id = self._sampled[seq.slot]
             assert (owner, num_preemptions, position) == (seq, seq.num_preemptions, seq.num_tokens - 1)
             taken[seq] = token_id
             self.num_taken += 1
@@ -116,7 +116,7 @@ class AheadDevice:
         return step
 
     def sample(self, step: LaunchedStep) -> None:
-        live = [entry for entry in step.schedule.entries if entry.seq.seat is not None]
+        live = [entry for entry in step.schedule.entries if entry.seq.slot is not None]
         for entry in live:
             assert TO_COME not in entry.seq.token_ids
             if (token_id := cast(Any, step.hidden).get(entry.seq)) is not None:
@@ -133,7 +133,7 @@ class AheadDevice:
                     num_accepted[entry.seq] = len(tokens) - 1
                 else:
                     seq, position = entry.seq, entry.seq.num_tokens
-                    self._sampled[seq.seat] = (seq, seq.num_preemptions, position, tokens[0].token_id)
+                    self._sampled[seq.slot] = (seq, seq.num_preemptions, position, tokens[0].token_id)
         self.output = StepOutput(sampled, [], num_accepted)
 
     def collect(self, step: LaunchedStep) -> StepOutput:
@@ -169,8 +169,8 @@ class Device:
 
     def write(self, schedule: Schedule, unknown: Mapping[Sequence, int]) -> None:
         """The forward pass, with the newest tokens that the host does not know."""
-        for seat, group, index, block_id in schedule.block_updates:
-            self._tables[seat, group, index] = block_id
+        for slot, group, index, block_id in schedule.block_updates:
+            self._tables[slot, group, index] = block_id
         before = dict(self._written)
         for group, _, source, destination in schedule.block_copies:
             for offset in range(self.block_size):
@@ -194,9 +194,9 @@ class Device:
         self.num_computed += schedule.num_tokens
 
     def _place(self, seq: Sequence, group: int, position: int) -> tuple[int, int, int]:
-        assert seq.seat is not None
+        assert seq.slot is not None
         index, offset = divmod(position, self.block_size)
-        return group, self._tables[seq.seat, group, index], offset
+        return group, self._tables[seq.slot, group, index], offset
 
     def sample(self, entry: ScheduledTokens) -> list[SampledToken]:
         """What follows the tokens of an entry, and its drafts as long as they are right."""

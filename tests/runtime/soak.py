@@ -1,7 +1,7 @@
 """Random requests of every kind against an engine whose KV cache is too small for comfort, for as long as one likes.
 
 Requests are drawn from a pool whose answers alone are known. They come, are cancelled and run out of time as the draw
-has it, under any priority, on a clock that the steps move on. After each step all owners of blocks and seats agree;
+has it, under any priority, on a clock that the steps move on. After each step all owners of blocks and slots agree;
 each answer is the one that its request gets alone, or begins so where it was ended before its time; nobody waits for
 longer than a bounded number of steps; in the end nothing is held.
 

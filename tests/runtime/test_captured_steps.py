@@ -54,7 +54,7 @@ class WatchedSampler:
         self._reference, self._launch = Sampler(sampler.eos_token_ids), sampler.launch
 
     def launch(self, logits: Tensor, rows: SequenceOf[SampledSequence]) -> Callable[[], list[SampledToken]]:
-        live = [row for row, each in enumerate(rows) if owner(each).seat is not None]
+        live = [row for row, each in enumerate(rows) if owner(each).slot is not None]
         expected = self._reference.sample(logits[live].clone(), [rows[row] for row in live])
         self.counts["in vain"] += len(rows) - len(live)
         for each in (rows[row] for row in live):
@@ -107,7 +107,7 @@ def test_whatever_is_replayed(kinds: list[dict[str, Any]], tmp_path: Path) -> No
         llm.generate(*requests(kinds, random.Random(10)))
         num_mixed = sum(0 < step.num_decodes < len(step.entries) for step in llm.recording().steps)
     assert min(sampler.counts[each] for each in ("beams", "drafts", "masks")) >= 2
-    assert watched.num_empty_seats
+    assert watched.num_empty_slots
     assert watched.num_padded_rows
     assert num_mixed
     if kinds is not FEW:

@@ -92,7 +92,7 @@ def test_requests_are_counted_once_however_many_sequences_they_have() -> None:
         assert (found.requests_running, found.requests_waiting) == (num_running, len(statuses) - num_running)
         seen.add((found.requests_running, found.sequences_running))
         history.step()
-    assert {(0, 0), (3, 3), (2, 3)} <= seen, "seats of different requests, and two of one"
+    assert {(0, 0), (3, 3), (2, 3)} <= seen, "slots of different requests, and two of one"
 
 
 def test_quantiles_are_bounds_that_enough_values_stay_below() -> None:

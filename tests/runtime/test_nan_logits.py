@@ -58,7 +58,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def answers(directory: Path, target: str, *, broken: bool) -> tuple[list[GenerationOutput], list[GenerationOutput]]:
-    """All requests at once, and then those that do not meet the broken token again, in blocks and seats that the others
+    """All requests at once, and then those that do not meet the broken token again, in blocks and slots that the others
     have left.
     """
     each = samplings(target)

@@ -200,17 +200,17 @@ def poison(llm: LLM) -> None:
         for block in range(llm.config.num_blocks):
             k[block, computed.get(block, 0) :] = torch.nan
             v[block, computed.get(block, 0) :] = torch.nan
-    due = {(update.group, update.seat, update.table_index) for update in scheduler._scheduled.block_updates}
+    due = {(update.group, update.slot, update.table_index) for update in scheduler._scheduled.block_updates}
     for sequence in scheduler.running:
         for group, table in enumerate(sequence.block_tables):
-            inputs.block_tables[group, sequence.seat, len(table) :] = 2**30
+            inputs.block_tables[group, sequence.slot, len(table) :] = 2**30
             for index in range(len(table)):
-                if (group, sequence.seat, index) in due:
-                    inputs.block_tables[group, sequence.seat, index] = 2**30
+                if (group, sequence.slot, index) in due:
+                    inputs.block_tables[group, sequence.slot, index] = 2**30
                 elif table[index] == PADDING_BLOCK:  # left behind by a window: whatever stands there is not followed
-                    inputs.block_tables[group, sequence.seat, index] = PADDING_BLOCK
-    for seat in range(llm.config.max_num_seqs):
-        if all(sequence.seat != seat for sequence in scheduler.running):
-            inputs.block_tables[:, seat] = 2**30
-            inputs.sampled_ids[seat] = 2**30
+                    inputs.block_tables[group, sequence.slot, index] = PADDING_BLOCK
+    for slot in range(llm.config.max_num_seqs):
+        if all(sequence.slot != slot for sequence in scheduler.running):
+            inputs.block_tables[:, slot] = 2**30
+            inputs.sampled_ids[slot] = 2**30
     assert inputs._flat_tables.numel() == inputs.block_tables.numel() + 1

@@ -111,7 +111,7 @@ class Watched(CapturedForward):
     def __init__(self, forward: CapturedForward):
         self.__dict__ |= forward.__dict__
         self.num_tokens: list[tuple[int, int]] = []
-        self.num_empty_seats = self.num_padded_rows = 0
+        self.num_empty_slots = self.num_padded_rows = 0
 
     def hidden(self, batch: RaggedBatch) -> Tensor:
         size = len(batch.input_ids)
@@ -120,7 +120,7 @@ class Watched(CapturedForward):
         assert torch.equal(found, expected)
         self.assert_recorded_alike(self._forwards[size], lambda: self._forward_step(size))
         self.num_tokens.append((int(batch.cu_seqlens_q[-1]), size))
-        self.num_empty_seats += int((batch.cu_seqlens_q.diff() == 0).sum())
+        self.num_empty_slots += int((batch.cu_seqlens_q.diff() == 0).sum())
         return found
 
     def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
@@ -157,7 +157,7 @@ def test_alone_and_in_company_whatever_is_replayed(
     assert_same(certain, outputs)
     assert any(used < size for used, size in watched.num_tokens), "no step was padded"
     assert any(used == size == 8 for used, size in watched.num_tokens), "no step was full"
-    assert watched.num_empty_seats
+    assert watched.num_empty_slots
     assert watched.num_padded_rows
 
 

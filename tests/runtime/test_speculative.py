@@ -189,7 +189,7 @@ def test_on_the_reference(directory: Path) -> None:
 
 
 def test_on_interpreted_triton_kernels(tmp_path: Path) -> None:
-    """Rows of a drafted sequence share its seat, which is why there are no drafts before ``min_new_tokens``."""
+    """Rows of a drafted sequence share its slot, which is why there are no drafts before ``min_new_tokens``."""
     config = transformers.LlamaConfig(**triton.SIZES)
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
     directory = save(randomise(model, seed=3), tmp_path)
@@ -199,13 +199,13 @@ def test_on_interpreted_triton_kernels(tmp_path: Path) -> None:
     options = {"speculative": "ngram", "num_draft_tokens": 3}
     with fastgen.load(directory, token_budget=8, **options, **triton.OPTIONS) as llm:
         engine = engine_of(llm)
-        oracle, seats = Oracle(prompts, expected, 3), engine.runner.sampler.seats
-        assert seats is not None
+        oracle, slots = Oracle(prompts, expected, 3), engine.runner.sampler.slots
+        assert slots is not None
         asked = []
 
         def propose(sequence: Sequence, max_tokens: int) -> list[int]:
             asked.append((list(sequence.request.prompt_ids), sequence.num_tokens - sequence.num_prompt_tokens))
-            assert seats.can_draft(sequence), "before min_new_tokens it goes on ahead of its tokens, undrafted"
+            assert slots.can_draft(sequence), "before min_new_tokens it goes on ahead of its tokens, undrafted"
             return oracle.propose(sequence, max_tokens)
 
         engine.scheduler._propose_drafts = propose

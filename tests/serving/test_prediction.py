@@ -95,7 +95,7 @@ def errors(tried: list[Tried]) -> tuple[np.ndarray, np.ndarray]:
 LOADS = {
     "little to do": ({"token_budget": 512, "max_num_seqs": 64, "num_blocks": 8000}, (4, (200, 1500), (20, 100))),
     "long prompts": ({"token_budget": 512, "max_num_seqs": 64, "num_blocks": 8000}, (12, (200, 3000), (5, 20))),
-    "few seats": ({"token_budget": 512, "max_num_seqs": 8, "num_blocks": 8000}, (7, (50, 400), (50, 200))),
+    "few slots": ({"token_budget": 512, "max_num_seqs": 8, "num_blocks": 8000}, (7, (50, 400), (50, 200))),
     "a small cache": ({"token_budget": 512, "max_num_seqs": 64, "num_blocks": 150}, (8, (200, 600), (20, 100))),
 }
 

@@ -216,7 +216,7 @@ class Recorder:
         self._open: dict[int, Request] = {}
         self._early: dict[int, Request] = {}
         """Arrivals that left the ring before the ends of their requests."""
-        self._seated: set[_Key] = set()
+        self._running: set[_Key] = set()
         self._ran: StepRecord | None = None
         """Whose tokens came last."""
 
@@ -242,9 +242,9 @@ class Recorder:
             self._append(state, state.num_bytes)
         self._last_snapshot = (self._next_step, self._bytes_seen)
 
-    def begin_with(self, seated: Iterable[Sequence]) -> None:
-        """Record from here on, where these have their seats."""
-        self._seated.update(seq.key for seq in seated)
+    def begin_with(self, running: Iterable[Sequence]) -> None:
+        """Record from here on, where these have their slots."""
+        self._running.update(seq.key for seq in running)
 
     def scheduled(
         self,
@@ -258,12 +258,12 @@ class Recorder:
         ``held_back`` are those that had to wait for theirs. What is returned is to be filled in.
         """
         record = StepRecord(self._next_step, schedule, scheduler, began_s, scheduled_s, held_back)
-        self._seated.difference_update(record.preempted)
+        self._running.difference_update(record.preempted)
         for entry in schedule.chunks:
-            if entry.seq.key not in self._seated:
-                assert entry.seq.seat is not None
-                record.admitted.append((entry.seq.key, entry.seq.seat, entry.start, entry.seq.num_cached_tokens))
-                self._seated.add(entry.seq.key)
+            if entry.seq.key not in self._running:
+                assert entry.seq.slot is not None
+                record.admitted.append((entry.seq.key, entry.seq.slot, entry.start, entry.seq.num_cached_tokens))
+                self._running.add(entry.seq.key)
         self._next_step += 1
         if held_back is None:
             self._ran = None
@@ -292,7 +292,7 @@ class Recorder:
 
     def finished(self, seq: Sequence, reason: FinishReason, now_s: float, *, num_tokens: int, is_last: bool) -> None:
         """``seq``, a completion, ended with so many tokens, as the last one of its request or not."""
-        self._seated.discard(seq.key)
+        self._running.discard(seq.key)
         request = self._open.pop(seq.request.request_id) if is_last else None
         step = self._ran.number if self._ran is not None and self._ran.ended_s is None else None
         event = _Finished(seq.key, now_s, reason, num_tokens, request, step)

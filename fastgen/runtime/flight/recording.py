@@ -44,20 +44,20 @@ class Entry(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A waiting sequence was given a seat. Its first ``start`` tokens were computed already, for the first sequence of
+    """A waiting sequence was given a slot. Its first ``start`` tokens were computed already, for the first sequence of
     its request or by others; ``cached_tokens`` were found in the prefix cache the first time it was admitted.
     """
 
     sequence: str
-    seat: int
+    slot: int
     start: int
     cached_tokens: int
 
 
 class BlockEntry(NamedTuple):
-    """Entry ``table_index`` of the block table that the sequence on ``seat`` has in a KV group became ``block``."""
+    """Entry ``table_index`` of the block table that the sequence on ``slot`` has in a KV group became ``block``."""
 
-    seat: int
+    slot: int
     group: int
     table_index: int
     block: int
@@ -203,7 +203,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """A sequence ended, and its blocks and its seat came free."""
+    """A sequence ended, and its blocks and its slot came free."""
 
     __pydantic_config__: ClassVar = _STRICT
     kind: Literal["finish"] = "finish"
@@ -255,7 +255,7 @@ class Withdrawal:
 
 class SequenceState(NamedTuple):
     """A sequence between two steps. ``node`` is where it publishes its next block, the root being 0 and the nodes of
-    the snapshot following; ``None`` where nothing of it is published. ``seat`` is ``None`` where it waits.
+    the snapshot following; ``None`` where nothing of it is published. ``slot`` is ``None`` where it waits.
     """
 
     sequence: str
@@ -264,7 +264,7 @@ class SequenceState(NamedTuple):
     cached_tokens: int
     num_preemptions: int
     urgency: tuple[int, int, int]
-    seat: int | None
+    slot: int | None
     tables: tuple[tuple[int, ...], ...]
     node: int | None
 
@@ -279,7 +279,7 @@ class PrefixState(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """Who waits for a seat, since when in its class, and its urgency: class, turn, index."""
+    """Who waits for a slot, since when in its class, and its urgency: class, turn, index."""
 
     sequence: str
     since_s: float
@@ -307,7 +307,7 @@ class Snapshot:
     """All that run, and of those that wait who has run before or is not the first of its request."""
     decodes: tuple[str, ...]
     prompts: tuple[str, ...]
-    free_seats: tuple[int, ...]
+    free_slots: tuple[int, ...]
     untold: tuple[BlockEntry, ...]
     waiting: tuple[Waiting, ...]
     held: tuple[str, ...]

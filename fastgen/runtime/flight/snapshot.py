@@ -31,7 +31,7 @@ class _Tokens:
     cached_tokens: int
     num_preemptions: int
     urgency: tuple[int, int, int]
-    seat: int | None
+    slot: int | None
     tables: tuple[tuple[int, ...], ...]
     node: PrefixNode | None
 
@@ -47,7 +47,7 @@ class SchedulerState:
         self.kv: KVState = kv.state()
         self.nodes = [] if kv.prefix_cache is None else [(node, node.block_ids) for node in kv.prefix_cache.nodes]
         self.decodes, self.prompts = tuple(running.decodes), tuple(running.prompts)
-        self.free_seats, self.untold = running.free_seats, running.block_updates
+        self.free_slots, self.untold = running.free_slots, running.block_updates
         self.forked = tuple(scheduler.forks.forked)
         self.waiting = waiting.entries
         self.held = tuple(waiting.held)
@@ -89,7 +89,7 @@ class SchedulerState:
                     each.cached_tokens,
                     each.num_preemptions,
                     each.urgency,
-                    each.seat,
+                    each.slot,
                     each.tables,
                     None if each.node is None else places.get(each.node, 0),
                 )
@@ -97,7 +97,7 @@ class SchedulerState:
             ),
             decodes=_names(self.decodes),
             prompts=_names(self.prompts),
-            free_seats=self.free_seats,
+            free_slots=self.free_slots,
             untold=tuple(BlockEntry(*update) for update in self.untold),
             waiting=tuple(
                 Waiting(f"{who.request_id}.0", since_s, (who.sampling.priority, who.turn, 0))
@@ -134,9 +134,9 @@ def restore(scheduler: Scheduler, snapshot: Snapshot, sequences: Mapping[str, Se
             nodes.append(cache.add(nodes[place.parent], tokens, place.blocks))
     for state in snapshot.sequences:
         seq = sequences[state.sequence]
-        seq.status = SequenceStatus.WAITING if state.seat is None else SequenceStatus.RUNNING
+        seq.status = SequenceStatus.WAITING if state.slot is None else SequenceStatus.RUNNING
         seq.num_computed_tokens, seq.num_cached_tokens = state.num_computed, state.cached_tokens
-        seq.num_preemptions, seq.urgency, seq.seat = state.num_preemptions, state.urgency, state.seat
+        seq.num_preemptions, seq.urgency, seq.slot = state.num_preemptions, state.urgency, state.slot
         seq.block_tables = [list(table) for table in state.tables]
     for each in snapshot.waiting:
         sequences[each.sequence].urgency = each.urgency
@@ -160,7 +160,7 @@ def restore(scheduler: Scheduler, snapshot: Snapshot, sequences: Mapping[str, Se
     scheduler.running.restore(
         found(snapshot.decodes),
         found(snapshot.prompts),
-        snapshot.free_seats,
+        snapshot.free_slots,
         [BlockUpdate(*entry) for entry in snapshot.untold],
     )
     scheduler.waiting.restore(
@@ -179,7 +179,7 @@ def _tokens(seq: Sequence, node: PrefixNode | None) -> _Tokens:
         cached_tokens=seq.num_cached_tokens,
         num_preemptions=seq.num_preemptions,
         urgency=seq.urgency,
-        seat=seq.seat,
+        slot=seq.slot,
         tables=tuple(map(tuple, seq.block_tables)),
         node=node,
     )

@@ -16,7 +16,7 @@ from fastgen.runtime.flight.recording import Arrival, Finish, Recording, Step, r
 
 Cause = Literal[
     "queued_step",  # until a step was scheduled: the time between steps, and the scheduling of the one that took it
-    "queued_seats",  # all seats were taken
+    "queued_slots",  # all slots were taken
     "queued_blocks",  # the KV cache had no block left, or what it had was kept for those that were preempted
     "queued_tokens",  # prompts before it took all the tokens that the step had for prompts
     "queued_policy",  # the scheduling policy admitted no more
@@ -24,9 +24,9 @@ Cause = Literal[
     "recomputing",  # the same again, after a preemption
     "other_prompts",  # prompts of others in the same steps
     "other_decodes",  # decodes of others in the same steps
-    "passed_over",  # it had a seat, but the step's tokens went to others
+    "passed_over",  # it had a slot, but the step's tokens went to others
     "preempted",  # its blocks had been taken away, and it waited for others
-    "between_steps",  # it had a seat, and no step ran, or one that failed
+    "between_steps",  # it had a slot, and no step ran, or one that failed
 ]
 
 
@@ -51,7 +51,7 @@ class OtherPrompts:
 @dataclass(frozen=True, kw_only=True)
 class Span:
     """A time and how it is divided, the largest share first; and the prompts of others in the steps of it in which the
-    sequence had a seat, if there were any.
+    sequence had a slot, if there were any.
     """
 
     seconds: float
@@ -143,7 +143,7 @@ class TimeAccount:
     def _cut(self) -> Iterator[_Slice]:
         cursor_s = self._arrival.clock_s
         furthest: dict[str, int] = {}
-        waits: Cause | None = "queued_step"  # what it waits for while no step runs; None once it has a seat
+        waits: Cause | None = "queued_step"  # what it waits for while no step runs; None once it has a slot
         for step, is_kept in self._steps_since_arrival():
             if any(name in self._sequences for name in step.preempted):
                 waits = "preempted"
@@ -191,6 +191,6 @@ class TimeAccount:
         if step.preempted or is_kept or step.blocks_free < len(engine.windows):
             return "queued_blocks"
         if step.running == engine.max_num_seqs:
-            return "queued_seats"
+            return "queued_slots"
         is_full = step.num_tokens == step.size or any(not entry.num_sampled for entry in step.prompts)
         return "queued_tokens" if is_full else "queued_policy"

@@ -8,7 +8,7 @@ from fastgen.runtime.flight.why import Gap, Preemption, Why
 
 _WORDS: dict[Cause, str] = {
     "queued_step": "queued until a step was scheduled",
-    "queued_seats": "queued for a seat",
+    "queued_slots": "queued for a slot",
     "queued_blocks": "queued for KV cache blocks",
     "queued_tokens": "queued behind prompts before it",
     "queued_policy": "held back by the scheduling policy",
@@ -16,7 +16,7 @@ _WORDS: dict[Cause, str] = {
     "recomputing": "computing again what a preemption lost",
     "other_prompts": "sharing steps with",
     "other_decodes": "sharing steps with decodes of others",
-    "passed_over": "seated while others had all the step's tokens",
+    "passed_over": "running while others had all the step's tokens",
     "preempted": "waiting after a preemption",
     "between_steps": "with no step running",
 }

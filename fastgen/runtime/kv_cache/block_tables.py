@@ -20,9 +20,9 @@ class TableEntry(NamedTuple):
 
 
 class BlockUpdate(NamedTuple):
-    """``block_tables[group, seat, table_index] = block_id`` on the device."""
+    """``block_tables[group, slot, table_index] = block_id`` on the device."""
 
-    seat: int
+    slot: int
     group: int
     table_index: int
     block_id: int

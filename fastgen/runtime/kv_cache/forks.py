@@ -33,17 +33,17 @@ class Forks:
         return shared + beam_width * (needed - shared + self._kv.num_groups)
 
     def check_fits(self, num_prompt_tokens: int, max_new_tokens: int, beam_width: int) -> None:
-        """Refuse beams that could not finish even with all seats and the whole cache to themselves.
+        """Refuse beams that could not finish even with all slots and the whole cache to themselves.
 
-        :raises InvalidArgumentError: where there are fewer seats than beams.
+        :raises InvalidArgumentError: where there are fewer slots than beams.
         :raises RequestTooLargeError: where the cache is too small, with the arithmetic.
         """
         if beam_width == 1:
             return
-        num_seats, capacity = self._running.max_num_seqs, self._kv.pool.capacity
-        if beam_width > num_seats:
+        num_slots, capacity = self._running.max_num_seqs, self._kv.pool.capacity
+        if beam_width > num_slots:
             raise InvalidArgumentError(
-                f"beam_width={beam_width} beams run at once, but at most max_num_seqs={num_seats} sequences do: ask "
+                f"beam_width={beam_width} beams run at once, but at most max_num_seqs={num_slots} sequences do: ask "
                 "for fewer beams, or load with a higher max_num_seqs"
             )
 
@@ -141,7 +141,7 @@ class Forks:
         self._waiting.hold(beam)
 
     def release(self, first: Sequence) -> None:
-        """Let the beams that were preempted with ``first`` go on from the prompt that it has computed, on the seats
+        """Let the beams that were preempted with ``first`` go on from the prompt that it has computed, on the slots
         kept for them. Those that have nothing beyond it are held until they are forked.
         """
         for seq in first.request.sequences[1:]:

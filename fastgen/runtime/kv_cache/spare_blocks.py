@@ -40,11 +40,11 @@ class SpareBlocks:
         unused = iter(self._pool.allocate(len(lacking) * self._num_groups) or ())
         updates = []
         for seq, block_id in zip(lacking, unused, strict=False):
-            assert seq.seat is not None
+            assert seq.slot is not None
             for group, table in enumerate(seq.block_tables):
                 if group:
                     block_id = next(unused)
-                updates.append(BlockUpdate(seq.seat, group, len(table), block_id))
+                updates.append(BlockUpdate(seq.slot, group, len(table), block_id))
                 table.append(block_id)
             holders.add(seq)
         return updates

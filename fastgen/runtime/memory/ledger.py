@@ -21,7 +21,7 @@ from fastgen.models.activation_sizes import ActivationSizes
 from fastgen.models.builder import kv_groups, kv_shapes
 from fastgen.models.weight_sizes import ModelBuild, WeightSizes, weight_sizes
 from fastgen.models.workspace_sizes import WorkspaceSizes
-from fastgen.runtime.sampling.seat_sampler import seat_sampler_bytes
+from fastgen.runtime.sampling.slot_sampler import slot_sampler_bytes
 from fastgen.runtime.step.input_batch import input_layout, table_width
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 
@@ -141,7 +141,7 @@ class MemoryModel:
         if target.name == "cpp":
             return sampling_bytes(vocab_size, max_rows=config.max_rows, max_threads=target.num_threads)
         if target.name == "triton":
-            return seat_sampler_bytes(vocab_size, max_rows=config.max_rows, max_num_seqs=config.max_num_seqs)
+            return slot_sampler_bytes(vocab_size, max_rows=config.max_rows, max_num_seqs=config.max_num_seqs)
         return 0
 
     def _largest_temporary(self, config: EngineConfig) -> LedgerRow:

@@ -90,9 +90,9 @@ class Sequence:
     and a preempted sequence simply has a wide gap again.
 
     ``token_ids`` is appended to by the engine; every other field is the scheduler's and its KV cache manager's to
-    write. ``block_tables`` holds one list of block ids per KV group, and ``seat`` the row of the device-side arrays;
+    write. ``block_tables`` holds one list of block ids per KV group, and ``slot`` the row of the device-side arrays;
     both are held from admission until the sequence finishes or is preempted. ``matcher`` says what a constrained
-    sequence may have next; it stays, whatever becomes of seat and blocks, and moves on with each token.
+    sequence may have next; it stays, whatever becomes of slot and blocks, and moves on with each token.
     """
 
     __slots__ = (
@@ -105,7 +105,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "request",
-        "seat",
+        "slot",
         "status",
         "token_ids",
         "urgency",
@@ -122,7 +122,7 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0
         self.block_tables: list[list[int]] = []
-        self.seat: int | None = None
+        self.slot: int | None = None
         self.status = SequenceStatus.WAITING
         self.num_preemptions = 0
         self.num_cached_tokens = 0

@@ -36,7 +36,7 @@ from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.beam_candidates import beam_candidates
 from fastgen.runtime.sampling.beam_search import Candidate, num_candidates
 from fastgen.runtime.sampling.sampled_rows import PLAIN_ROW, RowHistory, is_plain
-from fastgen.runtime.sampling.seat_sampler import SeatSampler, gives_logprobs
+from fastgen.runtime.sampling.slot_sampler import SlotSampler, gives_logprobs
 from fastgen.runtime.scheduling.drafts import SampledSequence
 from fastgen.runtime.step.host_copy import HostCopies
 
@@ -76,7 +76,7 @@ def sampling_kernel(target: Target, vocab_size: int, *, max_rows: int) -> Sampli
 
 class Sampler:
     """Chooses tokens. ``eos_token_ids`` are the model's end-of-text ids; ``kernel``, if given, is for its vocabulary.
-    With ``seats`` tokens are chosen on the device, where logits are computed; here they are read.
+    With ``slots`` tokens are chosen on the device, where logits are computed; here they are read.
 
     While a sequence has fewer than ``min_new_tokens`` generated tokens, its stop token ids and the end-of-text ids are
     forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled. Where a sequence
@@ -87,10 +87,10 @@ class Sampler:
         self,
         eos_token_ids: Iterable[int] = (),
         kernel: SamplingKernel | None = None,
-        seats: SeatSampler | None = None,
+        slots: SlotSampler | None = None,
     ):
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.kernel, self.seats = kernel, seats
+        self.kernel, self.slots = kernel, slots
         self._histories: dict[Sequence, RowHistory | None] = {}
 
     def prepare(self, sequences: SequenceOf[SampledSequence]) -> None:
@@ -98,13 +98,13 @@ class Sampler:
         for sequence in sequences:
             if sequence.matcher is not None:
                 sequence.matcher.prepare()
-        if self.seats is not None:
-            self.seats.prepare(_undrafted(sequences), self._early_ids)
+        if self.slots is not None:
+            self.slots.prepare(_undrafted(sequences), self._early_ids)
 
     def constrain(self, sequences: SequenceOf[SampledSequence]) -> None:
         """Before the logits of ``sequences``, the latest moment at which a device may hear what they may have next."""
-        if self.seats is not None:
-            self.seats.constrain(_undrafted(sequences))
+        if self.slots is not None:
+            self.slots.constrain(_undrafted(sequences))
 
     def sample(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
         """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``. What was drafted
@@ -116,13 +116,13 @@ class Sampler:
         return self.launch(logits, sequences)()
 
     def launch(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> Callable[[], list[SampledToken]]:
-        """The same, given by what is returned: with ``seats`` it waits until the tokens are here, and nothing else
-        needs ``logits`` any more; elsewhere they are here already. A row whose sequence has no seat any more gets
+        """The same, given by what is returned: with ``slots`` it waits until the tokens are here, and nothing else
+        needs ``logits`` any more; elsewhere they are here already. A row whose sequence has no slot any more gets
         anything.
         """
         candidates = self._launch_candidates(logits, sequences)
-        if self.seats is not None:  # without a row too: the step must have ended before its inputs are written again
-            answers = _launch_answers(logits, self.seats.chosen(sequences), sequences, self.seats)
+        if self.slots is not None:  # without a row too: the step must have ended before its inputs are written again
+            answers = _launch_answers(logits, self.slots.chosen(sequences), sequences, self.slots)
             return lambda: candidates(answers())
         if not sequences:
             return list
@@ -233,19 +233,19 @@ def _undrafted(sequences: SequenceOf[SampledSequence]) -> list[Sequence]:
 
 
 def _launch_answers(
-    logits: Tensor, found: Tensor, sequences: SequenceOf[SampledSequence], seats: SeatSampler | None = None
+    logits: Tensor, found: Tensor, sequences: SequenceOf[SampledSequence], slots: SlotSampler | None = None
 ) -> Callable[[], list[SampledToken]]:
     """What gives each row its token, or what its ``-status`` means, as ``found [R]`` says, with the log-probabilities
-    that are asked for: those that the kernels of ``seats`` computed, the others by torch."""
+    that are asked for: those that the kernels of ``slots`` computed, the others by torch."""
     by_kernel: dict[int, int] = {}
     by_torch: dict[int, int] = {}
     for row, sequence in enumerate(sequences):
         if (count := sequence.request.sampling.logprobs) is not None:
-            (by_kernel if seats is not None and gives_logprobs(sequence.request.sampling) else by_torch)[row] = count
+            (by_kernel if slots is not None and gives_logprobs(sequence.request.sampling) else by_torch)[row] = count
     token_ids = HostCopies([found])
     parts: list[tuple[dict[int, int], Callable[[], list[Logprobs]]]] = []
-    if seats is not None and by_kernel:
-        computed = [_take(each, list(by_kernel)) for each in (found, *seats.logprobs(len(sequences)))]
+    if slots is not None and by_kernel:
+        computed = [_take(each, list(by_kernel)) for each in (found, *slots.logprobs(len(sequences)))]
         parts.append((by_kernel, _copy_logprobs(computed, list(by_kernel.values()))))
     if by_torch:
         rows = _take(logits, list(by_torch)), _take(found, list(by_torch)).clamp(min=0).long()

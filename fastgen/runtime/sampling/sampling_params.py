@@ -79,7 +79,7 @@ class SamplingParams:
     """With beams: whether the search ends as soon as ``beam_width`` hypotheses have ended (``True``), when no live beam
     is likely to beat them (``False``), or when none could at any length (``"never"``)."""
     priority: int = 0
-    """The request's class: any integer, and the lower the more urgent. It decides who gets the next free seat, whose
+    """The request's class: any integer, and the lower the more urgent. It decides who gets the next free slot, whose
     prompt is computed first and who loses its blocks last; who has waited long moves up."""
     response_format: ResponseFormat | None = None
     """The answer's shape, as :func:`~fastgen.runtime.sampling.response_format.parse_response_format` takes it."""

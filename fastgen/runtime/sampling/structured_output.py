@@ -115,7 +115,7 @@ class Constraint:
 
 
 class Matcher:
-    """What one sequence may have next. It stays with the sequence, seated or not, and knows nothing of steps.
+    """What one sequence may have next. It stays with the sequence, running or not, and knows nothing of steps.
 
     A token that ends the request is allowed exactly where the grammar may end, and not before ``min_new_tokens``,
     unless no other token is. Tokens that the tokenizer does not know, and special ones, have no text and are allowed

@@ -1,4 +1,4 @@
-"""The sequences that run: who decodes, who has more pending, on which seats, and what the device is to be told."""
+"""The sequences that run: who decodes, who has more pending, on which slots, and what the device is to be told."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _urgency = attrgetter("urgency")
 
 
 class RunningSet:
-    """At most ``max_num_seqs`` sequences, each on a seat of its own.
+    """At most ``max_num_seqs`` sequences, each on a slot of its own.
 
     ``decodes`` have their newest token pending and nothing else, or nothing at all: beams until their search has moved,
     and, while ``some_wait``, those that are planned without, since their newest token is not known yet. ``prompts``
     have more, and are in order of urgency. A decode costs nothing here from step to step.
 
-    As long as a beam of a request runs, seats are kept for all of them.
+    As long as a beam of a request runs, slots are kept for all of them.
     """
 
     def __init__(self, max_num_seqs: int):
@@ -29,9 +29,9 @@ class RunningSet:
         self.some_wait = False
         self._searches: dict[int, Request] = {}
         """The requests of which beams run."""
-        self._free_seats = list(reversed(range(max_num_seqs)))
+        self._free_slots = list(reversed(range(max_num_seqs)))
         self._updates: dict[tuple[int, int, int], BlockUpdate] = {}
-        """By seat, group and index: what the device has not been told."""
+        """By slot, group and index: what the device has not been told."""
 
     def __len__(self) -> int:
         return len(self.decodes) + len(self.prompts)
@@ -41,10 +41,10 @@ class RunningSet:
         yield from self.prompts
 
     @property
-    def num_free_seats(self) -> int:
+    def num_free_slots(self) -> int:
         """Those that are not kept for beams."""
         beams = (seq for request in self._searches.values() for seq in request.sequences)
-        return len(self._free_seats) - sum(seq.status is SequenceStatus.WAITING for seq in beams)
+        return len(self._free_slots) - sum(seq.status is SequenceStatus.WAITING for seq in beams)
 
     @property
     def due_decodes(self) -> list[Sequence]:
@@ -62,13 +62,13 @@ class RunningSet:
         return tuple(self._updates.values())
 
     def add_prompt(self, seq: Sequence) -> None:
-        """Give ``seq`` a seat, which there must be."""
-        self._seat(seq)
+        """Give ``seq`` a slot, which there must be."""
+        self._slot(seq)
         insort(self.prompts, seq, key=_urgency)
 
     def add_decode(self, seq: Sequence) -> None:
         """The same, where only its newest token is pending."""
-        self._seat(seq)
+        self._slot(seq)
         self.decodes.append(seq)
 
     def make_decode(self, seq: Sequence) -> None:
@@ -77,24 +77,24 @@ class RunningSet:
         self.decodes.append(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Take its seat, and forget what the device has not been told of it."""
-        assert seq.seat is not None
+        """Take its slot, and forget what the device has not been told of it."""
+        assert seq.slot is not None
         place = bisect_left(self.prompts, seq.urgency, key=_urgency)
         if place < len(self.prompts) and self.prompts[place] is seq:
             del self.prompts[place]
         else:
             self.decodes.remove(seq)
         if self._updates:
-            self._updates = {place: update for place, update in self._updates.items() if place[0] != seq.seat}
-        self._free_seats.append(seq.seat)
-        seq.seat = None
-        if seq.request.has_beams and all(beam.seat is None for beam in seq.request.sequences):
+            self._updates = {place: update for place, update in self._updates.items() if place[0] != seq.slot}
+        self._free_slots.append(seq.slot)
+        seq.slot = None
+        if seq.request.has_beams and all(beam.slot is None for beam in seq.request.sequences):
             del self._searches[seq.key[0]]
 
     def tell(self, seq: Sequence, entries: Iterable[TableEntry]) -> None:
         """The device is to be told of these entries of the tables of ``seq``."""
-        assert seq.seat is not None
-        self.tell_all([BlockUpdate(seq.seat, *entry) for entry in entries])
+        assert seq.slot is not None
+        self.tell_all([BlockUpdate(seq.slot, *entry) for entry in entries])
 
     def tell_all(self, updates: Iterable[BlockUpdate]) -> None:
         """The device is to be told of these."""
@@ -106,41 +106,41 @@ class RunningSet:
         self._updates.clear()
 
     @property
-    def free_seats(self) -> tuple[int, ...]:
+    def free_slots(self) -> tuple[int, ...]:
         """The next to be given last, those kept for beams among them."""
-        return tuple(self._free_seats)
+        return tuple(self._free_slots)
 
     def restore(
         self,
         decodes: list[Sequence],
         prompts: list[Sequence],
-        free_seats: Iterable[int],
+        free_slots: Iterable[int],
         untold: Iterable[BlockUpdate],
     ) -> None:
         """Be, new, as another was."""
-        self.decodes, self.prompts, self._free_seats = decodes, prompts, list(free_seats)
+        self.decodes, self.prompts, self._free_slots = decodes, prompts, list(free_slots)
         self._searches = {seq.key[0]: seq.request for seq in self if seq.request.has_beams}
         self.tell_all(untold)
 
     def check_integrity(self) -> None:
-        """Assert that seats and order are accounted for."""
+        """Assert that slots and order are accounted for."""
         running = list(self)
-        taken = [seq.seat for seq in running if seq.seat is not None]
-        assert len(taken) == len(running), f"running without a seat: {running}"
-        assert sorted([*self._free_seats, *taken]) == list(range(self.max_num_seqs)), (
-            f"seats {taken} taken, {self._free_seats} free"
+        taken = [seq.slot for seq in running if seq.slot is not None]
+        assert len(taken) == len(running), f"running without a slot: {running}"
+        assert sorted([*self._free_slots, *taken]) == list(range(self.max_num_seqs)), (
+            f"slots {taken} taken, {self._free_slots} free"
         )
         urgencies = [seq.urgency for seq in self.prompts]
         assert urgencies == sorted(urgencies), f"prompts out of order: {self.prompts}"
         assert all(seq.status is SequenceStatus.RUNNING for seq in running), f"running: {running}"
         searches = {seq.key[0] for seq in running if seq.request.has_beams}
         assert self._searches.keys() == searches, f"searches {searches}, known {list(self._searches)}"
-        assert self.num_free_seats >= 0, f"{self._free_seats} free, but more are kept for {self._searches}"
-        told = {seat for seat, _, _ in self._updates}
-        assert told <= set(taken), f"updates for the seats {told}"
+        assert self.num_free_slots >= 0, f"{self._free_slots} free, but more are kept for {self._searches}"
+        told = {slot for slot, _, _ in self._updates}
+        assert told <= set(taken), f"updates for the slots {told}"
 
-    def _seat(self, seq: Sequence) -> None:
-        seq.seat = self._free_seats.pop()
+    def _slot(self, seq: Sequence) -> None:
+        seq.slot = self._free_slots.pop()
         seq.status = SequenceStatus.RUNNING
         if seq.request.has_beams:
             self._searches[seq.key[0]] = seq.request

@@ -36,9 +36,9 @@ class ScheduledTokens:
         return 1 + len(self.drafts) if self.samples else 0
 
     def check(self, kv: KVCacheManager) -> None:
-        """Assert that its tokens are pending, seated and have their blocks."""
+        """Assert that its tokens are pending, running and have their blocks."""
         seq = self.seq
-        assert seq.seat is not None, f"{self} has no seat"
+        assert seq.slot is not None, f"{self} has no slot"
         known_end = self.end - len(self.drafts)
         assert seq.num_computed_tokens == self.start < known_end <= seq.num_tokens, f"{self} is not what is pending"
         assert self.samples == (known_end == seq.num_tokens), f"{self} samples before it has caught up"
@@ -53,7 +53,7 @@ class Schedule(NamedTuple):
 
     ``positions`` has for each decode where its token stands. Chunks of prompts come in order of urgency, and behind
     them those of decodes with drafts. ``block_updates`` are the entries of the block tables that the device has not
-    been given; ``block_copies`` are to be made before the forward pass, all at once. ``preempted`` lost their seats and
+    been given; ``block_copies`` are to be made before the forward pass, all at once. ``preempted`` lost their slots and
     blocks before the step. ``size`` is the captured size to run at.
     """
 
@@ -83,15 +83,15 @@ class Schedule(NamedTuple):
         return work
 
     def check(self, kv: KVCacheManager, token_budget: int) -> None:
-        """Assert what a step relies on: it fits its size, and its tokens are pending, seated and have their blocks."""
+        """Assert what a step relies on: it fits its size, and its tokens are pending, running and have their blocks."""
         entries = self.entries
         num_tokens = sum(entry.num_tokens for entry in entries)
         assert num_tokens == self.num_tokens, f"{num_tokens} tokens are said to be {self.num_tokens}"
         assert 0 < num_tokens <= self.size <= token_budget, f"{num_tokens} tokens at size {self.size}"
         for entry in entries:
             entry.check(kv)
-        seats = {entry.seq.seat for entry in entries}
-        assert len(seats) == len(entries), f"{len(entries)} entries on the seats {seats}"
+        slots = {entry.seq.slot for entry in entries}
+        assert len(slots) == len(entries), f"{len(entries)} entries on the slots {slots}"
         prompts = [chunk.seq for chunk in self.chunks if not chunk.drafts]
         for first, second in pairwise(prompts):
             assert first.urgency < second.urgency, f"{second} stands behind {first}"

@@ -4,21 +4,21 @@ Every unfinished sequence has an urgency: its class, its turn in the class, its 
 (:mod:`fastgen.runtime.scheduling.waiting_queue`). A step takes
 
 1. one token of every decode. One that finds no free block preempts the least urgent running sequence, which may be
-   itself: its blocks are freed, it waits for a seat, and will be computed again from its first token;
+   itself: its blocks are freed, it waits for a slot, and will be computed again from its first token;
 2. prompt tokens, as many as the :mod:`policy <fastgen.runtime.scheduling.policies>` says, the most urgent prompt's
-   first: of those that run and are partly computed, and of those that wait, which are admitted as long as seats last. A
+   first: of those that run and are partly computed, and of those that wait, which are admitted as long as slots last. A
    chunk is cut to what the free blocks hold. No one is admitted in a step that had to preempt, and one that was
    preempted comes back only when there is room for all that it has to compute again.
 
 A request's sequences share its prompt. Those but the first wait until it is computed, and then take over its blocks.
 
-**Beams** of a search move together, so all have seats or none, and where one is preempted, all are. Then the first
+**Beams** of a search move together, so all have slots or none, and where one is preempted, all are. Then the first
 computes the prompt again, and the others go on from there.
 
 **Progress.** The most urgent running sequence gets on whenever its kind runs. As a decode it preempts until it has its
 block. As a prompt it has all its blocks already where everybody else was admitted after it; where one more urgent came
 later, it preempts the less urgent until it has a place. Where it runs alone the cache is its own and suffices, or it
-would have been refused. So running sequences finish, their seats and blocks come free, and the head of the queue is
+would have been refused. So running sequences finish, their slots and blocks come free, and the head of the queue is
 next, for nobody passes it by. A policy may hold one kind back for the other only as long as the other gets on; and
 since whoever waits comes to the head of the most urgent class one day, every sequence finishes.
 """
@@ -58,7 +58,7 @@ class Scheduler:
 
     The engine's part of a step: :meth:`schedule`, run it, :meth:`commit`, then append one token to every sequence that
     was sampled for, or :meth:`finish` it. A schedule may go uncommitted where running it failed: the next one takes its
-    place, and the blocks and seats it gave stay with their sequences. Where the next step is scheduled ``ahead`` of the
+    place, and the blocks and slots it gave stay with their sequences. Where the next step is scheduled ``ahead`` of the
     tokens of the last, it is :meth:`told` before and committed after these were appended.
     """
 
@@ -110,7 +110,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Those that have no seat."""
+        """Those that have no slot."""
         return len(self.waiting) + self.waiting.num_held
 
     @property
@@ -133,12 +133,12 @@ class Scheduler:
         self.waiting.add(request)
 
     def check_fits(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
-        """Refuse a request that could not finish even with all seats and the whole cache to itself, saying why."""
+        """Refuse a request that could not finish even with all slots and the whole cache to itself, saying why."""
         self.kv.check_fits(num_prompt_tokens, sampling.max_new_tokens)
         self.forks.check_fits(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
 
     def finish(self, seq: Sequence) -> None:
-        """Drop ``seq``, done or cancelled, whatever it is doing; its blocks and its seat are free at once."""
+        """Drop ``seq``, done or cancelled, whatever it is doing; its blocks and its slot are free at once."""
         if seq.status is SequenceStatus.FINISHED:
             return
         if seq.status is SequenceStatus.RUNNING:
@@ -181,7 +181,7 @@ class Scheduler:
             self.resumes_at_s = until_s
             return None
         self.waiting.age(now_s)  # that leaves the head of the queue, so the policy does not wait now either
-        if self.running.prompts or (self.waiting and self.running.num_free_seats):
+        if self.running.prompts or (self.waiting and self.running.num_free_slots):
             self.kv.settle()  # so that prompts have what blocks and prefixes there are
         preempted: list[Sequence] = []
         self._make_way(preempted)
@@ -256,7 +256,7 @@ class Scheduler:
             self.policy.observe(schedule.work, step_s)
 
     def check_integrity(self) -> None:
-        """Assert that blocks, seats and the order of urgency are all accounted for, and so is the schedule made last
+        """Assert that blocks, slots and the order of urgency are all accounted for, and so is the schedule made last
         where it is not committed, unless it was made ahead of its tokens.
         """
         self.kv.check_integrity(self.running)
@@ -264,17 +264,17 @@ class Scheduler:
         self.waiting.check_integrity()
         assert self.forks.forked <= set(self.running.decodes), f"forked: {self.forks.forked}"
         made = None if self._is_ahead else self._scheduled
-        if made is not None and all(entry.seq.seat is not None for entry in made.entries):
+        if made is not None and all(entry.seq.slot is not None for entry in made.entries):
             made.check(self.kv, self.token_budget)
 
     def _plan(self, preempted: list[Sequence]) -> StepPlan:
-        num_free_seats = 0 if preempted else self.running.num_free_seats
+        num_free_slots = 0 if preempted else self.running.num_free_slots
         view = StepView(
             decodes=self.running.due_decodes,
             prompts=self.running.prompts,
-            waiting=islice(self.waiting, num_free_seats),
+            waiting=islice(self.waiting, num_free_slots),
             num_waiting=len(self.waiting),
-            num_free_seats=num_free_seats,
+            num_free_slots=num_free_slots,
             num_opened=self._num_opened,
             token_budget=self.token_budget,
             sizes=self.sizes,
@@ -342,14 +342,14 @@ class Scheduler:
         return chunks
 
     def _admissible(self) -> Sequence | None:
-        """The head of the queue, if there is a seat, for beams one for each, and the policy lets it in."""
-        seq = self.waiting.head if self.running.num_free_seats else None
+        """The head of the queue, if there is a slot, for beams one for each, and the policy lets it in."""
+        seq = self.waiting.head if self.running.num_free_slots else None
         if seq is None or (seq.begins_request and not self._num_opened):
             return None
-        return seq if self.running.num_free_seats >= seq.request.sampling.beam_width else None
+        return seq if self.running.num_free_slots >= seq.request.sampling.beam_width else None
 
     def _give_chunk(self, seq: Sequence, num_places: int, plan: StepPlan, room: StepRoom) -> ScheduledTokens | None:
-        """The next pending tokens of ``seq`` with blocks for them, and a seat where it was waiting; or ``None`` with
+        """The next pending tokens of ``seq`` with blocks for them, and a slot where it was waiting; or ``None`` with
         nothing changed. ``num_places`` are left of those that the ``plan`` has for prompts.
         """
         waits = seq.status is SequenceStatus.WAITING
@@ -404,11 +404,11 @@ class Scheduler:
         return self._scheduled
 
     def _allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Blocks for the next tokens of ``seq``; the device will be told where it has a seat."""
+        """Blocks for the next tokens of ``seq``; the device will be told where it has a slot."""
         allocation = self.kv.allocate(seq, num_tokens)
         if allocation is None:
             return False
-        if seq.seat is not None:
+        if seq.slot is not None:
             copied = (TableEntry(copy.group, copy.table_index, copy.destination) for copy in allocation.copies)
             self.running.tell(seq, (*allocation.appended, *copied))
         return True
@@ -440,7 +440,7 @@ class Scheduler:
         return lost
 
     def _stop(self, seq: Sequence) -> None:
-        """Free the blocks and the seat of a running sequence."""
+        """Free the blocks and the slot of a running sequence."""
         self.kv.free(seq)
         self.running.remove(seq)
         self.forks.forked.discard(seq)

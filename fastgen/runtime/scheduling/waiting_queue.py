@@ -1,4 +1,4 @@
-"""The sequences that wait for a seat: strict classes, in each first come, first served, and nobody for ever.
+"""The sequences that wait for a slot: strict classes, in each first come, first served, and nobody for ever.
 
 A lower ``priority`` is a more urgent class, as in vLLM, and a class waits while a more urgent one has anybody waiting.
 Who has waited in a class for ``aging_s`` seconds moves to the end of the next more urgent class in which somebody
@@ -199,7 +199,7 @@ class WaitingQueue:
             self.hold(seq)
 
     def check_integrity(self) -> None:
-        """Assert that classes, order and times agree, and that nobody here has a seat, blocks or computed tokens."""
+        """Assert that classes, order and times agree, and that nobody here has a slot, blocks or computed tokens."""
         assert self._levels == sorted(self._classes), f"classes {self._levels}, members of {list(self._classes)}"
         everybody = list(self)
         assert set(everybody) == set(map(_sequence, self._since_s)), "some have no time, or wait no more"
@@ -211,7 +211,7 @@ class WaitingQueue:
             assert all(seq.urgency[0] == level for seq in members), f"in class {level}: {list(members)}"
         for seq in (*everybody, *self.held):
             assert seq.status is SequenceStatus.WAITING, f"waiting: {seq}"
-            assert seq.seat is None, f"{seq} waits on seat {seq.seat}"
+            assert seq.slot is None, f"{seq} waits on slot {seq.slot}"
             assert not seq.block_tables, f"{seq} waits with the blocks {seq.block_tables}"
             assert seq.num_computed_tokens == 0, f"{seq} waits"
 

@@ -79,7 +79,7 @@ def input_layout(token_budget: int, max_num_seqs: int, max_rows: int, num_groups
             "cu_seqlens_q": (*i32, max_num_seqs + 1),
             "seq_lens": (*i32, max_num_seqs),
             "logits_indices": (*i32, max_rows),
-            "logits_seats": (*i32, max_rows),
+            "logits_slots": (*i32, max_rows),
             "sampled_positions": (*i32, max_rows),
         }
     )
@@ -103,7 +103,7 @@ def _max_updates(token_budget: int, max_num_seqs: int, num_groups: int, block_si
 
 
 class InputBatch:
-    """Owns the device-side inputs of a step: the packed buffer, the block tables, the ids last sampled for each seat.
+    """Owns the device-side inputs of a step: the packed buffer, the block tables, the ids last sampled for each slot.
 
     ``block_tables [G, S, max_blocks]`` stay on the device; a step's copy carries only the entries that changed. With
     ``pads`` its sizes are few: of tokens the captured ones, of block updates one. A step has at most ``max_rows`` rows
@@ -147,7 +147,7 @@ class InputBatch:
         """The block tables as the host knows them, to find slots by."""
         self.sampled_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._noted: dict[int, tuple[Sequence, int, int]] = {}
-        """For seats, whose token ``sampled_ids`` holds: sequence, its preemptions so far, the token's position."""
+        """For slots, whose token ``sampled_ids`` holds: sequence, its preemptions so far, the token's position."""
         self._token_views: dict[int, dict[str, Tensor]] = {}
 
     def build(self, schedule: Schedule) -> tuple[RaggedBatch, list[SampledSequence]]:
@@ -190,12 +190,12 @@ class InputBatch:
             sampled_ids=self.sampled_ids,
         )
 
-    def advance(self, kernel: NextDecodesKernel, seats: Tensor, token_ids: Tensor, sampled_positions: Tensor) -> None:
-        """Make of a batch of decodes, those in ``seats``, that of their next step, as :func:`next_decodes` says."""
-        batch = self.views(len(seats), 0)
+    def advance(self, kernel: NextDecodesKernel, slots: Tensor, token_ids: Tensor, sampled_positions: Tensor) -> None:
+        """Make of a batch of decodes, those in ``slots``, that of their next step, as :func:`next_decodes` says."""
+        batch = self.views(len(slots), 0)
         kernel(
             token_ids,
-            seats,
+            slots,
             self.block_tables,
             batch.input_ids,
             batch.token_source,
@@ -212,14 +212,14 @@ class InputBatch:
         self._flat_tables.numpy()[entry] = block
 
     def sampled_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """For each row that needs logits its seat, −1 behind the last row in use, and where its token will stand; i32.
+        """For each row that needs logits its slot, −1 behind the last row in use, and where its token will stand; i32.
         Whatever they are by then."""
-        return self._device["logits_seats"][:num_rows], self._device["sampled_positions"][:num_rows]
+        return self._device["logits_slots"][:num_rows], self._device["sampled_positions"][:num_rows]
 
     def forget_sampled(self, rows: Iterable[SampledSequence]) -> None:
         """What was sampled last for these ``rows`` is about to be overwritten."""
         for row in rows:
-            self._noted.pop(_seat(owner(row)), None)
+            self._noted.pop(_slot(owner(row)), None)
 
     def note_sampled(self, sequences: SequenceOf[Sequence]) -> None:
         """The next token of each of ``sequences`` is in :attr:`sampled_ids`, where the step's kernels wrote it, and the
@@ -228,42 +228,42 @@ class InputBatch:
         """
         for sequence in sequences:
             if not sequence.request.has_beams:
-                self._noted[_seat(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
+                self._noted[_slot(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
 
     def _fill_tokens(self, host: _HostArrays, schedule: Schedule, size: int) -> list[SampledSequence]:
         decodes, chunks, num_decodes = schedule.decodes, schedule.chunks, len(schedule.decodes)
-        seats = np.array([sequence.seat for sequence in decodes], np.int64)
+        slots = np.array([sequence.slot for sequence in decodes], np.int64)
         positions = np.array(schedule.positions, np.int64)
         cu_seqlens_q, seq_lens = host["cu_seqlens_q"], host["seq_lens"]
         cu_seqlens_q[:] = 0
         seq_lens[:] = 0
-        cu_seqlens_q[seats + 1] = 1
-        seq_lens[seats] = positions + 1
+        cu_seqlens_q[slots + 1] = 1
+        seq_lens[slots] = positions + 1
         for chunk in chunks:
-            cu_seqlens_q[_seat(chunk.seq) + 1] = chunk.num_tokens
-            seq_lens[_seat(chunk.seq)] = chunk.end
+            cu_seqlens_q[_slot(chunk.seq) + 1] = chunk.num_tokens
+            seq_lens[_slot(chunk.seq)] = chunk.end
         np.cumsum(cu_seqlens_q, out=cu_seqlens_q)
 
         end = cu_seqlens_q[-1]
         host["input_ids"][end:size] = 0
         host["positions"][end:size] = 0
         host["token_source"][:size] = -1
-        slots = host["slot_mapping"].reshape(self.num_groups, -1)
-        slots[:, end:size] = 0
+        kv_slots = host["slot_mapping"].reshape(self.num_groups, -1)
+        kv_slots[:, end:size] = 0
         rows: list[SampledSequence] = list(decodes)
         if num_decodes:
-            places = cu_seqlens_q[seats]
+            places = cu_seqlens_q[slots]
             host["input_ids"][places] = [sequence.token_ids[-1] for sequence in decodes]
             host["positions"][places] = positions
             blocks, offsets = np.divmod(positions, self.block_size)
-            slots[:, places] = self._tables[:, seats, blocks] * self.block_size + offsets
+            kv_slots[:, places] = self._tables[:, slots, blocks] * self.block_size + offsets
             host["logits_indices"][:num_decodes] = places
-            host["logits_seats"][:num_decodes] = seats
+            host["logits_slots"][:num_decodes] = slots
             host["sampled_positions"][:num_decodes] = positions + 1
         for chunk in chunks:
-            self._fill_chunk(host, slots, chunk, rows)
+            self._fill_chunk(host, kv_slots, chunk, rows)
         host["logits_indices"][len(rows) :] = 0
-        host["logits_seats"][len(rows) :] = -1
+        host["logits_slots"][len(rows) :] = -1
         if self._noted:
             self._take_from_device(host, schedule)
         is_known = (host["input_ids"][:size] != TO_COME) | (host["token_source"][:size] >= 0)
@@ -271,27 +271,27 @@ class InputBatch:
         return rows
 
     def _take_from_device(self, host: _HostArrays, schedule: Schedule) -> None:
-        """Where the next token of a sequence is the one that is noted for its seat, it is taken from there."""
+        """Where the next token of a sequence is the one that is noted for its slot, it is taken from there."""
         for sequence in (*schedule.decodes, *(chunk.seq for chunk in schedule.chunks)):
-            seat, position = _seat(sequence), sequence.num_computed_tokens
-            if self._noted.get(seat) == (sequence, sequence.num_preemptions, position):
-                host["token_source"][host["cu_seqlens_q"][seat]] = seat
+            slot, position = _slot(sequence), sequence.num_computed_tokens
+            if self._noted.get(slot) == (sequence, sequence.num_preemptions, position):
+                host["token_source"][host["cu_seqlens_q"][slot]] = slot
 
     def _fill_chunk(
-        self, host: _HostArrays, slots: npt.NDArray[np.int64], chunk: ScheduledTokens, rows: list[SampledSequence]
+        self, host: _HostArrays, kv_slots: npt.NDArray[np.int64], chunk: ScheduledTokens, rows: list[SampledSequence]
     ) -> None:
-        sequence, seat, drafts = chunk.seq, _seat(chunk.seq), chunk.drafts
-        first = int(host["cu_seqlens_q"][seat])
+        sequence, slot, drafts = chunk.seq, _slot(chunk.seq), chunk.drafts
+        first = int(host["cu_seqlens_q"][slot])
         places = slice(first, first + chunk.num_tokens)
         positions = np.arange(chunk.start, chunk.end)
         host["input_ids"][places] = [*sequence.token_ids[chunk.start : chunk.end], *drafts]
         host["positions"][places] = positions
         blocks, offsets = np.divmod(positions, self.block_size)
-        slots[:, places] = self._tables[:, seat, blocks] * self.block_size + offsets
+        kv_slots[:, places] = self._tables[:, slot, blocks] * self.block_size + offsets
         if chunk.num_rows:
             sampled = slice(len(rows), len(rows) + chunk.num_rows)
             host["logits_indices"][sampled] = np.arange(places.stop - chunk.num_rows, places.stop)
-            host["logits_seats"][sampled] = seat
+            host["logits_slots"][sampled] = slot
             host["sampled_positions"][sampled] = positions[-chunk.num_rows :] + 1
             rows.append(sequence)
             rows.extend(DraftedSequence(sequence, drafts[: index + 1]) for index in range(len(drafts)))
@@ -316,12 +316,12 @@ class InputBatch:
 
     def _enter(self, updates: SequenceOf[BlockUpdate]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Take note of ``updates``; returns the places in the tables, counted through, and the blocks."""
-        seat, group, index, block = np.array(updates).T
-        entry = np.ravel_multi_index((group, seat, index), self._tables.shape)
+        slot, group, index, block = np.array(updates).T
+        entry = np.ravel_multi_index((group, slot, index), self._tables.shape)
         self._tables.reshape(-1)[entry] = block
         return entry, block
 
 
-def _seat(sequence: Sequence) -> int:
-    assert sequence.seat is not None
-    return sequence.seat
+def _slot(sequence: Sequence) -> int:
+    assert sequence.slot is not None
+    return sequence.slot

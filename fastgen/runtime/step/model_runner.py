@@ -165,15 +165,15 @@ class ModelRunner:
     @_on_its_device
     def sample(self, step: LaunchedStep) -> None:
         """Launches what chooses the tokens of a step. All tokens of the steps before it are known by now; a sequence
-        that ended with them, and so has no seat any more, is sampled for nobody."""
-        rows = [row for row in step.rows if owner(row).seat is not None]
+        that ended with them, and so has no slot any more, is sampled for nobody."""
+        rows = [row for row in step.rows if owner(row).slot is not None]
         if step.ahead:
             self.sampler.prepare(rows)
         self.sampler.constrain(rows)
         self.input_batch.forget_sampled(rows)
         logits = self.forward.logits(step.hidden, step.batch)
         step.tokens = self.sampler.launch(logits, step.rows)
-        if self.sampler.seats is not None:
+        if self.sampler.slots is not None:
             drafted = {owner(row) for row in rows if not isinstance(row, Sequence)}
             self.input_batch.note_sampled([row for row in rows if isinstance(row, Sequence) and row not in drafted])
         step.prompt_logprobs = self._prompt_logprobs(step.schedule, step.batch.cu_seqlens_q, step.hidden)
@@ -203,9 +203,9 @@ class ModelRunner:
             sequence = entry.seq
             num_alternatives = sequence.request.sampling.prompt_logprobs
             actual = sequence.token_ids[entry.start + 1 : min(entry.end + 1, sequence.num_prompt_tokens)]
-            if num_alternatives is None or sequence.index > 0 or not actual or sequence.seat is None:
+            if num_alternatives is None or sequence.index > 0 or not actual or sequence.slot is None:
                 continue
-            first = int(cu_seqlens_q[sequence.seat])
+            first = int(cu_seqlens_q[sequence.slot])
             rows = hidden[first : first + len(actual)]
             try:
                 logprobs = self._row_logprobs(rows, actual, num_alternatives)

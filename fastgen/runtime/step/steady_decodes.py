@@ -42,7 +42,7 @@ have followed each other so often will most likely go on to, and one step for no
 class SteadyDecodes:
     """Continues the step before: :meth:`note` what ran otherwise, and :meth:`run` where that is enough.
 
-    A batch has its tokens in the order of seats, a schedule its decodes in another.
+    A batch has its tokens in the order of slots, a schedule its decodes in another.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SteadyDecodes:
         """The next step's, where it was begun."""
         self._num_continued = 0
         """How many steps followed each other so far."""
-        self._seats = torch.zeros(sampling.max_rows, dtype=torch.int32)
+        self._slots = torch.zeros(sampling.max_rows, dtype=torch.int32)
         self._decodes: SequenceOf[Sequence] = ()
         self._next_positions: SequenceOf[int] = ()
         self._places: list[int] = []
@@ -133,24 +133,24 @@ class SteadyDecodes:
 
     @torch.inference_mode()
     def _hold(self, decodes: SequenceOf[Sequence]) -> bool:
-        """Keep for the tape what it does not find in the batch: seats, tokens and rows, in the batch's order."""
+        """Keep for the tape what it does not find in the batch: slots, tokens and rows, in the batch's order."""
         if not all(map(_can_be_held, decodes)):
             return False
-        in_order = sorted(decodes, key=attrgetter("seat"))
+        in_order = sorted(decodes, key=attrgetter("slot"))
         rows = self._rows_of(in_order)
         if any(len(row.biases[0]) for row in rows):  # by ``min_new_tokens``, for a while
             return False
         # The tape moves all positions on before it uses them.
         self._sampling.hold([row._replace(position=row.position - 1) for row in rows])
         self._sampling.token_ids[: len(rows)] = torch.tensor([sequence.token_ids[-1] for sequence in in_order])
-        self._seats[: len(rows)] = torch.tensor([sequence.seat for sequence in in_order])
+        self._slots[: len(rows)] = torch.tensor([sequence.slot for sequence in in_order])
         place_of = {sequence: place for place, sequence in enumerate(in_order)}
         self._places = [place_of[sequence] for sequence in decodes]
         return True
 
     def _prepare(self, num_rows: int) -> None:
         token_ids, positions = self._sampling.token_ids[:num_rows], self._sampling.held_positions(num_rows)
-        self._inputs.advance(self._next_decodes, self._seats[:num_rows], token_ids, positions)
+        self._inputs.advance(self._next_decodes, self._slots[:num_rows], token_ids, positions)
 
 
 def _is_last(sequence: Sequence) -> bool:

@@ -2,9 +2,9 @@
 
 A server knows of each request in its engine how long its prompt is, how many tokens it asked for and whether its first
 has come; and how long steps of each size take (:class:`~fastgen.serving.admission.step_speed.StepSpeed`). From these
-:meth:`Load.predict` goes through what the engine will do as SplitFuse does it: those with a seat decode, one token each
+:meth:`Load.predict` goes through what the engine will do as SplitFuse does it: those with a slot decode, one token each
 a step; what the budget leaves goes to prompts, those of the same or a more urgent class first, in even shares; who
-waits comes in where an answer that ends leaves a seat and room in the KV cache. Many steps are taken at once, as long
+waits comes in where an answer that ends leaves a slot and room in the KV cache. Many steps are taken at once, as long
 as they are alike, so a prediction costs time with the number of requests, not of tokens.
 
 Four things are estimated. Prompts count for the share of them that the prefix cache did not have lately. Answers are
@@ -61,7 +61,7 @@ class Prediction(NamedTuple):
 
     ttft_s: float
     gap_s: float
-    """Of the steps in which all decode who then have a seat, and no prompt is computed."""
+    """Of the steps in which all decode who then have a slot, and no prompt is computed."""
 
 
 class _Prompt(NamedTuple):
@@ -137,18 +137,18 @@ class Load:
 
     def predict(self, num_prompt_tokens: int, num_seqs: int, priority: int, now_s: float) -> Prediction | None:
         """What a request would find that came now; ``None`` while too little was measured to tell."""
-        budget, seats, room = self._size
+        budget, slots, room = self._size
         num_ahead = bisect_left(self._waiting, (priority + 1, 0), key=_urgency)
         prompts = [self._prompt(pending) for pending in self._waiting[:num_ahead]]
         num_own = max(1.0, self._computed_share * num_prompt_tokens)
         prompts.append(_Prompt(num_own, num_seqs, 1.0, num_prompt_tokens))
         decoding = self._decoding(now_s)
         num_then = sum(num for _, num, _ in decoding) + sum(prompt.num_seqs for prompt in prompts)
-        gap_size = self._size_for(min(seats, num_then))
+        gap_size = self._size_for(min(slots, num_then))
         if not self.speed.most_tokens or gap_size > self.speed.most_tokens:
             return None
         steps = _Steps(self.speed, self._sizes, budget, decoding)
-        ttft_s = steps.first_token_s(prompts, seats, room)
+        ttft_s = steps.first_token_s(prompts, slots, room)
         if ttft_s is None:
             return None
         done_s = min(self._progress_s(now_s), ttft_s)
@@ -218,24 +218,24 @@ class _Steps:
         num_tokens, step_s = self._share(prompt.num_pending)
         return step_s * math.ceil(prompt.num_pending / num_tokens)
 
-    def first_token_s(self, prompts: list[_Prompt], seats: int, room: int) -> float | None:
+    def first_token_s(self, prompts: list[_Prompt], slots: int, room: int) -> float | None:
         """When the last of ``prompts``, which are in order, has its first token; ``None`` where a step would be larger
         than what can be told of.
         """
         left = [prompt.num_pending for prompt in prompts]
-        num_pending, num_admitted, num_seated, num_done, time_s = sum(left), 0, 0, 0, 0.0
+        num_pending, num_admitted, num_in_slots, num_done, time_s = sum(left), 0, 0, 0, 0.0
         while num_done < len(prompts):
             while num_admitted < len(prompts):
                 new = prompts[num_admitted]
-                is_empty = not self._num_decodes and not num_seated
+                is_empty = not self._num_decodes and not num_in_slots
                 has_room = self._num_held + new.num_held <= room
-                if not is_empty and not (has_room and self._num_decodes + num_seated + new.num_seqs <= seats):
+                if not is_empty and not (has_room and self._num_decodes + num_in_slots + new.num_seqs <= slots):
                     break
                 num_admitted += 1
-                num_seated += new.num_seqs
+                num_in_slots += new.num_seqs
                 self._num_held += new.num_held
             num_steps = math.ceil(self._ends[0][0] - self._num_steps) if self._ends else math.inf
-            if num_done == num_admitted:  # nobody has a seat who waits for a token: the next end brings one
+            if num_done == num_admitted:  # nobody has a slot who waits for a token: the next end brings one
                 step_s = self._speed.step_s(self._size(self._num_decodes))
                 num_tokens = 0.0
             else:
@@ -257,7 +257,7 @@ class _Steps:
                     break
                 done = prompts[num_done]
                 num_done += 1
-                num_seated -= done.num_seqs
+                num_in_slots -= done.num_seqs
                 self._begin(done)
             self._end()
         return time_s

@@ -123,7 +123,7 @@ class Status(msgspec.Struct, array_like=True):
     """The engine's load, told several times a second, for a sign of life too."""
 
     num_running: int
-    """Sequences with a seat."""
+    """Sequences with a slot."""
     num_waiting: int
     num_steps: int
 

@@ -72,7 +72,7 @@ class LiveView(msgspec.Struct, kw_only=True):
 
     clock_s: float
     num_running: int
-    """Sequences with a seat."""
+    """Sequences with a slot."""
     num_waiting: int
     max_num_seqs: int
     token_budget: int
@@ -134,7 +134,7 @@ def _sequence(seq: Sequence) -> LiveSequence:
     return LiveSequence(
         seq.request.request_id,
         seq.index,
-        seq.seat is not None,
+        seq.slot is not None,
         seq.num_prompt_tokens,
         seq.num_cached_tokens,
         seq.num_computed_tokens,

@@ -40,9 +40,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = {"step_seconds": "size", "sequences_finished_total": "reason"}
 """The engine's numbers that are kept apart by something, and by what."""
 HELP = {
-    "requests_running": "Requests of which a sequence has a seat.",
+    "requests_running": "Requests of which a sequence has a slot.",
     "requests_waiting": "Requests in the engine of which none has.",
-    "sequences_running": "Sequences that have a seat.",
+    "sequences_running": "Sequences that have a slot.",
     "sequences_waiting": "Sequences that wait for one.",
     "requests_total": "Requests that the engine took.",
     "sequences_finished_total": "Sequences that ended, by why.",

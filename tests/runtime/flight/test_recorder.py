@@ -22,21 +22,21 @@ def test_a_recording_says_what_was_scheduled(seed: int) -> None:
     def note(schedule: object, *, run=history.device.run) -> object:
         scheduler = history.engine.scheduler
         entries = [(f"{e.seq.key[0]}.{e.seq.index}", e.start, e.num_tokens) for e in schedule.entries]
-        seats = {f"{e.seq.key[0]}.{e.seq.index}": e.seq.seat for e in schedule.entries}
+        slots = {f"{e.seq.key[0]}.{e.seq.index}": e.seq.slot for e in schedule.entries}
         preempted = [f"{seq.key[0]}.{seq.index}" for seq in schedule.preempted]
-        expected.append((entries, seats, preempted, schedule.size, scheduler.kv.pool.num_free))
+        expected.append((entries, slots, preempted, schedule.size, scheduler.kv.pool.num_free))
         return run(schedule)
 
     history.device.run = note
     history.live(150)
     steps = history.engine.recorder.recording("m").steps
     assert [step.step for step in steps] == list(range(len(expected)))
-    seat_of: dict[str, int] = {}
-    for step, (entries, seats, preempted, size, num_free) in zip(steps, expected, strict=True):
+    slot_of: dict[str, int] = {}
+    for step, (entries, slots, preempted, size, num_free) in zip(steps, expected, strict=True):
         assert [entry[:3] for entry in step.entries] == entries
         assert (list(step.preempted), step.size, step.blocks_free) == (preempted, size, num_free)
-        seat_of |= {admission.sequence: admission.seat for admission in step.admitted}
-        assert {sequence: seat_of[sequence] for sequence in seats} == seats
+        slot_of |= {admission.sequence: admission.slot for admission in step.admitted}
+        assert {sequence: slot_of[sequence] for sequence in slots} == slots
         assert step.began_s <= step.scheduled_s <= step.end_s
 
 

@@ -110,7 +110,7 @@ CHANGES: dict[str, Any] = {
     "block_entries": lambda step: {
         "block_entries": tuple(entry._replace(block=entry.block + 1) for entry in step.block_entries)
     },
-    "admitted": lambda step: {"admitted": tuple(each._replace(seat=each.seat + 1) for each in step.admitted)},
+    "admitted": lambda step: {"admitted": tuple(each._replace(slot=each.slot + 1) for each in step.admitted)},
 }
 
 

@@ -69,7 +69,7 @@ def finish(clock_s: float, sequence: str, num_tokens: int, reason: Any = "length
     return Finish(clock_s=clock_s, sequence=sequence, reason=reason, num_tokens=num_tokens, step=None)
 
 
-def seat(sequence: str, number: int, start: int = 0, cached_tokens: int = 0) -> Admission:
+def slot(sequence: str, number: int, start: int = 0, cached_tokens: int = 0) -> Admission:
     return Admission(sequence, number, start, cached_tokens)
 
 
@@ -82,7 +82,7 @@ def test_alone_all_time_is_its_own_but_what_passes_between_steps() -> None:
     told = why(
         recording(
             arrival(10.0, 0, 50),
-            step(0, 11.0, 13.0, ("0.0", 0, 50, 1), admitted=(seat("0.0", 0),)),
+            step(0, 11.0, 13.0, ("0.0", 0, 50, 1), admitted=(slot("0.0", 0),)),
             step(1, 14.0, 15.0, ("0.0", 50, 1, 1), num_decodes=1),
             step(2, 15.0, 18.0, ("0.0", 51, 1, 1), num_decodes=1),
             finish(18.0, "0.0", 3),
@@ -113,14 +113,14 @@ def test_steps_are_shared_by_tokens_with_prompts_and_decodes() -> None:
             arrival(0.0, 0, 10),
             arrival(0.0, 1, 600),
             arrival(0.0, 2, 40),
-            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(seat("0.0", 0),)),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(slot("0.0", 0),)),
             step(
                 1,
                 1.0,
                 11.0,
                 *(("0.0", 10, 1, 1), ("1.0", 0, 79, 0), ("2.0", 0, 20, 0)),
                 num_decodes=1,
-                admitted=(seat("1.0", 1), seat("2.0", 2, cached_tokens=0)),
+                admitted=(slot("1.0", 1), slot("2.0", 2, cached_tokens=0)),
             ),
             step(2, 11.0, 21.0, ("1.0", 79, 80, 0)),
             step(3, 21.0, 31.0, ("2.0", 20, 20, 1), ("1.0", 159, 80, 0)),
@@ -145,7 +145,7 @@ def test_steps_are_shared_by_tokens_with_prompts_and_decodes() -> None:
 
 
 WAITS: dict[str, tuple[dict[str, Any], str]] = {
-    "queued_seats": ({"running": 2}, "queued for a seat"),
+    "queued_slots": ({"running": 2}, "queued for a slot"),
     "queued_blocks": ({"running": 1, "blocks_free": 0}, "queued for KV cache blocks"),
     "queued_tokens": ({"running": 1, "size": 100}, "queued behind prompts before it"),
     "queued_policy": ({"running": 1, "size": 128}, "held back by the scheduling policy"),
@@ -160,13 +160,13 @@ def test_what_the_queue_waited_for(cause: str) -> None:
             arrival(0.0, 0, 100),
             arrival(1.0, 1, 10, n=2),
             arrival(2.0, 2, 10),
-            step(0, 2.0, 6.0, ("0.0", 0, 100, 1), admitted=(seat("0.0", 0),), **fields),
-            step(1, 6.0, 7.0, ("2.0", 0, 10, 1), admitted=(seat("2.0", 1),)),
+            step(0, 2.0, 6.0, ("0.0", 0, 100, 1), admitted=(slot("0.0", 0),), **fields),
+            step(1, 6.0, 7.0, ("2.0", 0, 10, 1), admitted=(slot("2.0", 1),)),
         ),
         "2.0",
     )
     assert shares(told.first_token) == {cause: 4.0, "own": 1.0}
-    assert told.ahead == 4 - 1, "request 0 and both sequences of request 1 had no seat yet"
+    assert told.ahead == 4 - 1, "request 0 and both sequences of request 1 had no slot yet"
     assert f"80 % {words}, 20 % computing its own tokens. 3 sequences waited when it came." in tell(told)
 
 
@@ -175,12 +175,12 @@ def test_a_preemption_is_time_waited_and_time_to_compute_again() -> None:
         recording(
             arrival(0.0, 0, 10),
             arrival(0.0, 1, 30),
-            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), ("1.0", 0, 30, 1), admitted=(seat("0.0", 0), seat("1.0", 1))),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), ("1.0", 0, 30, 1), admitted=(slot("0.0", 0), slot("1.0", 1))),
             step(1, 1.0, 2.0, ("0.0", 10, 1, 1), ("1.0", 30, 1, 1), num_decodes=2),
             step(2, 2.0, 5.0, ("0.0", 11, 1, 1), num_decodes=1, preempted=("1.0",)),
             step(3, 5.0, 6.0, ("0.0", 12, 1, 1), num_decodes=1),
             finish(6.0, "0.0", 4),
-            step(4, 6.0, 14.0, ("1.0", 0, 32, 1), admitted=(seat("1.0", 1),)),
+            step(4, 6.0, 14.0, ("1.0", 0, 32, 1), admitted=(slot("1.0", 1),)),
             finish(14.0, "1.0", 3),
         ),
         "1",
@@ -201,9 +201,9 @@ def test_wrong_drafts_are_its_own_computing_and_nothing_is_computed_again() -> N
     told = why(
         recording(
             arrival(0.0, 0, 10),
-            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(seat("0.0", 0),)),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(slot("0.0", 0),)),
             *steps[:2],
-            replace(steps[2], preempted=("0.0",), admitted=(seat("0.0", 0),)),
+            replace(steps[2], preempted=("0.0",), admitted=(slot("0.0", 0),)),
         ),
         "0",
     )
@@ -216,11 +216,11 @@ def test_who_waits_behind_one_that_was_preempted_waits_for_blocks() -> None:
     told = why(
         recording(
             arrival(0.0, 0, 10),
-            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(seat("0.0", 0),)),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(slot("0.0", 0),)),
             step(1, 1.0, 2.0, preempted=("0.0",), size=1),
             arrival(2.0, 1, 5),
             step(2, 2.0, 3.0),
-            step(3, 3.0, 4.0, ("0.0", 0, 11, 1), ("1.0", 0, 11, 1), admitted=(seat("0.0", 0), seat("1.0", 1))),
+            step(3, 3.0, 4.0, ("0.0", 0, 11, 1), ("1.0", 0, 11, 1), admitted=(slot("0.0", 0), slot("1.0", 1))),
         ),
         "1",
     )
@@ -230,7 +230,7 @@ def test_who_waits_behind_one_that_was_preempted_waits_for_blocks() -> None:
 def test_a_cached_prompt_and_a_request_that_never_got_a_token() -> None:
     events = (
         arrival(0.0, 0, 50, n=2),
-        step(0, 0.0, 2.0, ("0.0", 48, 2, 0), admitted=(seat("0.0", 0, 48, 48),), size=2),
+        step(0, 0.0, 2.0, ("0.0", 48, 2, 0), admitted=(slot("0.0", 0, 48, 48),), size=2),
         finish(4.0, "0.0", 0, "timeout"),
         finish(4.0, "0.1", 0, "cancelled"),
     )
@@ -250,7 +250,7 @@ def test_several_tokens_of_one_step_come_without_a_gap() -> None:
     told = why(
         recording(
             arrival(0.0, 0, 10),
-            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(seat("0.0", 0),)),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(slot("0.0", 0),)),
             step(1, 1.0, 2.0, ("0.0", 10, 4, 3)),
             step(2, 2.0, 4.0, ("0.0", 13, 1, 1), num_decodes=1),
         ),
@@ -265,7 +265,7 @@ def test_a_failed_step_is_no_one_s_computing() -> None:
     told = why(
         recording(
             arrival(0.0, 0, 10),
-            step(0, 1.0, 1.0, ("0.0", 0, 10, 0), admitted=(seat("0.0", 0),), ran_s=None),
+            step(0, 1.0, 1.0, ("0.0", 0, 10, 0), admitted=(slot("0.0", 0),), ran_s=None),
             step(1, 3.0, 4.0, ("0.0", 0, 10, 1)),
         ),
         "0",

@@ -59,11 +59,11 @@ def test_completions_share_the_prompt(n: int, prefix_caching: bool) -> None:
     assert num_computed(many) == 402 + 6 + (n - 1) * 7
 
 
-@pytest.mark.parametrize("seats", [1, 3])
-def test_with_fewer_seats_than_completions_they_take_turns(seats: int) -> None:
-    """Whoever gets a seat finds the prompt's blocks with another one, or in the prefix cache where none is left."""
-    few = engine(max_num_seqs=seats, prefix_caching=True)
-    assert run(few, PROMPT, n=9, max_new_tokens=7, ignore_eos=True) <= 101 + 2 * seats
+@pytest.mark.parametrize("slots", [1, 3])
+def test_with_fewer_slots_than_completions_they_take_turns(slots: int) -> None:
+    """Whoever gets a slot finds the prompt's blocks with another one, or in the prefix cache where none is left."""
+    few = engine(max_num_seqs=slots, prefix_caching=True)
+    assert run(few, PROMPT, n=9, max_new_tokens=7, ignore_eos=True) <= 101 + 2 * slots
     assert num_computed(few) <= 402 + 6 + 8 * (BLOCK_SIZE + 6)
 
 
@@ -120,7 +120,7 @@ def test_beams_hold_one_block_for_each_different_content(num_prompt: int) -> Non
 # What cannot be served
 
 
-def test_more_beams_than_seats_are_refused() -> None:
+def test_more_beams_than_slots_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="beam_width=9 beams run at once, but at most max_num_seqs=8"):
         engine().check([1], SamplingParams(beam_width=9))
 

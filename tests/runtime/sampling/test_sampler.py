@@ -379,8 +379,8 @@ def test_on_a_device_a_step_without_rows_is_waited_for_too(monkeypatch):
             return self.tensors
 
     monkeypatch.setattr(sampler, "HostCopies", Copies)
-    seats = SimpleNamespace(chosen=lambda sequences: torch.empty(0, dtype=torch.int32))
-    tokens = Sampler(seats=seats).launch(torch.empty(0, VOCAB), [])
+    slots = SimpleNamespace(chosen=lambda sequences: torch.empty(0, dtype=torch.int32))
+    tokens = Sampler(slots=slots).launch(torch.empty(0, VOCAB), [])
     assert not waited
     assert tokens() == []
     assert waited == [1]

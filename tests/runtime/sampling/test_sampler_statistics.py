@@ -25,7 +25,7 @@ from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.runtime.sampling.sampler import Sampler, sampling_kernel
 from fastgen.runtime.sampling.sampling_params import SamplingParams
-from fastgen.runtime.sampling.seat_sampler import seat_sampler
+from fastgen.runtime.sampling.slot_sampler import slot_sampler
 from fastgen.runtime.step.input_batch import InputBatch
 from tests.runtime.scripted_matcher import ScriptedMatcher
 
@@ -104,8 +104,8 @@ def sampler(target: str) -> Sampler:
     return Sampler(kernel=kernel)
 
 
-def drawn_on_seats(sequences: list[Sequence]) -> list[int]:
-    """By interpreted Triton kernels, each sequence in a seat of its own."""
+def drawn_on_slots(sequences: list[Sequence]) -> list[int]:
+    """By interpreted Triton kernels, each sequence in a slot of its own."""
     count = len(sequences)
     inputs = InputBatch(
         token_budget=count,
@@ -117,19 +117,19 @@ def drawn_on_seats(sequences: list[Sequence]) -> list[int]:
         device=torch.device("cpu"),
     )
     made = Target(KernelLoader(TritonBuilder("interpret")), max_rows=count, max_num_seqs=count)
-    seats = seat_sampler(made, VOCAB, inputs)
-    assert seats is not None
+    slots = slot_sampler(made, VOCAB, inputs)
+    assert slots is not None
     made.build()
-    sampler = Sampler(seats=seats)
-    for seat, sequence in enumerate(sequences):
-        sequence.seat = seat
+    sampler = Sampler(slots=slots)
+    for slot, sequence in enumerate(sequences):
+        sequence.slot = slot
     sampler.prepare(sequences)
     sampler.constrain(sequences)
     rows = inputs.sampled_rows(count)
     rows[0][:] = torch.arange(count)
     rows[1][:] = torch.tensor([each.num_tokens for each in sequences])
     logits = LOGITS.expand(count, -1).contiguous()
-    seats.launch(logits)
+    slots.launch(logits)
     return ids(sampler.sample(logits, sequences))
 
 
@@ -204,5 +204,5 @@ def test_draws_are_the_same_on_every_target(count: int) -> None:
     first = {name: drawn("torch", way, "seed", count) for name, way in WAYS.items()}
     assert {name: drawn("cpp", way, "seed", count) for name, way in WAYS.items()} == first
     sequences = [sequence(way, seed=seed) for way in WAYS.values() for seed in range(count)]
-    found = drawn_on_seats(sequences)
+    found = drawn_on_slots(sequences)
     assert {name: found[place * count : (place + 1) * count] for place, name in enumerate(WAYS)} == first

@@ -104,7 +104,7 @@ def test_prefill_first_computes_whole_prompts_while_decodes_wait() -> None:
     assert steps.step() == [(3, 0, 4)]
     assert steps.step() == [(0, 4, 1), (1, 10, 1), (2, 5, 1), (3, 4, 1)]
     steps.add(40)  # longer than the budget: in steps that it fills
-    assert steps.step() == [(0, 5, 1), (1, 11, 1), (2, 6, 1), (3, 5, 1)]  # no seat was free
+    assert steps.step() == [(0, 5, 1), (1, 11, 1), (2, 6, 1), (3, 5, 1)]  # no slot was free
     assert [steps.step() for _ in range(3)] == [[(4, 0, 16)], [(4, 16, 16)], [(4, 32, 8)]]
 
 

@@ -63,7 +63,7 @@ def taken(schedule: Schedule) -> list[tuple[int, int, int]]:
 def state(scheduler: Scheduler) -> object:
     """All that a call which changes nothing leaves as it is."""
     return (
-        [(s.key, s.seat, s.num_computed_tokens, [list(t) for t in s.block_tables]) for s in scheduler.running],
+        [(s.key, s.slot, s.num_computed_tokens, [list(t) for t in s.block_tables]) for s in scheduler.running],
         [s.key for s in scheduler.waiting],
         scheduler.kv.pool.num_free,
     )
@@ -113,8 +113,8 @@ def test_short_prompts_are_fused_and_the_last_is_cut_to_fit():
     assert schedule.size == 8
 
 
-def test_only_prompts_that_could_have_a_seat_count_as_pending():
-    """One seat is free: the second prompt's 12 tokens take 2 passes; with the third's they would take 3, of 8 each."""
+def test_only_prompts_that_could_have_a_slot_count_as_pending():
+    """One slot is free: the second prompt's 12 tokens take 2 passes; with the third's they would take 3, of 8 each."""
     scheduler = make(max_num_seqs=2, token_budget=10)  # sizes 1 2 4 8 10
     add(scheduler, 0, 1)
     step(scheduler)
@@ -132,7 +132,7 @@ def test_nobody_overtakes():
     assert order == [0, 0, 0, 0, 1, 0, 1]
 
 
-def test_a_prompt_of_one_token_is_no_decode_before_it_has_a_seat():
+def test_a_prompt_of_one_token_is_no_decode_before_it_has_a_slot():
     scheduler = make(token_budget=2, max_num_seqs=2)
     for request_id in range(3):
         add(scheduler, request_id, 1)
@@ -219,9 +219,9 @@ def test_a_decode_preempts_the_youngest():
     assert taken(step(scheduler)) == [(0, 0, 4), (1, 0, 3), (2, 0, 5)]
     schedule = step(scheduler)
     assert schedule.preempted == (young,)
-    assert taken(schedule) == [(0, 4, 1), (1, 3, 1)]  # 2 blocks are free and so are seats, but nobody is admitted
+    assert taken(schedule) == [(0, 4, 1), (1, 3, 1)]  # 2 blocks are free and so are slots, but nobody is admitted
     assert list(scheduler.waiting) == [young, late]
-    assert (young.num_computed_tokens, young.num_tokens, young.seat, young.block_tables) == (0, 6, None, [])
+    assert (young.num_computed_tokens, young.num_tokens, young.slot, young.block_tables) == (0, 6, None, [])
     assert [s.num_preemptions for s in (old, middle, young, late)] == [0, 0, 1, 0]
     schedule = step(scheduler)  # middle needs its second block before anybody is admitted
     assert taken(schedule) == [(0, 5, 1), (1, 4, 1)]
@@ -290,7 +290,7 @@ def test_finishing_frees_at_once_in_every_state():
     for seq, num_free in [(waiting, 4), (prompt, 6), (decode, 8)]:
         scheduler.finish(seq)
         scheduler.check_integrity()
-        assert (seq.status, seq.seat, seq.block_tables) == (SequenceStatus.FINISHED, None, [])
+        assert (seq.status, seq.slot, seq.block_tables) == (SequenceStatus.FINISHED, None, [])
         assert scheduler.kv.pool.num_free == num_free
         before = state(scheduler)
         scheduler.finish(seq)  # once more is no mistake: a stop and a cancellation may meet
@@ -458,13 +458,13 @@ def test_a_step_that_was_not_committed_is_planned_again():
     assert step(scheduler).block_updates == ()
 
 
-def test_a_seat_given_away_does_not_keep_the_updates_of_a_failed_step():
+def test_a_slot_given_away_does_not_keep_the_updates_of_a_failed_step():
     scheduler = make(max_num_seqs=1)
     failed = add(scheduler, 0, 8)
     assert {update.table_index for update in planned(scheduler).block_updates} == {0, 1}
     scheduler.finish(failed)
     other = add(scheduler, 1, 3)
-    assert planned(scheduler).block_updates == ((other.seat, 0, 0, other.block_tables[0][0]),)
+    assert planned(scheduler).block_updates == ((other.slot, 0, 0, other.block_tables[0][0]),)
 
 
 def test_prompts_admitted_by_a_failed_step_do_not_block_each_other():
@@ -538,12 +538,12 @@ def test_a_sequence_that_outgrows_what_it_asked_for_is_noticed():
 
 
 @pytest.mark.parametrize(("token_budget", "max_num_seqs"), [(7, 8), (0, 1), (1, 2)])
-def test_a_budget_below_the_seats_is_refused(token_budget, max_num_seqs):
+def test_a_budget_below_the_slots_is_refused(token_budget, max_num_seqs):
     with pytest.raises(InvalidArgumentError, match=f"token_budget {token_budget} is below max_num_seqs {max_num_seqs}"):
         make(token_budget=token_budget, max_num_seqs=max_num_seqs)
 
 
-def test_no_seats_are_refused():
+def test_no_slots_are_refused():
     with pytest.raises(InvalidArgumentError, match="max_num_seqs is 0"):
         make(max_num_seqs=0)
 
@@ -585,7 +585,7 @@ def test_check_sees_a_broken_schedule():
         (broken(first, second, size=32), "at size 32"),
         (broken(size=16), "0 tokens"),
         (broken(second, first), "stands behind"),
-        (broken(first, first), "seats"),
+        (broken(first, first), "slots"),
         (good._replace(num_tokens=12), "11 tokens are said to be 12"),
         (broken(dataclasses.replace(first, num_tokens=0), second), "not what is pending"),
         (broken(dataclasses.replace(first, num_tokens=6)), "not what is pending"),
@@ -601,10 +601,10 @@ def test_check_sees_a_broken_schedule():
     with pytest.raises(AssertionError, match="has only the blocks"):
         good.check(scheduler.kv, scheduler.token_budget)
     table.append(block_id)
-    second.seq.seat, seat = None, second.seq.seat
-    with pytest.raises(AssertionError, match="no seat"):
+    second.seq.slot, slot = None, second.seq.slot
+    with pytest.raises(AssertionError, match="no slot"):
         good.check(scheduler.kv, scheduler.token_budget)
-    second.seq.seat = seat
+    second.seq.slot = slot
     second.seq.block_tables.clear()
     with pytest.raises(AssertionError, match="0 block tables"):
         good.check(scheduler.kv, scheduler.token_budget)
@@ -619,8 +619,8 @@ def test_integrity_sees_what_is_out_of_place():
         return scheduler, older, younger
 
     scheduler, older, younger = fresh()
-    older.seat = younger.seat
-    with pytest.raises(AssertionError, match="seats"):
+    older.slot = younger.slot
+    with pytest.raises(AssertionError, match="slots"):
         scheduler.check_integrity()
     scheduler, *_ = fresh()
     scheduler.running.prompts.reverse()
@@ -636,7 +636,7 @@ def test_integrity_sees_what_is_out_of_place():
         scheduler.check_integrity()
     for field, value in [
         ("status", SequenceStatus.RUNNING),
-        ("seat", 0),
+        ("slot", 0),
         ("block_tables", [[1]]),
         ("num_computed_tokens", 1),
     ]:
@@ -649,7 +649,7 @@ def test_integrity_sees_what_is_out_of_place():
 # What a step costs
 
 
-def test_a_step_looks_at_no_more_waiting_requests_than_there_are_seats(monkeypatch):
+def test_a_step_looks_at_no_more_waiting_requests_than_there_are_slots(monkeypatch):
     looks = []
 
     def counted(self):

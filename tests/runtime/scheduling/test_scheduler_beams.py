@@ -39,21 +39,21 @@ def taken(schedule: Schedule) -> list[tuple[int, int, int]]:
     return [(entry.seq.request.request_id, entry.start, entry.num_tokens) for entry in schedule.entries]
 
 
-def test_beams_have_seats_for_all_or_none() -> None:
+def test_beams_have_slots_for_all_or_none() -> None:
     scheduler = make()
     add(scheduler, 0, 3)
     add(scheduler, 1, 3)
     assert taken(step(scheduler)) == [(0, 0, 3), (1, 0, 3)]
     first, second, third = add(scheduler, 2, 5, beam_width=3)
     add(scheduler, 3, 2)
-    assert taken(step(scheduler)) == [(0, 3, 1), (1, 3, 1)]  # two seats are free, and nobody passes
+    assert taken(step(scheduler)) == [(0, 3, 1), (1, 3, 1)]  # two slots are free, and nobody passes
     scheduler.finish(scheduler.running.decodes[0])
     assert taken(step(scheduler)) == [(1, 4, 1), (2, 0, 5)]
-    assert scheduler.running.num_free_seats == 0
+    assert scheduler.running.num_free_slots == 0
     scheduler.forks.fork(first, second)
     scheduler.forks.fork(first, third)
     scheduler.check_integrity()
-    assert {seq.seat for seq in scheduler.running} == set(range(4))
+    assert {seq.slot for seq in scheduler.running} == set(range(4))
 
 
 def test_a_fork_has_its_parents_tokens_and_blocks_and_copies_what_it_writes_into() -> None:
@@ -73,8 +73,8 @@ def test_a_fork_has_its_parents_tokens_and_blocks_and_copies_what_it_writes_into
     scheduler.forks.fork(second, third)
     schedule = step(scheduler)
     copied = third.block_tables[0][1]
-    assert [(update.seat, update.table_index, update.block_id) for update in schedule.block_updates] == [
-        (third.seat, 1, copied)
+    assert [(update.slot, update.table_index, update.block_id) for update in schedule.block_updates] == [
+        (third.slot, 1, copied)
     ]
     assert third.token_ids[:-1] == second.token_ids[:-1]
 
@@ -133,8 +133,8 @@ def test_a_parked_beam_has_nothing_and_may_be_forked_again() -> None:
     scheduler.forks.fork(first, second)
     scheduler.forks.park(second)
     scheduler.check_integrity()
-    assert (second.num_tokens, second.block_tables, second.seat) == (3, [], None)
-    assert scheduler.running.num_free_seats == 2
+    assert (second.num_tokens, second.block_tables, second.slot) == (3, [], None)
+    assert scheduler.running.num_free_slots == 2
     scheduler.forks.fork(first, second)
     scheduler.check_integrity()
     assert taken(step(scheduler)) == [(0, 3, 1)] * 2

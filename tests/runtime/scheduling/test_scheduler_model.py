@@ -38,7 +38,7 @@ class ModelSequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     """Each stands for one block in every KV group; sequences may have the same."""
-    seated: bool = False
+    running: bool = False
     waits_for_first: bool = False
     was_preempted: bool = False
     came_from_other: bool = False
@@ -65,7 +65,7 @@ class Model:
     sources: dict[Key, int] = field(default_factory=dict)
     """Of which block a sequence waits to get a copy, as long as no step was committed."""
     queued: list[tuple[ModelSequence, float]] = field(default_factory=list)
-    """Who waits for a seat, in the order in which they came into their classes, and when that was."""
+    """Who waits for a slot, in the order in which they came into their classes, and when that was."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
     now_s: float = 0.0
 
@@ -137,12 +137,12 @@ class Model:
         named = {1, 2, 4, 8, 16, 32, *multiples[64], *multiples[128]}
         return [n for n in range(1, self.budget + 1) if n in named or n == self.budget]
 
-    def seated(self) -> list[ModelSequence]:
-        return sorted((s for s in self.sequences if s.seated), key=lambda s: s.urgency)
+    def running(self) -> list[ModelSequence]:
+        return sorted((s for s in self.sequences if s.running), key=lambda s: s.urgency)
 
     def preempt(self) -> Key:
-        victim = self.seated()[-1]
-        victim.seated, victim.computed, victim.blocks, victim.was_preempted = False, 0, [], True
+        victim = self.running()[-1]
+        victim.running, victim.computed, victim.blocks, victim.was_preempted = False, 0, [], True
         victim.has_run = False
         self.sources.pop(victim.key, None)
         self.queued.append((victim, self.now_s))
@@ -152,7 +152,7 @@ class Model:
         """It has what another sequence of its request has computed of the prompt, but for one token of its own."""
         num_tokens = min(seq.num_prompt, seq.num_tokens - 1)
         for other in self.sequences:
-            computed = other.computed if other.seated and other.key not in self.sources else 0
+            computed = other.computed if other.running and other.key not in self.sources else 0
             if other is not seq and other.key[0] == seq.key[0] and 0 < num_tokens <= computed:
                 seq.computed, seq.blocks = num_tokens, other.blocks[: self.num_blocks(num_tokens)]
                 seq.came_from_other = True
@@ -177,48 +177,48 @@ class Model:
         decodes: list[Entry] = []
         chunks: list[Entry] = []
         preempted: list[Key] = []
-        first = next(iter(self.seated()), None)
+        first = next(iter(self.running()), None)
         if first is not None and not first.is_decode:
             while self.num_missing(first, 1) > self.num_free():
                 preempted.append(self.preempt())
             self.give(first, 1)
-        for seq in self.seated():
+        for seq in self.running():
             while seq.is_decode and self.num_missing(seq, 1) > self.num_free():
                 preempted.append(self.preempt())
             if seq.is_decode:
                 decodes.append((seq.key, seq.computed, 1))
                 self.give(seq, 1)
 
-        prompts = [s for s in self.seated() if not s.is_decode]
+        prompts = [s for s in self.running() if not s.is_decode]
         if not preempted:
-            seats = self.max_num_seqs - len(self.seated())
-            prompts += sorted((s for s, _ in self.queued), key=lambda s: s.urgency)[:seats]
+            slots = self.max_num_seqs - len(self.running())
+            prompts += sorted((s for s, _ in self.queued), key=lambda s: s.urgency)[:slots]
         prompts.sort(key=lambda s: s.urgency)
         room = self.room(len(decodes), prompts)
         prompts_left = prompts
         while prompts_left:
             seq, *prompts_left = prompts_left
-            if not seq.seated:
+            if not seq.running:
                 self.share(seq)
             wanted = seq.num_tokens - seq.computed
             given = 0
             while given < min(wanted, room) and self.num_missing(seq, given + 1) <= self.num_free():
                 given += 1
-            num_seated = len(self.seated())
-            whole = self.num_groups * (self.num_blocks(seq.num_tokens) - len(seq.blocks) + num_seated)
-            if not seq.seated and seq.was_preempted and num_seated and whole > self.num_free():
+            num_in_slots = len(self.running())
+            whole = self.num_groups * (self.num_blocks(seq.num_tokens) - len(seq.blocks) + num_in_slots)
+            if not seq.running and seq.was_preempted and num_in_slots and whole > self.num_free():
                 given = 0
             if given:
                 chunks.append((seq.key, seq.computed, given))
                 self.give(seq, given)
-                if not seq.seated:
+                if not seq.running:
                     self.queued = [(s, since) for s, since in self.queued if s is not seq]
-                    seq.seated = True
+                    seq.running = True
                 room -= given
-            elif not seq.seated:
+            elif not seq.running:
                 seq.computed, seq.blocks, seq.came_from_other = 0, [], False
                 if room:  # nobody passes it by, but who runs goes on
-                    prompts_left = [s for s in prompts_left if s.seated]
+                    prompts_left = [s for s in prompts_left if s.running]
                     continue
             if given < wanted:
                 break
@@ -238,8 +238,8 @@ class Device:
 
     def update_tables(self, schedule: Schedule) -> None:
         assert len({update[:3] for update in schedule.block_updates}) == len(schedule.block_updates)
-        for seat, group, index, block_id in schedule.block_updates:
-            self.tables[seat, group, index] = block_id
+        for slot, group, index, block_id in schedule.block_updates:
+            self.tables[slot, group, index] = block_id
 
     def copy_blocks(self, schedule: Schedule) -> None:
         copied = {
@@ -260,7 +260,7 @@ class Device:
                 assert read == self.content(entry.seq, group, position), f"{entry} reads {read} at {position}"
 
     def place(self, seq: Sequence, group: int, position: int) -> tuple[int, int]:
-        block_id = self.tables[seq.seat, group, position // self.block_size]
+        block_id = self.tables[seq.slot, group, position // self.block_size]
         assert block_id == seq.block_tables[group][position // self.block_size]
         assert block_id != 0
         return block_id, position % self.block_size
@@ -378,7 +378,7 @@ class History:
         assert len(schedule.block_updates) <= in_flight + shared
 
     def check_size(self, schedule: Schedule) -> None:
-        """A captured size is met exactly unless prompts, seats or blocks run out."""
+        """A captured size is met exactly unless prompts, slots or blocks run out."""
         if schedule.num_tokens == schedule.size:
             return
         kv, scheduler = self.scheduler.kv, self.scheduler
@@ -435,7 +435,7 @@ class History:
         self.scheduler.check_integrity()
         assert set(self.scheduler.unfinished) == {*self.open.values()}
         assert self.scheduler.kv.num_free == self.model.num_free()
-        model = {s.key: (s.seated, s.computed, s.num_tokens) for s in self.model.sequences}
+        model = {s.key: (s.running, s.computed, s.num_tokens) for s in self.model.sequences}
         running = {seq.key for seq in self.scheduler.running}
         assert model == {s.key: (s.key in running, s.num_computed_tokens, s.num_tokens) for s in self.open.values()}
         order = [seq.key for seq in self.scheduler.waiting]

@@ -27,9 +27,9 @@ POISON = 0x7F
 MAX_DRAFTS = 5
 
 
-def running(request_id: int, seat: int, token_ids: list[int], num_computed: int, tables: list[list[int]]) -> Sequence:
+def running(request_id: int, slot: int, token_ids: list[int], num_computed: int, tables: list[list[int]]) -> Sequence:
     sequence = Request(request_id, token_ids, SamplingParams(), arrival_s=0.0).sequences[0]
-    sequence.seat, sequence.num_computed_tokens, sequence.block_tables = seat, num_computed, tables
+    sequence.slot, sequence.num_computed_tokens, sequence.block_tables = slot, num_computed, tables
     return sequence
 
 
@@ -63,9 +63,9 @@ def step(
 
 
 def updates_of(sequence: Sequence) -> list[BlockUpdate]:
-    assert sequence.seat is not None
+    assert sequence.slot is not None
     return [
-        BlockUpdate(sequence.seat, group, index, block)
+        BlockUpdate(sequence.slot, group, index, block)
         for group, table in enumerate(sequence.block_tables)
         for index, block in enumerate(table)
     ]
@@ -87,8 +87,8 @@ def sample_on_device(
     """As kernels do that sample there, and the model runner. ``also_sampled`` are rows whose token nobody may take."""
     inputs.forget_sampled([*tokens, *also_sampled])
     for sequence, token_id in tokens.items():
-        assert sequence.seat is not None
-        inputs.sampled_ids[sequence.seat] = token_id
+        assert sequence.slot is not None
+        inputs.sampled_ids[sequence.slot] = token_id
     inputs.note_sampled(list(tokens))
 
 
@@ -137,8 +137,8 @@ def test_the_worked_example(example: tuple[InputBatch, list[Sequence]]) -> None:
     assert batch.block_tables[1, :3, :3].tolist() == [[1, 3, 0], [11, 10, 9], [12, 0, 0]]
     assert batch.sampled_ids[1:3].tolist() == [68, 72]
     assert rows == [long, short, chunk]
-    seats, positions = example[0].sampled_rows(4)
-    assert seats.tolist() == [1, 2, 0, -1]
+    slots, positions = example[0].sampled_rows(4)
+    assert slots.tolist() == [1, 2, 0, -1]
     assert positions[:3].tolist() == [9, 3, 6]
 
 
@@ -157,8 +157,8 @@ def test_a_decode_with_drafts(example: tuple[InputBatch, list[Sequence]]) -> Non
     assert [row.token_ids for row in rows] == [
         short.token_ids, long.token_ids, [*long.token_ids, 68], [*long.token_ids, 68, 69]
     ]  # fmt: skip
-    seats, positions = inputs.sampled_rows(5)
-    assert seats.tolist() == [2, 1, 1, 1, -1]
+    slots, positions = inputs.sampled_rows(5)
+    assert slots.tolist() == [2, 1, 1, 1, -1]
     assert positions[:4].tolist() == [3, 9, 10, 11]
 
 
@@ -221,7 +221,7 @@ def test_inputs_are_not_overwritten_before_a_late_device_has_them(example: tuple
         assert not torch.equal(after, before)
 
 
-def test_a_token_on_the_device_is_taken_only_as_long_as_the_seat_is_the_sequences_own(
+def test_a_token_on_the_device_is_taken_only_as_long_as_the_slot_is_the_sequences_own(
     example: tuple[InputBatch, list[Sequence]],
 ) -> None:
     build_example(*example)
@@ -235,11 +235,11 @@ def test_a_token_on_the_device_is_taken_only_as_long_as_the_seat_is_the_sequence
     assert sources(long) == [1]
     assert sources(long, pending(long)) == [1], "as a chunk too"
     long.num_preemptions, long.num_computed_tokens = 1, 3
-    assert sources(long, pending(long)) == [-1] * 6, "it lost its seat in between, though it has got the same again"
+    assert sources(long, pending(long)) == [-1] * 6, "it lost its slot in between, though it has got the same again"
     long.num_computed_tokens = 8
     assert sources(long) == [-1]
     long.num_preemptions = 0
-    long.seat, chunk.seat = None, 1
+    long.slot, chunk.slot = None, 1
     chunk.token_ids, chunk.num_computed_tokens, chunk.block_tables = list(range(9)), 8, long.block_tables
     assert sources(chunk) == [-1], "that token was another's, at the same position"
 
@@ -248,7 +248,7 @@ def test_more_updates_than_a_step_makes_arrive_too(example: tuple[InputBatch, li
     """As when a long prefix comes out of the cache, and its whole table with it."""
     inputs, (chunk, *_) = example
     inputs.max_updates = 5
-    updates = tuple(BlockUpdate(seat, 1, index, 10 * seat + index) for seat in range(4) for index in range(3))
+    updates = tuple(BlockUpdate(slot, 1, index, 10 * slot + index) for slot in range(4) for index in range(3))
     batch, _ = inputs.build(step(pending(chunk, 3), updates=updates))
     assert inputs.block_tables[1, :, :3].tolist() == [[0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31, 32]]
     assert not inputs.block_tables[0].any()
@@ -359,37 +359,37 @@ class History:
         ids, positions = embedded_ids(batch), batch.positions.tolist()
         assert len(ids) == len(positions) == schedule.size
         assert len(starts) == len(lengths) + 1 == self.max_seqs + 1
-        entries = {entry.seq.seat: entry for entry in schedule.entries}
+        entries = {entry.seq.slot: entry for entry in schedule.entries}
         rows_expected: dict[int, tuple[Sequence, list[int], int]] = {}
-        for seat in range(self.max_seqs):
-            entry, rows = entries.get(seat), slice(starts[seat], starts[seat + 1])
+        for slot in range(self.max_seqs):
+            entry, rows = entries.get(slot), slice(starts[slot], starts[slot + 1])
             if entry is None:
                 assert rows.start == rows.stop
-                assert lengths[seat] == 0
+                assert lengths[slot] == 0
                 continue
             sequence, where = entry.seq, range(entry.start, entry.end)
             tokens = [*sequence.token_ids, *entry.drafts]
             assert positions[rows] == list(where)
             assert ids[rows] == tokens[entry.start : entry.end]
-            assert lengths[seat] == entry.end
+            assert lengths[slot] == entry.end
             from_device = sequence in self.on_device
             self.num_from_device += from_device
-            expected_source = [seat if from_device else -1] + [-1] * (entry.num_tokens - 1)
+            expected_source = [slot if from_device else -1] + [-1] * (entry.num_tokens - 1)
             assert batch.token_source[rows].tolist() == expected_source
             for group, table in enumerate(sequence.block_tables):
-                slots = [table[position // self.block_size] * self.block_size + position % self.block_size
+                kv_slots = [table[position // self.block_size] * self.block_size + position % self.block_size
                          for position in where]  # fmt: skip
-                assert batch.slot_mapping[group, rows].tolist() == slots
+                assert batch.slot_mapping[group, rows].tolist() == kv_slots
             for index in range(entry.num_rows):
                 row = rows.stop - entry.num_rows + index
                 rows_expected[row] = (sequence, tokens[: sequence.num_tokens + index], positions[row] + 1)
-        seats, sampled_positions = (each.tolist() for each in self.inputs.sampled_rows(len(rows_found)))
+        slots, sampled_positions = (each.tolist() for each in self.inputs.sampled_rows(len(rows_found)))
         assert sorted(batch.logits_indices.tolist()) == sorted(rows_expected)
         for index, row in enumerate(batch.logits_indices.tolist()):
             sequence, tokens, position = rows_expected[row]
             assert rows_found[index].token_ids == tokens
             assert rows_found[index].num_tokens == sampled_positions[index] == position
-            assert seats[index] == sequence.seat
+            assert slots[index] == sequence.slot
         assert ids[starts[-1] :] == positions[starts[-1] :] == [0] * (schedule.size - schedule.num_tokens)
         assert (batch.token_source[starts[-1] :] == -1).all()
         assert batch.slot_mapping.shape == (self.num_groups, schedule.size)
@@ -398,7 +398,7 @@ class History:
         assert (batch.slot_mapping[:, starts[-1] :] < self.block_size).all(), "padding is written into somebody's block"
         for sequence in self.scheduler.running:
             for group, table in enumerate(sequence.block_tables):
-                assert batch.block_tables[group, sequence.seat, : len(table)].tolist() == table
+                assert batch.block_tables[group, sequence.slot, : len(table)].tolist() == table
 
 
 @pytest.mark.parametrize("first_seed", range(0, 120, 30))

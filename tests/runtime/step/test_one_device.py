@@ -20,7 +20,7 @@ from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import build, kv_groups, kv_shapes
 from fastgen.models.spec import ModelSpec
-from fastgen.runtime.sampling.seat_sampler import seat_sampler
+from fastgen.runtime.sampling.slot_sampler import slot_sampler
 from fastgen.runtime.step.forward import CapturedForward, Results
 from fastgen.runtime.step.input_batch import InputBatch
 from tests.models.test_kernel_specs import published
@@ -70,8 +70,8 @@ def launches(model_spec: ModelSpec, weight_format: WeightOnlyFormat | None = Non
         block_size=16,
         device=META,
     )
-    seats = seat_sampler(target, vocab_size, inputs)
-    assert seats is not None
+    slots = slot_sampler(target, vocab_size, inputs)
+    assert slots is not None
     launched: list[KernelSpec] = []
     for asked in target._asked.values():
         asked.kernel = Checked(asked.spec, launched)
@@ -83,7 +83,7 @@ def launches(model_spec: ModelSpec, weight_format: WeightOnlyFormat | None = Non
         Results(model_spec.hidden_size, vocab_size, DTYPE, META),
         sizes=SIZES,
         row_sizes=ROW_SIZES,
-        sample=seats.launch,
+        sample=slots.launch,
     )
     with torch.inference_mode():
         for size in SIZES:

@@ -10,7 +10,7 @@ from fastgen.compile.spec import Argument, KernelSpec
 
 def next_decodes(
     token_ids: Tensor,
-    seats: Tensor,
+    slots: Tensor,
     block_tables: Tensor,
     input_ids: Tensor,
     token_source: Tensor,
@@ -21,14 +21,14 @@ def next_decodes(
     *,
     block_size: int,
 ) -> None:
-    """Row ``i`` of ``R`` is the one new token of the sequence in ``seats[i]``, of which the last step chose
+    """Row ``i`` of ``R`` is the one new token of the sequence in ``slots[i]``, of which the last step chose
     ``token_ids[i]``: that is what it computes now, one position further on.
 
-    ``token_ids [R]`` i64, ``seats [R]`` i32 and ``block_tables [G, S, max_blocks]`` i32 are read; ``input_ids``,
+    ``token_ids [R]`` i64, ``slots [R]`` i32 and ``block_tables [G, S, max_blocks]`` i32 are read; ``input_ids``,
     ``token_source``, ``positions [R]``, ``seq_lens [S]`` i32, ``slot_mapping [G, R]`` i64 and ``sampled_positions [R]``
     i64, where the token that this step chooses will stand, are brought up to date.
     """
-    places = seats.long()
+    places = slots.long()
     input_ids.copy_(token_ids)
     token_source.fill_(-1)
     positions += 1
@@ -44,10 +44,10 @@ def next_decodes_spec(needed_by: tuple[str, ...] = ()) -> KernelSpec:
     """The C++ kernel for :class:`NextDecodesKernel`."""
     arguments = (
         Argument("token_ids", "i64", "in"),
-        *(Argument(name, "i32", "in") for name in ("seats", "block_tables")),
+        *(Argument(name, "i32", "in") for name in ("slots", "block_tables")),
         *(Argument(name, "i32", "out") for name in ("input_ids", "token_source", "positions", "seq_lens")),
         *(Argument(name, "i64", "out") for name in ("slot_mapping", "sampled_positions")),
-        *(Argument(name, "i64", "scalar") for name in ("num_rows", "num_groups", "num_seats", "max_blocks")),
+        *(Argument(name, "i64", "scalar") for name in ("num_rows", "num_groups", "num_slots", "max_blocks")),
         *(Argument(name, "i64", "scalar") for name in ("block_size", "slot_stride", "position_stride")),
     )
     return KernelSpec("next_decodes", "cpp", {}, arguments, needed_by=needed_by)
@@ -62,7 +62,7 @@ class NextDecodesKernel:
     def __call__(
         self,
         token_ids: Tensor,
-        seats: Tensor,
+        slots: Tensor,
         block_tables: Tensor,
         input_ids: Tensor,
         token_source: Tensor,
@@ -77,4 +77,4 @@ class NextDecodesKernel:
         strides = slot_mapping.stride(0), sampled_positions.stride(0)
         updated = (input_ids, token_source, positions, seq_lens, slot_mapping, sampled_positions)
         sizes = len(token_ids), *block_tables.shape, block_size, *strides
-        self._kernel((), token_ids, seats, block_tables, *updated, *sizes)
+        self._kernel((), token_ids, slots, block_tables, *updated, *sizes)

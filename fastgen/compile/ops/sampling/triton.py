@@ -2,7 +2,7 @@
 host.
 
 Rows of a step are drawn each in its own way, greedy and filtered ones mixed, by parameters that lie in static buffers
-on the device, one row of them for each of ``S`` *seats*. A seat is a row of these buffers and nothing more: two rows of
+on the device, one row of them for each of ``S`` *slots*. A slot is a row of these buffers and nothing more: two rows of
 logits whose penalties differ (drafts) have two.
 
 A row of logits is cut into slices, one program each. ``scan`` finds peaks and whether all is finite. ``draw`` adds
@@ -32,10 +32,10 @@ _PENALISED, _MASKED, _BIASED = 1, 2, 4  # bits of `adjusts`
 
 
 @dataclass(frozen=True)
-class SeatSampling:
-    """How a seat's rows are sampled: as :class:`~fastgen.compile.ops.sampling.reference.Draws` and ``Adjustments`` say.
+class SlotSampling:
+    """How a slot's rows are sampled: as :class:`~fastgen.compile.ops.sampling.reference.Draws` and ``Adjustments`` say.
 
-    With ``masked`` the seat's ``mask`` applies, with ``biased`` its ``bias``; its ``uses`` do where a penalty is not
+    With ``masked`` the slot's ``mask`` applies, with ``biased`` its ``bias``; its ``uses`` do where a penalty is not
     neutral. ``seed`` is any integer, of which 64 bits count; ``top_k`` 0 keeps all.
     """
 
@@ -97,8 +97,8 @@ def sampling_specs(
 ) -> SamplingSpecs:
     """The kernels for a vocabulary, for :class:`SamplingKernels`.
 
-    ``num_top`` is how many of the likeliest tokens' log-probabilities are computed where a seat asks for them; with 0
-    only those of the tokens themselves, with ``None`` none. What ``penalties``, ``mask`` or ``bias`` leave out no seat
+    ``num_top`` is how many of the likeliest tokens' log-probabilities are computed where a slot asks for them; with 0
+    only those of the tokens themselves, with ``None`` none. What ``penalties``, ``mask`` or ``bias`` leave out no slot
     can ask for. ``block`` tokens make a slice; ``chunk`` of a list are looked at at once: powers of 2, 4 at least. With
     twice as many as by default kernels spill registers on some devices, whatever the number of warps. Raises
     ``ValueError`` for a ``num_top`` beyond the vocabulary.
@@ -111,7 +111,7 @@ def sampling_specs(
     logging: dict[str, Value] = {"logprobs": num_top is not None, "num_top": num_top or None}
     failures: dict[str, Value] = {"not_finite": int(RowStatus.NOT_FINITE), "nothing_left": int(RowStatus.NOTHING_LEFT)}
     adjustments = [("uses", "i32")] * penalties + [("mask", "i32")] * mask + [("bias", "fp32")] * bias
-    settings = _read(("seats", "i32"), ("reals", "fp32"), ("integers", "i32"))
+    settings = _read(("slots", "i32"), ("reals", "fp32"), ("integers", "i32"))
     drawn = _read(("positions", "i32"), ("seeds", "i64"))
     raw_parts = [("raw_peaks", "fp32"), ("raw_sums", "fp32")] * (num_top is not None)
     raw_parts += [("slice_top", "i32"), ("slice_top_ids", "i32")] * bool(num_top)
@@ -156,12 +156,12 @@ def sampling_specs(
 
 
 class SamplingKernels:
-    """Samples up to ``max_rows`` rows by the parameters of ``max_seats`` seats.
+    """Samples up to ``max_rows`` rows by the parameters of ``max_slots`` slots.
 
     Its buffers are what callers write to: ``reals [S, 6]``, ``integers [S, 4]`` and ``seeds [S]`` by :meth:`write`;
     where the specs have them, ``uses [S, V]`` i32 (twice how often a token was generated, plus 1 where it stands in the
     prompt), ``mask [S, ⌈V/32⌉]`` i32 (bit ``i % 32`` of word ``i // 32``: token ``i`` is allowed) and ``bias [S, V]``
-    fp32. And what it writes: ``token_ids [R]`` i32, ``sampled_ids [S]`` i32 (or one that is given), and where seats
+    fp32. And what it writes: ``token_ids [R]`` i32, ``sampled_ids [S]`` i32 (or one that is given), and where slots
     ask, of the raw logits, ``logprobs [R]``, ``top_logprobs [R, num_top]`` fp32 in falling order and ``top_ids`` i32.
 
     Beside them it holds lists of ``8 · R · V`` bytes, which filters need at worst.
@@ -173,12 +173,12 @@ class SamplingKernels:
         load: Callable[[KernelSpec], Kernel],
         *,
         max_rows: int,
-        max_seats: int,
+        max_slots: int,
         device: torch.device,
         sampled_ids: Tensor | None = None,
     ):
         self.vocab_size, self.num_slices = specs.vocab_size, _number(specs.scan, "slices")
-        self.max_rows, self.max_seats = max_rows, max_seats
+        self.max_rows, self.max_slots = max_rows, max_slots
         self._kernels = [load(spec) for spec in (specs.scan, specs.draw, specs.choose)]
         self._specs = (specs.scan, specs.draw, specs.choose)
         dtypes = {each.name: each.dtype for spec in self._specs for each in spec.arguments}
@@ -200,8 +200,8 @@ class SamplingKernels:
         """One of those that the class describes. Raises ``KeyError`` for one that the specs leave out."""
         return self._buffers[name]
 
-    def write(self, seat: int, sampling: SeatSampling) -> None:
-        """Sets a seat's parameters, from the host. Raises ``ValueError`` for an adjustment that was left out."""
+    def write(self, slot: int, sampling: SlotSampling) -> None:
+        """Sets a slot's parameters, from the host. Raises ``ValueError`` for an adjustment that was left out."""
         wanted = {"uses": sampling.penalised, "mask": sampling.masked, "bias": sampling.biased}
         wanted["logprobs"] = sampling.logprobs
         missing = [name for name, is_wanted in wanted.items() if is_wanted and name not in self._buffers]
@@ -214,19 +214,19 @@ class SamplingKernels:
         }
         for name, values in given.items():
             buffer = self._buffers[name]
-            buffer[seat] = to_device(values, buffer.device)
+            buffer[slot] = to_device(values, buffer.device)
 
-    def __call__(self, logits: Tensor, seats: Tensor, positions: Tensor) -> None:
-        """A token for each row of ``logits [R, V]`` fp32, contiguous; ``seats, positions [R]`` i32.
+    def __call__(self, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """A token for each row of ``logits [R, V]`` fp32, contiguous; ``slots, positions [R]`` i32.
 
-        ``seats`` are −1 for rows of nobody, which are left alone; ``positions`` are where drawn tokens will stand. To
+        ``slots`` are −1 for rows of nobody, which are left alone; ``positions`` are where drawn tokens will stand. To
         ``token_ids`` goes each row's token, or ``-status`` where its :class:`RowStatus` is not OK (and 0 to
-        ``sampled_ids``, which the next step may read before the host hears of it). A penalised seat's token is counted
+        ``sampled_ids``, which the next step may read before the host hears of it). A penalised slot's token is counted
         in its ``uses``.
         """
         if logits.shape[1:] != (self.vocab_size,) or len(logits) > self.max_rows:
             raise ValueError(f"logits {tuple(logits.shape)}: made for at most {self.max_rows} x {self.vocab_size}")
-        given: Mapping[str, Tensor] = {**self._buffers, "logits": logits, "seats": seats, "positions": positions}
+        given: Mapping[str, Tensor] = {**self._buffers, "logits": logits, "slots": slots, "positions": positions}
         num_programs = len(logits) * self.num_slices
         for kernel, spec, grid in zip(
             self._kernels, self._specs, (num_programs, num_programs, len(logits)), strict=True
@@ -234,12 +234,12 @@ class SamplingKernels:
             kernel((grid,), *(given[each.name] for each in spec.arguments))
 
     def _sizes(self, num_top: int) -> dict[str, tuple[int, ...]]:
-        seats, rows, vocab_size, slices = self.max_seats, self.max_rows, self.vocab_size, self.num_slices
+        slots, rows, vocab_size, slices = self.max_slots, self.max_rows, self.vocab_size, self.num_slices
         a_slice = ("peaks", "peak_ids", "states", "sums", "masses", "drawn", "drawn_ids", "raw_peaks", "raw_sums")
         return {
-            **{"reals": (seats, len(REALS)), "integers": (seats, len(INTEGERS)), "seeds": (seats,)},
-            **{"uses": (seats, vocab_size), "bias": (seats, vocab_size), "mask": (seats, -(-vocab_size // 32))},
-            **{"token_ids": (rows,), "sampled_ids": (seats,), "logprobs": (rows,)},
+            **{"reals": (slots, len(REALS)), "integers": (slots, len(INTEGERS)), "seeds": (slots,)},
+            **{"uses": (slots, vocab_size), "bias": (slots, vocab_size), "mask": (slots, -(-vocab_size // 32))},
+            **{"token_ids": (rows,), "sampled_ids": (slots,), "logprobs": (rows,)},
             **{"top_logprobs": (rows, num_top), "top_ids": (rows, num_top)},
             **dict.fromkeys(a_slice, (rows, slices)),
             **dict.fromkeys(("slice_top", "slice_top_ids"), (rows, slices, num_top)),

@@ -1,7 +1,7 @@
 """Request-level batching: a batch is put together, runs until all of it is answered, and then comes the next.
 
 Dynamic batching as servers of models do it that know nothing of generation: who comes is kept until there are enough
-for a batch, but no longer than a given delay. All prompts of the batch are computed before its first decode. A seat
+for a batch, but no longer than a given delay. All prompts of the batch are computed before its first decode. A slot
 whose answer is done early stays empty until the last one is.
 """
 
@@ -44,9 +44,9 @@ class DynamicBatching(Policy):
         if view.decodes or view.prompts or follows:
             has_prompts = bool(view.prompts) or view.num_opened > 0 or follows
             return self._plan(view, view.num_opened, runs_decodes=not has_prompts)
-        size = view.num_free_seats if self.batch_size is None else self.batch_size
+        size = view.num_free_slots if self.batch_size is None else self.batch_size
         if view.num_waiting < size:
-            assert first is not None, "nobody runs, so there is a seat for who waits"
+            assert first is not None, "nobody runs, so there is a slot for who waits"
             begins_s = first.request.arrival_s + self.max_delay_s
             if view.now_s < begins_s:
                 return StepPlan(False, 0, 0, until_s=begins_s)

@@ -14,4 +14,4 @@ class Orca(Policy):
 
     def plan(self, view: StepView) -> StepPlan:
         num_places = view.token_budget - len(view.decodes)
-        return StepPlan(True, num_places, view.num_free_seats)
+        return StepPlan(True, num_places, view.num_free_slots)

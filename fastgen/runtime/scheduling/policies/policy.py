@@ -16,9 +16,9 @@ from fastgen.runtime.scheduling.step_time import StepWork
 class StepView:
     """What a policy sees of a step that is to be planned.
 
-    ``decodes`` run and have one token pending each, ``prompts`` run and have more; ``waiting`` could be given a seat
+    ``decodes`` run and have one token pending each, ``prompts`` run and have more; ``waiting`` could be given a slot
     now, and is to be read once and no further than needed: it costs what is read. The latter two are in order of
-    urgency. ``num_waiting`` counts all that wait, whether or not there is a seat, and ``num_opened`` how many of the
+    urgency. ``num_waiting`` counts all that wait, whether or not there is a slot, and ``num_opened`` how many of the
     admissions in the last plan were not used yet. ``sizes`` are the captured sizes, ascending to ``token_budget``.
     ``now_s`` is the engine's clock.
     """
@@ -27,7 +27,7 @@ class StepView:
     prompts: SequenceOf[Sequence]
     waiting: Iterable[Sequence]
     num_waiting: int
-    num_free_seats: int
+    num_free_slots: int
     num_opened: int
     token_budget: int
     sizes: SequenceOf[int]
@@ -40,7 +40,7 @@ class StepPlan:
 
     At most ``num_prompt_tokens`` of prompts go in, and at most ``num_admissions`` requests are admitted; a sequence
     that was preempted may always come back, and further ones of a request follow the first. Where ``runs_decodes`` is
-    false they run all the same if prompts can have nothing. With ``until_s``, possible while nobody has a seat, there
+    false they run all the same if prompts can have nothing. With ``until_s``, possible while nobody has a slot, there
     is no step; the next plan is asked for then, or when a request comes.
     """
 

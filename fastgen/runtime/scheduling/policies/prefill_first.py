@@ -14,5 +14,5 @@ class PrefillFirst(Policy):
 
     def plan(self, view: StepView) -> StepPlan:
         if view.prompts or any(True for _ in view.waiting):
-            return StepPlan(False, view.token_budget, view.num_free_seats)
+            return StepPlan(False, view.token_budget, view.num_free_slots)
         return StepPlan(True, 0, 0)

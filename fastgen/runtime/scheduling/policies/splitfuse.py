@@ -28,7 +28,7 @@ class SplitFuse(Policy):
         num_pending = count_pending(view.prompts, enough)
         num_pending += count_pending(view.waiting, enough - num_pending)
         _, num_prompt_tokens = even_share(num_decodes, num_pending, view.token_budget, view.sizes)
-        return StepPlan(True, num_prompt_tokens, view.num_free_seats)
+        return StepPlan(True, num_prompt_tokens, view.num_free_slots)
 
 
 def count_pending(prompts: Iterable[Sequence], enough: int) -> int:

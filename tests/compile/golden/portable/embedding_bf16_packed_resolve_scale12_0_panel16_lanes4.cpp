@@ -39,7 +39,7 @@ static void parallel_for(int64_t num_chunks, Work&& work) {
 }
 
 // Rows of a table by number, in fp32: token ids, or for those not on the host yet what was sampled last.
-// The table is packed as linear layers read it, bf16 in panels of 16 rows; see fastgen/compile/ops/packed_weight.py.
+// The table is packed as linear layers read it, bf16 in panels of 16 rows; see fastgen/compile/weights/packed.py.
 constexpr int64_t ROWS = 8;  // of a chunk of work
 constexpr int64_t PANEL = 16, LANES = 4;
 

@@ -27,10 +27,10 @@ using fp16 = __fp16;  // the other name is known to g++ for Arm from 13 on, to c
 using fp16 = _Float16;
 #endif
 
-// Row i is the one new token of the sequence in seats[i]. So little work that sharing it out would take longer.
+// Row i is the one new token of the sequence in slots[i]. So little work that sharing it out would take longer.
 extern "C" void next_decodes(
     const int64_t* __restrict token_ids,
-    const int32_t* __restrict seats,
+    const int32_t* __restrict slots,
     const int32_t* __restrict block_tables,
     int32_t* __restrict input_ids,
     int32_t* __restrict token_source,
@@ -40,20 +40,20 @@ extern "C" void next_decodes(
     int64_t* __restrict sampled_positions,
     int64_t num_rows,
     int64_t num_groups,
-    int64_t num_seats,
+    int64_t num_slots,
     int64_t max_blocks,
     int64_t block_size,
     int64_t slot_stride,
     int64_t position_stride) {
     for (int64_t i = 0; i < num_rows; ++i) {
-        const int64_t seat = seats[i], position = positions[i] + 1;
+        const int64_t slot = slots[i], position = positions[i] + 1;
         input_ids[i] = int32_t(token_ids[i]);
         token_source[i] = -1;
         positions[i] = int32_t(position);
-        seq_lens[seat] += 1;
+        seq_lens[slot] += 1;
         sampled_positions[i * position_stride] += 1;
         for (int64_t group = 0; group < num_groups; ++group) {
-            const int64_t block = block_tables[(group * num_seats + seat) * max_blocks + position / block_size];
+            const int64_t block = block_tables[(group * num_slots + slot) * max_blocks + position / block_size];
             slot_mapping[group * slot_stride + i] = block * block_size + position % block_size;
         }
     }

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-# R rows of logits [R, V]; S seats. A row is cut into SLICES of BLOCK tokens.
+# R rows of logits [R, V]; S slots. A row is cut into SLICES of BLOCK tokens.
 V = tl.constexpr(1024)
 BLOCK = tl.constexpr(1024)
 SLICES = tl.constexpr(1)
@@ -107,20 +107,20 @@ def lowest_ids(list_keys_ptr, list_ids_ptr, size, key, target):
 
 
 @triton.jit
-def sampling_choose_v1024_block1024_slices1_chunk1024_penalties_logprobs_num_top21_not_finite1_nothing_left2(logits_ptr, seats_ptr, reals_ptr, integers_ptr, positions_ptr, seeds_ptr, peaks_ptr, states_ptr, peak_ids_ptr, drawn_ptr, drawn_ids_ptr, masses_ptr, list_keys_ptr, list_ids_ptr, list_counts_ptr, raw_peaks_ptr, raw_sums_ptr, slice_top_ptr, slice_top_ids_ptr, uses_ptr, token_ids_ptr, sampled_ids_ptr, logprobs_ptr, top_logprobs_ptr, top_ids_ptr):
+def sampling_choose_v1024_block1024_slices1_chunk1024_penalties_logprobs_num_top21_not_finite1_nothing_left2(logits_ptr, slots_ptr, reals_ptr, integers_ptr, positions_ptr, seeds_ptr, peaks_ptr, states_ptr, peak_ids_ptr, drawn_ptr, drawn_ids_ptr, masses_ptr, list_keys_ptr, list_ids_ptr, list_counts_ptr, raw_peaks_ptr, raw_sums_ptr, slice_top_ptr, slice_top_ids_ptr, uses_ptr, token_ids_ptr, sampled_ids_ptr, logprobs_ptr, top_logprobs_ptr, top_ids_ptr):
     """The token of a row: the largest score, what the slices drew, or a draw from the list of what may be kept."""
     row = tl.program_id(0)
-    seat = tl.load(seats_ptr + row)
-    if seat < 0:
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
         return
-    reals = reals_ptr + seat.to(tl.int64) * REALS
-    integers = integers_ptr + seat.to(tl.int64) * INTEGERS
+    reals = reals_ptr + slot.to(tl.int64) * REALS
+    integers = integers_ptr + slot.to(tl.int64) * INTEGERS
     parts = row.to(tl.int64) * SLICES + tl.arange(0, BLOCK_SLICES)
     is_part = tl.arange(0, BLOCK_SLICES) < SLICES
     state = tl.max(tl.load(states_ptr + parts, is_part, NOTHING), 0)
     if state != FINITE:
         tl.store(token_ids_ptr + row, tl.where(state == BAD, -1, -2))
-        tl.store(sampled_ids_ptr + seat, 0)
+        tl.store(sampled_ids_ptr + slot, 0)
         return
 
     top_k = tl.load(integers + TOP_K)
@@ -153,7 +153,7 @@ def sampling_choose_v1024_block1024_slices1_chunk1024_penalties_logprobs_num_top
                 last_id = lowest_ids(list_keys, list_ids, size, last_key, kept)
 
         min_p = tl.load(reals + MIN_P)
-        seed = tl.load(seeds_ptr + seat)
+        seed = tl.load(seeds_ptr + slot)
         position = tl.load(positions_ptr + row)
         index = tl.load(integers + SEQUENCE_INDEX)
         best = float("-inf")
@@ -175,9 +175,9 @@ def sampling_choose_v1024_block1024_slices1_chunk1024_penalties_logprobs_num_top
             token = tl.where(is_better, chunk_token, token)
             best = tl.maximum(best, chunk_best)
     tl.store(token_ids_ptr + row, token)
-    tl.store(sampled_ids_ptr + seat, token)
+    tl.store(sampled_ids_ptr + slot, token)
     if (tl.load(integers + ADJUSTS) & 1) != 0:
-        use = uses_ptr + seat.to(tl.int64) * V + token
+        use = uses_ptr + slot.to(tl.int64) * V + token
         tl.store(use, tl.load(use) + 2)
 
     if tl.load(integers + LOGPROBS) != 0:

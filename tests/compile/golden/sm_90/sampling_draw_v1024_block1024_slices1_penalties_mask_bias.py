@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-# R rows of logits [R, V]; S seats. A row is cut into SLICES of BLOCK tokens.
+# R rows of logits [R, V]; S slots. A row is cut into SLICES of BLOCK tokens.
 V = tl.constexpr(1024)
 BLOCK = tl.constexpr(1024)
 SLICES = tl.constexpr(1)
@@ -44,17 +44,17 @@ def gumbel(word):
 
 
 @triton.jit
-def sampling_draw_v1024_block1024_slices1_penalties_mask_bias(logits_ptr, seats_ptr, reals_ptr, integers_ptr, positions_ptr, seeds_ptr, uses_ptr, mask_ptr, bias_ptr, peaks_ptr, states_ptr, sums_ptr, drawn_ptr, drawn_ids_ptr, masses_ptr, list_keys_ptr, list_ids_ptr, list_counts_ptr):
+def sampling_draw_v1024_block1024_slices1_penalties_mask_bias(logits_ptr, slots_ptr, reals_ptr, integers_ptr, positions_ptr, seeds_ptr, uses_ptr, mask_ptr, bias_ptr, peaks_ptr, states_ptr, sums_ptr, drawn_ptr, drawn_ids_ptr, masses_ptr, list_keys_ptr, list_ids_ptr, list_counts_ptr):
     """One slice of a drawn row. Without top-k and top-p it draws among its own tokens. Else it appends those that may
     be kept to the row's list, in no particular order: what follows does not depend on it.
     """
     row = tl.program_id(0) // SLICES
     part = tl.program_id(0).to(tl.int64)
-    seat = tl.load(seats_ptr + row)
-    if seat < 0:
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
         return
-    reals = reals_ptr + seat.to(tl.int64) * REALS
-    integers = integers_ptr + seat.to(tl.int64) * INTEGERS
+    reals = reals_ptr + slot.to(tl.int64) * REALS
+    integers = integers_ptr + slot.to(tl.int64) * INTEGERS
     parts = row.to(tl.int64) * SLICES + tl.arange(0, BLOCK_SLICES)
     is_part = tl.arange(0, BLOCK_SLICES) < SLICES
     temperature = tl.load(reals + TEMPERATURE)
@@ -67,7 +67,7 @@ def sampling_draw_v1024_block1024_slices1_penalties_mask_bias(logits_ptr, seats_
     adjusts = tl.load(integers + ADJUSTS)
     if (adjusts & 1) != 0:
         repetition = tl.load(reals + REPETITION)
-        uses = tl.load(uses_ptr + seat.to(tl.int64) * V + token, inside, 0)
+        uses = tl.load(uses_ptr + slot.to(tl.int64) * V + token, inside, 0)
         count = (uses >> 1).to(tl.float32)
         penalised = tl.where(score < 0, score * repetition, tl.div_rn(score, repetition))
         score = tl.where(uses > 0, penalised, score)
@@ -75,10 +75,10 @@ def sampling_draw_v1024_block1024_slices1_penalties_mask_bias(logits_ptr, seats_
         score = score - tl.load(reals + FREQUENCY) * count
         score = tl.where(score > LARGEST, LARGEST, score)  # of a tiny repetition penalty; NaN stays NaN
     if (adjusts & 2) != 0:
-        word = tl.load(mask_ptr + seat.to(tl.int64) * 32 + token // 32, inside, 0)
+        word = tl.load(mask_ptr + slot.to(tl.int64) * 32 + token // 32, inside, 0)
         score = tl.where(((word >> (token % 32)) & 1) != 0, score, float("-inf"))
     if (adjusts & 4) != 0:
-        score = score + tl.load(bias_ptr + seat.to(tl.int64) * V + token, inside, 0.0)
+        score = score + tl.load(bias_ptr + slot.to(tl.int64) * V + token, inside, 0.0)
         score = tl.where(score > LARGEST, LARGEST, score)
 
     peaks = tl.load(peaks_ptr + parts, is_part, float("-inf"))
@@ -96,7 +96,7 @@ def sampling_draw_v1024_block1024_slices1_penalties_mask_bias(logits_ptr, seats_
         quad = tl.program_id(0) % SLICES * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
         index = tl.load(integers + SEQUENCE_INDEX)
         position = tl.load(positions_ptr + row)
-        word0, word1, word2, word3 = tl.philox(tl.load(seeds_ptr + seat), quad, quad * 0 + position, quad * 0 + index, quad * 0)
+        word0, word1, word2, word3 = tl.philox(tl.load(seeds_ptr + slot), quad, quad * 0 + position, quad * 0 + index, quad * 0)
         word = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
         x += gumbel(word)
         best = tl.max(x, 0)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-# R rows of logits [R, V]; S seats. A row is cut into SLICES of BLOCK tokens.
+# R rows of logits [R, V]; S slots. A row is cut into SLICES of BLOCK tokens.
 V = tl.constexpr(1024)
 BLOCK = tl.constexpr(1024)
 SLICES = tl.constexpr(1)
@@ -44,15 +44,15 @@ def gumbel(word):
 
 
 @triton.jit
-def sampling_scan_v1024_block1024_slices1_penalties_mask_bias_logprobs_num_top21(logits_ptr, seats_ptr, reals_ptr, integers_ptr, uses_ptr, mask_ptr, bias_ptr, peaks_ptr, states_ptr, peak_ids_ptr, sums_ptr, raw_peaks_ptr, raw_sums_ptr, slice_top_ptr, slice_top_ids_ptr, list_counts_ptr):
+def sampling_scan_v1024_block1024_slices1_penalties_mask_bias_logprobs_num_top21(logits_ptr, slots_ptr, reals_ptr, integers_ptr, uses_ptr, mask_ptr, bias_ptr, peaks_ptr, states_ptr, peak_ids_ptr, sums_ptr, raw_peaks_ptr, raw_sums_ptr, slice_top_ptr, slice_top_ids_ptr, list_counts_ptr):
     """One slice of a row: its largest score, lowest id first, sums of exponentials, and whether all is finite."""
     row = tl.program_id(0) // SLICES
     part = tl.program_id(0).to(tl.int64)
-    seat = tl.load(seats_ptr + row)
-    if seat < 0:
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
         return
-    reals = reals_ptr + seat.to(tl.int64) * REALS
-    integers = integers_ptr + seat.to(tl.int64) * INTEGERS
+    reals = reals_ptr + slot.to(tl.int64) * REALS
+    integers = integers_ptr + slot.to(tl.int64) * INTEGERS
     token = tl.program_id(0) % SLICES * BLOCK + tl.arange(0, BLOCK)
     inside = token < V
     raw = tl.load(logits_ptr + row.to(tl.int64) * V + token, inside, float("-inf"))
@@ -60,7 +60,7 @@ def sampling_scan_v1024_block1024_slices1_penalties_mask_bias_logprobs_num_top21
     adjusts = tl.load(integers + ADJUSTS)
     if (adjusts & 1) != 0:
         repetition = tl.load(reals + REPETITION)
-        uses = tl.load(uses_ptr + seat.to(tl.int64) * V + token, inside, 0)
+        uses = tl.load(uses_ptr + slot.to(tl.int64) * V + token, inside, 0)
         count = (uses >> 1).to(tl.float32)
         penalised = tl.where(score < 0, score * repetition, tl.div_rn(score, repetition))
         score = tl.where(uses > 0, penalised, score)
@@ -68,10 +68,10 @@ def sampling_scan_v1024_block1024_slices1_penalties_mask_bias_logprobs_num_top21
         score = score - tl.load(reals + FREQUENCY) * count
         score = tl.where(score > LARGEST, LARGEST, score)  # of a tiny repetition penalty; NaN stays NaN
     if (adjusts & 2) != 0:
-        word = tl.load(mask_ptr + seat.to(tl.int64) * 32 + token // 32, inside, 0)
+        word = tl.load(mask_ptr + slot.to(tl.int64) * 32 + token // 32, inside, 0)
         score = tl.where(((word >> (token % 32)) & 1) != 0, score, float("-inf"))
     if (adjusts & 4) != 0:
-        score = score + tl.load(bias_ptr + seat.to(tl.int64) * V + token, inside, 0.0)
+        score = score + tl.load(bias_ptr + slot.to(tl.int64) * V + token, inside, 0.0)
         score = tl.where(score > LARGEST, LARGEST, score)
 
 

@@ -1,7 +1,7 @@
-"""Sampling by kernels on a device: what they are told of the sequence in each seat, and what they chose.
+"""Sampling by kernels on a device: what they are told of the sequence in each slot, and what they chose.
 
-A seat is told of its sequence once. From then on nothing is copied for it: the kernels count the tokens they penalise
-themselves, and the ids they choose are where the next step finds them. What a seat knows follows from its sequence's
+A slot is told of its sequence once. From then on nothing is copied for it: the kernels count the tokens they penalise
+themselves, and the ids they choose are where the next step finds them. What a slot knows follows from its sequence's
 parameters and tokens, so one that was preempted, or whose step failed, is simply told of again.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgen.compile.backends.target import Target
 from fastgen.compile.host.device import to_device
 from fastgen.compile.ops.sampling.cpp import Biases, Uses
-from fastgen.compile.ops.sampling.triton import SamplingKernels, SeatSampling
+from fastgen.compile.ops.sampling.triton import SamplingKernels, SlotSampling
 from fastgen.models.kernels import MAX_LOGPROBS, sampler_specs
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.sampled_rows import RowHistory, is_plain, penalises
@@ -29,14 +29,14 @@ EndingIds = Callable[[Sequence], frozenset[int]]
 """The ids that a sequence may not have before its ``min_new_tokens``."""
 
 
-class SeatSampler:
-    """Launches ``kernels`` on the rows of ``inputs``, and keeps each seat's parameters up to date."""
+class SlotSampler:
+    """Launches ``kernels`` on the rows of ``inputs``, and keeps each slot's parameters up to date."""
 
     def __init__(self, kernels: SamplingKernels, inputs: InputBatch):
         self._kernels, self._inputs = kernels, inputs
-        self._settings: list[SeatSampling | None] = [None] * kernels.max_seats
-        self._told: list[tuple[Sequence, int, int] | None] = [None] * kernels.max_seats
-        """Where a seat knows all of its next token: the sequence, its preemptions so far, the position."""
+        self._settings: list[SlotSampling | None] = [None] * kernels.max_slots
+        self._told: list[tuple[Sequence, int, int] | None] = [None] * kernels.max_slots
+        """Where a slot knows all of its next token: the sequence, its preemptions so far, the position."""
 
     def launch(self, logits: Tensor) -> None:
         """A token for each of the ``logits [R, V]``: of the batch's first rows, or of nobody's. May be captured."""
@@ -44,7 +44,7 @@ class SeatSampler:
 
     @staticmethod
     def can_draft(sequence: Sequence) -> bool:
-        """Whether ``sequence`` may have several rows in a step: all that its seat knows must hold for each of them."""
+        """Whether ``sequence`` may have several rows in a step: all that its slot knows must hold for each of them."""
         sampling = sequence.request.sampling
         num_generated = sequence.num_tokens - sequence.num_prompt_tokens
         return not penalises(sampling) and num_generated >= sampling.min_new_tokens
@@ -52,28 +52,28 @@ class SeatSampler:
     def prepare(self, sequences: SequenceOf[Sequence], ending_ids: EndingIds) -> None:
         """Before a step that gives each of ``sequences`` a token."""
         for sequence in sequences:
-            seat, position = _seat(sequence), sequence.num_tokens
-            known = self._told[seat] == (sequence, sequence.num_preemptions, position)
+            slot, position = _slot(sequence), sequence.num_tokens
+            known = self._told[slot] == (sequence, sequence.num_preemptions, position)
             first_free = sequence.num_prompt_tokens + sequence.request.sampling.min_new_tokens
             if not known or position == first_free:
-                self._tell(seat, sequence, ending_ids(sequence))
-            self._told[seat] = None  # until the step has ended, nobody knows what was counted
+                self._tell(slot, sequence, ending_ids(sequence))
+            self._told[slot] = None  # until the step has ended, nobody knows what was counted
 
     def constrain(self, sequences: SequenceOf[Sequence]) -> None:
         """Before the logits of ``sequences``: the masks of those that have a response format, in one copy."""
-        masks = {_seat(each): each.matcher.mask() for each in sequences if each.matcher is not None}
+        masks = {_slot(each): each.matcher.mask() for each in sequences if each.matcher is not None}
         if masks:
             rows = self._kernels.buffer("mask")
             given = torch.tensor(list(masks)), torch.from_numpy(np.stack(list(masks.values())))
-            seats, bits = (to_device(each, rows.device) for each in given)
-            rows.index_copy_(0, seats, bits)
+            slots, bits = (to_device(each, rows.device) for each in given)
+            rows.index_copy_(0, slots, bits)
 
     def chosen(self, sequences: SequenceOf[SampledSequence]) -> Tensor:
         """What that step chose, still on the device: an id for each, or ``-status`` of its row; i32. A sequence without
-        a seat has ended since the step was launched."""
+        a slot has ended since the step was launched."""
         for sequence in sequences:
-            if isinstance(sequence, Sequence) and sequence.seat is not None:
-                self._told[sequence.seat] = (sequence, sequence.num_preemptions, sequence.num_tokens + 1)
+            if isinstance(sequence, Sequence) and sequence.slot is not None:
+                self._told[sequence.slot] = (sequence, sequence.num_preemptions, sequence.num_tokens + 1)
         return self._kernels.buffer("token_ids")[: len(sequences)]
 
     def logprobs(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,11 +82,11 @@ class SeatSampler:
         logprobs, top, top_ids = map(self._kernels.buffer, ("logprobs", "top_logprobs", "top_ids"))
         return logprobs[:num_rows], top[:num_rows], top_ids[:num_rows]
 
-    def _tell(self, seat: int, sequence: Sequence, ending_ids: frozenset[int]) -> None:
-        settings = SeatSampling()
+    def _tell(self, slot: int, sequence: Sequence, ending_ids: frozenset[int]) -> None:
+        settings = SlotSampling()
         if not is_plain(sequence.request.sampling):
             row = RowHistory(sequence, ending_ids, self._kernels.vocab_size).row()
-            settings = SeatSampling(
+            settings = SlotSampling(
                 temperature=row.sampling.temperature,
                 top_k=row.sampling.top_k,
                 top_p=row.sampling.top_p,
@@ -101,15 +101,15 @@ class SeatSampler:
                 logprobs=gives_logprobs(sequence.request.sampling),
             )
             if settings.penalised:
-                self._fill("uses", seat, row.uses)
+                self._fill("uses", slot, row.uses)
             if settings.biased:
-                self._fill("bias", seat, row.biases)
-        if settings != self._settings[seat]:
-            self._kernels.write(seat, settings)
-            self._settings[seat] = settings
+                self._fill("bias", slot, row.biases)
+        if settings != self._settings[slot]:
+            self._kernels.write(slot, settings)
+            self._settings[slot] = settings
 
-    def _fill(self, name: str, seat: int, given: Uses | Biases) -> None:
-        row = self._kernels.buffer(name)[seat].zero_()
+    def _fill(self, name: str, slot: int, given: Uses | Biases) -> None:
+        row = self._kernels.buffer(name)[slot].zero_()
         ids, values = (to_device(torch.from_numpy(each), row.device) for each in given)
         row[ids.long()] = values
 
@@ -119,15 +119,15 @@ def gives_logprobs(sampling: SamplingParams) -> bool:
     return sampling.logprobs is not None and sampling.logprobs <= MAX_LOGPROBS and sampling.beam_width == 1
 
 
-def seat_sampler(target: Target, vocab_size: int, inputs: InputBatch) -> SeatSampler | None:
-    """What samples for the seats of ``inputs``, its kernels asked for; ``None`` on a target that samples otherwise."""
+def slot_sampler(target: Target, vocab_size: int, inputs: InputBatch) -> SlotSampler | None:
+    """What samples for the slots of ``inputs``, its kernels asked for; ``None`` on a target that samples otherwise."""
     if target.name != "triton":
         return None
-    return SeatSampler(_kernels(target, vocab_size, inputs.max_rows, inputs.sampled_ids), inputs)
+    return SlotSampler(_kernels(target, vocab_size, inputs.max_rows, inputs.sampled_ids), inputs)
 
 
-def seat_sampler_bytes(vocab_size: int, *, max_rows: int, max_num_seqs: int) -> int:
-    """What the buffers of a :func:`seat_sampler` take; described, not made."""
+def slot_sampler_bytes(vocab_size: int, *, max_rows: int, max_num_seqs: int) -> int:
+    """What the buffers of a :func:`slot_sampler` take; described, not made."""
     sampled_ids = torch.empty(max_num_seqs, dtype=torch.int32, device="meta")
     return _kernels(Target(), vocab_size, max_rows, sampled_ids).size_bytes
 
@@ -137,12 +137,12 @@ def _kernels(target: Target, vocab_size: int, max_rows: int, sampled_ids: Tensor
         sampler_specs(vocab_size),
         target.kernel,
         max_rows=max_rows,
-        max_seats=len(sampled_ids),
+        max_slots=len(sampled_ids),
         device=sampled_ids.device,
         sampled_ids=sampled_ids,
     )
 
 
-def _seat(sequence: Sequence) -> int:
-    assert sequence.seat is not None
-    return sequence.seat
+def _slot(sequence: Sequence) -> int:
+    assert sequence.slot is not None
+    return sequence.slot

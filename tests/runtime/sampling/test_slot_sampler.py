@@ -1,4 +1,4 @@
-"""Sampling by kernels on a device: each seat's tokens are those that torch chooses, whoever held the seat before and
+"""Sampling by kernels on a device: each slot's tokens are those that torch chooses, whoever held the slot before and
 whatever became of steps in between."""
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.runtime.sampling.sampler import SampledToken, Sampler
 from fastgen.runtime.sampling.sampling_params import SamplingParams
-from fastgen.runtime.sampling.seat_sampler import SeatSampler, seat_sampler
+from fastgen.runtime.sampling.slot_sampler import SlotSampler, slot_sampler
 from fastgen.runtime.step.input_batch import InputBatch
 from tests.runtime.scripted_matcher import ScriptedMatcher
 
-VOCAB, EOS, NUM_SEATS = 60, 7, 4
+VOCAB, EOS, NUM_SLOTS = 60, 7, 4
 CPU = torch.device("cpu")
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 WAYS: list[dict[str, object]] = [
@@ -50,12 +50,12 @@ class Bench:
     """A sampler of interpreted kernels, and the part of the model runner that serves it."""
 
     def __init__(self, loader: KernelLoader) -> None:
-        sizes = dict.fromkeys(("token_budget", "max_num_seqs", "max_rows"), NUM_SEATS)
+        sizes = dict.fromkeys(("token_budget", "max_num_seqs", "max_rows"), NUM_SLOTS)
         self.inputs = InputBatch(num_groups=1, max_blocks=1, block_size=4, device=CPU, **sizes)
-        target = Target(loader, max_rows=NUM_SEATS, max_num_seqs=NUM_SEATS)
-        seats = seat_sampler(target, VOCAB, self.inputs)
-        assert seats is not None
-        self.seats, self.sampler = seats, Sampler([EOS], seats=seats)
+        target = Target(loader, max_rows=NUM_SLOTS, max_num_seqs=NUM_SLOTS)
+        slots = slot_sampler(target, VOCAB, self.inputs)
+        assert slots is not None
+        self.slots, self.sampler = slots, Sampler([EOS], slots=slots)
         target.build()
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
@@ -66,13 +66,13 @@ class Bench:
         """A row more than there are sequences is nobody's."""
         self.sampler.prepare(sequences)
         self.sampler.constrain(sequences)
-        seats, positions = self.inputs.sampled_rows(NUM_SEATS)
-        seats.fill_(-1)
-        seats[: len(sequences)] = torch.tensor([each.seat for each in sequences])
+        slots, positions = self.inputs.sampled_rows(NUM_SLOTS)
+        slots.fill_(-1)
+        slots[: len(sequences)] = torch.tensor([each.slot for each in sequences])
         positions[: len(sequences)] = torch.tensor([each.num_tokens for each in sequences])
-        padded = torch.full((NUM_SEATS, VOCAB), torch.nan)
+        padded = torch.full((NUM_SLOTS, VOCAB), torch.nan)
         padded[: len(logits)] = logits
-        self.seats.launch(padded)
+        self.slots.launch(padded)
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +80,11 @@ def bench(loader: KernelLoader) -> Bench:
     return Bench(loader)
 
 
-def sequence(seat: int, draw: random.Random, **fields: object) -> Sequence:
+def sequence(slot: int, draw: random.Random, **fields: object) -> Sequence:
     sampling = SamplingParams(**{"seed": draw.getrandbits(64), **fields})  # type: ignore[arg-type]
     prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
     made = Request(0, prompt, sampling, arrival_s=0.0).sequences[0]
-    made.seat = seat
+    made.slot = slot
     if sampling.response_format is not None:
         made.matcher = ScriptedMatcher(draw.sample(range(VOCAB), 25), VOCAB)  # type: ignore[assignment]
     return made
@@ -97,20 +97,20 @@ def logits_of(seed: int, num_rows: int) -> Tensor:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_as_torch_samples_over_a_random_history(bench: Bench, seed: int) -> None:
     draw = random.Random(seed)
-    seated = [sequence(seat, draw) for seat in range(NUM_SEATS)]
+    running = [sequence(slot, draw) for slot in range(NUM_SLOTS)]
     num_lost = num_moved = 0
     for step in range(30):
-        for seat in range(NUM_SEATS):
+        for slot in range(NUM_SLOTS):
             if draw.random() < 0.1:  # ends
-                seated[seat] = sequence(seat, draw, **draw.choice(WAYS))
+                running[slot] = sequence(slot, draw, **draw.choice(WAYS))
             elif draw.random() < 0.05:  # is preempted, comes back elsewhere
-                other = draw.randrange(NUM_SEATS)
-                seated[seat], seated[other] = seated[other], seated[seat]
-                for moved in (seat, other):
-                    seated[moved].seat = moved
-                    seated[moved].num_preemptions += 1
+                other = draw.randrange(NUM_SLOTS)
+                running[slot], running[other] = running[other], running[slot]
+                for moved in (slot, other):
+                    running[moved].slot = moved
+                    running[moved].num_preemptions += 1
                 num_moved += 1
-        company = [each for each in seated if draw.random() < 0.8]
+        company = [each for each in running if draw.random() < 0.8]
         logits = logits_of(1000 * seed + step, len(company))
         if step % 9 == 4:  # the step fails after its tokens were chosen, and is made again
             bench.launch(logits, company)
@@ -125,7 +125,7 @@ def test_as_torch_samples_over_a_random_history(bench: Bench, seed: int) -> None
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
         for each, token in zip(company, found, strict=True):
             each.token_ids.append(token.token_id)
-            assert bench.inputs.sampled_ids[each.seat] == token.token_id
+            assert bench.inputs.sampled_ids[each.slot] == token.token_id
     assert num_moved
     assert num_lost
 
@@ -133,7 +133,7 @@ def test_as_torch_samples_over_a_random_history(bench: Bench, seed: int) -> None
 def test_rows_that_cannot_be_sampled_disturb_no_other(bench: Bench) -> None:
     draw = random.Random("errors")
     broken, forbidden, good = (
-        sequence(seat, draw, **fields) for seat, fields in enumerate([{}, WAYS[1], {"temperature": 1.0}])
+        sequence(slot, draw, **fields) for slot, fields in enumerate([{}, WAYS[1], {"temperature": 1.0}])
     )
     logits = logits_of(5, 3)
     logits[0, 9] = torch.nan
@@ -145,36 +145,36 @@ def test_rows_that_cannot_be_sampled_disturb_no_other(bench: Bench) -> None:
     assert bench.inputs.sampled_ids[:2].tolist() == [0, 0]
 
 
-def test_a_seat_is_told_of_its_sequence_once(loader: KernelLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_is_told_of_its_sequence_once(loader: KernelLoader, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    monkeypatch.setattr(SamplingKernels, "write", lambda self, seat, sampling: told.append(seat))
+    monkeypatch.setattr(SamplingKernels, "write", lambda self, slot, sampling: told.append(slot))
     bench, draw = Bench(loader), random.Random(1)
     company = [sequence(0, draw), sequence(1, draw, temperature=0.7), sequence(3, draw, **PENALTIES)]
     for step in range(3):
         for each in company:
             bench.sampler.prepare([each])
-            bench.seats.chosen([each])
+            bench.slots.chosen([each])
             each.token_ids.append(step)
     assert told == [0, 1, 3]
-    for index, seat in enumerate((0, 1, 3)):
-        bench.sampler.prepare([sequence(seat, draw)])
+    for index, slot in enumerate((0, 1, 3)):
+        bench.sampler.prepare([sequence(slot, draw)])
         assert told[3:] == [1, 3][:index], "greedy after greedy has nothing to be told"
 
 
-def test_sequences_may_draft_once_what_their_seat_knows_no_longer_changes() -> None:
+def test_sequences_may_draft_once_what_their_slot_knows_no_longer_changes() -> None:
     draw = random.Random(2)
     # Formats are the drafter's to refuse.
     may_draft = [True, False, False, False, True, False, True, True, False, True, True]
-    assert [SeatSampler.can_draft(sequence(0, draw, **way)) for way in WAYS] == may_draft
+    assert [SlotSampler.can_draft(sequence(0, draw, **way)) for way in WAYS] == may_draft
     late = sequence(0, draw, temperature=0.7, min_new_tokens=3)
     may = []
     for token_id in range(5):
-        may.append(SeatSampler.can_draft(late))
+        may.append(SlotSampler.can_draft(late))
         late.token_ids.append(token_id)
     assert may == [False, False, False, True, True]
 
 
-def test_only_the_triton_target_samples_by_seats() -> None:
+def test_only_the_triton_target_samples_by_slots() -> None:
     ones = ("token_budget", "max_num_seqs", "max_rows", "num_groups", "max_blocks", "block_size")
     inputs = InputBatch(device=CPU, **dict.fromkeys(ones, 1))
-    assert seat_sampler(Target(), VOCAB, inputs) is None
+    assert slot_sampler(Target(), VOCAB, inputs) is None
