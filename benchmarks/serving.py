@@ -43,11 +43,11 @@ from benchmarks.cpu.models import write_model
 from benchmarks.scheduler import processor
 
 NUM_PROMPT, NUM_ANSWER = 64, 128
+# Requests that a client keeps open, and the fewest that throughput is measured with.
 NUM_AT_A_TIME = 128
-"""Requests that a client keeps open, and the fewest that throughput is measured with."""
 LEAST_S = 5.0
+# Pairs of requests whose first token is timed.
 NUM_SINGLE = 40
-"""Pairs of requests whose first token is timed."""
 LOAD: dict[str, Any] = {"max_num_seqs": 32, "prefix_caching": False, "num_threads": 1}
 FLAGS = ("--max-num-seqs", "32", "--no-prefix-caching", "--num-threads", "1")
 SIDES = ("library", "http", "http stream")
@@ -58,10 +58,10 @@ class Throughput:
     """One side's, once."""
 
     num_requests: int
+    # The answers, for the gate.
     texts: list[str] = field(default_factory=list)
-    """The answers, for the gate."""
+    # From the first request to the last answer.
     seconds: float = 0.0
-    """From the first request to the last answer."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -165,8 +165,8 @@ class Answer:
     def __init__(self, port: int, body: bytes):
         self.socket = socket.create_connection(("127.0.0.1", port))
         self._pieces: list[bytes] = []
+        # When the first piece of its body was there.
         self.first_s = 0.0
-        """When the first piece of its body was there."""
         head = f"POST /v1/completions HTTP/1.1\r\nhost: here\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
         self.socket.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
 
@@ -240,8 +240,8 @@ def served(model: str, flags: Sequence[str] = FLAGS, *, says: bool = False) -> I
 def compare(model: str, name: str, num_rounds: int) -> dict[str, Any]:
     """All sides in turns. Raises ``RuntimeError`` where answers differ."""
     rounds: list[dict[str, Throughput]] = []
+    # By round, the first tokens of the library and of HTTP.
     pairs_s: list[list[tuple[float, float]]] = []
-    """By round, the first tokens of the library and of HTTP."""
     with library(model) as llm:
         rate = llm.throughput(NUM_AT_A_TIME).tokens_per_s / NUM_ANSWER
     num_requests = max(NUM_AT_A_TIME, round(rate * LEAST_S))

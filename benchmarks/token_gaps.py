@@ -22,8 +22,8 @@ from typing import Any
 import fastgen
 from benchmarks.scheduler import processor
 
+# Of each stream, before the prompt comes: the model of step times has seen decodes by then.
 WARM_UP_TOKENS = 60
-"""Of each stream, before the prompt comes: the model of step times has seen decodes by then."""
 
 
 def percentile(values: list[float], share: float) -> float:

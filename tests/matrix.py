@@ -29,8 +29,8 @@ TESTS = (
 )
 
 Values = list[Any]
+# What was recorded, by recipe and proof.
 Cells = dict[str, dict[str, Values]]
-"""What was recorded, by recipe and proof."""
 
 
 class Record(Protocol):

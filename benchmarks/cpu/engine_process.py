@@ -31,8 +31,8 @@ class Run:
     seconds: float
     tokens: list[list[int]]
     times: list[list[float]]
+    # The most memory that the engine's processes held until now.
     peak_bytes: int
-    """The most memory that the engine's processes held until now."""
 
 
 class EngineError(Exception):

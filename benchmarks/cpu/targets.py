@@ -72,13 +72,13 @@ def request_rate(sample: Data) -> float:
     return float(1 / sample["seconds"])
 
 
+# By which figure engines are compared; more is better.
 RATES: dict[str, Callable[[Data], float | None]] = {
     "W1": decode_rate,
     "W2": prompt_rate,
     "W3": request_rate,
     "W4": new_rate,
 }
-"""By which figure engines are compared; more is better."""
 
 
 def rate(data: Data, model: str, engine: str, weight_format: str, workload: str) -> float | None:

@@ -38,8 +38,8 @@ from benchmarks.cpu.results import Results
 from benchmarks.cpu.targets import outside_kernels
 from fastgen.compile.host import device
 
+# Named like a workload: decode steps of fastgen alone, :mod:`benchmarks.cpu.decode_steps`.
 STEPS = "steps"
-"""Named like a workload: decode steps of fastgen alone, :mod:`benchmarks.cpu.decode_steps`."""
 _PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 
 

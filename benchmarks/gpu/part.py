@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 from benchmarks.gpu.measuring import Bench, Row, Rows, clocks, make_bench
 
+# By name: the module, and the seconds that it may take at most. In the order in which they are run.
 PARTS: dict[str, tuple[str, float]] = {
     "tests": ("gpu_tests", 90),
     "decode": ("steps", 180),
@@ -26,7 +27,6 @@ PARTS: dict[str, tuple[str, float]] = {
     "moe": ("moe", 90),
     "sampling": ("sampling", 60),
 }
-"""By name: the module, and the seconds that it may take at most. In the order in which they are run."""
 
 
 def run(name: str, *, toy: bool, say: Callable[[Row], None]) -> bool:

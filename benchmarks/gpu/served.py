@@ -27,8 +27,8 @@ from benchmarks.serving import Answer, request_body, served
 from fastgen.serving.extra import need_extra
 
 _SECONDS, _ROW_SECONDS = 30.0, 10.0
+# Tensors in a file of weights: four layers.
 _A_FILE = 36
-"""Tensors in a file of weights: four layers."""
 
 
 def measure(bench: Bench) -> Rows:

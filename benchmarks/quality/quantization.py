@@ -25,6 +25,7 @@ import fastgen
 from fastgen.compile.host import device
 from training.data import IGNORED, training_row
 
+# ``dtype``, ``quantize`` and ``target`` of each; the first is what others are compared with.
 FORMATS = {
     "fp32": ("float32", None, "auto"),
     "bf16": ("bfloat16", None, "auto"),
@@ -34,7 +35,6 @@ FORMATS = {
     "fp8_weight_only": ("float32", "fp8_weight_only", "torch"),
     "int4_weight_only": ("float32", "int4_weight_only", "torch"),
 }
-"""``dtype``, ``quantize`` and ``target`` of each; the first is what others are compared with."""
 BUILT_IN = ("tiny-llama", "tiny-mistral", "tiny-opt")
 _ROW_TOKENS = 512
 _RANDOM_PROMPTS, _RANDOM_TOKENS = 4, 32

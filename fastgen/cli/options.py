@@ -102,13 +102,14 @@ EarlyStopping = Annotated[
 Priority = Annotated[int | None, typer.Option(help="The lower the more urgent, among requests that run together.")]
 
 
+# The arguments of ``fastgen.serve`` that errors are about.
 SERVE_ARGUMENTS = (
     *("port", "grpc_port", "tool_format", "api_key_file", "tls_cert", "tls_key", "allow_origins"),
     *("max_queued_requests", "max_queued_tokens", "max_prompt_tokens", "ttft_slo_s", "itl_target"),
     *("max_connections", "max_body_bytes", "header_timeout_s", "body_timeout_s", "write_timeout_s", "keep_alive_s"),
     *("drain_timeout_s", "engine_timeout_s", "log_format", "log_requests", "log_prompts"),
 )
-"""The arguments of ``fastgen.serve`` that errors are about."""
+# Of the arguments whose flags are called otherwise.
 FLAG_NAMES = {
     "allow_config_keys": "allow_config_key",
     "allow_origins": "allow_origin",
@@ -120,7 +121,6 @@ FLAG_NAMES = {
     "drain_timeout_s": "drain_timeout",
     "engine_timeout_s": "engine_timeout",
 }
-"""Of the arguments whose flags are called otherwise."""
 _ARGUMENT = re.compile(rf"(?<![\w./'\"`-])({'|'.join(LOAD_ARGUMENTS + SERVE_ARGUMENTS)})\b(=?)(?=(\S?))")
 
 

@@ -15,11 +15,11 @@ from fastgen.layers.norm import QkNorm
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.layers.rotary import Rotary
 
+# Norms, rotates and writes to the cache: see :class:`fastgen.compile.ops.qkv.cpp.QkvKernel`, and for latent attention
+# :class:`fastgen.compile.ops.latent.cpp.LatentKernel`.
 Prepare = Callable[..., None]
-"""Norms, rotates and writes to the cache: see :class:`fastgen.compile.ops.qkv.cpp.QkvKernel`, and for latent attention
-:class:`fastgen.compile.ops.latent.cpp.LatentKernel`."""
+# Attends, given ``q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, out``.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""Attends, given ``q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, out``."""
 
 
 class Attention(nn.Module):

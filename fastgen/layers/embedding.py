@@ -16,8 +16,8 @@ from fastgen.layers.linear import Linear, PackedRows, Rows, stored_weight, weigh
 from fastgen.layers.norm import Norm
 from fastgen.layers.ragged_batch import RaggedBatch
 
+# A table as kernels read it.
 Stored = Tensor | PackedWeight | QuantizedWeight
-"""A table as kernels read it."""
 
 
 class EmbeddingTable(nn.Module):
@@ -62,8 +62,8 @@ class EmbeddingTable(nn.Module):
 class EmbeddingKernels(Protocol):
     """Look up in a model's tables, as :attr:`EmbeddingTable.stored`; the scale and the offset are theirs."""
 
+    # What they write.
     dtype: torch.dtype
-    """What they write."""
 
     def look_up(self, batch: RaggedBatch, tokens: Stored, positions: Stored | None, out: Tensor) -> None:
         """``out [T, E]``, the batch's tokens, scaled, and their positions where there is a table of these."""

@@ -13,8 +13,8 @@ from fastgen.compile.ops.softcap.reference import soft_cap
 from fastgen.layers.embedding import EmbeddingTable
 from fastgen.layers.linear import Linear, PlainLinear
 
+# Caps in place.
 Cap = Callable[[Tensor], Tensor]
-"""Caps in place."""
 
 
 class Head(nn.Module):

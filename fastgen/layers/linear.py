@@ -14,8 +14,8 @@ from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.compile.weights.packed import PackedWeight
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 
+# Computes ``out = x Wᵀ + b``, given ``x, weight, bias, out``.
 PlainLinear = Callable[[Tensor, Tensor | QuantizedWeight, Tensor | None, Tensor], None]
-"""Computes ``out = x Wᵀ + b``, given ``x, weight, bias, out``."""
 
 
 class Rows(Protocol):

@@ -14,9 +14,9 @@ from fastgen.compile.ops.linear.reference import grouped_linear
 from fastgen.layers.linear import Linear, PackedRows
 from fastgen.layers.mlp import Activation, GatedMlp, Mlp
 
+# Chooses experts, given the router's logits and what corrects them: see
+# :func:`fastgen.compile.ops.experts.reference.route`.
 Choose = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""Chooses experts, given the router's logits and what corrects them: see
-:func:`fastgen.compile.ops.experts.reference.route`."""
 
 
 class Router(nn.Module):

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+# ``x + scale * y``, which may be in ``x`` itself.
 Add = Callable[[Tensor, Tensor], Tensor]
-"""``x + scale * y``, which may be in ``x`` itself."""
 
 
 @dataclass

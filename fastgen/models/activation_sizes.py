@@ -25,8 +25,8 @@ class ActivationSizes:
         self._build, self._spec = build, build.spec
         self._a = build.activation_bytes
         self._by_torch = build.target.name == "torch"
+        # Bytes of the copy in fp32 that the reference makes of a number in 16 bits.
         self._widened = _FP32 if self._by_torch and build.dtype.itemsize < _FP32 else 0
-        """Bytes of the copy in fp32 that the reference makes of a number in 16 bits."""
 
     def step_bytes(self, num_tokens: int, length: int, block_size: int) -> int:
         """Of a step of ``num_tokens`` tokens, of sequences of up to ``length`` in blocks of ``block_size``."""

@@ -127,8 +127,8 @@ class _Builder:
     linear_kernels: dict[WeightFormat, LinearKernel] = field(default_factory=dict)
     routed_kernel: RoutedLinearKernel | None = None
     num_attentions: int = 0
+    # What the next reader of the stream has to add to it first, where kernels compute.
     unsettled: DeferredAdd | None = None
-    """What the next reader of the stream has to add to it first, where kernels compute."""
 
     def __post_init__(self) -> None:
         self.activation_dtype = self.target.activation_dtype(self.dtype)

@@ -18,8 +18,8 @@ from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.models.builder import build
 from fastgen.models.spec import ModelSpec
 
+# So many alternatives' log-probabilities are computed by sampling kernels of the ``triton`` target, for who asks.
 MAX_LOGPROBS = 20
-"""So many alternatives' log-probabilities are computed by sampling kernels of the ``triton`` target, for who asks."""
 _MAX_NUM_SEQS = 256  # of an engine on a GPU, unless it is told otherwise
 
 

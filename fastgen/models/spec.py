@@ -341,8 +341,8 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
     head: HeadSpec
+    # Glob patterns of checkpoint tensors that carry nothing the model needs.
     ignored_tensors: tuple[str, ...]
-    """Glob patterns of checkpoint tensors that carry nothing the model needs."""
 
     @property
     def tied(self) -> bool:

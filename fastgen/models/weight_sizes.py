@@ -76,8 +76,8 @@ class WeightSizes:
     vectors: int
     rotary: int
     page_rests: int
+    # The largest of the checkpoint, in the model's dtype: loading holds one beside the weights.
     largest_tensor: int
-    """The largest of the checkpoint, in the model's dtype: loading holds one beside the weights."""
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,12 @@ class Engine:
         self.metrics = EngineMetrics(scheduler)
         self._in_flight: InFlight | None = None
         self._last_end_s = -math.inf
+        # What kept the policy from learning, which was told.
         self._not_learned: set[type[Exception]] = set()
-        """What kept the policy from learning, which was told."""
+        # Told of a request whenever one of its completions has ended.
         self.on_end: Callable[[Generation], None] | None = None
-        """Told of a request whenever one of its completions has ended."""
+        # Whether answers have a text. Without, only those are decoded that a stop string may end.
         self.gives_text = True
-        """Whether answers have a text. Without, only those are decoded that a stop string may end."""
         self._request_ids = count()
         self._generations: dict[int, Generation] = {}
         self._deadlines = Deadlines()

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from fastgen.runtime.scheduling.scheduler import Scheduler
 
 # Two bounds an octave apart hold all times within a factor of two, from a step on a GPU to a long wait.
+# From 0.12 ms to 8 s.
 STEP_BOUNDS_S = tuple(2.0**power for power in range(-13, 4))
-"""From 0.12 ms to 8 s."""
+# From 1 ms to 17 min.
 REQUEST_BOUNDS_S = tuple(2.0**power for power in range(-10, 11))
-"""From 1 ms to 17 min."""
+# Some seconds of a busy engine.
 NUM_RECENT_GAPS = 16_384
-"""Some seconds of a busy engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,47 +60,47 @@ class Histogram:
 class Metrics:
     """A snapshot. Totals count since the model was loaded; times are seconds of the engine's clock."""
 
+    # Those of which any sequence has a slot.
     requests_running: int
-    """Those of which any sequence has a slot."""
+    # All others that have not ended.
     requests_waiting: int
-    """All others that have not ended."""
     sequences_running: int
     sequences_waiting: int
+    # Submitted.
     requests_total: int
-    """Submitted."""
     sequences_finished_total: Mapping[FinishReason, int]
+    # Of the requests submitted.
     prompt_tokens_total: int
-    """Of the requests submitted."""
     generation_tokens_total: int
+    # Forwarded by steps: of prompts, of answers, drafts that proved wrong, and once more after preemptions.
     computed_tokens_total: int
-    """Forwarded by steps: of prompts, of answers, drafts that proved wrong, and once more after preemptions."""
+    # Forwarded for nobody, to fill a step up to its captured size.
     padding_tokens_total: int
-    """Forwarded for nobody, to fill a step up to its captured size."""
+    # Of the sequences that were looked up in the prefix cache when they were admitted, or again after a preemption.
     prefix_cache_lookup_tokens_total: int
-    """Of the sequences that were looked up in the prefix cache when they were admitted, or again after a preemption."""
+    # Those found there, and so not computed.
     prefix_cache_hit_tokens_total: int
-    """Those found there, and so not computed."""
+    # Blocks whose contents were given up for others.
     prefix_cache_evictions_total: int
-    """Blocks whose contents were given up for others."""
+    # Of sequences; each beam of a search is one.
     preemptions_total: int
-    """Of sequences; each beam of a search is one."""
+    # Blocks of the KV cache.
     kv_blocks: int
-    """Blocks of the KV cache."""
     kv_blocks_held: int
+    # Of those that no sequence holds: blocks whose contents the prefix cache may use again.
     kv_blocks_cached: int
-    """Of those that no sequence holds: blocks whose contents the prefix cache may use again."""
+    # Steps with decodes that took longer than ``itl_target_ms``; none where that was not given.
     itl_target_missed_total: int
-    """Steps with decodes that took longer than ``itl_target_ms``; none where that was not given."""
+    # Whole steps, by the captured size that their tokens fit in.
     step_seconds: Mapping[int, Histogram]
-    """Whole steps, by the captured size that their tokens fit in."""
+    # From submission until the first of a request's tokens was scheduled.
     queue_seconds: Histogram
-    """From submission until the first of a request's tokens was scheduled."""
+    # From submission to the first token of a sequence.
     ttft_seconds: Histogram
-    """From submission to the first token of a sequence."""
+    # Between one token of a sequence and the next.
     gap_seconds: Histogram
-    """Between one token of a sequence and the next."""
+    # From submission until the last sequence of a request had ended.
     request_seconds: Histogram
-    """From submission until the last sequence of a request had ended."""
 
 
 class EngineMetrics:

@@ -22,16 +22,16 @@ class Update:
     token_ids: list[int]
     logprobs: list[Logprobs] | None
     end: End | None
+    # With the first of completion 0, if they were asked for.
     prompt_logprobs: list[Logprobs | None] | None = None
-    """With the first of completion 0, if they were asked for."""
 
 
 @dataclass
 class Answer:
     """One completion in the making."""
 
+    # Made with its first token: there may be thousands of which most wait.
     detokenizer: Detokenizer | None = None
-    """Made with its first token: there may be thousands of which most wait."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)

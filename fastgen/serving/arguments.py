@@ -17,8 +17,8 @@ _PARTS = ("limits", "connections", "api_keys")  # of ServeOptions, given by thei
 _LIMITS = tuple(field.name for field in fields(Limits) if field.name != "itl_target_ms")
 _CONNECTIONS = tuple(field.name for field in fields(ConnectionLimits))
 _OWN = tuple(field.name for field in fields(ServeOptions) if field.name not in _PARTS)
+# All but those of ``fastgen.load``. ``itl_target``, in milliseconds, is ``load``'s ``itl_target_ms`` and a limit.
 SERVE_ARGUMENTS = (*_OWN, "api_key_file", *_LIMITS, "itl_target", *_CONNECTIONS)
-"""All but those of ``fastgen.load``. ``itl_target``, in milliseconds, is ``load``'s ``itl_target_ms`` and a limit."""
 
 
 def sort_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ServeOptions]:

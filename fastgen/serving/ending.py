@@ -16,8 +16,8 @@ class Ending:
 
     token: str = field(repr=False)
     keys: ApiKeys
+    # Requests that run may finish.
     end: Callable[[], None]
-    """Requests that run may finish."""
 
     def ask(self, key: str | None) -> None:
         """End the server, for who has a right to it; raises ``UnauthorizedError`` for others."""

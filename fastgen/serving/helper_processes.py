@@ -19,8 +19,8 @@ from fastgen.errors import FastgenError
 from fastgen.serving.api_keys import environment_without_keys
 from fastgen.serving.refusals import UnavailableError
 
+# How long work waits for a process until another is started, which takes some ten times as long.
 _PATIENCE_S = 0.05
-"""How long work waits for a process until another is started, which takes some ten times as long."""
 _LENGTH = struct.Struct("<I")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+# In the environment of a detached server and of its engine: the file.
 LOG_VARIABLE = "FASTGEN_SERVE_LOG"
-"""In the environment of a detached server and of its engine: the file."""
 
 
 def move_output_to_log() -> None:

@@ -17,18 +17,18 @@ from fastgen.serving.tools.formats import tool_format_named
 class ConnectionLimits:
     """What a connection may cost."""
 
+    # How many may be open at once.
     max_connections: int = 1024
-    """How many may be open at once."""
+    # Of one request.
     max_body_bytes: int = 16 << 20
-    """Of one request."""
+    # From a connection's or a request's beginning to the end of the request's head.
     header_timeout_s: float = 10.0
-    """From a connection's or a request's beginning to the end of the request's head."""
+    # From there to the end of its body.
     body_timeout_s: float = 60.0
-    """From there to the end of its body."""
+    # For a client to take anything of what waits for it; after that the connection is cut.
     write_timeout_s: float = 30.0
-    """For a client to take anything of what waits for it; after that the connection is cut."""
+    # For a client to send another request on the same connection.
     keep_alive_s: float = 30.0
-    """For a client to send another request on the same connection."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -37,8 +37,8 @@ class ConnectionLimits:
 
 
 LogFormat = Literal["text", "json"]
+# What browsers say that a page is from; of another form none would ever match.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
-"""What browsers say that a page is from; of another form none would ever match."""
 
 
 def parse_log_format(name: str) -> LogFormat:
@@ -53,31 +53,31 @@ class ServeOptions:
     """The arguments of ``fastgen serve`` beside those of ``fastgen.load``."""
 
     host: str = "127.0.0.1"
+    # 0 takes any that is free.
     port: int = 8000
-    """0 takes any that is free."""
+    # Where gRPC is served, on the same host; by default it is not. 0 takes any that is free.
     grpc_port: int | None = None
-    """Where gRPC is served, on the same host; by default it is not. 0 takes any that is free."""
+    # What clients call the model; by default as it was asked for.
     name: str | None = None
-    """What clients call the model; by default as it was asked for."""
+    # How the model writes calls of tools, a key of ``tool_formats.TOOL_FORMATS``; by default its template says it.
     tool_format: str | None = None
-    """How the model writes calls of tools, a key of ``tool_formats.TOOL_FORMATS``; by default its template says it."""
     limits: Limits = field(default_factory=Limits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     api_keys: ApiKeys = field(default_factory=ApiKeys)
+    # A certificate and those that it rests on, PEM; with its key the server speaks TLS, by HTTP and by gRPC.
     tls_cert: Path | None = None
-    """A certificate and those that it rests on, PEM; with its key the server speaks TLS, by HTTP and by gRPC."""
     tls_key: Path | None = None
+    # The sites whose pages may ask this server; by default none but its own.
     allow_origins: tuple[str, ...] = ()
-    """The sites whose pages may ask this server; by default none but its own."""
+    # How long requests may take to finish once the server was told to end.
     drain_timeout_s: float = 30.0
-    """How long requests may take to finish once the server was told to end."""
+    # For how long an engine may be silent before it is ended and started again.
     engine_timeout_s: float = 60.0
-    """For how long an engine may be silent before it is ended and started again."""
     log_format: LogFormat = "text"
+    # A line for each request.
     log_requests: bool = False
-    """A line for each request."""
+    # With what was asked in it.
     log_prompts: bool = False
-    """With what was asked in it."""
 
     def __post_init__(self) -> None:
         for name in ("port", "grpc_port"):

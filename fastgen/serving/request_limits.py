@@ -5,17 +5,17 @@ from __future__ import annotations
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.refusals import BadRequestError
 
+# Requests that are looked at by one call, and not run.
 MAX_CHECKED = 64
-"""Requests that are looked at by one call, and not run."""
+# Completions of a prompt: OpenAI's limit.
 MAX_N = 128
-"""Completions of a prompt: OpenAI's limit."""
 MAX_BEAMS = 256
 MAX_STOP_STRINGS = 64
+# Of one stop string.
 MAX_STOP_CHARACTERS = 1000
-"""Of one stop string."""
 MAX_STOP_TOKEN_IDS = 1024
+# Alternatives beside a token, of the answer or of the prompt.
 MAX_LOGPROBS = 128
-"""Alternatives beside a token, of the answer or of the prompt."""
 
 
 def check_limits(sampling: SamplingParams) -> None:

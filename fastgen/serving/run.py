@@ -28,8 +28,8 @@ from fastgen.serving.monitoring.log import set_up_logging
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 
+# Where texts become tokens: more than conversations can keep, so that those which take long leave some for others.
 _MAX_THREADS = 32
-"""Where texts become tokens: more than conversations can keep, so that those which take long leave some for others."""
 _log = logging.getLogger(__name__)
 
 

@@ -43,8 +43,8 @@ class Case:
     trace: Trace
     numbers: dict[str, Any]
     filled_in: bool = False
+    # Tensors in the file that are no weights.
     surplus: frozenset[str] = frozenset()
-    """Tensors in the file that are no weights."""
 
 
 class Cases:

@@ -20,8 +20,8 @@ from fastgen.verify.edits import nodes, replaced, replaced_tree
 from fastgen.verify.report import Cause
 
 MAX_RUNS: Final = 40
+# Models that are run, and changes that are tried, to find a cause.
 MAX_HYPOTHESES: Final = 400
-"""Models that are run, and changes that are tried, to find a cause."""
 _MAX_NEW_NORMS: Final = 3
 
 _NORM_PLACES: Final = ("norm", "output_norm", "sum_norm")

@@ -36,8 +36,8 @@ class Comparer:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, Essence, str | None], Comparison] = {}
+        # Models that were loaded and run so far.
         self.num_runs = 0
-        """Models that were loaded and run so far."""
 
     def read(self, recipe: Recipe, case: Case) -> Comparison:
         """What can be told without running the model: numbers, and the weight map."""

@@ -36,6 +36,7 @@ def is_sparse(index: int) -> bool:
     return index % 4 == _SPARSE
 
 
+# What the files call one and the same size.
 SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -45,10 +46,9 @@ SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "head_dim": ("head_dim",),
     "max_positions": ("max_position_embeddings", "n_positions"),
 }
-"""What the files call one and the same size."""
 
+# Keys whose defaults follow from other sizes when they are absent, but not when the defaults are written out.
 DERIVED: Final = frozenset({*SPELLINGS["num_kv_heads"], *SPELLINGS["head_dim"]})
-"""Keys whose defaults follow from other sizes when they are absent, but not when the defaults are written out."""
 
 _SIZES: Final = (
     *("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "moe_intermediate_size"),
@@ -100,8 +100,8 @@ _COUNTS: Final[dict[str, str | None]] = {  # a number of layers: the list that s
     "first_k_dense_replace": None,
     "decoder_sparse_step": None,
 }
+# What has to fit one another where experts are chosen by groups: stated together, or left out.
 _GROUPS: Final = ("n_group", "topk_group", "num_experts_per_tok")
-"""What has to fit one another where experts are chosen by groups: stated together, or left out."""
 
 _TOKEN_IDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
 _ROPE_KEYS: Final = ("rope_parameters", "rope_scaling", "rope_theta")

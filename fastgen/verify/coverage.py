@@ -14,17 +14,17 @@ from typing import Any, Final
 from fastgen.models.resolve.config_keys import INERT
 from fastgen.verify.configs import Draws, is_sparse
 
+# A key and what it says.
 Fact = tuple[str, str]
-"""A key and what it says."""
 
+# The number of a configuration, and of the attempt at it.
 Place = tuple[int, int]
-"""The number of a configuration, and of the attempt at it."""
 
 _NUM_ATTEMPTS: Final = 16
 _FEW: Final = 8
 _MEANS: Final = " means"
+# What a new combination of three flags counts: they choose what a layer is made of.
 _FLAGS_COUNT: Final = 20.0
-"""What a new combination of three flags counts: they choose what a layer is made of."""
 
 
 class Series:

@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.spec import ModelSpec, NodeRef
 
+# Largest deviation anywhere in the model, in units of the reference's root mean square: fp32 through many layers.
 TOLERANCE = 2e-4
-"""Largest deviation anywhere in the model, in units of the reference's root mean square: fp32 through many layers."""
 
+# The same for one module alone.
 PROBE_TOLERANCE = 5e-5
-"""The same for one module alone."""
 
+# The same for the first attention's cache, before which little has been rounded: a small error of an angle shows.
 FIRST_KEYS_TOLERANCE = 3e-5
-"""The same for the first attention's cache, before which little has been rounded: a small error of an angle shows."""
 
+# The key of the comparison that fails where the configuration holds keys that nobody accounts for, or is refused.
 COMPLAINT = "config keys"
-"""The key of the comparison that fails where the configuration holds keys that nobody accounts for, or is refused."""
 
+# Part of the keys of comparisons of one module alone.
 PROBE = " probe "
-"""Part of the keys of comparisons of one module alone."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Disagreement:
     region: tuple[str, ...]
     key: str
     difference: float | None = None
+    # Tensors of the checkpoint that no node claims.
     unclaimed: tuple[str, ...] = ()
-    """Tensors of the checkpoint that no node claims."""
 
 
 @dataclass

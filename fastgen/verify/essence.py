@@ -11,8 +11,8 @@ from typing import Any
 from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.models.spec import BranchSpec, Layout, MlpSpec, ModelSpec, NodeRef, PartSpec, RouterSpec, TensorSpec
 
+# A digest.
 Essence = bytes
-"""A digest."""
 
 
 def essence(spec: ModelSpec) -> Essence:

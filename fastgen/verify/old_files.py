@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
+# Names of buffers that files hold: tables of angles.
 _ONCE_SAVED: Final = ("inv_freq", "embed_positions")
-"""Names of buffers that files hold: tables of angles."""
 
 
 def make_old(file: Path, model: Any, *, bare: bool, known: Collection[str] = ()) -> frozenset[str]:

@@ -23,8 +23,9 @@ from fastgen.compile.spec import torch_dtype
 UNUSED = 2**30  # a block id that no cache has
 CPU = torch.device("cpu")
 TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3}
+# Cached and new tokens of each sequence.
 Rows = list[tuple[int, int]]
-"""Cached and new tokens of each sequence."""
+# Shapes of models, with blocks of 64 tokens unless they say otherwise.
 SHIPPED = {
     **{f"D {size}": AttentionShape(32, 8, size, 64, "bf16", 0.1) for size in (64, 80, 96, 128, 256)},
     "fp16": AttentionShape(32, 8, 128, 64, "fp16", 0.1),
@@ -43,7 +44,6 @@ SHIPPED = {
     "latent": AttentionShape(128, 1, 576, 64, "bf16", 0.1, v_dim=512, values_in_keys=True),
     "expanded latent": AttentionShape(32, 32, 192, 64, "bf16", 0.1, v_dim=128),
 }
-"""Shapes of models, with blocks of 64 tokens unless they say otherwise."""
 
 
 @dataclass(frozen=True)

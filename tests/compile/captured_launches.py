@@ -25,8 +25,8 @@ from fastgen.compile.capture.tape import tape_spec
 from fastgen.compile.host.thread_pool import thread_pool_spec
 from fastgen.compile.spec import Argument, KernelSpec, torch_dtype
 
+# Between two numbers of 16 bits, relative: one rounding may tip over.
 UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-10}
-"""Between two numbers of 16 bits, relative: one rounding may tip over."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Memory:
     begin: int
     before: bytes
     after: bytes
+    # The argument that it is written as, unless it is only read or room to work in.
     written: Argument | None
-    """The argument that it is written as, unless it is only read or room to work in."""
 
     @property
     def shift(self) -> int:
@@ -65,8 +65,8 @@ class Memory:
 class CapturedLaunch:
     spec: KernelSpec
     memories: list[Memory]
+    # For each argument a memory's index and a place in it, or −1 and the number's bits.
     slots: list[tuple[int, int]]
-    """For each argument a memory's index and a place in it, or −1 and the number's bits."""
 
     def packed(self, kernel_index: int) -> bytes:
         """As ``replay.cpp`` reads it: words of 64 bits, and each memory's bytes behind its two."""

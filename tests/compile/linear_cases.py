@@ -30,8 +30,8 @@ from fastgen.compile.weights.packed import PackedWeight, WeightFormat, formats_o
 HERE = cpp_arch(device.current("cpu"))
 FORMATS = formats_of(HERE)
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_pairs": torch.bfloat16, "fp16": torch.float16}
+# Those whose instructions this machine has.
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
-"""Those whose instructions this machine has."""
 ONCE = [(HERE, each) for each in FORMATS] + [
     (arch, each) for arch in ARCHES[1:] if arch != "avx512" for each in ("fp32", "int8")
 ]
@@ -41,8 +41,8 @@ KERNELS = [pytest.param((arch, each), id=f"{arch}-{each}") for arch, each in ONC
     for arch, each in ALL
     if (arch, each) not in ONCE
 ]
+# Of the sum of the products' magnitudes. In int8 only the last three operations are rounded, in both alike.
 TOLERANCE = {"int8": 1e-7, "int4": 1e-6}
-"""Of the sum of the products' magnitudes. In int8 only the last three operations are rounded, in both alike."""
 MAX_ROWS, MAX_IN = 300, 5000
 
 

@@ -15,8 +15,8 @@ from tests.compile.kernel_runs import names_of, run
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 LIBRARIES = "/usr/aarch64-linux-gnu"
+# Of the largest number: Arm fuses products with sums where portable x86-64 rounds twice.
 TOLERANCE = 1e-5
-"""Of the largest number: Arm fuses products with sums where portable x86-64 rounds twice."""
 
 
 @cache

@@ -21,9 +21,10 @@ from fastgen.compile.ops.activation.reference import (
 )
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
+# The distinct functions, under one of their names.
 KINDS = {activation_spec(kind, "portable", gated=False).parameters["kind"]: kind for kind in ACTIVATIONS}
-"""The distinct functions, under one of their names."""
 EVERYWHERE = (("silu", True), ("gelu", False))
+# Each is a kernel to build; of the instruction sets that are not this machine's best a few.
 CASES = [
     pytest.param(arch, kind, gated, id=f"{kind}-{'gated' if gated else 'plain'}-{arch}",
                  marks=[] if arch == ARCHES[0] or (kind, gated) in EVERYWHERE else pytest.mark.slow)
@@ -31,9 +32,8 @@ CASES = [
     for kind in KINDS.values()
     for gated in (False, True)
 ]  # fmt: skip
-"""Each is a kernel to build; of the instruction sets that are not this machine's best a few."""
+# Relative; results below 1e-35 are taken for 0.
 TOLERANCE = 1e-5
-"""Relative; results below 1e-35 are taken for 0."""
 
 
 Kernels = dict[str, KernelLoader]

@@ -27,8 +27,8 @@ from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.packed import ARCHES_WITH_PAIRS
 
 HERE = cpp_arch(device.current("cpu"))
+# Those whose instructions this machine has.
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
-"""Those whose instructions this machine has."""
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=32, block_size=16, dtype="fp32", scale=0.2)
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 37},
@@ -43,6 +43,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bf16 in small blocks": {"dtype": "bf16", "block_size": 4},
     "fp16": {"dtype": "fp16"},
 }
+# What decides how keys near the edge of a window are read.
 NEAR_BLOCKS: dict[str, dict[str, Any]] = {
     "a window of small blocks": {"sliding_window": 37, "block_size": 4},
     "a window of odd blocks": {"sliding_window": 37, "block_size": 3},
@@ -51,11 +52,10 @@ NEAR_BLOCKS: dict[str, dict[str, Any]] = {
     "a window of odd blocks in bf16": {"sliding_window": 37, "block_size": 3, "dtype": "bf16"},
     "a window of one": {"sliding_window": 1},
 }
-"""What decides how keys near the edge of a window are read."""
+# Of the largest value: a few roundings of the scores.
 TOLERANCE = 1e-5
-"""Of the largest value: a few roundings of the scores."""
+# What rounding to bf16 changes a number by at most, relative to it.
 HALF_UNIT = 2.0**-8
-"""What rounding to bf16 changes a number by at most, relative to it."""
 
 
 class Batch:

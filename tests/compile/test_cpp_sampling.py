@@ -32,12 +32,12 @@ from fastgen.compile.ops.sampling.reference import (
 )
 
 HERE = cpp_arch(device.current("cpu"))
+# Those whose instructions this machine has.
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
-"""Those whose instructions this machine has."""
+# Tokens of a slice: few, so that small vocabularies have several.
 SLICE = 1024
-"""Tokens of a slice: few, so that small vocabularies have several."""
+# What is decided by less than this, the reference and the kernel may decide differently.
 MARGIN = 1e-4
-"""What is decided by less than this, the reference and the kernel may decide differently."""
 INF = float("inf")
 
 

@@ -21,11 +21,11 @@ from tests.compile.captured_launches import CapturedLaunch, FlaggedBuilder, Repl
 from tests.compile.kernel_runs import names_of, run
 
 HERE = cpp_arch(device.current("cpu"))
+# Those whose instructions this machine has.
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
-"""Those whose instructions this machine has."""
 MEMORY, THREADS = "address,undefined", "thread"
+# A kernel each: what else there is takes as many minutes as these take seconds.
 QUICK = {("tables int8", HERE, MEMORY), ("latent 1", HERE, MEMORY)}
-"""A kernel each: what else there is takes as many minutes as these take seconds."""
 CASES = [
     pytest.param(*case, id=" ".join(case), marks=[] if case in QUICK else pytest.mark.slow)
     for arch in ARCHES
@@ -33,8 +33,8 @@ CASES = [
     for case in [(name, arch, MEMORY), *([(name, arch, THREADS)] if arch == HERE else [])]
 ]
 UNUSED = ("-Wno-unused-function", "-Wno-unused-parameter", "-Wno-unused-const-variable")
+# Without what features that are off leave unused.
 WARNINGS = ("-O1", "-Wall", "-Wextra", "-Wshadow", "-Werror", *UNUSED)
-"""Without what features that are off leave unused."""
 
 
 @cache

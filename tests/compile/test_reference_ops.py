@@ -26,8 +26,8 @@ from fastgen.compile.ops.rotary.reference import apply_rotary
 
 Array = npt.NDArray[Any]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Largest relative error of rounding to the dtype; fp32's own is part of the slack.
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Largest relative error of rounding to the dtype; fp32's own is part of the slack."""
 UNUSED = 2**30  # a block id that no cache has
 
 

@@ -25,8 +25,8 @@ from fastgen.errors import InvalidArgumentError
 CHUNK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 NO_SLOTS = torch.zeros(1, dtype=torch.int64)
+# For what comes at once on an idle machine: reached only where something hangs.
 DEADLINE_S = 300
-"""For what comes at once on an idle machine: reached only where something hangs."""
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ SHARED: Drawn = {
 }
 OPTIONS: Drawn = {"target": "cpp", "token_budget": 9, "block_size": 16, "max_num_seqs": 3, "max_model_len": 96}
 LATENT = ("deepseek_v2", "deepseek_v3")
+# Drawn configurations of a family in the long tests.
 MORE = 4
-"""Drawn configurations of a family in the long tests."""
 
 
 def config_of(name: str, rng: Random, shared: Drawn) -> tuple[transformers.PreTrainedConfig, Any, str]:

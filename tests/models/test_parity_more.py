@@ -24,8 +24,8 @@ NUM_EXAMPLES = 8
 MAX_POSITIONS = 96
 
 Drawn = dict[str, Any]
+# A family's name: the prefix of its classes in transformers, and what draws its configuration.
 DRAWS: dict[str, tuple[str, Callable[[Random], Drawn]]] = {}
-"""A family's name: the prefix of its classes in transformers, and what draws its configuration."""
 
 
 def family(prefix: str) -> Callable[[Callable[[Random], Drawn]], Callable[[Random], Drawn]]:

@@ -21,8 +21,8 @@ from tests.models.test_parity_more import DRAWS, Drawn
 from tests.reference import check_family, rounding_errors
 
 OPTIONS: Drawn = {"target": "triton", "token_budget": 9, "block_size": 16, "max_num_seqs": 3, "max_model_len": 96}
+# Windows, soft caps, norms around branches.
 QUICK = ("gemma2",)
-"""Windows, soft caps, norms around branches."""
 CASES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in DRAWS]
 
 

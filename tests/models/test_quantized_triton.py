@@ -24,8 +24,8 @@ from tests.runtime.test_same_answer_triton import SIZES as SMALL
 from tests.runtime.test_same_answer_triton import watch
 
 FORMATS = ("int8_weight_only", "int4_weight_only", "fp8_weight_only")
+# Two layers each.
 LARGER = (*FAMILIES, "opt")
-"""Two layers each."""
 SIZES: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_num_seqs": 3, "max_model_len": 40}
 PROMPTS = [[5, 3, 20, 7, 11, 2, 9], [8], [30, 31, 4, 4, 12]]
 ANSWER = {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True, "logprobs": 20, "prompt_logprobs": 20}

@@ -25,8 +25,8 @@ from fastgen.models.resolve.resolve import resolve
 from tests.models import test_recipe_published, test_recipe_published_families
 from tests.shuffled import RECIPES, shipped_texts
 
+# Of a processor: how long that takes depends on who else is at work.
 HANG_S = 20
-"""Of a processor: how long that takes depends on who else is at work."""
 MAX_MESSAGE = 2500
 
 TEXTS = shipped_texts()
@@ -91,6 +91,7 @@ def outcome(file: Path, config: dict[str, Any]) -> RecipeError | None:
 
 # ------------------------------------------------------------------------------------------------------ every node
 
+# In place of a node: values of the wrong kind, out of all bounds, or written to run something.
 HOSTILE: list[Any] = [
     *(None, True, False, 0, -1, 1, 10**18, 2**31, 1e308, -1e308, 1e-320, float("inf"), float("nan"), 10**400),
     *([], {}, [None], [1, 2], {"a": 1}, {"when": "1"}, [[["x"]]], "", " ", "x", "none", "'text'", "[]", "layer"),
@@ -118,7 +119,6 @@ HOSTILE: list[Any] = [
     *("in", "in in", "part in", "(part", "part) in", "() in", "(in)", "((part) in)", "... in", "1 in", "in -> in"),
     *("(num_heads head_dim", "(a b c d e f g h) in", "(part part) in", "in_ out_", "(part head_dim) in " * 9),
 ]
-"""In place of a node: values of the wrong kind, out of all bounds, or written to run something."""
 
 
 def paths(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

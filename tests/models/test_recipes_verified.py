@@ -8,8 +8,8 @@ from fastgen.verify import verify
 from tests.matrix import Record
 from tests.shuffled import shipped_texts
 
+# Architectures that transformers does not know.
 NO_REFERENCE = {"internlm2"}
-"""Architectures that transformers does not know."""
 ENGINE = {"alone", "whole", "chunked", "kernels"}
 
 

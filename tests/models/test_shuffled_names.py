@@ -105,8 +105,8 @@ def specs_agree(name: str, shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch) 
     return own
 
 
+# Those that resolve in no time; the mixtures of thousands of experts say nothing that their smaller kin do not.
 SMALL_ENOUGH = [name for name, (_, count) in PUBLISHED.items() if count < 10**11]
-"""Those that resolve in no time; the mixtures of thousands of experts say nothing that their smaller kin do not."""
 
 
 def test_published_configurations_resolve_to_the_same_under_any_name(

@@ -10,8 +10,8 @@ import pytest
 from tests.matrix import MUTATIONS, PAGE, PROOFS, RESULTS, read_json, read_records, render
 from tests.shuffled import shipped_texts
 
+# Transformers does not know the architecture.
 NOT_MEASURED = {("internlm2", "verify"), ("internlm2", "engine")}
-"""Transformers does not know the architecture."""
 
 
 def test_the_page_is_made_of_the_results() -> None:

@@ -15,7 +15,7 @@ def _smaller(config: dict[str, Any]) -> dict[str, Any]:
     return config | counts | ({"num_hidden_layers": 8} if counts else {})
 
 
+# By the recipe's name: that name again, and the content of a ``config.json``.
 CONFIGS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     name: (name, _smaller(config)) for config, _ in reversed(_ALL.values()) for name in [find_recipe(config).name]
 }
-"""By the recipe's name: that name again, and the content of a ``config.json``."""

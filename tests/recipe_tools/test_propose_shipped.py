@@ -49,6 +49,7 @@ BLOOM: Final[dict[str, Any]] = {
     f"{ATTEND}.alibi.scaled": False,
     "model.layers.residual.transform.mlp.activation": "'gelu_new'",
 }
+# What the hidden recipe says where the proposal, which asks, says something else. All others need no answer.
 ANSWERS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("gemma", "published"): NORM_OFFSETS | {"model.embedding.scale": "sqrt(hidden_size)"},
     ("gemma", "renamed"): NORM_OFFSETS | {"model.embedding.scale": "sqrt(hidden_size)"},
@@ -72,7 +73,6 @@ ANSWERS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("phi3", "renamed"): below(f"{ATTEND}.qkv", PARTS_FIRST),
     ("gpt_neox", "renamed"): below(f"{BOTH}.qkv", BY_HEAD),
 }
-"""What the hidden recipe says where the proposal, which asks, says something else. All others need no answer."""
 
 Tiny = tuple[Path, Any]
 
@@ -98,8 +98,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return checkpoint
 
 
+# Most kinds of structure once: these are proposed in every run, renamed; all the others where time is no matter.
 FAST: Final = frozenset(("gpt2", "opt", "falcon", "phi", "cohere", "qwen3", "deepseek_v3"))
-"""Most kinds of structure once: these are proposed in every run, renamed; all the others where time is no matter."""
 
 
 @pytest.mark.parametrize(

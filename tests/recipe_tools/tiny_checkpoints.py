@@ -32,6 +32,7 @@ _LATENT: Final[dict[str, Any]] = {
     **{"n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
 }
 
+# By recipe: the architecture in transformers, and what its configuration says.
 CHECKPOINTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama": ("Llama", SIZES),
     "mistral": ("Mistral", SIZES | {"sliding_window": 7}),
@@ -61,7 +62,6 @@ CHECKPOINTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "falcon": ("Falcon", _NO_HEAD_DIM | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "opt": ("OPT", SIZES | {"ffn_dim": 72, "word_embed_proj_dim": 48}),
 }
-"""By recipe: the architecture in transformers, and what its configuration says."""
 
 
 def make(name: str, directory: Path) -> transformers.PreTrainedModel:

@@ -10,8 +10,8 @@ import pytest
 
 from fastgen.runtime.engine import Engine
 
+# By the running test, which may have let them go.
 _made: list[Engine] = []
-"""By the running test, which may have let them go."""
 _shared: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 

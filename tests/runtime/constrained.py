@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.runtime.checkpoints import save_checkpoint
 
+# More than the tokenizer has.
 VOCAB_SIZE = 330
-"""More than the tokenizer has."""
 EOS = 2
 WHITESPACE = r"[ \t\n\r]{0,20}"
 

@@ -36,8 +36,8 @@ class Device:
     rng: random.Random
     now_s: float = 1000.0
     failures: float = 0.0
+    # How often the logits of a sequence are no numbers.
     damages: float = 0.0
-    """How often the logits of a sequence are no numbers."""
     seen: list[Schedule] = field(default_factory=list)
 
     def clock(self) -> float:
@@ -100,8 +100,8 @@ class History:
     damages: float = 0.0
     after_step: Callable[[History], None] | None = None
     generations: list[Generation] = field(default_factory=list)
+    # How often the policy put a step off.
     num_waits: int = 0
-    """How often the policy put a step off."""
 
     def __post_init__(self) -> None:
         self.device = Device(self.rng, failures=self.failures, damages=self.damages)

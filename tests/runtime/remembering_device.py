@@ -94,8 +94,8 @@ class AheadDevice:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.num_ahead = self.num_taken = self.num_in_vain = 0
+        # For each slot the token sampled last: its sequence, that one's preemptions, the position, the token.
         self._sampled: dict[int | None, tuple[Sequence, int, int, int]] = {}
-        """For each slot the token sampled last: its sequence, that one's preemptions, the position, the token."""
 
     def launch(self, schedule: Schedule, *, ahead: bool) -> LaunchedStep:
         self.num_ahead += ahead

@@ -36,8 +36,8 @@ from tests.runtime.test_same_answer import num_certain_tokens
 from tests.runtime.test_same_answer_cpp import FAMILIES, SIZES
 
 STEP_S = 0.01
+# That a request may take from its submission to its end, with as many others as there may be at once.
 MOST_STEPS = 2000
-"""That a request may take from its submission to its end, with as many others as there may be at once."""
 MOST_OPEN = 24
 KINDS: list[dict[str, Any]] = [
     {},

@@ -30,8 +30,8 @@ from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenize
 
 EOS = 2
 LONGEST = 14  # new tokens
+# Where two continuations of the reference are closer, either may be the better one.
 MARGIN = 1e-3
-"""Where two continuations of the reference are closer, either may be the better one."""
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "opt"])

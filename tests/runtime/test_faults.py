@@ -33,6 +33,8 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 Part = Callable[[Engine], Any]
+# Phases whose failure is that of all the step's requests: whose method it is, and which. Of those within the commit
+# only calls from there fail.
 RUN: dict[str, tuple[Part, str]] = {
     "copy blocks": (lambda engine: engine.runner, "_copy_blocks"),
     "build batch": (lambda engine: engine.runner.input_batch, "build"),
@@ -47,8 +49,7 @@ RUN: dict[str, tuple[Part, str]] = {
     "commit: publish": (lambda engine: engine.scheduler.kv.prefix_cache, "publish"),
     "commit: free": (lambda engine: engine.scheduler.kv.pool, "free"),
 }
-"""Phases whose failure is that of all the step's requests: whose method it is, and which. Of those within the commit
-only calls from there fail."""
+# Phases before there is a step.
 PLAN: dict[str, tuple[Part, str]] = {
     "schedule": (lambda engine: engine.scheduler, "schedule"),
     "policy": (lambda engine: engine.scheduler.policy, "plan"),
@@ -56,7 +57,6 @@ PLAN: dict[str, tuple[Part, str]] = {
     "allocate": (lambda engine: engine.scheduler.kv, "allocate"),
     "take blocks": (lambda engine: engine.scheduler.kv.pool, "allocate"),
 }
-"""Phases before there is a step."""
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,7 @@ LATENT = {
     "moe_intermediate_size": 19,
     "num_key_value_heads": 4,
 }
+# Plain; softcaps, windows, a tied head; experts and QK-norm; layer norms and biases; latent attention and groups.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
     "Gemma2": ("Gemma2", {"head_dim": 12, "sliding_window": 9, "final_logit_softcapping": 5.0}),
@@ -51,7 +52,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi": ("Phi", {"qk_layernorm": True}),
     "DeepseekV3": ("DeepseekV3", LATENT),
 }
-"""Plain; softcaps, windows, a tied head; experts and QK-norm; layer norms and biases; latent attention and groups."""
 WEIGHTS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},

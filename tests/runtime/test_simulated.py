@@ -12,8 +12,8 @@ from fastgen.runtime.scheduling.policies import Policy, choose_policy
 from fastgen.runtime.scheduling.step_time import StepWork
 from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
 
+# Of a GPU's order: 10 ms for a small step, 90 ms for one of 2048 tokens.
 COST = CostModel(step_s=0.008, token_s=4e-5, context_s=5e-8, pair_s=1e-9)
-"""Of a GPU's order: 10 ms for a small step, 90 ms for one of 2048 tokens."""
 
 
 def server(policy: Policy | None = None, *, noise: float = 0.0, prefix_caching: bool = False) -> SimulatedServer:
@@ -43,8 +43,8 @@ def test_noise_follows_the_seed() -> None:
 
 
 STREAMS = [Arrival(0.0, [stream] * 50, SamplingParams(max_new_tokens=6_000)) for stream in range(16)]
+# Comes when the streams have run for a while.
 LONG = Arrival(2.0, [3] * 60_000, SamplingParams(max_new_tokens=1))
-"""Comes when the streams have run for a while."""
 
 
 def gaps_beside_a_long_prompt(policy: Policy, noise: float) -> tuple[list[float], float]:

@@ -35,8 +35,8 @@ SIZES = {
 }
 WINDOWED = -(-(WINDOW - 1) // BLOCK_SIZE) + 1 - (-(TOKEN_BUDGET - 1) // BLOCK_SIZE)
 WHOLE = -(-(NUM_PROMPT + NUM_NEW - 1) // BLOCK_SIZE)
+# Blocks of one request. Gemma 2's layers see in turn a window and all.
 MOST_HELD = {"Mistral": WINDOWED, "Gemma2": WINDOWED + WHOLE}
-"""Blocks of one request. Gemma 2's layers see in turn a window and all."""
 
 
 def reference(family: str) -> Any:

@@ -21,8 +21,8 @@ class Answered:
     status: int
     text: str = ""
     error: str | None = None
+    # When each event of a stream came.
     arrivals_s: list[float] = field(default_factory=list)
-    """When each event of a stream came."""
 
 
 class RawClient:

@@ -32,8 +32,8 @@ from tests.serving.server_process import ServerProcess, served
 
 MODEL = "tiny-llama"
 FLAGS = ("--max-num-seqs", "32", "--max-body-bytes", "20000", "--body-timeout", "2", "--write-timeout", "2")
+# Longer than any request of a storm takes.
 HANG_S = 60.0
-"""Longer than any request of a storm takes."""
 WORDS = ("once", "upon", "a", "time", "there", "was", "little", "girl", "dog", "sun", "and", "the", "happy", "ball")
 
 
@@ -71,10 +71,10 @@ class Storm:
     pool: list[Known]
     rng: random.Random
     happened: Counter[str] = field(default_factory=Counter)
+    # What must not have happened.
     wrong: list[str] = field(default_factory=list)
-    """What must not have happened."""
+    # Between the events of streams that were read as they came.
     gaps_s: list[float] = field(default_factory=list)
-    """Between the events of streams that were read as they came."""
     errors: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -278,8 +278,8 @@ class Kills:
     """An engine that was killed again and again under load."""
 
     storm: Storm
+    # From each kill until requests were taken again.
     ready_s: list[float] = field(default_factory=list)
-    """From each kill until requests were taken again."""
 
 
 async def run_kills(

@@ -27,8 +27,8 @@ from fastgen.serving.monitoring.log import set_up_logging
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ConnectionLimits, ServeOptions
 
+# Longer than anything here takes.
 WAIT_S = 20.0
-"""Longer than anything here takes."""
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Application:
 
     bodies: list[bytes] = field(default_factory=list)
     num_sent: int = 0
+    # Set where the client of ``/endless`` or ``/never`` has gone.
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set where the client of ``/endless`` or ``/never`` has gone."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive())["body"]

@@ -20,8 +20,8 @@ from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, UnavailableError
 from fastgen.serving.service import Running, Service
 
+# Longer than anything here takes.
 WAIT_S = 120.0
-"""Longer than anything here takes."""
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
 T = TypeVar("T")
 

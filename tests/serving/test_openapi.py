@@ -27,13 +27,13 @@ OPERATIONS = [
     "GET /info",
     "POST /terminate",  # nobody here has the token that it takes
 ]
+# Checks of what a document does not say, or servers with other options do.
 NOT_SAID = {
     "positive_data_acceptance",  # what the schema allows may be refused by the vocabulary, or by another field
     "unsupported_method",
     "missing_required_header",
     "ignored_auth",
 }
-"""Checks of what a document does not say, or servers with other options do."""
 
 
 @pytest.fixture(scope="module")

@@ -158,6 +158,7 @@ def test_seeds_and_temperatures_are_those_of_the_api(server: ServerProcess, visi
         assert it.answer() == drawn["choices"][0]["message"]["content"]
 
 
+# In the page itself: all tokens may be there before anybody outside has looked.
 STOP_AT_ONCE = """by => new MutationObserver((_, observer) => {
     const message = document.querySelector(".message.assistant");
     if (!message?.querySelector(".text")?.textContent) return;
@@ -169,7 +170,6 @@ STOP_AT_ONCE = """by => new MutationObserver((_, observer) => {
     if (by === "button") document.querySelector("#stop-button").click();
     else document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape", bubbles: true}));
 }).observe(document.body, {childList: true, subtree: true, characterData: true})"""
-"""In the page itself: all tokens may be there before anybody outside has looked."""
 
 
 @pytest.mark.parametrize("by", ["button", "key"])

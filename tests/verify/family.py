@@ -29,21 +29,21 @@ from fastgen.verify.edits import nodes
 SEEDS = range(100, 105)
 NUM_DRAWN = 8
 NUM_MIXED = 200
+# Drawn configurations that each change is made in; and one of those of more layers or wider heads.
 NUM_BASES = 2
-"""Drawn configurations that each change is made in; and one of those of more layers or wider heads."""
+# Of a model; one of more costs time and shows nothing else.
 MAX_TENSORS = 1000
-"""Of a model; one of more costs time and shows nothing else."""
 DEPTHS = (6, 31)
+# Layers, and how many times as wide.
 WIDTHS = (4, 16)
-"""Layers, and how many times as wide."""
 _OTHERS: dict[type, tuple[Any, ...]] = {
     bool: (True, False),
     int: (0, 1, 2, 3, 4, 5, 8, 12, 16, 24, 48, 64, 96, 128, 192, 2048, 5000),
     float: (0.0, 0.5, 1.0, 1e-5, 0.05, 3.0),
     list: ([], [0], [1], [0, 1], [1, 1, 0], [0] * 31, [1, 0] * 16),
 }
+# Values of a key that the class does not know, or leaves empty.
 _UNKNOWN = (True, False, 0, 1, 2, 0.5, 16, 64, 128, 5000, [1], [0, 1, 1])
-"""Values of a key that the class does not know, or leaves empty."""
 
 
 DEPTH_KEYS, WIDTH_KEYS = (*SPELLINGS["num_layers"],), (*SPELLINGS["hidden_size"], *SPELLINGS["head_dim"], "n_embed")
@@ -114,8 +114,8 @@ def _filled_in(model_class: Any, config: dict[str, Any]) -> dict[str, Any] | Non
         return None
 
 
+# Where, whether the key is there then, and with which value.
 _Change = tuple[Path, bool, Any]
-"""Where, whether the key is there then, and with which value."""
 
 
 def _changes(recipe: Recipe, defaults: Mapping[str, Any]) -> Iterator[_Change]:

@@ -29,11 +29,11 @@ from tests.verify.internlm2 import InternLM2ForCausalLM
 from tests.verify.mutations import Mutant, mutants
 from tests.verify.survivors import Survivors
 
+# As many as `fastgen verify` draws unless told otherwise.
 NUM_CONFIGS = 20
-"""As many as `fastgen verify` draws unless told otherwise."""
 
+# For architectures that transformers does not know.
 REFERENCES = {"internlm2": InternLM2ForCausalLM}
-"""For architectures that transformers does not know."""
 
 _ROOT = Path(__file__).parents[2]
 _HEAVY = ("deepseek_v2", "deepseek_v3")  # they take longest, so they begin first

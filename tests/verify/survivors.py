@@ -17,8 +17,8 @@ from fastgen.verify.compare import Comparer
 from fastgen.verify.essence import Essence, essence
 from tests.verify.family import Family, resolved
 
+# Configurations in which both recipes make a model that are run to find one that shows the mistake.
 MAX_WITNESSES = 12
-"""Configurations in which both recipes make a model that are run to find one that shows the mistake."""
 
 
 @dataclass(frozen=True)

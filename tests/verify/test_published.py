@@ -16,8 +16,8 @@ FILES: list[dict[str, Any]] = [
     value for value in vars(families).values() if isinstance(value, dict) and "architectures" in value
 ]
 
+# Keys that classes read although they do not write them.
 READ = {"rope_scaling", "rotary_emb_base", "rotary_pct", "head_dim"}
-"""Keys that classes read although they do not write them."""
 
 
 @pytest.mark.parametrize("config", FILES, ids=lambda config: config["architectures"][0])

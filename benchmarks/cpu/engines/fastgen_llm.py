@@ -8,13 +8,13 @@ from typing import Any
 from benchmarks.cpu.engines.protocol import Answer, BaseEngine, Engine, Settings, versions
 from benchmarks.cpu.workloads import Request
 
+# ``dtype`` and ``quantize`` of each weight format.
 OPTIONS = {
     "fp32": ("float32", None),
     "bf16": ("bfloat16", None),
     "int8": ("float32", "int8"),
     "int4": ("float32", "int4"),
 }
-"""``dtype`` and ``quantize`` of each weight format."""
 
 
 def load(settings: Settings) -> Engine:

@@ -25,8 +25,8 @@ class Settings:
     model: Path
     weight_format: str
     num_threads: int
+    # The program of an engine that is one.
     server: str = ""
-    """The program of an engine that is one."""
 
 
 @dataclass
@@ -96,8 +96,8 @@ ADAPTERS = {
         {"fp32": ".f32.gguf", "bf16": ".bf16.gguf", "fp16": ".f16.gguf", "int8": ".q8_0.gguf", "int4": ".q4_0.gguf"},
     ),
 }
+# Formats are compared with those of as many bits a weight.
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
-"""Formats are compared with those of as many bits a weight."""
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -94,5 +94,5 @@ class _AskedFor:
         return self.kernel.bind(grid, *arguments)
 
 
+# The reference.
 TORCH = Target()
-"""The reference."""

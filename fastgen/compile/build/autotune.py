@@ -34,8 +34,8 @@ from fastgen.compile.spec import KernelSpec
 from fastgen.errors import KernelError
 
 Choice = Mapping[str, Any]
+# The seconds that a call takes.
 Measure = Callable[[Callable[[], None]], float]
-"""The seconds that a call takes."""
 
 SHIPPED = Path(__file__).with_name("tuned_devices.json")
 _DIRECTORY = ".tuning"  # of the kernel cache, which removes with its entries all that begins with a dot
@@ -70,8 +70,8 @@ class Tuning:
     device_name: str | None = None
     measure: Measure | None = None
     known: Mapping[str, Choice] = field(default_factory=dict)
+    # By problem, all that was asked for.
     chosen: dict[str, Choice] = field(default_factory=dict)
-    """By problem, all that was asked for."""
 
     def choose(self, problem: str, ways: Sequence[Way], *, may_measure: bool) -> int:
         """The place of the way to take among ``ways``, of which the first is the default.

@@ -12,8 +12,8 @@ from fastgen.compile.build.cache import Entry
 from fastgen.compile.capture.recording import recorder
 from fastgen.compile.spec import KernelSpec, Target
 
+# The architecture that runs Triton kernels in Python on a CPU.
 INTERPRET = "interpret"
-"""The architecture that runs Triton kernels in Python on a CPU."""
 
 
 class BuildFailure(Exception):  # noqa: N818 (never leaves this package: the loader makes a KernelError of it)
@@ -68,8 +68,8 @@ class Builder(Protocol):
 
     target: Target
     arch: str
+    # Of the bundle that kernels come from, what :meth:`accompany` put there; else ``None``.
     modules: Path | None
-    """Of the bundle that kernels come from, what :meth:`accompany` put there; else ``None``."""
 
     def versions(self) -> Mapping[str, str]:
         """All that decides, beside the source, what is built; part of the cache's key."""

@@ -41,8 +41,8 @@ _MANIFEST = "bundle.json"
 _KERNELS, _MODULES = "kernels", "modules"
 _FORMAT = 2
 _REPEATED = ("allow_config_key",)
+# What a bundle is about that makes its kernels other ones than another bundle's.
 _DECIDING = ("dtype", "quantize", "block_size")
-"""What a bundle is about that makes its kernels other ones than another bundle's."""
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ class KernelCache:
 
     def __init__(self, directory: Path | None = None):
         self.directory = directory or default_directory()
+        # Takes its place for what cannot be written there.
         self._spare: Path | None = None
-        """Takes its place for what cannot be written there."""
 
     def find(self, name: str, key: Mapping[str, Any]) -> Entry | None:
         """The entry of kernel ``name`` whose key has these parts, if it is there and undamaged."""

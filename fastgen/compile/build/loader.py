@@ -24,8 +24,8 @@ from fastgen.errors import InvalidArgumentError, KernelError
 if TYPE_CHECKING:
     from fastgen.compile.build.autotune import Tuning
 
+# Told ``(done, total)`` after each kernel, from any thread, one at a time.
 Progress = Callable[[int, int], None]
-"""Told ``(done, total)`` after each kernel, from any thread, one at a time."""
 
 
 def make_builder(target: str) -> Builder:

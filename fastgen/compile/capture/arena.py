@@ -16,11 +16,11 @@ from torch import Tensor
 from fastgen.compile.host.huge_pages import in_huge_pages
 
 _ALIGNMENT = 64  # bytes: a cache line
+# Bytes that an arena grows by at least.
 SLAB = 1 << 20
-"""Bytes that an arena grows by at least."""
 
+# A piece counts as large that takes more than such a part of its slab.
 _LARGE = 16
-"""A piece counts as large that takes more than such a part of its slab."""
 
 
 class Arena:

@@ -86,8 +86,8 @@ class Tape:
     """Made by :func:`record`. ``runner`` is the kernel of :func:`tape_spec`, which launches C++ kernels in one call."""
 
     def __init__(self, name: str, entries: Sequence[Entry], runner: CppKernel | None = None):
+        # On which pool a replay was begun, and its number there.
         self._begun: tuple[ThreadPool, int] | None = None
-        """On which pool a replay was begun, and its number there."""
         self.name = name
         self.entries: Sequence[Entry] = tuple(entries)
         self._closed = False
@@ -291,8 +291,8 @@ class _NativeStretch:
         table[1 : len(calls) : 2] = table[1 : len(calls) : 2] * table.itemsize + table[len(calls) :].data_ptr()
         arguments = table, len(launches)
         self._run = runner.bind((), *arguments)
+        # The same call, as a thread of the pool makes it.
         self.entry_point, self.slots = runner.entry_point, torch.tensor(runner.slots(arguments))
-        """The same call, as a thread of the pool makes it."""
 
     def __call__(self) -> None:
         self._run()

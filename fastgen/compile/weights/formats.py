@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 WeightOnlyFormat = Literal["int8_weight_only", "int4_weight_only", "fp8_weight_only"]
+# What ``quantize=`` may say; without ``_weight_only``, activations are rounded as well.
 QuantizedFormat = Literal["int8", "int4"] | WeightOnlyFormat
-"""What ``quantize=`` may say; without ``_weight_only``, activations are rounded as well."""
 _WEIGHT_ONLY: tuple[QuantizedFormat, ...] = ("int8_weight_only", "int4_weight_only", "fp8_weight_only")
+# By target, those that it multiplies.
 QUANTIZED: dict[str, tuple[QuantizedFormat, ...]] = {
     "cpp": ("int8", "int8_weight_only", "int4"),
     "triton": _WEIGHT_ONLY,
     "torch": _WEIGHT_ONLY,
 }
-"""By target, those that it multiplies."""
 
+# How many of a row's neighbouring values share a scale, where not all of them do.
 GROUP = 32
-"""How many of a row's neighbouring values share a scale, where not all of them do."""
 _SMALLEST = 1e-30  # rows of smaller values count as zero; 127 over them would overflow
 
 

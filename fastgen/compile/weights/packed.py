@@ -14,17 +14,17 @@ from fastgen.compile.host.huge_pages import in_huge_pages
 from fastgen.compile.weights.formats import GROUP, Quantized, quantize_channels, quantize_groups
 from fastgen.errors import InvalidArgumentError
 
+# ``"bf16_pairs"``, ``"int8"`` and ``"int4"`` have their inputs rounded too; the others multiply in fp32.
 WeightFormat = Literal["fp32", "bf16", "fp16", "bf16_pairs", "int8_weight_only", "int8", "int4"]
-"""``"bf16_pairs"``, ``"int8"`` and ``"int4"`` have their inputs rounded too; the others multiply in fp32."""
+# By instruction set, how many outputs' weights lie side by side.
 PANELS = {"avx512bf16": 32, "avx512vnni": 32, "avx512": 32, "avx2": 16, "portable": 16}
-"""By instruction set, how many outputs' weights lie side by side."""
+# By instruction set, how many 32-bit numbers a vector has.
 LANES = {"avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
-"""By instruction set, how many 32-bit numbers a vector has."""
+# Instruction sets that add two products of bf16 at once.
 ARCHES_WITH_PAIRS = ("avx512bf16",)
-"""Instruction sets that add two products of bf16 at once."""
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_pairs": torch.bfloat16, "fp16": torch.float16}
+# How many weights of one output lie together, where not one.
 _STEPS = {"bf16_pairs": 2, "int8": 4, "int4": GROUP}
-"""How many weights of one output lie together, where not one."""
 _SCALED = ("int8_weight_only", "int8")
 _MAX_IN_FEATURES = (2**31 - 1) // 127**2  # so that a sum of products of 8 bits has room in 32
 _PIECE = 4 << 20  # weights converted at a time

@@ -14,10 +14,10 @@ from fastgen.compile.build.builder import Kernel
 from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 from fastgen.compile.weights.formats import GROUP, WeightOnlyFormat, quantize_channels, quantize_groups
 
+# By format, the short name of the dtype of what holds the codes.
 CODES = {"int8_weight_only": "i8", "int4_weight_only": "u8", "fp8_weight_only": "u8"}
-"""By format, the short name of the dtype of what holds the codes."""
+# By format, the short name of the scales' dtype.
 SCALES = {"int8_weight_only": "fp32", "int4_weight_only": "fp16", "fp8_weight_only": "fp32"}
-"""By format, the short name of the scales' dtype."""
 _LARGEST_FP8 = 448.0
 _PIECE = 4 << 20  # weights widened at a time
 _BLOCK = 1024  # weights of a program, eight for each of its threads

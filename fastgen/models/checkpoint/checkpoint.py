@@ -22,11 +22,11 @@ from fastgen.models.checkpoint.files import WEIGHT_FILES, is_index, read_index, 
 from fastgen.models.checkpoint.tensor_files import TensorHeader, read_headers, stream_tensors
 from fastgen.models.spec import Layout, TensorSpec
 
+# How many names an error lists of each kind.
 _LISTED = 20
-"""How many names an error lists of each kind."""
 
+# Below this, opening a file anew costs more than the memory it saves.
 _MIN_WINDOW_BYTES = 8 << 20
-"""Below this, opening a file anew costs more than the memory it saves."""
 
 _COMPARED_ELEMENTS = 1 << 20
 _FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

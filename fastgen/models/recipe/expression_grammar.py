@@ -14,11 +14,11 @@ from jinja2 import nodes
 from fastgen.errors import FastgenError
 from fastgen.models.recipe.spelling import close_to
 
+# A JSON value: ``None``, bool, int, float, str, list or dict with string keys.
 Value = Any
-"""A JSON value: ``None``, bool, int, float, str, list or dict with string keys."""
 
+# A path into ``config.json``: ``("rope_parameters", "rope_theta")``.
 Path = tuple[str, ...]
-"""A path into ``config.json``: ``("rope_parameters", "rope_theta")``."""
 
 MAX_LENGTH: Final = 1000
 MAX_TOKENS: Final = 200

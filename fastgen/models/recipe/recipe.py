@@ -23,8 +23,8 @@ from fastgen.models.recipe.yaml_positions import MAX_SIZE_BYTES, NodePath, Tree,
 
 MAX_EXTENDS: Final = 8
 
+# Where the recipe of a name is, these files left aside; ``None`` if nowhere.
 FindByName = Callable[[str, frozenset[Path]], Path | None]
-"""Where the recipe of a name is, these files left aside; ``None`` if nowhere."""
 
 
 @dataclass(frozen=True, eq=False)

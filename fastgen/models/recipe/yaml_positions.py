@@ -35,8 +35,8 @@ class Tree:
     value: Scalar | tuple[Tree, ...] | Mapping[str, Tree]
     file: str
     line: int
+    # Nodes below and including this one, an alias counted each time it is used.
     size: int = 1
-    """Nodes below and including this one, an alias counted each time it is used."""
 
     def plain(self) -> Any:
         """The data alone: scalars, tuples and dicts."""

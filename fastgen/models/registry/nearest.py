@@ -25,6 +25,7 @@ from fastgen.models.resolve.config_keys import HARMLESS, INERT
 from fastgen.models.resolve.resolve import mentioned_paths, resolve, unread_keys
 from fastgen.models.spec import ModelSpec, MoeSpec
 
+# What files call one and the same fact, by its meaning; the commonest spelling first.
 SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "vocab_size": ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens", "padded_vocab_size", "vocab"),
     "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed", "dim", "model_dim", "embed_dim", "width", "emb_dim"),
@@ -45,7 +46,6 @@ SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "theta": ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base", "theta"),
     "tied": ("tie_word_embeddings", "tie_embeddings", "tied_embeddings", "share_embeddings", "weight_tying"),
 }
-"""What files call one and the same fact, by its meaning; the commonest spelling first."""
 
 _LAYER: Final = "{layer}"
 _EXPERT: Final = "{expert}"

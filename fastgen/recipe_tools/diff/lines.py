@@ -26,8 +26,8 @@ class Line:
 
 
 Side = Literal["-", "+"]
+# Whose it is, the node it is about, and what stands there.
 Row = tuple[Side, Tree | None, str]
-"""Whose it is, the node it is about, and what stands there."""
 
 
 def lines_of(a: Recipe, b: Recipe, differences: Iterable[Difference | SpecDifference]) -> Iterator[Line]:

@@ -29,8 +29,8 @@ _NUMBERS: Final = (
     *("num_parameters", "tied"),
 )
 
+# What a model consists of, by dotted path: each number, and each tensor with its shape.
 Leaves = dict[str, str]
-"""What a model consists of, by dotted path: each number, and each tensor with its shape."""
 
 Rename = Callable[[str], str]
 

@@ -16,8 +16,8 @@ from fastgen.recipe_tools.explain.wrap import wrapped
 
 MIN_WIDTH: Final = 40
 DEFAULT_WIDTH: Final = 80
+# Beyond it lines are too long to be read with ease; pictures are drawn so wide.
 MAX_WIDTH: Final = 96
-"""Beyond it lines are too long to be read with ease; pictures are drawn so wide."""
 
 
 _STREAM: Final = 5  # column of the stream

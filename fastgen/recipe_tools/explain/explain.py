@@ -27,8 +27,8 @@ from fastgen.recipe_tools.explain.boxes import (
 from fastgen.recipe_tools.explain.plain_text import layer_list, printable
 from fastgen.recipe_tools.explain.reading import Box, Fact, Reader
 
+# Kinds of layers that are drawn each with its own numbers; where there are more, a number that varies is a range.
 MAX_KINDS: Final = 4
-"""Kinds of layers that are drawn each with its own numbers; where there are more, a number that varies is a range."""
 
 _PARTS: Final = (
     (("attention", attention_box), ("latent_attention", latent_attention_box)),

@@ -16,8 +16,8 @@ from fastgen.models.recipe.spelling import shown
 from fastgen.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, RotarySpec
 from fastgen.recipe_tools.explain.plain_text import printable
 
+# Of an expression, or of a value, in a drawing; what is longer is cut.
 MAX_CHARACTERS: Final = 400
-"""Of an expression, or of a value, in a drawing; what is longer is cut."""
 
 
 @dataclass(frozen=True)

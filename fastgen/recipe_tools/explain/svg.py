@@ -10,8 +10,8 @@ from fastgen.recipe_tools.explain.drawing import Rectangle, Scene, Span, Wire
 
 CELL_WIDTH: Final = 8.4
 CELL_HEIGHT: Final = 18.0
+# Cells are wider than what common monospaced fonts give a character of this size (0.6 of it), so text stays inside.
 FONT_SIZE: Final = 13.0
-"""Cells are wider than what common monospaced fonts give a character of this size (0.6 of it), so text stays inside."""
 
 _MARGIN: Final = 12.0
 _RADIUS: Final = 8.0  # of a joint's circle

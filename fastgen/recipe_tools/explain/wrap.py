@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+# Where a word is broken, after one of the first of these if that leaves a line of some length, else of the next.
 _JOINTS: Final = (".,/|()", "_-")
-"""Where a word is broken, after one of the first of these if that leaves a line of some length, else of the next."""
 
 
 def wrapped(text: str, width: int) -> list[str]:

@@ -55,8 +55,8 @@ class Evidence:
     """A checkpoint's structure. ``odd`` are tensors that do not stand in all layers, or experts, in one shape."""
 
     config: Mapping[str, Any]
+    # All that the configuration says, keys inside mappings dotted.
     values: Mapping[str, Any]
-    """All that the configuration says, keys inside mappings dotted."""
     shapes: Mapping[str, Shape]
     top: tuple[Module, ...]
     layers_at: str

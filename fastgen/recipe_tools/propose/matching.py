@@ -13,8 +13,8 @@ from typing import Final
 from fastgen.recipe_tools.propose.evidence import Module
 from fastgen.recipe_tools.propose.words import about_attention, about_feed_forward, speaks_for
 
+# Outputs and inputs of each role's matrix.
 Sizes = Mapping[str, tuple[int, int]]
-"""Outputs and inputs of each role's matrix."""
 
 _CANDIDATES: Final = 6  # modules tried for a role, those whose names speak for it first
 _PER_MODULE: Final = 2.0  # what it is worth to have found a role for a module

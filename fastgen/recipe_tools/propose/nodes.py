@@ -25,8 +25,8 @@ class Leaf:
     commented: bool = False
 
 
+# A mapping from keys to leaves and nodes.
 Node = dict[str, Any]
-"""A mapping from keys to leaves and nodes."""
 
 
 def leaf(value: Scalar | tuple[Scalar, ...], question: str | None = None) -> Leaf:

@@ -28,8 +28,8 @@ from fastgen.recipe_tools.propose.recipe_text import QUESTION_MARK, recipe_text,
 from fastgen.recipe_tools.propose.structure import read_structure
 from fastgen.recipe_tools.propose.variant import Difference
 
+# Last parts of names of tensors that hold no parameters: masks, frequencies.
 _BUFFERS: Final = ("inv_freq", "masked_bias", "attn.bias", "attention.bias", "embed_positions", "position_ids")
-"""Last parts of names of tensors that hold no parameters: masks, frequencies."""
 _LIKE_THE_NEAREST: Final = 0.55  # of the folded tensors of both sides; below, its choices say nothing
 _SAME_NAMES: Final = 0.99  # of structure and names: it is the nearest recipe, and what that says is not asked again
 _LISTED: Final = 12

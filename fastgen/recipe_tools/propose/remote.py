@@ -19,8 +19,8 @@ from fastgen.errors import ModelNotFoundError
 from fastgen.models.checkpoint.checkpoint import Checkpoint
 from fastgen.models.checkpoint.files import read_json_object
 
+# The content of config.json, and the shape of every tensor.
 Headers = tuple[dict[str, Any], dict[str, tuple[int, ...]]]
-"""The content of config.json, and the shape of every tensor."""
 
 
 def read_remote(repository: str) -> Headers:

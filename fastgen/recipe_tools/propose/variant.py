@@ -11,25 +11,25 @@ from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.recipe.schema import Config
 from fastgen.recipe_tools.propose.nodes import Leaf, Node, Path, written
 
+# Keys whose values are no expressions.
 _TEXTS: Final = frozenset(
     (
         *("kind", "weight", "tokens", "at", "layout", "over", "rounding", "scoring", "scaled"),
         *("q", "k", "v", "fused", "gate", "up", "down", "correction", "shared_gate"),
     )
 )
-"""Keys whose values are no expressions."""
 _SECTIONS: Final = frozenset(
     (
         *("norm", "output_norm", "sum_norm", "final_norm", "q_norm", "k_norm", "attention", "latent_attention"),
         *("mlp", "moe", "positions", "project", "shared", "q_latent", "rotary", "alibi"),
     )
 )
+# What a checkpoint's structure shows: a proposal that lacks one says that the model has none.
 _MODULES: Final = frozenset(
     ("q", "k", "v", "fused", "gate", "up", "split", "layout", "correction", "shared_gate", "fraction", "dim")
 )
-"""What a checkpoint's structure shows: a proposal that lacks one says that the model has none."""
+# What a recipe may leave out, and the language then takes for absent.
 _OPTIONAL: Final = frozenset(("scale", "softcap", "sliding_window", "offset", "bias"))
-"""What a recipe may leave out, and the language then takes for absent."""
 _MISSING: Final = object()
 
 

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, int]
 _key_of: Callable[[Sequence], _Key] = attrgetter("key")
+# Of a list of token ids: a pointer and an integer.
 _BYTES_PER_TOKEN = 40
-"""Of a list of token ids: a pointer and an integer."""
 
 
 class StepRecord:
@@ -141,8 +141,8 @@ class _Finished(NamedTuple):
     clock_s: float
     reason: FinishReason
     num_tokens: int
+    # Where this was the last of its completions.
     request: Request | None
-    """Where this was the last of its completions."""
     step: int | None
 
     @property
@@ -166,8 +166,8 @@ class BeamMoves:
     def __init__(self, forks: BeamForks, request_id: int, step: int, *, keeps_tokens: bool):
         self._forks, self._keeps_tokens = forks, keeps_tokens
         self.request_id, self.step = request_id, step
+        # Of each: which sequence, its new parent, what tokens it had, and how many of them are the prompt's.
         self.moves: list[tuple[_Key, _Key | None, SequenceOf[int], int]] = []
-        """Of each: which sequence, its new parent, what tokens it had, and how many of them are the prompt's."""
         self.given: list[_Key] = []
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -188,8 +188,8 @@ class BeamMoves:
 
 
 _RingEvent = StepRecord | Request | _Finished | _Withdrawn | BeamMoves | SchedulerState
+# How many times a ring is gone through a snapshot is taken, so that one is left when the rest has gone.
 _SNAPSHOTS = 4
-"""How many times a ring is gone through a snapshot is taken, so that one is left when the rest has gone."""
 
 
 class Recorder:
@@ -211,14 +211,14 @@ class Recorder:
         self._num_bytes = 0
         self._next_step = self._first_step = 0
         self._bytes_seen = 0
+        # Before which step it was taken, and the bytes seen by then.
         self._last_snapshot = (0, 0)
-        """Before which step it was taken, and the bytes seen by then."""
         self._open: dict[int, Request] = {}
+        # Arrivals that left the ring before the ends of their requests.
         self._early: dict[int, Request] = {}
-        """Arrivals that left the ring before the ends of their requests."""
         self._running: set[_Key] = set()
+        # Whose tokens came last.
         self._ran: StepRecord | None = None
-        """Whose tokens came last."""
 
     def arrived(self, request: Request) -> None:
         """``request`` was queued."""

@@ -21,8 +21,8 @@ from fastgen.runtime.requests.outputs import FinishReason
 
 FORMAT = "fastgen flight recording"
 VERSION = 5
+# For :mod:`fastgen.runtime.flight.recording_file`: a number is no string, and an unknown field is an error.
 _STRICT = {"extra": "forbid", "strict": True}
-"""For :mod:`fastgen.runtime.flight.recording_file`: a number is no string, and an unknown field is an error."""
 
 
 class Entry(NamedTuple):
@@ -91,17 +91,17 @@ class EngineFacts:
     max_num_seqs: int
     block_size: int
     num_blocks: int
+    # Of each KV group, how many positions a token sees; ``None`` for all.
     windows: tuple[int | None, ...]
-    """Of each KV group, how many positions a token sees; ``None`` for all."""
+    # Most tokens of a sequence in a step, where that bounds what a window holds.
     max_chunk: int | None
-    """Most tokens of a sequence in a step, where that bounds what a window holds."""
+    # A name of :mod:`fastgen.runtime.scheduling.policies`, or for a policy of another's the name of its class.
     policy: str
-    """A name of :mod:`fastgen.runtime.scheduling.policies`, or for a policy of another's the name of its class."""
     policy_parameters: dict[str, int | float | None]
     aging_s: float
     prefix_caching: bool
+    # Whether steps are launched before the tokens of those before them are known.
     runs_ahead: bool = False
-    """Whether steps are launched before the tokens of those before them are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +116,8 @@ class Header:
     model: str
     started: str
     clock_s: float
+    # Number of the first step that is still there; above 0 where the recorder's ring let earlier ones go.
     first_step: int
-    """Number of the first step that is still there; above 0 where the recorder's ring let earlier ones go."""
     engine: EngineFacts
 
 
@@ -134,8 +134,8 @@ class Arrival:
     n: int = 1
     beam_width: int = 1
     priority: int = 0
+    # Asked for, so that nothing of the prompt is taken from the prefix cache.
     prompt_logprobs: bool = False
-    """Asked for, so that nothing of the prompt is taken from the prefix cache."""
     timeout_s: float | None = None
     blocks: tuple[int, ...] = ()
 
@@ -159,15 +159,15 @@ class Step:
     step: int
     began_s: float
     scheduled_s: float
+    # Of the time between ``scheduled_s`` and ``ran_s``, what building the batch took.
     build_s: float
-    """Of the time between ``scheduled_s`` and ``ran_s``, what building the batch took."""
+    # ``None`` where the step failed; its requests end then.
     ran_s: float | None
-    """``None`` where the step failed; its requests end then."""
     ended_s: float | None
+    # The captured size that holds its tokens.
     size: int
-    """The captured size that holds its tokens."""
+    # Tokens that it was filled up with.
     num_padding: int
-    """Tokens that it was filled up with."""
     num_decodes: int
     entries: tuple[Entry, ...]
     admitted: tuple[Admission, ...] = ()
@@ -178,9 +178,9 @@ class Step:
     waiting: int
     blocks_free: int
     blocks_cached: int = 0
+    # Of a step that was scheduled ahead of the tokens of the step before: whoever had to wait for theirs. Its forward
+    # pass runs behind that step's, so its times overlap with that one's.
     held_back: tuple[str, ...] | None = None
-    """Of a step that was scheduled ahead of the tokens of the step before: whoever had to wait for theirs. Its forward
-    pass runs behind that step's, so its times overlap with that one's."""
 
     @property
     def num_tokens(self) -> int:
@@ -210,10 +210,10 @@ class Finish:
     clock_s: float
     sequence: str
     reason: FinishReason
+    # Generated tokens.
     num_tokens: int
-    """Generated tokens."""
+    # The step whose outcome ended it; ``None`` where it was ended between steps.
     step: int | None
-    """The step whose outcome ended it; ``None`` where it was ended between steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,13 +298,13 @@ class Snapshot:
     num_opened: int
     next_spare: int
     now_s: float
+    # What the policy has learned.
     policy: tuple[float, ...]
-    """What the policy has learned."""
     free: tuple[int, ...]
     cached: tuple[int, ...]
     nodes: tuple[PrefixState, ...]
+    # All that run, and of those that wait who has run before or is not the first of its request.
     sequences: tuple[SequenceState, ...]
-    """All that run, and of those that wait who has run before or is not the first of its request."""
     decodes: tuple[str, ...]
     prompts: tuple[str, ...]
     free_slots: tuple[int, ...]

@@ -35,11 +35,11 @@ from fastgen.runtime.scheduling.policies import make_policy
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
+# The fields of a :class:`Step` that the scheduler decides.
 DECISIONS = (
     *("size", "num_decodes", "entries", "admitted", "preempted", "block_entries", "block_copies"),
     *("running", "waiting", "blocks_free", "blocks_cached"),
 )
-"""The fields of a :class:`Step` that the scheduler decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ class Difference:
     """A step that was decided otherwise: the names of the fields, and what was ``recorded`` and ``replayed``."""
 
     recorded: Step
+    # ``None`` where nothing was left to schedule.
     replayed: Step | None
-    """``None`` where nothing was left to schedule."""
     fields: tuple[str, ...]
 
 
@@ -151,10 +151,10 @@ class _Player:
         self._unlike_others = count(2**31)
         self._num_drafts: dict[str, int] = {}
         self._runs_ahead = recording.header.engine.runs_ahead
+        # The step committed last, as long as it is not over.
         self._last: _Played | None = None
-        """The step committed last, as long as it is not over."""
+        # The step that was scheduled ahead of the tokens of the last, and is committed when that is over.
         self._ahead: _Played | None = None
-        """The step that was scheduled ahead of the tokens of the last, and is committed when that is over."""
         self._last_end_s = -math.inf
         if begin:
             self._begin_with(recording, begin)

@@ -17,8 +17,8 @@ from fastgen.runtime.kv_cache.prefix_cache import PrefixNode
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
+# The number of a block of tokens that follows the block of another number, −1 where it is a prompt's first.
 NumberOf = Callable[[int, tuple[int, ...]], int]
-"""The number of a block of tokens that follows the block of another number, −1 where it is a prompt's first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,8 @@ class OtherPrompts:
     num_requests: int
     longest_request: int
     longest_tokens: int
+    # Of the longest, meanwhile.
     computed_tokens: int
-    """Of the longest, meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from fastgen.runtime.flight.recording import Recording, Step
 from fastgen.runtime.flight.replay import num_replayed, replay
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
+# Cells of the block map; one of ``3 + i`` is held by the ``i``-th of :attr:`BlockMap.requests`, counted from 1.
 FREE, CACHED, SHARED, OTHERS = 0, 1, 2, 3
-"""Cells of the block map; one of ``3 + i`` is held by the ``i``-th of :attr:`BlockMap.requests`, counted from 1."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def block_map(recording: Recording, *, num_columns: int = 1000, num_requests: in
     return BlockMap(start_s, cells[1:], tuple(code - _FIRST - 1 for code in longest))
 
 
+# In ``holders`` request ``r`` is ``_FIRST + 1 + r``.
 _FIRST = OTHERS
-"""In ``holders`` request ``r`` is ``_FIRST + 1 + r``."""
 
 
 def _num_prompt_tokens(step: Step) -> int:

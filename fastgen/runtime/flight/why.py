@@ -37,29 +37,29 @@ class Why:
     """What became of one sequence. Times are seconds; those until a moment count from its arrival."""
 
     sequence: str
+    # Sequences of its request.
     completions: int
-    """Sequences of its request."""
     prompt_tokens: int
+    # Of the prompt, found in the prefix cache when it was first scheduled.
     cached_tokens: int
-    """Of the prompt, found in the prefix cache when it was first scheduled."""
     new_tokens: int
+    # ``None`` where the recording ends before it.
     finish_reason: FinishReason | None
-    """``None`` where the recording ends before it."""
+    # Until it ended, or the recording did.
     total_s: float
-    """Until it ended, or the recording did."""
+    # Sequences that were waiting when it came.
     ahead: int
-    """Sequences that were waiting when it came."""
+    # Until the first of its tokens was scheduled; ``None`` where none was.
     queue_s: float | None
-    """Until the first of its tokens was scheduled; ``None`` where none was."""
     ttft_s: float | None
+    # Until its first token, or until its end where there is none.
     first_token: Span
-    """Until its first token, or until its end where there is none."""
+    # From its first token to its last; ``None`` with fewer than two.
     other_tokens: Span | None
-    """From its first token to its last; ``None`` with fewer than two."""
+    # In which it had tokens.
     steps: int
-    """In which it had tokens."""
+    # After the first; ``None`` with fewer than two.
     tokens_per_s: float | None
-    """After the first; ``None`` with fewer than two."""
     preemptions: tuple[Preemption, ...]
     median_gap_s: float | None
     worst_gap: Gap | None

@@ -20,8 +20,8 @@ import numpy as np
 
 from fastgen.errors import InvalidArgumentError
 
+# Where padding tokens write their keys and values, and which nobody reads. It is never handed out.
 PADDING_BLOCK = 0
-"""Where padding tokens write their keys and values, and which nobody reads. It is never handed out."""
 
 
 class BlockPool:

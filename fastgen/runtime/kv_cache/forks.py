@@ -15,10 +15,9 @@ class Forks:
 
     def __init__(self, kv: KVCacheManager, running: RunningSet, waiting: WaitingQueue):
         self._kv, self._running, self._waiting = kv, running, waiting
+        # Beams whose next token may go into a block that they share with their parent. It goes into a copy, and the
+        # parent's into the block itself, where it is of no account to the others.
         self.forked: set[Sequence] = set()
-        """Beams whose next token may go into a block that they share with their parent. It goes into a copy, and the
-        parent's into the block itself, where it is of no account to the others.
-        """
 
     def blocks_needed(self, num_prompt_tokens: int, num_tokens: int, beam_width: int) -> int:
         """The most blocks that the beams of a request hold at once when each has ``num_tokens`` tokens.

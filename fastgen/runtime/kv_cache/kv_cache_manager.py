@@ -82,19 +82,19 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, self.prefix_cache.forget if self.prefix_cache else None)
         self.block_size, self.windows, self.max_chunk = block_size, tuple(windows), max_chunk
         self.num_groups, self._has_windows = len(self.windows), any(self.windows)
+        # Of each sequence that holds blocks, the node of the last block it has published, or took from the cache.
         self._nodes: dict[Sequence, PrefixNode] = {}
-        """Of each sequence that holds blocks, the node of the last block it has published, or took from the cache."""
+        # Those that publish no more, since what they hold is not to be trusted.
         self._private: set[Sequence] = set()
-        """Those that publish no more, since what they hold is not to be trusted."""
+        # Those whose next token may go into a block that is not theirs alone, since one was forked from another. Any
+        # other has its place for that token already, unless ``num_computed_tokens`` is a multiple of ``block_size``.
         self.may_share: set[Sequence] = set()
-        """Those whose next token may go into a block that is not theirs alone, since one was forked from another. Any
-        other has its place for that token already, unless ``num_computed_tokens`` is a multiple of ``block_size``."""
+        # For whom each copy is that is due; it holds a reference on its source.
         self._pending_copies: dict[BlockCopy, Sequence] = {}
-        """For whom each copy is that is due; it holds a reference on its source."""
+        # Those attached to what the cache has of them, but not given places for more yet.
         self._looked_up: set[Sequence] = set()
-        """Those attached to what the cache has of them, but not given places for more yet."""
+        # Decodes that have filled a block since they were advanced, in that order.
         self._due: dict[Sequence, None] = {}
-        """Decodes that have filled a block since they were advanced, in that order."""
         self.spares = SpareBlocks(self.pool, block_size, len(windows))
 
     @property

@@ -32,14 +32,14 @@ from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
 class PrefixCacheStatistics:
     """Counted since the start. The hit rate is ``hit_tokens / lookup_tokens``."""
 
+    # Sequences admitted that were looked up, those that came back after a preemption included.
     lookups: int = 0
-    """Sequences admitted that were looked up, those that came back after a preemption included."""
+    # Tokens they had then.
     lookup_tokens: int = 0
-    """Tokens they had then."""
+    # Tokens of these that were found and not computed again.
     hit_tokens: int = 0
-    """Tokens of these that were found and not computed again."""
+    # Blocks whose contents were given up for an allocation.
     evictions: int = 0
-    """Blocks whose contents were given up for an allocation."""
 
 
 class PrefixNode:
@@ -74,8 +74,8 @@ class PrefixCache:
         self.block_size, self.windows = block_size, tuple(windows)
         self._none = (PADDING_BLOCK,) * len(self.windows)
         self.root = PrefixNode(None, b"", 0, self._none, bytes(_PREFIX_BYTES))
+        # All but the root, by what they are found by.
         self._nodes: dict[bytes, PrefixNode] = {}
-        """All but the root, by what they are found by."""
         self._numbers = count(1)
         self.statistics = PrefixCacheStatistics()
         self._node_of_block: dict[int, PrefixNode] = {}

@@ -15,18 +15,18 @@ from fastgen.runtime.memory.ledger import MemoryModel, in_gib
 if TYPE_CHECKING:
     from fastgen.runtime.config import AskedSizes, EngineConfig
 
+# The engine's sizes, or a :class:`FastgenError`.
 Resolve = Callable[[MemoryModel, "AskedSizes"], "EngineConfig"]
-"""The engine's sizes, or a :class:`FastgenError`."""
 
+# Fields of :class:`AskedSizes`, integers.
 Sizes = dict[str, Any]
-"""Fields of :class:`AskedSizes`, integers."""
 
+# Of what a machine has beside the engine's other memory: others run there too, and files want to be cached.
 _SHARE_OF_REST = 0.5
-"""Of what a machine has beside the engine's other memory: others run there too, and files want to be cached."""
+# Of a GPU's memory, all together: the driver wants some, and some is lost in pieces between.
 _SHARE_OF_GPU = 0.9
-"""Of a GPU's memory, all together: the driver wants some, and some is lost in pieces between."""
+# In how many steps all sizes are lowered together.
 _STEPS = 1024
-"""In how many steps all sizes are lowered together."""
 _SIZES = ("kv_cache_memory", "token_budget", "max_num_seqs", "max_model_len", "block_size")
 _SMALLEST: Sizes = {"kv_cache_memory": None, "token_budget": 1, "max_num_seqs": 1, "max_model_len": 1}
 _PLENTY = 1 << 62

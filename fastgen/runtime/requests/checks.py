@@ -22,8 +22,8 @@ class RequestChecks:
     ):
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
         self.has_tokenizer, self.grammars = has_tokenizer, grammars
+        # Parameters that were found to go with the model: many requests come with the same.
         self._last: SamplingParams | None = None
-        """Parameters that were found to go with the model: many requests come with the same."""
 
     def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise ``InvalidArgumentError`` where the model cannot answer, saying why."""

@@ -30,8 +30,8 @@ class Completion:
     num_tokens_taken: int = 0
     finish_taken: bool = False
     _text: str = ""
+    # Tokens whose text nobody has asked for yet: in the middle of a step there are better things to do.
     _undecoded: list[int] = field(default_factory=list)
-    """Tokens whose text nobody has asked for yet: in the middle of a step there are better things to do."""
 
     @property
     def text(self) -> str:
@@ -109,8 +109,8 @@ class Generation:
         self.prompt_logprobs: list[dict[int, float] | None] | None = (
             None if request.sampling.prompt_logprobs is None else [None] * len(request.prompt_ids)
         )
+        # When a token of it was first scheduled, or it ended without.
         self.left_queue_s: float | None = None
-        """When a token of it was first scheduled, or it ended without."""
         self._completions: list[Completion] | None = None
         self._num_finished = 0
 

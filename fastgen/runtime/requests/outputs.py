@@ -6,54 +6,53 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+# Token id to natural log-probability; the token that stands there is always among them.
 Logprobs = dict[int, float]
-"""Token id to natural log-probability; the token that stands there is always among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMetrics:
     """Where a request's time went. Times are seconds of a monotonic clock."""
 
+    # From submission until the first of its tokens was scheduled.
     queue_s: float
-    """From submission until the first of its tokens was scheduled."""
+    # From submission to the first generated token; ``None`` when there was none.
     ttft_s: float | None
-    """From submission to the first generated token; ``None`` when there was none."""
+    # Between each generated token and the next: one fewer than there are tokens.
     gaps_s: list[float] = field(default_factory=list)
-    """Between each generated token and the next: one fewer than there are tokens."""
+    # Prompt tokens whose keys and values were found in the prefix cache.
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values were found in the prefix cache."""
+    # Generated tokens that had been drafted before, so that each came in the step of the token before it.
     accepted_drafts: int = 0
-    """Generated tokens that had been drafted before, so that each came in the step of the token before it."""
+    # How often its blocks were taken away and it was computed anew.
     preemptions: int = 0
-    """How often its blocks were taken away and it was computed anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOutput:
     """One completion of a prompt, finished."""
 
+    # Requests of an engine are numbered in order of arrival.
     request_id: int
-    """Requests of an engine are numbered in order of arrival."""
+    # Which of the ``n`` completions of its request it is.
     index: int = 0
-    """Which of the ``n`` completions of its request it is."""
     text: str
+    # All generated ids, those of a stop string and a final stop or end-of-text token included.
     token_ids: list[int]
-    """All generated ids, those of a stop string and a final stop or end-of-text token included."""
     finish_reason: FinishReason
     prompt_token_ids: list[int]
     metrics: RequestMetrics
+    # One per generated token, or ``None`` when not asked for.
     logprobs: list[Logprobs] | None = None
-    """One per generated token, or ``None`` when not asked for."""
+    # One per prompt token, ``None`` for the first, which nothing precedes; ``None`` when not asked for.
     prompt_logprobs: list[Logprobs | None] | None = None
-    """One per prompt token, ``None`` for the first, which nothing precedes; ``None`` when not asked for."""
+    # What went wrong, when ``finish_reason`` is ``"error"``.
     error: str | None = None
-    """What went wrong, when ``finish_reason`` is ``"error"``."""
+    # With beam search, what this completion was ranked by: the sum of its tokens' log-probabilities, as penalties and
+    # bias made them, divided by its length to the power ``length_penalty``.
     score: float | None = None
-    """With beam search, what this completion was ranked by: the sum of its tokens' log-probabilities, as penalties and
-    bias made them, divided by its length to the power ``length_penalty``."""
+    # The further completions of the same prompt when ``n > 1``, with beam search best first; empty in each of these.
     others: tuple[GenerationOutput, ...] = field(default=(), repr=False)
-    """The further completions of the same prompt when ``n > 1``, with beam search best first; empty in each of
-    these."""
 
     @property
     def completions(self) -> tuple[GenerationOutput, ...]:
@@ -66,9 +65,9 @@ class GenerationChunk:
     """What a stream yields: the text and ids that are new since the last chunk of the same completion. A beam search
     knows its answers when it is done, so each comes whole then."""
 
+    # Which of the ``n`` completions this belongs to.
     index: int
-    """Which of the ``n`` completions this belongs to."""
     text: str
     token_ids: list[int]
+    # Set in the last chunk of a completion.
     finish_reason: FinishReason | None = None
-    """Set in the last chunk of a completion."""

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from fastgen.runtime.sampling.structured_output import Constraint
 
 
+# Stands for a sequence's newest token while that has been sampled and is not known on the host.
 TO_COME: Final = -1
-"""Stands for a sequence's newest token while that has been sampled and is not known on the host."""
 
 
 class SequenceStatus(enum.Enum):
@@ -114,10 +114,10 @@ class Sequence:
     def __init__(self, request: Request, index: int):
         self.request = request
         self.index = index
+        # Order of arrival: the smaller key came first.
         self.key = (request.request_id, index)
-        """Order of arrival: the smaller key came first."""
+        # The smaller is the more urgent: class, turn in it, index; :mod:`fastgen.runtime.scheduling.waiting_queue`.
         self.urgency = (request.sampling.priority, request.turn, index)
-        """The smaller is the more urgent: class, turn in it, index; :mod:`fastgen.runtime.scheduling.waiting_queue`."""
         self.token_ids = list(request.prompt_ids)
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0
@@ -125,8 +125,8 @@ class Sequence:
         self.slot: int | None = None
         self.status = SequenceStatus.WAITING
         self.num_preemptions = 0
+        # Of the tokens it came with, those that the prefix cache had when it was first admitted.
         self.num_cached_tokens = 0
-        """Of the tokens it came with, those that the prefix cache had when it was first admitted."""
         self.matcher = None if request.constraint is None else request.constraint.matcher()
 
     @property

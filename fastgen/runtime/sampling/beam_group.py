@@ -34,8 +34,8 @@ class BeamGroup:
             early_stopping=sampling.early_stopping,
             stop_ids=stop_ids,
         )
+        # When the search moved; the n-th tokens of all beams have the n-th time.
         self.token_times_s: list[float] = []
-        """When the search moved; the n-th tokens of all beams have the n-th time."""
         self._live = list(request.sequences[:1])
         self._candidates: dict[Sequence, list[Candidate]] = {}
 

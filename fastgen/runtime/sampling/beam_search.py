@@ -35,10 +35,10 @@ class Candidate(NamedTuple):
     """A token that may come next in a beam."""
 
     token_id: int
+    # What it adds to the beam's sum: its log-probability, as penalties and bias made it. Finite.
     score: float
-    """What it adds to the beam's sum: its log-probability, as penalties and bias made it. Finite."""
+    # What is reported of it, where log-probabilities were asked for.
     logprobs: Logprobs | None = None
-    """What is reported of it, where log-probabilities were asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,10 +47,10 @@ class Beam:
 
     parent: Beam | None = None
     newest: Candidate | None = None
+    # The sum of the scores of its tokens.
     score: float = 0.0
-    """The sum of the scores of its tokens."""
+    # How many tokens were generated.
     length: int = 0
-    """How many tokens were generated."""
 
     def extended(self, token: Candidate) -> Beam:
         return Beam(self, token, self.score + token.score, self.length + 1)
@@ -89,8 +89,8 @@ class BeamSearch:
         self.length_penalty, self.early_stopping = length_penalty, early_stopping
         self.stop_ids = stop_ids
         self.live: list[Beam] = [Beam()]
+        # Best first, at most ``beam_width``.
         self.finished: list[Hypothesis] = []
-        """Best first, at most ``beam_width``."""
 
     @property
     def done(self) -> bool:

@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 from fastgen.errors import InvalidArgumentError
 
+# Of a schema as JSON text, a pattern or a grammar.
 MAX_CHARACTERS = 200_000
-"""Of a schema as JSON text, a pattern or a grammar."""
+# How llguidance is to read every schema, in its own words.
 JSON_OPTIONS = {
     # Bounded, since a model that likes blank lines would otherwise write them until its tokens are spent.
     "whitespace_pattern": r"[ \t\n\r]{1,20}",
     "lenient": False,
     "coerce_one_of": False,
 }
-"""How llguidance is to read every schema, in its own words."""
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar"]
 
@@ -32,8 +32,8 @@ class ResponseFormat:
     """The shape of an answer, a plain value: two that are equal ask for the same."""
 
     kind: Kind
+    # The schema as JSON text, its keys in the order given; the regular expression; the Lark grammar.
     text: str = ""
-    """The schema as JSON text, its keys in the order given; the regular expression; the Lark grammar."""
 
     def __post_init__(self) -> None:
         if len(self.text) > MAX_CHARACTERS:

@@ -16,8 +16,8 @@ from fastgen.compile.ops.sampling.cpp import NO_BIASES, NO_USES, Biases, RowSamp
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 
+# Of every sequence that :func:`is_plain`.
 PLAIN_ROW = SampledRow(RowSampling(), 0)
-"""Of every sequence that :func:`is_plain`."""
 
 
 class RowHistory:

@@ -53,13 +53,13 @@ class SampledToken(NamedTuple):
     """What became of one row. With an ``error`` the ``token_id`` means nothing and there are no ``logprobs``."""
 
     token_id: int
+    # As :attr:`SamplingParams.logprobs` asks; see :func:`token_logprobs`.
     logprobs: Logprobs | None = None
-    """As :attr:`SamplingParams.logprobs` asks; see :func:`token_logprobs`."""
     error: str | None = None
+    # Whether the error is that logits were no numbers, so that nothing computed for the sequence is to be trusted.
     is_damaged: bool = False
-    """Whether the error is that logits were no numbers, so that nothing computed for the sequence is to be trusted."""
+    # Of a beam; which of them follow is for its search to say, not for ``token_id``.
     candidates: list[Candidate] | None = None
-    """Of a beam; which of them follow is for its search to say, not for ``token_id``."""
 
 
 def sampling_kernel(target: Target, vocab_size: int, *, max_rows: int) -> SamplingKernel | None:

@@ -19,8 +19,8 @@ from typing import Any, Literal, cast
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.sampling.response_format import ResponseFormat, parse_response_format
 
+# Completions that one request may ask for: all of them are made when it is submitted.
 MAX_N = 16384
-"""Completions that one request may ask for: all of them are made when it is submitted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,57 +32,57 @@ class SamplingParams:
     has the arithmetic).
     """
 
+    # The request finishes with ``"length"`` after so many tokens; at least 1.
     max_new_tokens: int = 128
-    """The request finishes with ``"length"`` after so many tokens; at least 1."""
+    # Before so many tokens neither an end-of-text token, a stop token nor a stop string ends the request.
     min_new_tokens: int = 0
-    """Before so many tokens neither an end-of-text token, a stop token nor a stop string ends the request."""
+    # Divides the positive, multiplies the negative logits of tokens seen in prompt or answer; > 0, 1 is off.
     repetition_penalty: float = 1.0
-    """Divides the positive, multiplies the negative logits of tokens seen in prompt or answer; > 0, 1 is off."""
+    # Subtracted from the logit of each token generated before; [−2, 2].
     presence_penalty: float = 0.0
-    """Subtracted from the logit of each token generated before; [−2, 2]."""
+    # Subtracted from a token's logit as often as it was generated before; [−2, 2].
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit as often as it was generated before; [−2, 2]."""
+    # Token id to what is added to its logit; [−100, 100].
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """Token id to what is added to its logit; [−100, 100]."""
+    # Divides the logits; 0 is greedy, and then top-k, top-p, min-p and the seed have no effect.
     temperature: float = 0.0
-    """Divides the logits; 0 is greedy, and then top-k, top-p, min-p and the seed have no effect."""
+    # Keep the k most likely tokens; 0 keeps all.
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    # Keep the most likely tokens that together have at least this probability; (0, 1].
     top_p: float = 1.0
-    """Keep the most likely tokens that together have at least this probability; (0, 1]."""
+    # Keep tokens at least this probable relative to the most probable one; [0, 1].
     min_p: float = 0.0
-    """Keep tokens at least this probable relative to the most probable one; [0, 1]."""
+    # Any integer, taken modulo 2**64. ``None`` draws one for the request when it is submitted.
     seed: int | None = None
-    """Any integer, taken modulo 2**64. ``None`` draws one for the request when it is submitted."""
+    # How many completions of the prompt; 1 to :data:`MAX_N`.
     n: int = 1
-    """How many completions of the prompt; 1 to :data:`MAX_N`."""
+    # Strings that end the request and are not part of its text. A single string or any iterable of strings.
     stop: tuple[str, ...] = ()
-    """Strings that end the request and are not part of its text. A single string or any iterable of strings."""
+    # Token ids that end the request, beside the model's own end-of-text ids; they contribute no text.
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the request, beside the model's own end-of-text ids; they contribute no text."""
+    # The model's end-of-text tokens are ordinary ones: they end nothing, and ``min_new_tokens`` allows them.
     ignore_eos: bool = False
-    """The model's end-of-text tokens are ordinary ones: they end nothing, and ``min_new_tokens`` allows them."""
+    # ``None``, or how many alternatives are reported beside each generated token's own log-probability.
     logprobs: int | None = None
-    """``None``, or how many alternatives are reported beside each generated token's own log-probability."""
+    # The same for each prompt token.
     prompt_logprobs: int | None = None
-    """The same for each prompt token."""
+    # Seconds from submission after which the request finishes with ``"timeout"``; ``None`` is no limit.
     timeout_s: float | None = None
-    """Seconds from submission after which the request finishes with ``"timeout"``; ``None`` is no limit."""
+    # How many beams a beam search keeps, of which the best ``n`` are given back, best first; 1 is no beam search.
+    # Nothing is drawn, so ``temperature`` must be 0; penalties and biases apply to log-probabilities in place of
+    # logits, and stop strings are not supported. :mod:`fastgen.runtime.sampling.beam_search` has the algorithm.
     beam_width: int = 1
-    """How many beams a beam search keeps, of which the best ``n`` are given back, best first; 1 is no beam search.
-    Nothing is drawn, so ``temperature`` must be 0; penalties and biases apply to log-probabilities in place of logits,
-    and stop strings are not supported. :mod:`fastgen.runtime.sampling.beam_search` has the algorithm."""
+    # With beams: the sum of a hypothesis' log-probabilities is divided by its length to this power; [−10, 10]. Above 0
+    # it favours long answers.
     length_penalty: float = 1.0
-    """With beams: the sum of a hypothesis' log-probabilities is divided by its length to this power; [−10, 10]. Above 0
-    it favours long answers."""
+    # With beams: whether the search ends as soon as ``beam_width`` hypotheses have ended (``True``), when no live beam
+    # is likely to beat them (``False``), or when none could at any length (``"never"``).
     early_stopping: bool | Literal["never"] = False
-    """With beams: whether the search ends as soon as ``beam_width`` hypotheses have ended (``True``), when no live beam
-    is likely to beat them (``False``), or when none could at any length (``"never"``)."""
+    # The request's class: any integer, and the lower the more urgent. It decides who gets the next free slot, whose
+    # prompt is computed first and who loses its blocks last; who has waited long moves up.
     priority: int = 0
-    """The request's class: any integer, and the lower the more urgent. It decides who gets the next free slot, whose
-    prompt is computed first and who loses its blocks last; who has waited long moves up."""
+    # The answer's shape, as :func:`~fastgen.runtime.sampling.response_format.parse_response_format` takes it.
     response_format: ResponseFormat | None = None
-    """The answer's shape, as :func:`~fastgen.runtime.sampling.response_format.parse_response_format` takes it."""
 
     def _fill(self, given: dict[str, object]) -> None:
         """Be what is ``given``, each field checked, and for the rest the defaults, which are valid."""

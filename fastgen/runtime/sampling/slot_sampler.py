@@ -25,8 +25,8 @@ from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.drafts import SampledSequence
 from fastgen.runtime.step.input_batch import InputBatch
 
+# The ids that a sequence may not have before its ``min_new_tokens``.
 EndingIds = Callable[[Sequence], frozenset[int]]
-"""The ids that a sequence may not have before its ``min_new_tokens``."""
 
 
 class SlotSampler:
@@ -35,8 +35,8 @@ class SlotSampler:
     def __init__(self, kernels: SamplingKernels, inputs: InputBatch):
         self._kernels, self._inputs = kernels, inputs
         self._settings: list[SlotSampling | None] = [None] * kernels.max_slots
+        # Where a slot knows all of its next token: the sequence, its preemptions so far, the position.
         self._told: list[tuple[Sequence, int, int] | None] = [None] * kernels.max_slots
-        """Where a slot knows all of its next token: the sequence, its preemptions so far, the position."""
 
     def launch(self, logits: Tensor) -> None:
         """A token for each of the ``logits [R, V]``: of the batch's first rows, or of nobody's. May be captured."""

@@ -34,8 +34,8 @@ from fastgen.runtime.sampling.sampling_params import SamplingParams
 Mask = NDArray[np.int32]
 _END = "<|fastgen: the answer may end|>"
 
+# Compiled formats that are kept for the next request that asks for the same; the one used longest ago goes first.
 MAX_KEPT = 64
-"""Compiled formats that are kept for the next request that asks for the same; the one used longest ago goes first."""
 MAX_THREADS = 4
 
 # What a grammar may cost, in the library's own units: it is refused, or its request ends with an error, where it takes
@@ -49,17 +49,17 @@ _LIMITS = {
     "max_lexer_states": 100_000,  # 200 MB at worst
 }
 MAX_MASK_CPU_S = 0.1
+# Of an answer; with one more that takes longer it fails, for a step of all waits for its mask. What a token costs goes
+# by the square of the parser's branches, which no limit of the library's is about.
 MAX_SLOW_MASKS = 3
-"""Of an answer; with one more that takes longer it fails, for a step of all waits for its mask. What a token costs goes
-by the square of the parser's branches, which no limit of the library's is about."""
+# Of one mask; then nothing waits for it any more, and its answer fails.
 MAX_AWAITED_CPU_S = 0.3
-"""Of one mask; then nothing waits for it any more, and its answer fails."""
+# Of an answer, to take its tokens into the parser, which the engine does itself: with more it fails. Only those count
+# that take longer than each of an ordinary grammar's.
 MAX_TAKEN_CPU_S = 0.5
-"""Of an answer, to take its tokens into the parser, which the engine does itself: with more it fails. Only those count
-that take longer than each of an ordinary grammar's."""
 SLOW_TAKE_CPU_S = 0.005
+# Of an object, that may be left out; with fewer no limit is near.
 _MANY_PROPERTIES = 300
-"""Of an object, that may be left out; with fewer no limit is near."""
 
 
 class Grammars:
@@ -103,11 +103,11 @@ class Grammars:
 class Constraint:
     """A request's compiled format, of which each of its sequences has a :class:`Matcher`."""
 
+    # The library's matcher before the first token; it is copied, never advanced.
     start: Any
-    """The library's matcher before the first token; it is copied, never advanced."""
     vocabulary: _Vocabulary
+    # The tokens that end an answer.
     ending: Mask
-    """The tokens that end an answer."""
     min_new_tokens: int
 
     def matcher(self) -> Matcher:
@@ -128,8 +128,8 @@ class Matcher:
         self._num_tokens = 0
         self._mask: Future[Mask] | None = None
         self._threads = constraint.vocabulary.threads
+        # The processor clock of the thread that computes the mask, and what it said when that began.
         self._began: tuple[int, float] | None = None
-        """The processor clock of the thread that computes the mask, and what it said when that began."""
         self._failure = ""
         self._num_slow = 0
         self._taken_s = 0.0

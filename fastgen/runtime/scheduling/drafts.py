@@ -23,13 +23,13 @@ from collections.abc import Sequence as SequenceOf
 from fastgen.runtime.requests.request import TO_COME, Sequence
 from fastgen.runtime.scheduling.schedule import ScheduledTokens
 
+# Asked for at most so many guesses of what follows the tokens of a decode.
 ProposeDrafts = Callable[[Sequence, int], SequenceOf[int]]
-"""Asked for at most so many guesses of what follows the tokens of a decode."""
 
+# Sizes of the n-grams that are looked up, the largest first. A single token is no evidence of what comes next.
 MIN_NGRAM, MAX_NGRAM = 2, 3
-"""Sizes of the n-grams that are looked up, the largest first. A single token is no evidence of what comes next."""
+# Tokens of a long prompt that one step indexes at most, in about a millisecond.
 INDEXED_AT_ONCE = 1024
-"""Tokens of a long prompt that one step indexes at most, in about a millisecond."""
 _TOKEN_BITS = 32
 
 
@@ -40,12 +40,12 @@ class NgramIndex:
 
     def __init__(self) -> None:
         sizes = range(MAX_NGRAM, MIN_NGRAM - 1, -1)
+        # For each size the bits of so many tokens, and by n-gram where the token stands that followed it.
         self._followers: list[tuple[int, dict[int, int]]] = [((1 << size * _TOKEN_BITS) - 1, {}) for size in sizes]
-        """For each size the bits of so many tokens, and by n-gram where the token stands that followed it."""
         self._num_indexed = 0
+        # The last tokens as one number, each plus 1, so that fewer than an n-gram has are none. A number, unlike a
+        # tuple, is nothing that garbage collection has to look at.
         self._last = 0
-        """The last tokens as one number, each plus 1, so that fewer than an n-gram has are none. A number, unlike a
-        tuple, is nothing that garbage collection has to look at."""
 
     def find(self, token_ids: list[int]) -> int | None:
         """Where the token stands that followed the last tokens when they stood in ``token_ids`` before: as many of
@@ -112,8 +112,8 @@ class _Drafts:
         self._index = NgramIndex()
         self._limit = self._most = most
         self._last: list[int] = []
+        # Where the ``_last`` drafts would have stood.
         self._end = 0
-        """Where the ``_last`` drafts would have stood."""
 
     def next(self, token_ids: list[int], max_tokens: int) -> list[int]:
         if self._last and len(token_ids) > self._end:
@@ -141,8 +141,8 @@ class DraftedSequence:
     is sampled for.
     """
 
+    # Sequences that have one are drafted nothing: only the step that samples a token says what may follow it.
     matcher = None
-    """Sequences that have one are drafted nothing: only the step that samples a token says what may follow it."""
 
     __slots__ = ("drafts", "index", "num_prompt_tokens", "num_tokens", "request", "sequence")
 
@@ -157,8 +157,8 @@ class DraftedSequence:
         return [*self.sequence.token_ids, *self.drafts]
 
 
+# What a row of logits is sampled for.
 SampledSequence = Sequence | DraftedSequence
-"""What a row of logits is sampled for."""
 
 
 def owner(row: SampledSequence) -> Sequence:

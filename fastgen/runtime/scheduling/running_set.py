@@ -27,11 +27,11 @@ class RunningSet:
         self.decodes: list[Sequence] = []
         self.prompts: list[Sequence] = []
         self.some_wait = False
+        # The requests of which beams run.
         self._searches: dict[int, Request] = {}
-        """The requests of which beams run."""
         self._free_slots = list(reversed(range(max_num_seqs)))
+        # By slot, group and index: what the device has not been told.
         self._updates: dict[tuple[int, int, int], BlockUpdate] = {}
-        """By slot, group and index: what the device has not been told."""
 
     def __len__(self) -> int:
         return len(self.decodes) + len(self.prompts)

@@ -86,8 +86,8 @@ class Scheduler:
         self.policy = SplitFuse() if policy is None else copy.deepcopy(policy)
         self.policy.check(max_num_seqs)
         self.waiting = WaitingQueue(aging_s)
+        # Where the last step was put off by the policy: until when.
         self.resumes_at_s: float | None = None
-        """Where the last step was put off by the policy: until when."""
         self._propose_drafts = propose_drafts
         self.running = RunningSet(max_num_seqs)
         self.forks = Forks(kv, self.running, self.waiting)

@@ -8,10 +8,10 @@ from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.running_set import RunningSet
 
+# With fewer decodes it takes no time to speak of where all of them fill a block in the same step.
 STARTS_FROM = 64
-"""With fewer decodes it takes no time to speak of where all of them fill a block in the same step."""
+# How many times more decodes than usual come to a new block in a step that does nothing for others.
 _MANY_TIMES = 4
-"""How many times more decodes than usual come to a new block in a step that does nothing for others."""
 
 
 class Spreading:
@@ -20,8 +20,8 @@ class Spreading:
     def __init__(self, kv: KVCacheManager, running: RunningSet):
         self._kv, self._running = kv, running
         self.starts_from = STARTS_FROM
+        # Which of the decodes is the first to be given a spare by the next step.
         self.next_spare = 0
-        """Which of the decodes is the first to be given a spare by the next step."""
 
     def advance(self, full: list[Sequence], num_decodes: int) -> None:
         """``full`` of the ``num_decodes`` decodes of a step have filled a block by it."""

@@ -32,10 +32,10 @@ class StepWork(NamedTuple):
     """What a step computes, as far as its time depends on it."""
 
     num_tokens: int
+    # For all sequences, how many tokens each reads from its context, its own included, summed.
     num_context: int
-    """For all sequences, how many tokens each reads from its context, its own included, summed."""
+    # For the tokens of all chunks, how many each reads, summed.
     num_pairs: int
-    """For the tokens of all chunks, how many each reads, summed."""
 
     def with_chunk(self, start: int, num_tokens: int) -> StepWork:
         """The same, and tokens ``start .. start + num_tokens - 1`` of one sequence more."""
@@ -53,31 +53,31 @@ def decode_work(positions: SequenceOf[int]) -> StepWork:
     return StepWork(len(positions), sum(positions) + len(positions), 0)
 
 
+# They bring the features of usual steps near 1.
 _SCALES = np.array([1.0, 1 / 256, 1 / 16_384, 1 / (256 * 16_384)])
-"""They bring the features of usual steps near 1."""
+# What remains of what was known of a step when another of its kind is seen.
 _KEPT = 0.98
-"""What remains of what was known of a step when another of its kind is seen."""
+# What remains of everything known when a step with chunks is seen.
 _KEPT_OF_ALL = 0.99
-"""What remains of everything known when a step with chunks is seen."""
 _FIRST_INFORMATION = np.eye(4) * 1e-4
+# Steps before the model is asked for anything but the smallest step.
 _LEAST_SEEN = 4
-"""Steps before the model is asked for anything but the smallest step."""
+# How many times larger than any seen a step may be. The model is not trusted further.
 _GROWTH = 2
-"""How many times larger than any seen a step may be. The model is not trusted further."""
+# Usual errors beyond which a step counts less.
 _HUBER = 3.0
-"""Usual errors beyond which a step counts less."""
 _FIRST_ERROR = 0.1
+# Of a step's time, what is no error to speak of.
 _LEAST_ERROR = 0.01
-"""Of a step's time, what is no error to speak of."""
 _ERROR_GAIN = 0.05
+# In usual errors; so it does not stay where some bad moments have brought it.
 _MOST_MARGIN = 8.0
-"""In usual errors; so it does not stay where some bad moments have brought it."""
+# The share of steps that may take longer than the upper bound.
 _EXCEEDED = 0.005
-"""The share of steps that may take longer than the upper bound."""
+# Less than any step takes.
 _LEAST_STEP_S = 1e-6
-"""Less than any step takes."""
+# Over the coefficients at each step; the next one goes on from there.
 _SWEEPS = 4
-"""Over the coefficients at each step; the next one goes on from there."""
 Features = NDArray[np.float64]
 
 
@@ -86,14 +86,14 @@ class StepTimeModel:
 
     def __init__(self) -> None:
         self._fit = np.zeros(4)
+        # The fit, or where that is below 0 somewhere, what comes next to it and is not.
         self._coefficients = np.zeros(4)
-        """The fit, or where that is below 0 somewhere, what comes next to it and is not."""
+        # The inverse of the fit's variance, in units of the usual relative error.
         self._information = _FIRST_INFORMATION.copy()
-        """The inverse of the fit's variance, in units of the usual relative error."""
+        # The usual relative error of steps with chunks: an exponential mean of its absolute value.
         self._error = _FIRST_ERROR
-        """The usual relative error of steps with chunks: an exponential mean of its absolute value."""
+        # What all but a share of :data:`_EXCEEDED` of these errors stay below.
         self._margin = 2 * _FIRST_ERROR
-        """What all but a share of :data:`_EXCEEDED` of these errors stay below."""
         self._num_seen = self._most_seen = 0
 
     def observe(self, work: StepWork, step_s: float) -> None:

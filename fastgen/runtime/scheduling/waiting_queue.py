@@ -26,12 +26,12 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 
 DEFAULT_AGING_S = 30.0
+# How many are moved up in a step at most.
 _MOST_AGED = 2
-"""How many are moved up in a step at most."""
 
 _urgency = attrgetter("urgency")
+# Who waits: a sequence, or a request for its first one.
 _Waiting = Request | Sequence
-"""Who waits: a sequence, or a request for its first one."""
 
 
 def _sequence(who: _Waiting) -> Sequence:
@@ -78,13 +78,13 @@ class WaitingQueue:
     def __init__(self, aging_s: float = DEFAULT_AGING_S):
         self.aging_s = check_aging_s(aging_s)
         self._classes: dict[int, _Class] = {}
+        # The classes in which somebody waits, ascending.
         self._levels: list[int] = []
-        """The classes in which somebody waits, ascending."""
+        # When each came into its class, in that order.
         self._since_s: OrderedDict[_Waiting, float] = OrderedDict()
-        """When each came into its class, in that order."""
         self._turns = count()
+        # By request, the sequences that are held.
         self._held: dict[int, dict[Sequence, None]] = {}
-        """By request, the sequences that are held."""
         self.num_held = 0
 
     def __len__(self) -> int:

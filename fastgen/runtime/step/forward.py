@@ -17,10 +17,10 @@ from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
 from fastgen.runtime.scheduling.policies.splitfuse import smallest_size
 
+# The static inputs of a step with so many tokens, and so many rows that need logits.
 Views = Callable[[int, int], RaggedBatch]
-"""The static inputs of a step with so many tokens, and so many rows that need logits."""
+# Samples from the logits of a step's first rows.
 Sample = Callable[[Tensor], None]
-"""Samples from the logits of a step's first rows."""
 
 
 class Forward:

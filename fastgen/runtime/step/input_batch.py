@@ -134,8 +134,8 @@ class InputBatch:
             for _ in range(_NUM_STAGING_BUFFERS)
         ]
         self._host = [self._layout.host_views(buffer) for buffer in self._staging]
+        # Behind the last copy out of each, where the device may be late to make it.
         self._copied: list[torch.cuda.Event | None] = [None] * _NUM_STAGING_BUFFERS
-        """Behind the last copy out of each, where the device may be late to make it."""
         self._turn = 0
         self._packed = torch.zeros(self._layout.size_bytes, dtype=torch.uint8, device=device)
         self._device = self._layout.device_views(self._packed)
@@ -143,11 +143,11 @@ class InputBatch:
         # one entry more than the tables hold: unused updates are written there
         self._flat_tables = torch.zeros(math.prod(tables) + 1, dtype=torch.int32, device=device)
         self.block_tables = self._flat_tables[:-1].view(tables)
+        # The block tables as the host knows them, to find slots by.
         self._tables = np.zeros(self.block_tables.shape, np.int64)
-        """The block tables as the host knows them, to find slots by."""
         self.sampled_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        # For slots, whose token ``sampled_ids`` holds: sequence, its preemptions so far, the token's position.
         self._noted: dict[int, tuple[Sequence, int, int]] = {}
-        """For slots, whose token ``sampled_ids`` holds: sequence, its preemptions so far, the token's position."""
         self._token_views: dict[int, dict[str, Tensor]] = {}
 
     def build(self, schedule: Schedule) -> tuple[RaggedBatch, list[SampledSequence]]:

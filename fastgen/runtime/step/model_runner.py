@@ -27,8 +27,8 @@ from fastgen.runtime.step.forward import Forward
 from fastgen.runtime.step.input_batch import InputBatch
 from fastgen.runtime.step.steady_decodes import SteadyDecodes
 
+# Rows of prompt log-probabilities computed at a time: ``[64, V]`` fp32.
 PROMPT_LOGITS_ROWS = 64
-"""Rows of prompt log-probabilities computed at a time: ``[64, V]`` fp32."""
 
 
 @dataclass(frozen=True)

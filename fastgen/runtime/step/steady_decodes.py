@@ -28,15 +28,14 @@ from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step.forward import TapedForward
 from fastgen.runtime.step.input_batch import InputBatch
 
+# How the next token of each sequence is sampled.
 RowsOf = Callable[[SequenceOf[Sequence]], SequenceOf[SampledRow]]
-"""How the next token of each sequence is sampled."""
 
 _NEXT = (1).__add__
+# How many steps follow each other, for each of their decodes, before the next begins early, and how many at most. Of
+# more decodes one ends sooner, and a step for nothing lasts longer, while what is saved stays as it is. But steps that
+# have followed each other so often will most likely go on to, and one step for nothing in 32 costs less than is saved.
 _STEPS_PER_DECODE, _MOST_STEPS = 8, 32
-"""How many steps follow each other, for each of their decodes, before the next begins early, and how many at most. Of
-more decodes one ends sooner, and a step for nothing lasts longer, while what is saved stays as it is. But steps that
-have followed each other so often will most likely go on to, and one step for nothing in 32 costs less than is saved.
-"""
 
 
 class SteadyDecodes:
@@ -57,15 +56,15 @@ class SteadyDecodes:
         self._forward, self._inputs, self._sampling = forward, inputs, sampling
         self._next_decodes, self._rows_of, self._pool = next_decodes, rows_of, pool
         self._tapes: dict[int, Tape] = {}
+        # The next step's, where it was begun.
         self._begun: Tape | None = None
-        """The next step's, where it was begun."""
+        # How many steps followed each other so far.
         self._num_continued = 0
-        """How many steps followed each other so far."""
         self._slots = torch.zeros(sampling.max_rows, dtype=torch.int32)
         self._decodes: SequenceOf[Sequence] = ()
         self._next_positions: SequenceOf[int] = ()
+        # Where each decode stands in the batch; nothing is held for the tape while it is empty.
         self._places: list[int] = []
-        """Where each decode stands in the batch; nothing is held for the tape while it is empty."""
 
     def note(self, schedule: Schedule) -> None:
         """``schedule`` ran otherwise."""

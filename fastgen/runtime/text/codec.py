@@ -22,12 +22,12 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tokenizer_config.json",
 )
+# More than tokens have in the mean, but for odd texts.
 _MANY_CHARACTERS = 8
-"""More than tokens have in the mean, but for odd texts."""
+# By which a text that was cut may differ, where it was cut, from the whole.
 _MAX_TOKENS_OF_A_CUT = 64
-"""By which a text that was cut may differ, where it was cut, from the whole."""
+# What becomes of a template that puts the arguments of a call into a text as they are, as DeepSeek's do.
 _WANTS_TEXT = 'can only concatenate str (not "dict") to str'
-"""What becomes of a template that puts the arguments of a call into a text as they are, as DeepSeek's do."""
 
 
 class TextCodec:
@@ -42,10 +42,10 @@ class TextCodec:
         self.default_sampling = default_sampling
         self._decoder = TokenDecoder(tokenizer) if tokenizer is not None else None
         self._token_bytes = TokenBytes(tokenizer, self._decoder) if self._decoder is not None else None
+        # Renders messages and tools by the chat template; whoever does not trust it puts another here.
         self.render_chat: Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None], str] = self._render_chat
-        """Renders messages and tools by the chat template; whoever does not trust it puts another here."""
+        # Texts of more tokens are refused; one that is far longer before all of it was encoded.
         self.max_tokens: int | None = None
-        """Texts of more tokens are refused; one that is far longer before all of it was encoded."""
 
     @classmethod
     def from_checkpoint(cls, directory: Path, config: Mapping[str, Any]) -> TextCodec:

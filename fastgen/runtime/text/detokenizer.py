@@ -16,21 +16,21 @@ from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
 from typing import Any
 
+# What stands in decoded text for bytes that are no character (yet).
 REPLACEMENT = "\ufffd"
-"""What stands in decoded text for bytes that are no character (yet)."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# The steps of decoders that put tokens together one by one.
 _JOINING = (
     ["ByteLevel"],
     ["Metaspace"],
     ["Replace", "ByteFallback", "Fuse"],
     ["Replace", "ByteFallback", "Fuse", "Strip"],
 )
-"""The steps of decoders that put tokens together one by one."""
 _MIN_CONTEXT = 8
+# Tokens decoded together: cut back to the minimum when there are more than the maximum. An unfinished character has at
+# most 3 bytes, hence 3 tokens; the others are there so that a decoder sees it is not at the start of the text.
 _MAX_CONTEXT = 16
-"""Tokens decoded together: cut back to the minimum when there are more than the maximum. An unfinished character has
-at most 3 bytes, hence 3 tokens; the others are there so that a decoder sees it is not at the start of the text."""
 
 
 class TokenDecoder:
@@ -45,12 +45,12 @@ class TokenDecoder:
         special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._text_ids = frozenset(vocabulary.values()) - special - frozenset(tokenizer.all_special_ids)
         spellings = ((_BYTE_TOKEN.fullmatch(token), token, token_id) for token, token_id in vocabulary.items())
+        # Byte-fallback tokens ``<0x00>`` to ``<0xFF>``: id to byte. Empty where such spellings are ordinary text.
         self.byte_values: dict[int, int] = {
             token_id: int(match[1], 16)
             for match, token, token_id in spellings
             if match and token_id in self._text_ids and self.decode([token_id]) != token
         }
-        """Byte-fallback tokens ``<0x00>`` to ``<0xFF>``: id to byte. Empty where such spellings are ordinary text."""
         self._joins = _joins_pieces(tokenizer)
         self._pieces: dict[int, str | None] = {}
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar, cast
 
 from fastgen.errors import InvalidArgumentError
 
+# Text, or token ids.
 Prompt = str | Sequence[int]
-"""Text, or token ids."""
+# Messages, each with a ``role`` and a ``content``.
 Conversation = Sequence[Mapping[str, Any]]
-"""Messages, each with a ``role`` and a ``content``."""
 _T = TypeVar("_T")
 
 

@@ -18,8 +18,8 @@ from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.monitoring.prometheus import Refusal
 from fastgen.serving.refusals import OverloadedError, TooLargeError
 
+# How long a prediction is told to those who are refused, before another is made: refusing must cost little.
 _PREDICTION_S = 0.1
-"""How long a prediction is told to those who are refused, before another is made: refusing must cost little."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +27,14 @@ class Limits:
     """How much a server takes on. A request is *queued* until its first token comes."""
 
     max_queued_requests: int = 1024
+    # Of the prompts of queued requests together; one prompt alone is let in whatever its length.
     max_queued_tokens: int = 1 << 20
-    """Of the prompts of queued requests together; one prompt alone is let in whatever its length."""
+    # Of one prompt; by default as many as the model takes.
     max_prompt_tokens: int | None = None
-    """Of one prompt; by default as many as the model takes."""
+    # Requests whose first token would come later are refused.
     ttft_slo_s: float | None = None
-    """Requests whose first token would come later are refused."""
+    # Requests are refused with which decodes alone would take longer a step; see ``fastgen.load``.
     itl_target_ms: float | None = None
-    """Requests are refused with which decodes alone would take longer a step; see ``fastgen.load``."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -25,8 +25,8 @@ from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.serving.admission.step_speed import StepSpeed
 
+# The weight of one more answer in the mean share of its length that answers reach.
 _LATE = 0.02
-"""The weight of one more answer in the mean share of its length that answers reach."""
 
 
 class EngineSize(NamedTuple):
@@ -34,8 +34,8 @@ class EngineSize(NamedTuple):
 
     token_budget: int
     max_num_seqs: int
+    # Tokens that the KV cache has room for.
     num_kv_tokens: int
-    """Tokens that the KV cache has room for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +48,8 @@ class Pending:
     priority: int
     order: int
     submitted_s: float
+    # When its first token came.
     started_s: float | None = None
-    """When its first token came."""
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -60,16 +60,16 @@ class Prediction(NamedTuple):
     """What a request would find; seconds."""
 
     ttft_s: float
+    # Of the steps in which all decode who then have a slot, and no prompt is computed.
     gap_s: float
-    """Of the steps in which all decode who then have a slot, and no prompt is computed."""
 
 
 class _Prompt(NamedTuple):
     num_pending: float
     num_seqs: int
     num_answer: float
+    # Tokens in the KV cache at its first token.
     num_held: int
-    """Tokens in the KV cache at its first token."""
 
 
 class Load:
@@ -78,14 +78,14 @@ class Load:
     def __init__(self, size: EngineSize):
         self._size, self._sizes = size, captured_sizes(size.token_budget)
         self.speed = StepSpeed()
+        # Those without a token, in order of urgency.
         self._waiting: list[Pending] = []
-        """Those without a token, in order of urgency."""
         self._started: dict[Pending, None] = {}
         self._num_submitted = 0
+        # Of the prompts of those that wait.
         self.num_waiting_tokens = 0
-        """Of the prompts of those that wait."""
+        # When the first of those that wait came to be so.
         self._moved_s = 0.0
-        """When the first of those that wait came to be so."""
         self._answer_share = 1.0
         self._computed_share = 1.0
         self._looked_up = self._hit = 0

@@ -13,22 +13,22 @@ from collections.abc import Mapping
 
 from fastgen.runtime.metrics import Histogram
 
+# Seconds of steps after which what was measured before them counts for 1/e.
 _MEMORY_S = 10.0
-"""Seconds of steps after which what was measured before them counts for 1/e."""
+# Seconds without any step after which nothing is known: whatever slowed the steps may be gone.
 _LAST_S = 60.0
-"""Seconds without any step after which nothing is known: whatever slowed the steps may be gone."""
+# How far beyond the largest size seen a time is told: so many times its tokens.
 _GROWTH = 4
-"""How far beyond the largest size seen a time is told: so many times its tokens."""
 
 
 class StepSpeed:
     """Learns from snapshots of an engine's ``step_seconds``, each of which counts since the engine was started."""
 
     def __init__(self) -> None:
+        # By size, the steps and seconds of the last snapshot.
         self._seen: dict[int, tuple[int, float]] = {}
-        """By size, the steps and seconds of the last snapshot."""
+        # By size, the steps and seconds that count.
         self._measured: dict[int, tuple[float, float]] = {}
-        """By size, the steps and seconds that count."""
         self._sizes: list[int] = []
         self._times_s: list[float] = []
         self._last_s = -math.inf

@@ -29,18 +29,18 @@ class Deployment:
 
     name: str
     model: str
+    # Such as ``http://127.0.0.1:8000``.
     address: str
-    """Such as ``http://127.0.0.1:8000``."""
+    # Such as ``127.0.0.1:8001``; ``None`` where it is not served.
     grpc_address: str | None
-    """Such as ``127.0.0.1:8001``; ``None`` where it is not served."""
+    # The file of what it shows, where it speaks TLS.
     certificate: str | None
-    """The file of what it shows, where it speaks TLS."""
     pid: int
+    # When the process was born, as its machine tells it: process ids are used again.
     birth: str
-    """When the process was born, as its machine tells it: process ids are used again."""
     token: str = field(repr=False)
+    # The file of what it says, where that is no terminal.
     log: str | None
-    """The file of what it says, where that is no terminal."""
 
     @property
     def is_alive(self) -> bool:

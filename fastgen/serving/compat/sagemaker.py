@@ -27,8 +27,8 @@ from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
 
 _DEFAULT_MAX_NEW_TOKENS = 30  # LMI's own
+# What the engine can be told.
 _Int = Annotated[int, Field(lt=2**63)]
-"""What the engine can be told."""
 _DRAWING = {"temperature", "top_k", "top_p", "min_p"}
 _OPENAI = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 

@@ -55,10 +55,10 @@ State = Literal["starting", "ready", "restarting", "stopped", "failed"]
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
+# How often the engine's counters are asked for, and its silence is looked at.
 _BEAT_S = 0.5
-"""How often the engine's counters are asked for, and its silence is looked at."""
+# How often in a row the engine may fail to start before nothing more is tried.
 _MOST_STARTS = 3
-"""How often in a row the engine may fail to start before nothing more is tried."""
 
 
 class EngineClient:
@@ -73,8 +73,8 @@ class EngineClient:
         self.facts: EngineFacts | None = None
         self.status = Status(0, 0, 0)
         self.num_restarts = 0
+        # Why the engine could not be started again, once nothing more is tried.
         self.failure: asyncio.Future[str] | None = None
-        """Why the engine could not be started again, once nothing more is tried."""
         self._heard_s = time.monotonic()
         self._numbers, self._num_processes = count(), 0
         self._requests: dict[int, EngineRequest] = {}

@@ -6,8 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Containers made before the youngest are looked through, and so on; Python's own are 700, 10, 10.
 _THRESHOLDS = (20_000, 20, 50)
-"""Containers made before the youngest are looked through, and so on; Python's own are 700, 10, 10."""
 
 
 @contextmanager

@@ -22,8 +22,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
     number: int
     prompt_ids: list[int]
+    # The fields that differ from the defaults of ``SamplingParams``; see :func:`pack_sampling`.
     sampling: dict[str, Any]
-    """The fields that differ from the defaults of ``SamplingParams``; see :func:`pack_sampling`."""
     is_stream: bool
 
 
@@ -60,8 +60,8 @@ ToEngine = Submit | Cancel | Ask | Check | Stop
 class EngineFacts(msgspec.Struct, array_like=True, kw_only=True):
     """What an engine is, once it is loaded."""
 
+    # Where the model's files are.
     directory: str
-    """Where the model's files are."""
     architecture: str
     recipe: str
     vocab_size: int
@@ -70,8 +70,8 @@ class EngineFacts(msgspec.Struct, array_like=True, kw_only=True):
     token_budget: int
     block_size: int
     num_blocks: int
+    # The memory ledger, for people.
     ledger: str
-    """The memory ledger, for people."""
     load_s: float
 
 
@@ -94,8 +94,8 @@ class End(msgspec.Struct, array_like=True):
     error: str | None
     score: float | None
     metrics: RequestMetrics
+    # Since its first token was made, if there is one.
     first_token_ago_s: float | None
-    """Since its first token was made, if there is one."""
 
 
 class Progress(msgspec.Struct, array_like=True):
@@ -106,8 +106,8 @@ class Progress(msgspec.Struct, array_like=True):
     token_ids: list[int]
     logprobs: list[dict[int, float]] | None
     end: End | None
+    # Told with the first that there is of completion 0.
     prompt_logprobs: list[dict[int, float] | None] | None = None
-    """Told with the first that there is of completion 0."""
 
 
 class Refused(msgspec.Struct, array_like=True):
@@ -115,15 +115,15 @@ class Refused(msgspec.Struct, array_like=True):
 
     number: int
     error: str
+    # Whether that is no fault of the request's.
     is_failure: bool = False
-    """Whether that is no fault of the request's."""
 
 
 class Status(msgspec.Struct, array_like=True):
     """The engine's load, told several times a second, for a sign of life too."""
 
+    # Sequences with a slot.
     num_running: int
-    """Sequences with a slot."""
     num_waiting: int
     num_steps: int
 
@@ -131,11 +131,11 @@ class Status(msgspec.Struct, array_like=True):
 class Report(msgspec.Struct, tag="report", array_like=True):
     """What has happened since the last one."""
 
+    # Of streams that have one completion and nothing else to tell: number and token id, number and token id, …
     tokens: list[int]
-    """Of streams that have one completion and nothing else to tell: number and token id, number and token id, …"""
     progress: list[Progress]
+    # Requests that are not streams whose first token came.
     started: list[int]
-    """Requests that are not streams whose first token came."""
     refused: list[Refused]
     status: Status | None
 

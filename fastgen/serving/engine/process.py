@@ -55,20 +55,20 @@ from fastgen.serving.engine.messages import (
 from fastgen.serving.log_file import move_output_to_log
 from fastgen.serving.monitoring.live import live_view
 
+# How often a status is told at least, and how long an idle engine sleeps at most.
 STATUS_S = 0.25
-"""How often a status is told at least, and how long an idle engine sleeps at most."""
+# Steps that take less than this are not told of one by one, for that would cost as much as they do: of streams that
+# have begun, tokens may wait for so long, and for the end of a step. First tokens and ends never do.
 PACE_S = 0.005
-"""Steps that take less than this are not told of one by one, for that would cost as much as they do: of streams that
-have begun, tokens may wait for so long, and for the end of a step. First tokens and ends never do."""
 
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
+# What can be asked of an engine, and who computes it, between two steps.
 ANSWERS: dict[str, Callable[[Engine], Any]] = {
     "live": live_view,
     "metrics": lambda engine: engine.metrics.snapshot(),
 }
-"""What can be asked of an engine, and who computes it, between two steps."""
 
 
 class _Open:
@@ -79,12 +79,12 @@ class _Open:
     def __init__(self, number: int, generation: Generation, *, is_stream: bool):
         self.number, self.generation, self.is_stream = number, generation, is_stream
         sampling = generation.request.sampling
+        # Whether there is nothing to tell of it but tokens, until it ends.
         self.is_plain = sampling.n == 1 and sampling.logprobs is None and sampling.prompt_logprobs is None
-        """Whether there is nothing to tell of it but tokens, until it ends."""
+        # Tokens of each completion; ``None`` once its end was told.
         self.num_told: list[int | None] = [0] * sampling.n
-        """Tokens of each completion; ``None`` once its end was told."""
+        # Those of the first completion.
         self.token_ids: list[int] | None = None
-        """Those of the first completion."""
 
     def add_tokens(self, tokens: list[int]) -> None:
         """To ``tokens``, what was not told yet of a plain one: its number and a token id, again and again."""
@@ -130,10 +130,10 @@ class EngineLoop:
         self._engine, self._socket, self._is_orphan = engine, socket, is_orphan
         self._open: dict[int, _Open] = {}
         self._by_request_id: dict[int, _Open] = {}
+        # Those that are streams, by the engine's number too.
         self._streams: dict[int, _Open] = {}
-        """Those that are streams, by the engine's number too."""
+        # Those of which no token has come, likewise.
         self._unheard: dict[int, _Open] = {}
-        """Those of which no token has come, likewise."""
         self._refused: list[Refused] = []
         self._ended: list[Generation] = []
         engine.on_end = self._ended.append

@@ -15,12 +15,12 @@ class EngineRequest:
 
     def __init__(self, number: int, num_prompt_tokens: int, sampling: SamplingParams, arrived_s: float):
         self.number, self.num_prompt_tokens, self.sampling = number, num_prompt_tokens, sampling
+        # When it came to the server, by ``time.monotonic``.
         self.arrived_s = arrived_s
-        """When it came to the server, by ``time.monotonic``."""
+        # Whether a token of it came.
         self.has_started = False
-        """Whether a token of it came."""
+        # Completions that have not ended.
         self.num_open = sampling.n
-        """Completions that have not ended."""
         self._news: list[Progress] = []
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None

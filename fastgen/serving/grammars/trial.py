@@ -11,10 +11,10 @@ import msgspec
 from fastgen.runtime.sampling.response_format import Kind, ResponseFormat
 from fastgen.serving.helper_processes import HelperEndedError, HelperProcesses
 
+# Of processor time, to compile a format: the engine makes no step while it compiles one.
 MAX_CPU_S = 0.5
-"""Of processor time, to compile a format: the engine makes no step while it compiles one."""
+# What the process may have beside what it starts with.
 MAX_MEMORY_BYTES = 1 << 30
-"""What the process may have beside what it starts with."""
 MAX_PROCESSES = 2
 _MAX_KEPT = 256
 

@@ -32,6 +32,7 @@ from fastgen.serving.refusals import (
 from fastgen.serving.request_limits import MAX_CHECKED
 from fastgen.serving.service import Running, Service
 
+# Any other is ``INTERNAL``.
 _STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
     BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     TooLargeError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -41,9 +42,8 @@ _STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     EngineDiedError: grpc.StatusCode.ABORTED,
 }
-"""Any other is ``INTERNAL``."""
+# How often somebody who watches the server's health is told of a change.
 _WATCH_S = 0.1
-"""How often somebody who watches the server's health is told of a change."""
 
 
 class GenerationServicer:
@@ -181,8 +181,8 @@ class GrpcServer:
     def __init__(self, service: Service, options: ServeOptions, ending: Ending):
         self._service, self._options, self._ending = service, options, ending
         self._server: grpc.aio.Server | None = None
+        # Where it is served: ``host:port``, with ``grpcs://`` before it where that is TLS.
         self.address: str | None = None
-        """Where it is served: ``host:port``, with ``grpcs://`` before it where that is TLS."""
 
     async def start(self) -> None:
         """Listen and serve. Raises ``InvalidArgumentError`` where that cannot be."""

@@ -41,11 +41,11 @@ class LimitedConnection(HttpToolsProtocol):
         self._limits, self._on_refused = limits, on_refused
         self._gone = Gone()
         self._is_one_too_many = False
+        # Since when the head of a request is awaited.
         self._head_since_s: float | None = None
-        """Since when the head of a request is awaited."""
         self._num_head_bytes = 0
+        # Since when the client has taken too little of what waits for it, or all of it waits to be closed.
         self._stuck_since_s: float | None = None
-        """Since when the client has taken too little of what waits for it, or all of it waits to be closed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

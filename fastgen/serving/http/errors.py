@@ -33,8 +33,8 @@ _log = logging.getLogger("fastgen.serving")
 class ErrorDetail(TypedDict):
     message: str
     type: str
+    # The field that the error is about.
     param: str | None
-    """The field that the error is about."""
     code: str | None
 
 
@@ -54,6 +54,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (EngineDiedError, 500, "server_error", "engine_died"),
     (GenerationError, 500, "server_error", "generation_failed"),
 )
+# What endpoints answer beside what they are for, for the OpenAPI document.
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": description}
     for status, description in (
@@ -67,9 +68,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (503, "The server is starting, or ending"),
     )
 }
-"""What endpoints answer beside what they are for, for the OpenAPI document."""
+# The status, in logs and metrics, of a request whose client went before it was answered; nobody is sent it.
 CLIENT_LEFT = 499
-"""The status, in logs and metrics, of a request whose client went before it was answered; nobody is sent it."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 

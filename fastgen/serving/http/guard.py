@@ -19,9 +19,9 @@ from fastgen.serving.monitoring.prometheus import Refusal, ServerMetrics
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import RefusedError, RequestTimeoutError, TooLargeError, UnauthorizedError
 
+# What may be asked without a key, and everything below :data:`OPEN_FOLDER`: whether the server is there, the page,
+# which asks for the key, and what takes another token too.
 OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/version", "/terminate")
-"""What may be asked without a key, and everything below :data:`OPEN_FOLDER`: whether the server is there, the page,
-which asks for the key, and what takes another token too."""
 OPEN_FOLDER = "/page/"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 _log = logging.getLogger("fastgen.serving.requests")

@@ -26,8 +26,8 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # kept by browsers, but asked for each time whether it is still the same
 }
+# How long the live view waits for an engine that is in a step.
 ANSWER_S = 2.0
-"""How long the live view waits for an engine that is in a step."""
 
 
 class Live(msgspec.Struct, kw_only=True):
@@ -35,10 +35,10 @@ class Live(msgspec.Struct, kw_only=True):
 
     model: str
     state: State
+    # How often the engine was started again.
     restarts: int
-    """How often the engine was started again."""
+    # ``None`` while the model is not loaded.
     has_chat_template: bool | None
-    """``None`` while the model is not loaded."""
     engine: LiveView | None
 
 

@@ -19,8 +19,8 @@ from fastgen.serving.http.guard import Guard
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
 
+# How long the last words of a server that ends may take to reach their clients.
 FLUSH_S = 5.0
-"""How long the last words of a server that ends may take to reach their clients."""
 _FILES_BESIDE_CONNECTIONS = 256
 
 

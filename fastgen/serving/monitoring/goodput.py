@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+# Tokens a second that the paper asks for.
 RATES = (2, 4, 6)
-"""Tokens a second that the paper asks for."""
+# Prompt tokens a second that the first token is to come at.
 _PROMPT_RATE = 512
-"""Prompt tokens a second that the first token is to come at."""
 _WEIGHT = 1 - 2 / 17
 
 

@@ -71,8 +71,8 @@ class LiveView(msgspec.Struct, kw_only=True):
     monotonic clock's."""
 
     clock_s: float
+    # Sequences with a slot.
     num_running: int
-    """Sequences with a slot."""
     num_waiting: int
     max_num_seqs: int
     token_budget: int
@@ -82,10 +82,10 @@ class LiveView(msgspec.Struct, kw_only=True):
     prefix_lookup_tokens: int
     prefix_hit_tokens: int
     gaps: LiveGaps | None
+    # The last ones, oldest first.
     steps: list[LiveStep]
-    """The last ones, oldest first."""
+    # The first of those that run, then of those that wait.
     sequences: list[LiveSequence]
-    """The first of those that run, then of those that wait."""
     blocks: LiveBlocks
 
 

@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from fastgen.runtime.metrics import REQUEST_BOUNDS_S, Histogram, Metrics
 from fastgen.serving.monitoring.goodput import RATES, good_rates
 
+# Why a request is not taken, whatever it asks for.
 Refusal = Literal[
     "api_key",
     "body_size",
@@ -34,11 +35,11 @@ Refusal = Literal[
     "ttft_slo",
     "unavailable",
 ]
-"""Why a request is not taken, whatever it asks for."""
 PREFIX = "fastgen_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# The engine's numbers that are kept apart by something, and by what.
 LABELS = {"step_seconds": "size", "sequences_finished_total": "reason"}
-"""The engine's numbers that are kept apart by something, and by what."""
+# By the names of :class:`Metrics`.
 HELP = {
     "requests_running": "Requests of which a sequence has a slot.",
     "requests_waiting": "Requests in the engine of which none has.",
@@ -64,7 +65,6 @@ HELP = {
     "gap_seconds": "Seconds between a token of a sequence and the next.",
     "request_seconds": "Seconds from a request's submission until its last sequence had ended.",
 }
-"""By the names of :class:`Metrics`."""
 
 
 class ServerMetrics:
@@ -75,8 +75,8 @@ class ServerMetrics:
 
     def __init__(self, is_up: Callable[[], bool]):
         self.registry = CollectorRegistry(auto_describe=False)
+        # All that engines had counted which are no more.
         self._ended: Metrics | None = None
-        """All that engines had counted which are no more."""
         self._latest: Metrics | None = None
         self.registry.register(_EngineCollector(self))
         ProcessCollector(namespace="fastgen_server", registry=self.registry)

@@ -10,12 +10,12 @@ import msgspec
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.helper_processes import HelperEndedError, HelperProcesses
 
+# Of processor time, to render a conversation.
 MAX_CPU_S = 2.0
-"""Of processor time, to render a conversation."""
+# What the process may have beside what it starts with.
 MAX_MEMORY_BYTES = 512 << 20
-"""What the process may have beside what it starts with."""
+# Of a rendered conversation.
 MAX_CHARACTERS = 1 << 24
-"""Of a rendered conversation."""
 MAX_PROCESSES = 4
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fastgen.serving.tools.formats import NamedCall, ObjectCall, ToolFormat
 
 _MAX_NAME = 64
+# Members of a call that models write beside its name and arguments.
 _OTHER_KEYS = ("type", "id", "tool_call_id")
-"""Members of a call that models write beside its name and arguments."""
 _Steps = Generator[None, None, None]
 _Reads = Generator[None, None, str]
 
@@ -65,13 +65,13 @@ class ToolCallParser:
     def __init__(self, tool_format: ToolFormat, names: Collection[str]):
         self._format, self._names = tool_format, names
         self._marks = tool_format.opening.split()
+        # What came and is not behind us; of it was read what stands before ``_at``.
         self._text = ""
-        """What came and is not behind us; of it was read what stands before ``_at``."""
         self._at = 0
+        # What was read before ``_text`` of a call that may yet turn out to be none.
         self._held: list[str] = []
-        """What was read before ``_text`` of a call that may yet turn out to be none."""
+        # How many characters of that, and of ``_text``, are the opening.
         self._num_opening = 0
-        """How many characters of that, and of ``_text``, are the opening."""
         self._is_over = False
         self._events: list[Event] = []
         self.num_calls = 0

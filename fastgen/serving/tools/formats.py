@@ -32,15 +32,15 @@ class NamedCall:
 class ToolFormat:
     """One way to write calls. Texts are as models write them; a reader does not insist on the spaces around them."""
 
+    # A chat template that has all of these asks for this format.
     signs: tuple[str, ...]
-    """A chat template that has all of these asks for this format."""
     opening: str
     closing: str
     call: ObjectCall | NamedCall = ObjectCall()
+    # Between the calls of a section; ``None`` where each has a section of its own.
     separator: str | None = None
-    """Between the calls of a section; ``None`` where each has a section of its own."""
+    # Whether an answer that begins with ``{`` is a section too.
     is_opening_optional: bool = False
-    """Whether an answer that begins with ``{`` is a section too."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -53,6 +53,7 @@ class ToolFormat:
         )
 
 
+# By name, the ones that more must be seen of first.
 TOOL_FORMATS = {
     "hermes": ToolFormat(("<tool_call>",), "<tool_call>\n", "\n</tool_call>"),
     "mistral-named": ToolFormat(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "", NamedCall("", "[ARGS]", "")),
@@ -84,9 +85,8 @@ TOOL_FORMATS = {
         is_opening_optional=True,
     ),
 }
-"""By name, the ones that more must be seen of first."""
+# Of formats that are none of these, though their templates have the same signs: arguments that are not JSON.
 _OTHER_SIGNS = ("<function=",)
-"""Of formats that are none of these, though their templates have the same signs: arguments that are not JSON."""
 
 
 def tool_format_of(template: str) -> ToolFormat | None:

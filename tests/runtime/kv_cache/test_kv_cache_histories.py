@@ -43,12 +43,12 @@ class History:
         )
         self.memory: dict[tuple[int, int], tuple[int, Tokens]] = {}
         self.published: dict[tuple[int, Tokens], int] = {}
+        # When each cached block was released: what is smaller goes first.
         self.released: dict[int, tuple[int, int]] = {}
-        """When each cached block was released: what is smaller goes first."""
+        # Of each sequence, how many blocks it has published or found.
         self.num_full: dict[Sequence, int] = {}
-        """Of each sequence, how many blocks it has published or found."""
+        # Sequences that hold something of what was withdrawn.
         self.private: set[Sequence] = set()
-        """Sequences that hold something of what was withdrawn."""
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_requests = self.clock = 0

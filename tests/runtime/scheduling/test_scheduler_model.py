@@ -25,8 +25,8 @@ from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
 Key = tuple[int, int]
+# Whose tokens, from where, and how many.
 Entry = tuple[Key, int, int]
-"""Whose tokens, from where, and how many."""
 
 
 @dataclass
@@ -36,15 +36,15 @@ class ModelSequence:
     num_tokens: int
     urgency: tuple[int, int, int]
     computed: int = 0
+    # Each stands for one block in every KV group; sequences may have the same.
     blocks: list[int] = field(default_factory=list)
-    """Each stands for one block in every KV group; sequences may have the same."""
     running: bool = False
     waits_for_first: bool = False
     was_preempted: bool = False
+    # Until it has a token of its own, it ends in a block of that one's.
     came_from_other: bool = False
-    """Until it has a token of its own, it ends in a block of that one's."""
+    # Whether a step was committed since it was admitted.
     has_run: bool = False
-    """Whether a step was committed since it was admitted."""
 
     @property
     def is_decode(self) -> bool:
@@ -62,10 +62,10 @@ class Model:
     max_num_seqs: int
     aging_s: float
     sequences: list[ModelSequence] = field(default_factory=list)
+    # Of which block a sequence waits to get a copy, as long as no step was committed.
     sources: dict[Key, int] = field(default_factory=dict)
-    """Of which block a sequence waits to get a copy, as long as no step was committed."""
+    # Who waits for a slot, in the order in which they came into their classes, and when that was.
     queued: list[tuple[ModelSequence, float]] = field(default_factory=list)
-    """Who waits for a slot, in the order in which they came into their classes, and when that was."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
     now_s: float = 0.0
 
@@ -288,8 +288,8 @@ class History:
         self.device = Device(self.block_size)
         self.priorities = rng.choice([[0], [0, 1], [-5, 0, 5, 6]])
         self.now_s = 0.0
+        # Of each unfinished sequence: how many tokens it will have when it stops.
         self.lengths: dict[Key, int] = {}
-        """Of each unfinished sequence: how many tokens it will have when it stops."""
         self.open: dict[Key, Sequence] = {}
         self.first_scheduled: list[Key] = []
         self.num_requests = 0

@@ -297,8 +297,8 @@ class History:
         )
         self.num_requests = self.num_preempted = self.num_from_device = self.num_accepted = 0
         self.failure_rate = rng.choice([0.0, 0.2, 0.6])
+        # Whose newest token was sampled in the last step it took part in, so that no copy need carry it.
         self.on_device: set[Sequence] = set()
-        """Whose newest token was sampled in the last step it took part in, so that no copy need carry it."""
 
     def maybe_submit(self) -> None:
         while self.rng.random() < 0.5 and self.num_requests < 12:

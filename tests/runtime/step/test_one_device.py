@@ -26,10 +26,10 @@ from fastgen.runtime.step.input_batch import InputBatch
 from tests.models.test_kernel_specs import published
 
 META, DTYPE = torch.device("meta"), torch.bfloat16
+# Rows of one tile of few-row kernels, of several, and for the library; of few and of many rows to an expert.
 SIZES, ROW_SIZES = (1, 70, 600), (1, 70)
-"""Rows of one tile of few-row kernels, of several, and for the library; of few and of many rows to an expert."""
+# Where a kernel is told how far tokens' queries lie apart, and where values are part of the keys.
 STRIDED = {"q", "v_cache"}
-"""Where a kernel is told how far tokens' queries lie apart, and where values are part of the keys."""
 
 
 class Checked(BuiltKernel):

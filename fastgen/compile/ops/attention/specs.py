@@ -7,11 +7,11 @@ from typing import Literal
 
 from fastgen.compile.spec import Argument, KernelSpec, Value
 
+# A sequence with at most so many new tokens is a decode (a token and its drafts), one with more is a chunk.
 MAX_DECODE_QUERIES = 8
-"""A sequence with at most so many new tokens is a decode (a token and its drafts), one with more is a chunk."""
 
+# KV tiles that a program is started for at least: fewer would take less time than their parts take to combine.
 _MIN_SHARE = 2
-"""KV tiles that a program is started for at least: fewer would take less time than their parts take to combine."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from fastgen.compile.weights.packed import PANELS, PackedWeight, WeightFormat
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized_linear
 
 _IN_INTEGERS = ("int8", "int4")
+# Formats whose kernels quantise or round rows first.
 _PREPARED = (*_IN_INTEGERS, "bf16_pairs")
-"""Formats whose kernels quantise or round rows first."""
 _VOCAB_PIECE = 8192  # vocabulary rows widened to fp32 at a time, so that a head in 16 bits never needs a second copy
 
 

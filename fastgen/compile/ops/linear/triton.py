@@ -23,8 +23,8 @@ from fastgen.compile.spec import KernelSpec
 from fastgen.compile.weights.quantized import DequantizeKernel, QuantizedWeight, dequantize_spec
 
 _TILES = (16, 32, 64)
+# Of 64 rows that read weights in few bits again, before laying them out whole for the library moves fewer bytes.
 _MOST_PIECES = 3
-"""Of 64 rows that read weights in few bits again, before laying them out whole for the library moves fewer bytes."""
 
 
 def row_tiles(shape: FewRowShape, arch: str) -> list[tuple[int, SplitK]]:

@@ -36,12 +36,12 @@ _MOST_LANES = 16
 _NUM_REALS, _NUM_INTEGERS = 6, 11  # columns, in the order of the template's enumerations
 _POSITION = 2  # among the integers
 
+# Ids of tokens, each once, and of each twice how often it was generated, plus 1 where it stands in the prompt.
 Uses = tuple[NDArray[np.int32], NDArray[np.int32]]
-"""Ids of tokens, each once, and of each twice how often it was generated, plus 1 where it stands in the prompt."""
+# Ids of tokens, each once, and what is added to their scores; −inf forbids.
 Biases = tuple[NDArray[np.int32], NDArray[np.float32]]
-"""Ids of tokens, each once, and what is added to their scores; −inf forbids."""
+# ``[⌈V/32⌉]``: bit ``i % 32`` of word ``i // 32`` is 0 where token ``i`` is forbidden. Bits behind the last are 0.
 Mask = NDArray[np.int32]
-"""``[⌈V/32⌉]``: bit ``i % 32`` of word ``i // 32`` is 0 where token ``i`` is forbidden. Bits behind the last are 0."""
 NO_USES: Uses = (np.empty(0, np.int32), np.empty(0, np.int32))
 NO_BIASES: Biases = (np.empty(0, np.int32), np.empty(0, np.float32))
 
@@ -159,8 +159,8 @@ class SamplingKernel:
         self.vocab_size, self.max_rows = vocab_size, max_rows
         self._kernel = kernel
         self._workspaces = torch.empty(max_threads, _workspace_numel(vocab_size, num_slices))
+        # ``[R]``: what was chosen last, or ``-status``.
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64)
-        """``[R]``: what was chosen last, or ``-status``."""
         self._found = self.token_ids.numpy().data
         greedy = RowSampling()
         self._greedy = (

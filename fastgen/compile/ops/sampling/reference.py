@@ -25,58 +25,58 @@ _PHILOX_ROUNDS = 10
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _FP32 = torch.finfo(torch.float32)
+# What :func:`log_probabilities` holds at its worst, its logits included.
 LOGPROBS_BYTES_PER_LOGIT = 32
-"""What :func:`log_probabilities` holds at its worst, its logits included."""
+# What adjusting and sampling hold at their worst, their logits included.
 REFERENCE_BYTES_PER_LOGIT = 48
-"""What adjusting and sampling hold at their worst, their logits included."""
 
 
 class RowStatus(IntEnum):
     """Whether a row could be sampled; otherwise its token id means nothing."""
 
     OK = 0
+    # Its logits hold NaN or +inf.
     NOT_FINITE = 1
-    """Its logits hold NaN or +inf."""
+    # Every token has weight zero: all logits are −inf, or all are forbidden.
     NOTHING_LEFT = 2
-    """Every token has weight zero: all logits are −inf, or all are forbidden."""
 
 
 @dataclass(frozen=True)
 class Adjustments:
     """What is done to the logits of a row before they are sampled from; neutral values leave a row as it is."""
 
+    # ``[R, V]`` bool: the token stands in the prompt or was generated.
     seen: Tensor
-    """``[R, V]`` bool: the token stands in the prompt or was generated."""
+    # ``[R, V]`` fp32: how often the token was generated.
     counts: Tensor
-    """``[R, V]`` fp32: how often the token was generated."""
+    # ``[R]`` fp32, 1 is neutral.
     repetition: Tensor
-    """``[R]`` fp32, 1 is neutral."""
+    # ``[R]`` fp32, 0 is neutral.
     presence: Tensor
-    """``[R]`` fp32, 0 is neutral."""
+    # ``[R]`` fp32, 0 is neutral.
     frequency: Tensor
-    """``[R]`` fp32, 0 is neutral."""
+    # ``[R, V]`` fp32, added last; −inf forbids a token.
     bias: Tensor
-    """``[R, V]`` fp32, added last; −inf forbids a token."""
 
 
 @dataclass(frozen=True)
 class Draws:
     """How each row is drawn, all ``[R]``. Reals are fp64, so that a threshold is rounded once, where it is applied."""
 
+    # fp64; 0 takes the largest logit, lowest id on ties, and the rest does not matter.
     temperature: Tensor
-    """fp64; 0 takes the largest logit, lowest id on ties, and the rest does not matter."""
+    # int64; 0 keeps all.
     top_k: Tensor
-    """int64; 0 keeps all."""
+    # fp64; 1 keeps all.
     top_p: Tensor
-    """fp64; 1 keeps all."""
+    # fp64; 0 keeps all.
     min_p: Tensor
-    """fp64; 0 keeps all."""
+    # int64, the 64 bits of the request's seed.
     seeds: Tensor
-    """int64, the 64 bits of the request's seed."""
+    # int64: where in its sequence the drawn token will stand; below 2**32.
     positions: Tensor
-    """int64: where in its sequence the drawn token will stand; below 2**32."""
+    # int64: which of its request's sequences the row is; below 2**32.
     sequence_indices: Tensor
-    """int64: which of its request's sequences the row is; below 2**32."""
 
     def rows(self, index: Tensor) -> Draws:
         """The draws of some rows."""

@@ -54,16 +54,16 @@ class Policy(ABC):
     """Plans steps. A policy that is to be used is copied, so it may keep what it has seen. It is not asked about steps
     with nothing to share out: where only decodes run and nobody waits, all of them do."""
 
+    # Whether a prompt may be cut to what is left of a step. Otherwise it is computed in one step, or, where it is
+    # longer than what a step has for prompts, in steps that it fills.
     splits_prompts: ClassVar[bool]
-    """Whether a prompt may be cut to what is left of a step. Otherwise it is computed in one step, or, where it is
-    longer than what a step has for prompts, in steps that it fills."""
+    # The arguments it is made with, each an attribute too. They say all that it decides by, but what it observes.
     parameters: ClassVar[tuple[str, ...]] = ()
-    """The arguments it is made with, each an attribute too. They say all that it decides by, but what it observes."""
+    # Whether it is told how long steps took.
     observes: ClassVar[bool] = False
-    """Whether it is told how long steps took."""
+    # The longest gap between two tokens of an answer, in seconds, where it bounds that: it is asked to :meth:`limit`
+    # what goes beside decodes.
     itl_target_s: float | None = None
-    """The longest gap between two tokens of an answer, in seconds, where it bounds that: it is asked to :meth:`limit`
-    what goes beside decodes."""
 
     @property
     def learned(self) -> tuple[float, ...]:

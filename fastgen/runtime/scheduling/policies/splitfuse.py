@@ -15,8 +15,8 @@ from collections.abc import Sequence as SequenceOf
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView
 
+# With so many passes of prompts pending an even share is nearly the whole budget, and no more need be counted.
 FILLS_FROM_PASSES = 8
-"""With so many passes of prompts pending an even share is nearly the whole budget, and no more need be counted."""
 
 
 class SplitFuse(Policy):

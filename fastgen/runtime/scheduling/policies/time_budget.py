@@ -16,11 +16,11 @@ from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
 from fastgen.runtime.scheduling.step_time import StepTimeModel, StepWork
 
 _log = logging.getLogger(__name__)
+# Lengths of chunks in steps below the sizes that are close together.
 _FEW_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
-"""Lengths of chunks in steps below the sizes that are close together."""
 _CLOSE_SIZE = 64
+# How many times longer than with one token of a prompt a step may take where that is too long already.
 _SLACK = 1.1
-"""How many times longer than with one token of a prompt a step may take where that is too long already."""
 
 
 class TimeBudgetSplitFuse(SplitFuse):

@@ -21,6 +21,7 @@ _DTYPES = {
 }
 _CONTINUOUS = ("auto", "vllm", "lmi-dist", "trtllm", "scheduler", "deepspeed", "neuron")
 _DEFAULT_MAX_BATCH_DELAY_MS = 100
+# Environment variables and their keys; beside them ``OPTION_X`` is ``option.x``.
 _VARIABLES = {
     "HF_MODEL_ID": "option.model_id",
     "HF_REVISION": "option.revision",
@@ -31,7 +32,6 @@ _VARIABLES = {
     "SERVING_MAX_BATCH_DELAY": "max_batch_delay",
     "SERVING_JOB_QUEUE_SIZE": "job_queue_size",
 }
-"""Environment variables and their keys; beside them ``OPTION_X`` is ``option.x``."""
 
 
 @dataclass
@@ -205,6 +205,7 @@ def _integer(text: str, minimum: int) -> int:
     return number
 
 
+# The keys that are understood, and what reads each.
 KEYS: dict[str, _Reader] = {
     "engine": _engine,
     "batch_size": _batch_size,
@@ -221,4 +222,3 @@ KEYS: dict[str, _Reader] = {
     "option.dtype": _dtype,
     "option.paged_attention": _paged_attention,
 }
-"""The keys that are understood, and what reads each."""

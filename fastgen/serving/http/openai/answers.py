@@ -16,8 +16,8 @@ ChatFinish = Literal["stop", "length", "timeout", "tool_calls"]
 
 
 class PromptTokensDetails(TypedDict):
+    # Of the prompt's tokens, those whose keys and values were in the prefix cache.
     cached_tokens: int
-    """Of the prompt's tokens, those whose keys and values were in the prefix cache."""
 
 
 class Usage(TypedDict):
@@ -47,8 +47,8 @@ class Completion(TypedDict):
     created: int
     model: str
     choices: list[CompletionChoice]
+    # In a stream only where ``include_usage`` asks for it, and ``null`` but for the last chunk.
     usage: NotRequired[Usage | None]
-    """In a stream only where ``include_usage`` asks for it, and ``null`` but for the last chunk."""
 
 
 class TokenLogprob(TypedDict):
@@ -139,8 +139,8 @@ class Model(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    # Most tokens of prompt and answer together.
     max_model_len: int
-    """Most tokens of prompt and answer together."""
 
 
 class Models(TypedDict):

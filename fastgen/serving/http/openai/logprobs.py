@@ -8,8 +8,8 @@ from fastgen.runtime.requests.outputs import Logprobs
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.http.openai.answers import ChatLogprobs, CompletionLogprobs, TokenLogprob
 
+# What OpenAI gives for a token that cannot be, minus infinity not being a number of JSON.
 IMPOSSIBLE = -9999.0
-"""What OpenAI gives for a token that cannot be, minus infinity not being a number of JSON."""
 
 
 class CompletionLogprobsWriter:

@@ -26,11 +26,11 @@ def _reading(value: Any) -> str:
     return "parts" if isinstance(value, list) else "text"
 
 
+# Text, whole or in parts.
 Content = Annotated[
     Annotated[str, Reading("text")] | Annotated[list[TextPart], Reading("parts"), Field(max_length=MAX_PARTS)],
     Discriminator(_reading),
 ]
-"""Text, whole or in parts."""
 
 
 def _few_parts(value: Any) -> Any:
@@ -40,8 +40,8 @@ def _few_parts(value: Any) -> Any:
     return value
 
 
+# Of a conversation: that its contents have no more than :data:`MAX_PARTS` parts.
 few_parts = BeforeValidator(_few_parts)
-"""Of a conversation: that its contents have no more than :data:`MAX_PARTS` parts."""
 
 
 class SystemMessage(_Part):
@@ -94,8 +94,8 @@ class ToolMessage(_Part):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
+    # Of the function; where it is left out, that of the call that this answers.
     name: str | None = None
-    """Of the function; where it is left out, that of the call that this answers."""
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
@@ -104,10 +104,10 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage
 class Function(_Part):
     name: FunctionName
     description: str | None = None
+    # A JSON schema; left out, a function takes no arguments.
     parameters: dict[str, Any] | None = None
-    """A JSON schema; left out, a function takes no arguments."""
+    # Arguments keep to the schema; without it only those of a call that ``tool_choice`` demands do.
     strict: bool | None = None
-    """Arguments keep to the schema; without it only those of a call that ``tool_choice`` demands do."""
 
 
 class Tool(_Part):

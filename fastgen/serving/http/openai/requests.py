@@ -26,8 +26,8 @@ from fastgen.serving.http.openai.messages import Message, Tool, ToolChoice, few_
 from fastgen.serving.request_limits import MAX_BEAMS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS
 
 MAX_PROMPTS = 2048
+# Of a request's prompts together: more would keep the server from all else while they are looked at.
 MAX_TOKEN_IDS = 1 << 20
-"""Of a request's prompts together: more would keep the server from all else while they are looked at."""
 MAX_STOP_STRINGS = 4
 MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 4096
@@ -36,8 +36,8 @@ _MAX_INT32 = 2**31 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+# Of a caller, for the caller's own books.
 Label = Annotated[str, StringConstraints(max_length=512)]
-"""Of a caller, for the caller's own books."""
 
 
 def _refuse(why: str) -> Callable[[Any], None]:
@@ -133,12 +133,12 @@ class Strict(FewErrors):
 
 
 class StreamOptions(Strict):
+    # A last chunk without choices tells what the request took.
     include_usage: bool | None = None
-    """A last chunk without choices tells what the request took."""
+    # With it, every chunk tells what it took until then; not OpenAI's, but load generators ask for it.
     continuous_usage_stats: bool | None = None
-    """With it, every chunk tells what it took until then; not OpenAI's, but load generators ask for it."""
+    # Taken, and nothing is added: padding against eavesdroppers is for networks that others can watch.
     include_obfuscation: bool | None = None
-    """Taken, and nothing is added: padding against eavesdroppers is for networks that others can watch."""
 
     @property
     def tells_usage_always(self) -> bool:
@@ -148,18 +148,19 @@ class StreamOptions(Strict):
 class SamplingRequest(Strict):
     """The fields that completions and chats share."""
 
+    # The name under which the model is served.
     model: str
-    """The name under which the model is served."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # Like ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` by default as the checkpoint asks.
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    """Like ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` by default as the checkpoint asks."""
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
     n: Annotated[int | None, Field(ge=1, le=MAX_N)] = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    # Token id, as text, to what is added to its logit.
     logit_bias: (
         Annotated[
             dict[Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
@@ -168,7 +169,6 @@ class SamplingRequest(Strict):
         ]
         | None
     ) = None
-    """Token id, as text, to what is added to its logit."""
     user: Label | None = None
 
     # Extensions: fields of fastgen's SamplingParams that OpenAI has not.
@@ -187,8 +187,8 @@ class CompletionRequest(SamplingRequest):
     """``POST /v1/completions``."""
 
     prompt: Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+    # By default 16, or what fits. 0 gives the prompt alone, with ``echo``.
     max_tokens: Annotated[int | None, Field(ge=0, le=_MAX_INT32)] = None
-    """By default 16, or what fits. 0 gives the prompt alone, with ``echo``."""
     echo: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
     best_of: Annotated[int | None, Field(ge=1, le=MAX_N)] = None
@@ -207,8 +207,8 @@ class JsonSchema(Strict):
     name: Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    # The schema is always kept to.
     strict: bool | None = None
-    """The schema is always kept to."""
 
 
 class JsonSchemaFormat(Strict):
@@ -220,10 +220,10 @@ class ChatRequest(SamplingRequest):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), few_parts]
+    # By default as many as fit.
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=_MAX_INT32)] = None
-    """By default as many as fit."""
+    # The older name of ``max_completion_tokens``.
     max_tokens: Annotated[int | None, Field(ge=1, le=_MAX_INT32)] = None
-    """The older name of ``max_completion_tokens``."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     response_format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = (
@@ -262,8 +262,8 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Annotated[list[Message] | None, Field(min_length=1, max_length=MAX_MESSAGES), few_parts] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    # Of a text, by default true.
     add_special_tokens: bool | None = None
-    """Of a text, by default true."""
 
 
 class DetokenizeRequest(Strict):

@@ -25,8 +25,8 @@ from fastgen.serving.http.streaming import EventStream, unless_gone
 from fastgen.serving.refusals import BadRequestError, UnknownModelError
 from fastgen.serving.service import Running, Service
 
+# Texts from this length on are encoded on another thread: it takes longer than a token of others may wait.
 _LONG_CHARACTERS = 20_000
-"""Texts from this length on are encoded on another thread: it takes longer than a token of others may wait."""
 DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
 

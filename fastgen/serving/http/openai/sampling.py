@@ -12,11 +12,11 @@ from fastgen.serving.http.openai.requests import ChatRequest, CompletionRequest,
 from fastgen.serving.refusals import BadRequestError
 
 DEFAULT_COMPLETION_TOKENS = 16
+# OpenAI's range begins at 0, which keeps the likeliest token; any that is below all its probabilities does.
 _TOP_P_OF_ONE_TOKEN = 1e-6
-"""OpenAI's range begins at 0, which keeps the likeliest token; any that is below all its probabilities does."""
 
+# ``SamplingParams`` to OpenAI, where they differ.
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "prompt_logprobs": "logprobs"}
-"""``SamplingParams`` to OpenAI, where they differ."""
 _PASSED_ON = (
     "temperature",
     "presence_penalty",

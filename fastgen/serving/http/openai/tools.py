@@ -20,8 +20,8 @@ from fastgen.serving.tools.formats import ToolFormat, tool_format_of
 from fastgen.serving.tools.grammar import ToolSchema, tool_grammar
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
+# Mistral's templates take calls with ids of just this length, the others any.
 _ID_LENGTH = 9
-"""Mistral's templates take calls with ids of just this length, the others any."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class CallWriter:
         self._parser, self._is_parallel = parser, is_parallel
         self._calls: list[ToolCallOfMessage] = []
         self._content: list[str] = []
+        # Whether the one call that was allowed is complete; what follows is of no account.
         self.has_ended = False
-        """Whether the one call that was allowed is complete; what follows is of no account."""
 
     @property
     def calls(self) -> list[ToolCallOfMessage]:
