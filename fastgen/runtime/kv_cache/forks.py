@@ -11,7 +11,8 @@ from fastgen.runtime.scheduling.waiting_queue import WaitingQueue
 
 
 class Forks:
-    """Forks sequences of ``running`` over the blocks of ``kv``. Sequences waiting for a fork are held in ``waiting``."""
+    """Forks sequences of ``running`` over the blocks of ``kv``. Sequences waiting for a fork are held in
+    ``waiting``."""
 
     def __init__(self, kv: KVCacheManager, running: RunningSet, waiting: WaitingQueue):
         self._kv, self._running, self._waiting = kv, running, waiting

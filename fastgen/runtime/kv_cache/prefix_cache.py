@@ -235,5 +235,6 @@ def _first_block(one: int, other: int) -> int:
 
 
 def first_seen_block(num_full_blocks: int, window: int | None, block_size: int) -> int:
-    """Returns the first block that a token after ``num_full_blocks`` blocks sees, the first that must be kept for it."""
+    """Returns the first block that a token after ``num_full_blocks`` blocks sees, the first that must be kept for
+    it."""
     return 0 if window is None else max(0, num_full_blocks * block_size - window + 1) // block_size

@@ -24,7 +24,8 @@ class Staggering:
         self.next_lookahead = 0
 
     def advance(self, full: list[Sequence], num_decodes: int) -> None:
-        """Advances the ``full`` decodes, which have filled a block in a step of ``num_decodes`` decodes, now or later."""
+        """Advances the ``full`` decodes, which have filled a block in a step of ``num_decodes`` decodes, now or
+        later."""
         if num_decodes < self.starts_from:
             for seq in full:
                 self._kv.advance(seq)
@@ -48,5 +49,6 @@ class Staggering:
         self._running.add_updates(kv.lookahead.give(decodes[first : self.next_lookahead]))
 
     def _share(self, num_decodes: int) -> int:
-        """Returns how many decodes are served in a step, so that all have their turn before they need the next block."""
+        """Returns how many decodes are served in a step, so that all have their turn before they need the next
+        block."""
         return 1 + num_decodes // max(1, self._kv.block_size - 1)

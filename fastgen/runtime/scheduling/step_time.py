@@ -158,7 +158,8 @@ class StepTimeModel:
         return expected_s * self.scatter + unknown_s
 
     def most_tokens(self, token_budget: int) -> int:
-        """Returns the largest step that the model can predict, at most ``token_budget``; 0 before it can predict any."""
+        """Returns the largest step that the model can predict, at most ``token_budget``; 0 before it can predict
+        any."""
         return min(token_budget, _GROWTH * self._most_seen) if self._num_seen >= _LEAST_SEEN else 0
 
 
