@@ -1,9 +1,9 @@
-"""What scheduling costs on the host: a step with 256 decodes, with few and with many requests queued, and queueing.
+"""Measures scheduling on the host: a step with 256 decodes and few or many queued requests, and queueing itself.
 
-``python -m benchmarks.scheduler [--output FILE]`` prints the figures and, with ``--output``, keeps them as JSON with
-the machine and the date. The two queue lengths take turns, so that a change of the machine's speed meets both. The
-prompts are of one length, so all decodes come to a new block in the same step, which is the worst case; with a prefix
-cache each full block is published too. No model and no device are needed.
+``python -m benchmarks.scheduler [--output FILE]`` prints the figures. ``--output`` stores them as JSON with the machine
+and the date. The two queue lengths alternate, so that a change of the machine's speed affects both. All prompts have
+the same length, so all decodes need a new block in the same step, which is the worst case. With a prefix cache each
+full block is published too. It needs no model and no device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPT = list(range(24))
 
 
 class Steps:
-    """A scheduler with ``NUM_DECODES`` sequences that decode, and requests queued behind them; its steps are timed."""
+    """Holds a scheduler with ``NUM_DECODES`` decoding sequences and requests queued behind them; times its steps."""
 
     def __init__(self, num_queued: int, num_classes: int, *, prefix_caching: bool = True):
         num_blocks = 1 + NUM_DECODES * (2 + (NUM_STEPS + len(PROMPT)) // BLOCK_SIZE)
@@ -61,7 +61,7 @@ class Steps:
 
 
 def step_times_us(num_classes: int = 1, *, prefix_caching: bool = True) -> dict[int, dict[str, float]]:
-    """Of ``schedule`` and ``commit`` together, by how many requests are queued."""
+    """Returns the times of ``schedule`` and ``commit`` together, by the number of queued requests."""
     steps = {num_queued: Steps(num_queued, num_classes, prefix_caching=prefix_caching) for num_queued in QUEUED}
     for _ in range(NUM_STEPS):
         for each in steps.values():
@@ -80,7 +80,7 @@ def step_times_us(num_classes: int = 1, *, prefix_caching: bool = True) -> dict[
 
 
 def requests_per_s(make_queue: Callable[[], Callable[[int], object]], *, num_requests: int = 20_000) -> float:
-    """How many requests a second are queued, in the median of some rounds; ``make_queue()`` gives what queues one."""
+    """Returns requests queued a second, the median of some rounds; ``make_queue()`` returns a call that queues one."""
     rates = []
     for _ in range(7):
         queue = make_queue()
@@ -98,7 +98,7 @@ def scheduler_add() -> Callable[[int], object]:
 
 
 def engine_submit(make_sampling: Callable[[], SamplingParams]) -> Callable[[], Callable[[int], object]]:
-    """With ``NUM_DECODES`` sequences that run, and as many requests queued as there are in the longer queue."""
+    """Returns a call that queues a request in an engine with ``NUM_DECODES`` running sequences and the longer queue."""
     from fastgen.runtime.simulated import CostModel, SimulatedServer
 
     def make_queue() -> Callable[[int], object]:
