@@ -39,7 +39,7 @@ def render(files: Sequence[Data], names: Sequence[str]) -> str:
         "# Performance on a CPU",
         "",
         f"Written by `python -m benchmarks.cpu.report {' '.join(names)}`;"
-        " [benchmarks/README.md](../benchmarks/README.md) tells how to measure again. Models have random weights. All"
+        " [benchmarks/README.md](../benchmarks/README.md) says how to measure again. Models have random weights. All"
         " numbers are medians over rounds of fresh processes that took turns, leaving out runs during which the"
         " machine's own limits moved by more than 15 % (where all did, none is left out).",
     ]
