@@ -1,4 +1,10 @@
-{# Which scores top-k and top-p keep, without sorting; include after sampling_rows.h.j2 and sampling_noise.h.j2. #}
+// Which scores top-k and top-p keep, without sorting.
+#pragma once
+#include "sampling_noise.h"
+#include "sampling_rows.h"
+
+namespace {
+
 // From a score to what filters compare: divided by the temperature. Only where that would overflow it is taken relative
 // to the largest, which costs a rounding. It never falls as the score rises.
 struct Tempered {
@@ -26,11 +32,11 @@ float floor_of(const Function& function, float y) {
 
 // Appends those lanes of x that are kept; may write a whole vector.
 INLINE float* append(float* to, f32v x, i32v is_kept) {
-{% if lanes == 16 %}
+#if FASTGEN_LANES == 16
     const __mmask16 mask = _mm512_movepi32_mask(__m512i(is_kept));
     store(to, f32v(_mm512_maskz_compress_ps(mask, x)));
     return to + __builtin_popcount(mask);
-{% else %}
+#else
     float all[LANES];
     store(all, x);
     for (int lane = 0; lane < LANES; ++lane) {
@@ -38,7 +44,7 @@ INLINE float* append(float* to, f32v x, i32v is_kept) {
         to -= is_kept[lane];
     }
     return to;
-{% endif %}
+#endif
 }
 
 INLINE i32v lanes_below(int64_t count) { return LANE < all_lanes(int32_t(std::min(count, int64_t(LANES)))); }
@@ -187,3 +193,5 @@ Cut cut(Row& row, const Tempered& tempered, float peak, int64_t top_k, float tai
     });
     return cut;
 }
+
+}  // namespace

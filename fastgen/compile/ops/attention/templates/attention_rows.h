@@ -1,5 +1,9 @@
-{# What one tile of keys comes to for some rows: scores, weights, sums of values. Included by attention.cpp.j2. #}
-{% set multiply_add = "dot2" if pairs else "fma" %}
+// What one tile of keys comes to for some rows: scores, weights, sums of values.
+#pragma once
+#include "attention_keys.h"
+
+namespace {
+
 // What some keys come to for a row: `best` the largest logarithm, to base 2, of a weight; `total`, lane by lane, the
 // sum of 2^(logarithm - best); `mixed` the sum of 2^(logarithm - best) * value.
 struct State {
@@ -15,9 +19,9 @@ struct State {
 };
 
 struct Scratch {
-    alignas(64) float q[MAX_TASK_ROWS][D];  // {{ "in pairs; " if pairs }}as states: row r of head h of the task is h * num_rows + r
+    alignas(64) float q[MAX_TASK_ROWS][D];  // as states: row r of head h of the task is h * num_rows + r
     State all[MAX_TASK_ROWS], segment[MAX_TASK_ROWS];
-    alignas(64) float weights[MAX_TASK_ROWS][TILE];  // dot products at first{{ "; in the end pairs" if pairs }}
+    alignas(64) float weights[MAX_TASK_ROWS][TILE];  // dot products at first; in the end pairs with BF16_DOT
     float keep[MAX_TASK_ROWS + LANES];
     Buffers buffers;
 };
@@ -48,13 +52,20 @@ INLINE f32v power_of_2(f32v x) {
 // To subtract from logarithms: where all is masked so far, weights are 2 to the minus infinity.
 INLINE float finite(float best) { return best == -INFINITE ? 0.0f : best; }
 
-{% if alibi_dtype == "bf16" %}
 INLINE f32v to_bf16(f32v x) {  // to the nearest, ties to even
     const u32v bits = bits_of<u32v>(x);
     return bits_of<f32v>((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
 }
 
-{% endif %}
+// a * b + sum, or with BF16_DOT the sum of the two products of each lane.
+INLINE f32v multiply_add(f32v a, f32v b, f32v sum) {
+#if FASTGEN_BF16_DOT
+    return dot2(a, b, sum);
+#else
+    return fma(a, b, sum);
+#endif
+}
+
 // Dot products of R queries with the keys of a tile's first C vectors. Meanwhile the next tile's keys are asked for.
 template <int R, int C, class E>
 void dot(const float (*q)[D], const Tile<E>& tile, const Place* next, float (*products)[TILE]) {
@@ -67,7 +78,7 @@ void dot(const float (*q)[D], const Tile<E>& tile, const Place* next, float (*pr
             for (int g = 0; g < GROUPS; ++g) prefetch(next->k[g] + asked * P);
         }
         for (int r = 0; r < R; ++r) {
-            for (int c = 0; c < C; ++c) sum[r][c] = {{ multiply_add }}(all_lanes(q[r][d / STEP]), keys[c], sum[r][c]);
+            for (int c = 0; c < C; ++c) sum[r][c] = multiply_add(all_lanes(q[r][d / STEP]), keys[c], sum[r][c]);
         }
     }
     for (int r = 0; r < R; ++r) {
@@ -75,41 +86,34 @@ void dot(const float (*q)[D], const Tile<E>& tile, const Place* next, float (*pr
     }
 }
 
-{% set log2_e = 1.4426950408889634 %}
-// Times a score this is a weight's logarithm to base 2.{{ " A dot product is a score." if not (alibi or softcap) }}
-constexpr float LOG2_OF_SCORE = {{ log2_e if alibi or softcap else scale * log2_e }};
+// Whether dot products become scores by more than the scale, which else is part of LOG2_OF_SCORE.
+constexpr bool IS_ADJUSTED = ALIBI != NONE || SOFTCAP != 0;
+constexpr double LOG2_E = 1.4426950408889634;
+// Times a score this is a weight's logarithm to base 2.
+constexpr float LOG2_OF_SCORE = IS_ADJUSTED ? LOG2_E : SCALE * LOG2_E;
 
-// From dot products of one row to scores: {{ "scale, bias, cap, mask" if alibi or softcap else "a mask" }}.
+// From dot products of one row to scores: scale, bias and cap where there are any, and a mask.
 INLINE void finish_scores(const Batch& batch, const Task& task, int64_t head, int64_t r, int64_t first_key,
                           float* scores) {
-    const i32v lane = { {%- for i in range(lanes) %}{{ i }}{{ ", " if not loop.last }}{% endfor -%} };
-    {% if alibi or softcap %}
-    for (int g = 0; g < GROUPS; ++g) {
+    for (int g = 0; IS_ADJUSTED && g < GROUPS; ++g) {
         f32v score = load<f32v>(scores + g * LANES);
-        {% if alibi %}
-        const f32v position = to_float(lane + int32_t(first_key + g * LANES));
-        const float slope = batch.slopes[task.query_head(head, r)];
-        {% if alibi_dtype == "bf16" %}
-        const f32v bias = to_bf16(all_lanes(slope) * to_bf16(position));
-        {% else %}
-        const f32v bias = all_lanes(slope) * position;
-        {% endif %}
-        {% endif %}
-        {% if alibi == "scaled" %}
-        score = (score + bias) * all_lanes(float({{ scale }}));
-        {% else %}
-        score = score * all_lanes(float({{ scale }})){{ " + bias" if alibi }};
-        {% endif %}
-        {% if softcap %}
-        score = all_lanes(float({{ softcap }})) * tanh(score / all_lanes(float({{ softcap }})));
-        {% endif %}
+        if constexpr (ALIBI == NONE) {
+            score = score * all_lanes(float(SCALE));
+        } else {
+            const f32v position = to_float(LANE + int32_t(first_key + g * LANES));
+            const f32v slope = all_lanes(batch.slopes[task.query_head(head, r)]);
+            const f32v bias = ALIBI_IN_BF16 ? to_bf16(slope * to_bf16(position)) : slope * position;
+            score = ALIBI == SCALED ? (score + bias) * all_lanes(float(SCALE)) : score * all_lanes(float(SCALE)) + bias;
+        }
+        if constexpr (SOFTCAP != 0) {
+            score = all_lanes(float(SOFTCAP)) * tanh(score / all_lanes(float(SOFTCAP)));
+        }
         store(scores + g * LANES, score);
     }
-    {% endif %}
     const int64_t last = task.position(r), first = task.first_key(r);
     if (first_key + TILE <= last + 1 && first_key >= first) return;
     for (int g = 0; g < GROUPS; ++g) {
-        const i32v position = lane + int32_t(first_key + g * LANES);
+        const i32v position = LANE + int32_t(first_key + g * LANES);
         const i32v seen = (position <= all_lanes(int32_t(last))) & (position >= all_lanes(int32_t(first)));
         store(scores + g * LANES, select(seen, load<f32v>(scores + g * LANES), all_lanes(-INFINITE)));
     }
@@ -134,14 +138,14 @@ INLINE void weigh(const Batch& batch, const Task& task, int64_t head, int64_t r0
         for (int g = 0; g < GROUPS; ++g) {
             const f32v score = load<f32v>(weights[r] + g * LANES);
             const f32v weight = power_of_2(fma(score, all_lanes(LOG2_OF_SCORE), all_lanes(-origin[r])));
-            {% if pairs %}
+#if FASTGEN_BF16_DOT
             const u16v rounded = narrow_to_bf16(weight);
             store(weights[r] + g * LANES / 2, rounded);  // over the scores of groups that have been read
             sum += widen_bf16(rounded);  // so that values that are all alike stay what they are
-            {% else %}
+#else
             store(weights[r] + g * LANES, weight);
             sum += weight;
-            {% endif %}
+#endif
         }
         states[r].total = states[r].total * all_lanes(keep[r]) + sum;
     }
@@ -159,19 +163,16 @@ INLINE void mix_some(const float (*weights)[TILE], const float* keep, const Tile
     for (int64_t i = 0; i < LANES; i += STEP) {
         for (int g = 0; g < GROUPS; ++g) {
             if (g * LANES + i >= tile.num_keys) break;
-            {% if window %}
-            if (g * LANES + i + STEP <= tile.first_seen) continue;  // 0 times what is no number would be none
-            {% endif %}
+            // 0 times what is no number would be none.
+            if (WINDOW > 0 && g * LANES + i + STEP <= tile.first_seen) continue;
             f32v values[C];
             for (int c = 0; c < C; ++c) values[c] = values_of(tile, g, i, first + c * LANES);
-            {% if not v_in_k %}
-            for (int64_t asked = i; next && asked < i + STEP; ++asked) {
+            for (int64_t asked = i; !VALUES_IN_KEYS && next && asked < i + STEP; ++asked) {
                 ask_for(next->v[g] + asked * DV + first, C * LANES);
             }
-            {% endif %}
             for (int r = 0; r < R; ++r) {
                 const f32v weight = all_lanes(weights[r][(g * LANES + i) / STEP]);
-                for (int c = 0; c < C; ++c) sum[r][c] = {{ multiply_add }}(weight, values[c], sum[r][c]);
+                for (int c = 0; c < C; ++c) sum[r][c] = multiply_add(weight, values[c], sum[r][c]);
             }
         }
     }
@@ -238,7 +239,7 @@ void attend_tile(const Batch& batch, const Task& task, int64_t head, const float
     constexpr bool IS_FLOAT = std::is_same_v<T, float>;
     if constexpr (CAN_USE_IN_PLACE) {
         if (IS_FLOAT || task.num_parts() <= 2) {
-            return attend_all(batch, task, head, q, in_place({{ "task, " if window }}here), asked, scratch, states);
+            return attend_all(batch, task, head, q, in_place(task, here), asked, scratch, states);
         }
     }
     if constexpr (!CAN_USE_IN_PLACE || !IS_FLOAT) {
@@ -246,3 +247,5 @@ void attend_tile(const Batch& batch, const Task& task, int64_t head, const float
         attend_all(batch, task, head, q, tile, asked, scratch, states);
     }
 }
+
+}  // namespace

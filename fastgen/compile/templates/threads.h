@@ -1,4 +1,8 @@
-{# How a kernel spreads its work over the pool of thread_pool.cpp.j2, which is loaded before any kernel that asks for it. #}
+// How a kernel spreads its work over the pool of thread_pool.h, which is loaded before any kernel that uses it.
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
 extern "C" void fastgen_parallel_for(void (*run)(void* job, int64_t chunk), void* job, int64_t num_chunks);
 extern "C" int fastgen_num_threads();
 

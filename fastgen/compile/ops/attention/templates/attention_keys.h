@@ -1,22 +1,25 @@
-{# Where keys and values of one tile lie, and how they are read. Included by attention.cpp.j2. #}
+// Where keys and values of one tile lie, and how they are read.
+#pragma once
+#include "attention_tasks.h"
+
+namespace {
+
 constexpr int DV_VECTORS = (DV + LANES - 1) / LANES, DV_LANES = DV_VECTORS * LANES;
 constexpr bool WHOLE_VECTORS = P % LANES == 0;  // of keys and of values in the blocks
 
-// Whether a tile's keys and values can be used where they lie. Where not, or where many parts of rows would each {{ "interleave" if pairs else "widen" }}
-// them, they are first brought together, as {{ "pairs" if pairs else "floats" }}.
-constexpr bool CAN_USE_IN_PLACE = WHOLE_VECTORS && {{ "false" if v_in_k else "true" }};
+// Whether a tile's keys and values can be used where they lie. Where not, or where many parts of rows would each widen or
+// interleave them, they are first brought together, as floats or as pairs.
+constexpr bool CAN_USE_IN_PLACE = WHOLE_VECTORS && !VALUES_IN_KEYS;
 
 // Where a tile's keys and values lie in the cache.
 struct Place {
     int64_t first, num_keys;
     const T* k[GROUPS];  // LANES keys, features P apart
-    {% if not v_in_k %}
-    const T* v[GROUPS];  // LANES values, DV apart
-    {% endif %}
+    const T* v[GROUPS] = {};  // LANES values, DV apart; unused where VALUES_IN_KEYS
 };
 
 // Where a tile's keys and values are brought together.
-using Brought = {{ "uint32_t" if pairs else "float" }};
+using Brought = std::conditional_t<BF16_DOT, uint32_t, float>;
 struct Buffers {
     Brought k[D / STEP * TILE];         // [D / STEP][TILE]
     Brought v[TILE / STEP * DV_LANES];  // [TILE / STEP][DV_LANES]
@@ -26,22 +29,19 @@ struct Buffers {
 template <class E>
 struct Tile {
     int64_t first, num_keys;
-    {% if window %}
     int64_t first_seen;  // so many keys lie in front of all that the task's rows see
-    {% endif %}
     int64_t k_stride, v_stride;
     const E* k[GROUPS];
     const E* v[GROUPS];
 };
 
-{% if pairs %}
+#if FASTGEN_BF16_DOT
 // Two vectors' numbers in turn.
 INLINE f32v interleave(u16v even, u16v odd) {
     const __m512i both = _mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(__m256i(even)), __m256i(odd), 1);
     const __m512i order = _mm512_set_epi16(
-        {% for i in range(15, -1, -1) %}{{ 16 + i }}, {{ i }}{{ ", " if not loop.last }}{% endfor %}
-
-    );
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
+        17, 1, 16, 0);
     return bits_of<f32v>(_mm512_maskz_permutexvar_epi16(0xffffffffu, order, both));
 }
 
@@ -66,7 +66,7 @@ INLINE u16v features_of(const T* value, int64_t first, bool seen) {
 // Whether key i of the tile is one that the task's rows may see.
 template <class E>
 INLINE bool is_seen(const Tile<E>& tile, int64_t i) {
-    return i < tile.num_keys{{ " && i >= tile.first_seen" if window }};
+    return i < tile.num_keys && (WINDOW == 0 || i >= tile.first_seen);
 }
 
 // Features from `first` on of values i and i + 1 of a group.
@@ -78,22 +78,19 @@ INLINE f32v values_of(const Tile<T>& tile, int g, int64_t i, int64_t first) {
 INLINE f32v values_of(const Tile<Brought>& tile, int g, int64_t i, int64_t first) {
     return load<f32v>(tile.v[g] + i / 2 * tile.v_stride + first);
 }
-{% else %}
+#else
 INLINE f32v widen(const float* from) { return load<f32v>(from); }
-{% if dtype == "fp16" %}
-INLINE f32v widen(const T* from) { return widen_fp16(from); }
-{% elif dtype == "bf16" and lanes == 16 %}
-INLINE f32v widen(const T* from) {  // in one instruction, into the upper halves
+INLINE f32v widen(const fp16* from) { return widen_fp16(from); }
+#if FASTGEN_LANES == 16
+INLINE f32v widen(const bf16* from) {  // in one instruction, into the upper halves
     const __m512i halves = _mm512_castsi256_si512(load<__m256i>(from));
     const __m512i order = _mm512_set_epi16(
-        {% for i in range(15, -1, -1) %}{{ i }}, 0{{ ", " if not loop.last }}{% endfor %}
-
-    );
+        15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7, 0, 6, 0, 5, 0, 4, 0, 3, 0, 2, 0, 1, 0, 0, 0);
     return bits_of<f32v>(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, order, halves));
 }
-{% elif dtype == "bf16" %}
-INLINE f32v widen(const T* from) { return bits_of<f32v>(__builtin_convertvector(load<u16v>(from), u32v) << 16); }
-{% endif %}
+#else
+INLINE f32v widen(const bf16* from) { return bits_of<f32v>(__builtin_convertvector(load<u16v>(from), u32v) << 16); }
+#endif
 
 // Values from feature `first` on, zeros behind the last; nothing behind the last is touched.
 template <class E>
@@ -112,14 +109,14 @@ template <class E>
 INLINE f32v values_of(const Tile<E>& tile, int g, int64_t i, int64_t first) {
     return widen_value(tile.v[g] + i * tile.v_stride, first);
 }
-{% endif %}
+#endif
 
 INLINE int64_t block_of(const Batch& batch, const Task& task, int64_t position) {
     return batch.block_tables[task.sequence * batch.max_blocks + position / P];
 }
 
-// The tile of keys `first` to `end` at most. Keys behind `end` are others' or nobody's; values there are never read.{{ " The
-// same is true of keys in front of all that the task's rows see: their block may have been given to another." if window }}
+// The tile of keys `first` to `end` at most. Keys behind `end` are others' or nobody's; values there are never read. The
+// same is true of keys in front of all that the task's rows see: their block may have been given to another.
 INLINE Place find(const Batch& batch, const Task& task, int64_t head, int64_t first, int64_t end) {
     Place place;
     place.first = first;
@@ -128,36 +125,30 @@ INLINE Place find(const Batch& batch, const Task& task, int64_t head, int64_t fi
         const int64_t position = first + g * LANES < end ? first + g * LANES : first;
         const int64_t block = block_of(batch, task, position) * K + head;
         place.k[g] = batch.k_cache + block * D * P + position % P;
-        {% if not v_in_k %}
-        place.v[g] = batch.v_cache + (block * P + position % P) * DV;
-        {% endif %}
+        if (!VALUES_IN_KEYS) place.v[g] = batch.v_cache + (block * P + position % P) * DV;
     }
     return place;
 }
 
-{% if window %}
 INLINE int64_t first_seen(const Task& task, const Place& place) {
-    return std::max<int64_t>(0, task.first_key(0) - place.first);
+    return WINDOW == 0 ? 0 : std::max<int64_t>(0, task.first_key(0) - place.first);
 }
 
-{% endif %}
-INLINE Tile<T> in_place(const {{ "Task& task, const " if window }}Place& place) {
-    Tile<T> tile{place.first, place.num_keys, {{ "first_seen(task, place), " if window }}P, DV, {}, {}};
+INLINE Tile<T> in_place(const Task& task, const Place& place) {
+    Tile<T> tile{place.first, place.num_keys, first_seen(task, place), P, DV, {}, {}};
     std::memcpy(tile.k, place.k, sizeof tile.k);
-    {% if not v_in_k %}
     std::memcpy(tile.v, place.v, sizeof tile.v);
-    {% endif %}
     return tile;
 }
 
 Tile<Brought> bring_together(const Batch& batch, const Task& task, int64_t head, const Place& place, Buffers& buffers) {
-    Tile<Brought> tile{place.first, place.num_keys, {{ "first_seen(task, place), " if window }}TILE, DV_LANES, {}, {}};
+    Tile<Brought> tile{place.first, place.num_keys, first_seen(task, place), TILE, DV_LANES, {}, {}};
     for (int g = 0; g < GROUPS; ++g) {
         tile.k[g] = buffers.k + g * LANES;
         tile.v[g] = buffers.v + g * LANES / STEP * DV_LANES;
     }
-    {% if pairs %}
-    Tile<T> stored = in_place({{ "task, " if window }}place);
+#if FASTGEN_BF16_DOT
+    Tile<T> stored = in_place(task, place);
     for (int64_t d = 0; WHOLE_VECTORS && d < D; d += 2) {
         for (int g = 0; g < GROUPS; ++g) store(buffers.k + d / 2 * TILE + g * LANES, keys_of(stored, g, d));
     }
@@ -176,7 +167,7 @@ Tile<Brought> bring_together(const Batch& batch, const Task& task, int64_t head,
                                                                features_of(value[1], d, is_seen(tile, even + 1))));
         }
     }
-    {% else %}
+#else
     for (int64_t d = 0; WHOLE_VECTORS && d < D; ++d) {
         for (int g = 0; g < GROUPS; ++g) store(buffers.k + d * TILE + g * LANES, widen(place.k[g] + d * P));
     }
@@ -184,20 +175,17 @@ Tile<Brought> bring_together(const Batch& batch, const Task& task, int64_t head,
         const int64_t position = place.first + i, block = block_of(batch, task, position) * K + head;
         const T* key = batch.k_cache + block * D * P + position % P;
         for (int64_t d = 0; !WHOLE_VECTORS && d < D; ++d) buffers.k[d * TILE + i] = float(key[d * P]);
-        {% if not v_in_k %}
+        if (VALUES_IN_KEYS) continue;
         const T* value = batch.v_cache + (block * P + position % P) * DV;
         for (int64_t d = 0; d < DV_LANES; d += LANES) store(buffers.v + i * DV_LANES + d, widen_value(value, d));
-        {% endif %}
     }
-    {% if v_in_k %}
-    for (int64_t d0 = 0; d0 < DV; d0 += LANES) {  // a few features at a time, which stay in the first cache
+    for (int64_t d0 = 0; VALUES_IN_KEYS && d0 < DV; d0 += LANES) {  // few at a time, which stay in the first cache
         const int64_t end = std::min<int64_t>(DV, d0 + LANES);
         for (int64_t i = 0; i < place.num_keys; ++i) {
             for (int64_t d = d0; d < end; ++d) buffers.v[i * DV_LANES + d] = buffers.k[d * TILE + i];
         }
     }
-    {% endif %}
-    {% endif %}
+#endif
     return tile;
 }
 
@@ -206,3 +194,4 @@ INLINE void ask_for(const T* address, int count) {
     for (int i = 0; i < count; i += 64 / sizeof(T)) prefetch(address + i);
 }
 
+}  // namespace

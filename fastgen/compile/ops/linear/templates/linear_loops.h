@@ -1,44 +1,54 @@
-{#
-What all linear layers share: how rows and outputs are divided, and in which order weights are read.
+// What all linear layers share: how rows and outputs are divided, and in which order weights are read.
+//
+// The including template defines the constants below, and afterwards `tile<R, P>`, the arithmetic of R rows with P panels.
+//
+//     rows     of x, `num_rows`; K = in_features, N = out_features
+//     group    what has weights of its own: a head, whose x and y lie in all rows beside the other heads', or where it is
+//              `routed` an expert, which multiplies the rows that chose it; a plain layer is one group
+//     panel    PANEL outputs side by side in the lanes; its weights lie in the order of k, K_STEP of them to a step
+//     tile     at most MAX_R rows with a panel, or few rows with several panels: their sums stay in registers
+//     stream   a contiguous range of panels; a tile's panels come from as many streams, where a core reads faster from several
+//     block    BLOCK_K of K; a tile goes through one at once, whose rows stay in the first cache for many panels, and whose
+//              weights in the second one for several tiles. A tile alone goes through all of K, or as many blocks as were
+//              copied, since weights come from memory then, and faster the longer the pieces are. Where all rows are a few
+//              tiles, these go through a panel together, each asking for a part of the next, so that memory works while they
+//              compute
+//     slab     SLAB_K of K, or all of it where no chunks share weights. All go through one before any begins the next, so
+//              that what they share stays in the last cache; in between the sums rest in y
+//
+// One output is one chain of additions in the order of k, whatever the rows, threads and blocks, so nothing else shows in
+// its bits.
+#pragma once
+#include <utility>
 
-The including template has said what a weight is (K_STEP, PANEL_BYTES_PER_STEP, X_BYTES_PER_STEP), and defines afterwards
-`tile<R, P>`, the arithmetic of R rows with P panels.
+#include "threads.h"
+#include "vectors.h"
 
-    rows     of x, `num_rows`; K = in_features, N = out_features
-    group    what has weights of its own: a head, whose x and y lie in all rows beside the other heads', or where it is
-             `routed` an expert, which multiplies the rows that chose it; a plain layer is one group
-    panel    PANEL outputs side by side in the lanes; its weights lie in the order of k, K_STEP of them to a step
-    tile     at most MAX_R rows with a panel, or few rows with several panels: their sums stay in registers
-    stream   a contiguous range of panels; a tile's panels come from as many streams, where a core reads faster from several
-    block    BLOCK_K of K; a tile goes through one at once, whose rows stay in the first cache for many panels, and whose
-             weights in the second one for several tiles. A tile alone goes through all of K, or as many blocks as were
-             copied, since weights come from memory then, and faster the longer the pieces are. Where all rows are a few
-             tiles, these go through a panel together, each asking for a part of the next, so that memory works while they
-             compute
-    slab     SLAB_K of K, or all of it where no chunks share weights. All go through one before any begins the next, so
-             that what they share stays in the last cache; in between the sums rest in y
+#ifndef FASTGEN_ROUTED  // as an editor reads this file
+#define FASTGEN_ROUTED 0
+constexpr int PANEL = 16;
+constexpr int K_STEP = 1;
+constexpr int PANEL_BYTES_PER_STEP = 64;
+constexpr int X_BYTES_PER_STEP = 4;
+constexpr bool HAS_OUTPUT_SCALES = false;
+constexpr int MAX_R = 6;         // rows of a tile
+constexpr int BLOCK_K = 512;     // the rows of a tile then fill most of the first cache
+constexpr int SLAB_K = 2048;
+constexpr int MAX_TOGETHER = 4;  // tiles that go through a panel one after the other
+#endif
 
-One output is one chain of additions in the order of k, whatever the rows, threads and blocks, so nothing else shows in
-its bits.
-#}
-{% macro tiles(panels) %}
-{%- for R in range(1, max_rows + 1) %}tile<{{ R }}, {{ panels | replace("%s", R) }}>{{ ", " if not loop.last }}{% endfor %}
-{% endmacro %}
-constexpr int PANEL = {{ panel }};
 constexpr int VECTORS = PANEL / LANES;
-constexpr int MAX_R = {{ max_rows }};
 constexpr int MAX_P = 4;
-constexpr int BLOCK_K = {{ block_k }};  // the rows of a tile then fill most of the first cache
-constexpr int MAX_TOGETHER = {{ max_together }};  // tiles that go through a panel one after the other
-constexpr int SLAB_K = {{ slab_k }};
-constexpr int MAX_PANELS = {{ (512 if routed else 256) // panel }};  // of a chunk: {{ "each copies its rows" if routed else "the second cache holds a block of their weights" }}
+// Panels of a chunk. Where a layer is routed each chunk copies its rows; else the second cache holds a block of their
+// weights.
+constexpr int MAX_PANELS = (FASTGEN_ROUTED ? 512 : 256) / PANEL;
 constexpr int BLOCK_ROWS = 4 * MAX_R;
 constexpr int LEAST_PANELS = MAX_P;  // of a chunk, where every thread gets so many
 constexpr int X_BYTES = BLOCK_K / K_STEP * X_BYTES_PER_STEP;  // of a row's block
-{% if routed %}
+#if FASTGEN_ROUTED
 constexpr int MAX_BLOCKS = 4;              // that are copied, of a tile with few rows, or of as many tiles together
 constexpr int COPY_STRIDE = X_BYTES + 64;  // no multiple of 4096, so that rows share no cache sets
-{% endif %}
+#endif
 constexpr int AHEAD = 6144 / PANEL_BYTES_PER_STEP;  // steps from a weight to the one that is prefetched beside it
 
 struct Call {
@@ -50,40 +60,38 @@ struct Call {
     const float* bias;       // [num_groups][num_panels * PANEL]
     float* y;                // rows y_stride numbers apart
     int64_t y_stride;
-    {% if routed %}
+#if FASTGEN_ROUTED
     const int64_t* order;       // choices, those of group g from first_rows[g] on; choice c writes row c of y
     const int64_t* first_rows;  // [num_groups + 1]
     int64_t choices_per_row;    // of x
-    {% else %}
+#else
     int64_t num_rows;
     int64_t x_group_stride, y_group_stride;  // from what a group has of a row to what the next has
-    {% endif %}
+#endif
 
     const uint8_t* step(int64_t panel, int64_t k) const { return weights + (panel * K + k) / K_STEP * PANEL_BYTES_PER_STEP; }
-    {% if routed %}
+#if FASTGEN_ROUTED
     int64_t num_rows_of(int64_t group) const { return first_rows[group + 1] - first_rows[group]; }
     const uint8_t* x_row(int64_t row) const { return x + order[row] / choices_per_row * x_stride; }
     float* y_row(int64_t row) const { return y + order[row] * y_stride; }
-    {% else %}
+#else
     int64_t num_rows_of(int64_t) const { return num_rows; }
     const uint8_t* x_row(int64_t row) const { return x + row * x_stride; }
     float* y_row(int64_t row) const { return y + row * y_stride; }
-    {% endif %}
+#endif
 
     // The same with one group alone.
     Call of(int64_t group) const {
         Call one = *this;
         one.weights = step(group * num_panels, 0);
-        {% if weight in ("int8", "int8_weight_only") %}
-        one.scale = scale + group * num_panels * PANEL;
-        {% endif %}
+        if (HAS_OUTPUT_SCALES) one.scale = scale + group * num_panels * PANEL;
         one.bias = bias + group * num_panels * PANEL;
-        {% if routed %}
+#if FASTGEN_ROUTED
         one.order = order + first_rows[group];
-        {% else %}
+#else
         one.x = x + group * x_group_stride;
         one.y = y + group * y_group_stride;
-        {% endif %}
+#endif
         return one;
     }
 };
@@ -135,12 +143,12 @@ struct RowsOfX {
     int64_t stride;
 
     RowsOfX(const uint8_t* first, int64_t apart) : stride(apart) {
-        {{ unroll }}
+#pragma GCC unroll 16
         for (int r = 0; r < R; r += 3) thirds[r / 3] = first + r * apart;
     }
     const uint8_t* operator[](int r) const { return thirds[r / 3] + r % 3 * stride; }
     void step() {
-        {{ unroll }}
+#pragma GCC unroll 16
         for (int r = 0; r < R; r += 3) thirds[r / 3] += X_BYTES_PER_STEP;
     }
 };
@@ -151,15 +159,16 @@ constexpr int panels_of(int R) { return MAX_R / R < MAX_P ? MAX_R / R : MAX_P; }
 template <int R, int P>
 static void tile(const Call& call, const Tile& at);
 
-static void run_tile(int64_t num_rows, int64_t num_panels, const Call& call, const Tile& at) {
+template <int... I>
+INLINE void run_tile_of(std::integer_sequence<int, I...>, int64_t num_rows, int64_t num_panels, const Call& call,
+                        const Tile& at) {
     using Run = void (*)(const Call&, const Tile&);
-    static constexpr Run ONE_PANEL[] = {
-        {{ tiles("1") }}
-    };
-    static constexpr Run STREAMS[] = {
-        {{ tiles("panels_of(%s)") }}
-    };
+    static constexpr Run ONE_PANEL[] = {tile<I + 1, 1>...};
+    static constexpr Run STREAMS[] = {tile<I + 1, panels_of(I + 1)>...};
     (num_panels == 1 ? ONE_PANEL : STREAMS)[num_rows - 1](call, at);
+}
+static void run_tile(int64_t num_rows, int64_t num_panels, const Call& call, const Tile& at) {
+    run_tile_of(std::make_integer_sequence<int, MAX_R>(), num_rows, num_panels, call, at);
 }
 
 // The weight to prefetch beside step i of `count` steps of a panel.
@@ -197,21 +206,21 @@ static void copy_cut(const Call& call, const Part& part, float* sums, bool to_y)
     }
 }
 
-{% if routed %}
+#if FASTGEN_ROUTED
 // Gives a tile the `size` rows from `row` on. They lie anywhere: what it goes through of them is copied to `x`, one beside
 // the other, but of a row that is alone.
 static void take_rows(const Call& call, int64_t row, int64_t size, Tile& at, bool is_alone,
                       uint8_t (*x)[MAX_R * COPY_STRIDE]) {
     at.x = x[0], at.x_stride = COPY_STRIDE, at.x_block = sizeof x[0];
-{% else %}
+#else
 // Gives a tile the `size` rows from `row` on, as they lie.
 static void take_rows(const Call& call, int64_t row, int64_t size, Tile& at) {
     at.x = call.x_row(row) + at.k / K_STEP * X_BYTES_PER_STEP, at.x_stride = call.x_stride, at.x_block = X_BYTES;
-{% endif %}
+#endif
     for (int64_t r = 0; r < size; ++r) {
         at.x_rows[r] = call.x_row(row + r);
         at.y_rows[r] = call.y_row(row + r);
-        {% if routed %}
+#if FASTGEN_ROUTED
         const uint8_t* from = at.x_rows[r] + at.k / K_STEP * X_BYTES_PER_STEP;
         if (is_alone) {
             at.x = from, at.x_block = X_BYTES;
@@ -220,15 +229,15 @@ static void take_rows(const Call& call, int64_t row, int64_t size, Tile& at) {
         for (int64_t left = at.num_k / K_STEP * X_BYTES_PER_STEP, b = 0; left > 0; left -= X_BYTES, ++b) {
             std::memcpy(x[b] + r * COPY_STRIDE, from + b * X_BYTES, smaller(left, X_BYTES));
         }
-        {% endif %}
+#endif
     }
 }
 
 static void multiply_part(const Call& call, const Part& part) {
-    {% if routed %}
+#if FASTGEN_ROUTED
     static_assert(MAX_TOGETHER <= MAX_BLOCKS, "each has room for its block of x");
     alignas(64) uint8_t x[MAX_BLOCKS][MAX_R * COPY_STRIDE];
-    {% endif %}
+#endif
     alignas(64) float sums[MAX_PANELS * BLOCK_ROWS * PANEL];
     const auto sums_of = [&](int64_t i, int64_t stream) {
         return sums + ((i - part.begin) * part.num_streams + stream) * part.num_rows * PANEL;
@@ -239,11 +248,11 @@ static void multiply_part(const Call& call, const Part& part) {
     if (has_cut && part.k_begin > 0) copy_cut(call, part, cut, false);
     const Parts tiles = fewest_parts(part.num_rows, MAX_R);
     const int64_t num_together = part.has_all_rows && tiles.count <= MAX_TOGETHER ? tiles.count : 1;
-    {% if routed %}
+#if FASTGEN_ROUTED
     const int64_t most_k = part.num_rows == 1 ? call.K : part.num_rows <= MAX_R ? MAX_BLOCKS * BLOCK_K : BLOCK_K;
-    {% else %}
+#else
     const int64_t most_k = part.num_rows <= MAX_R ? call.K : BLOCK_K;
-    {% endif %}
+#endif
     const auto run = [&](Tile& at, int64_t t, int64_t i) {
         int64_t count = 0;
         const int64_t back = at.ends_slab ? 0 : i - part.begin;
@@ -266,7 +275,11 @@ static void multiply_part(const Call& call, const Part& part) {
                 Tile& at = together[j];
                 at.k = k, at.num_k = num_k, at.begins_slab = k == part.k_begin, at.ends_slab = k + num_k == part.k_end;
                 at.ask_ahead(j, num_together);
-                take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), at{{ ", part.num_rows == 1, x + j" if routed }});
+#if FASTGEN_ROUTED
+                take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), at, part.num_rows == 1, x + j);
+#else
+                take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), at);
+#endif
             }
             for (int64_t i = part.begin; i < part.end; ++i) {
                 for (int64_t j = 0; j < num_together; ++j) run(together[j], t + j, i);
@@ -352,4 +365,29 @@ static void multiply(const Call& call) {
             });
         });
     }
+}
+
+// Multiplies rows that are prepared first, such as rounded or quantized: prepare(row of x, where it goes) makes of each
+// row of a group `bytes` bytes in the workspace. `call` says where x is, and in numbers how far its rows lie apart.
+template <class Prepare>
+static void multiply_prepared(Call call, const float* x, int64_t x_stride, int64_t x_group_stride, int64_t num_rows,
+                              int64_t in_features, int64_t bytes, uint8_t* workspace, Prepare&& prepare_row) {
+    const int64_t row_bytes = ((bytes / 64 + 1) | 1) * 64;  // an odd number of lines, so that rows share no cache sets
+    const int64_t num_groups = FASTGEN_ROUTED ? 1 : call.num_groups;  // of a row of x, one after the other
+    const int64_t num_prepared = num_rows * num_groups;
+    auto prepare = [=](int64_t i) {
+        const float* from = x + i / num_groups * x_stride + i % num_groups * x_group_stride;
+        prepare_row(from, workspace + i * row_bytes);
+    };
+    if (num_prepared * in_features < 32768) {
+        for (int64_t i = 0; i < num_prepared; ++i) prepare(i);
+    } else {
+        parallel_for(num_prepared, prepare);
+    }
+    call.x = workspace;
+    call.x_stride = num_groups * row_bytes;
+#if !FASTGEN_ROUTED
+    call.x_group_stride = row_bytes;
+#endif
+    multiply(call);
 }

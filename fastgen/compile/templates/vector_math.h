@@ -1,22 +1,33 @@
-{# Functions of f32v that the C library has for single numbers only; include after vectors.h.j2. Within 2 units in the
-   last place where the result is not tiny. #}
+// Functions of f32v that the C library has for single numbers only, within 2 units in the last place where the result is
+// not tiny.
+#pragma once
+#include "vectors.h"
+
 constexpr float INFINITE = __builtin_inff();
 
 INLINE f32v select(i32v which, f32v yes, f32v no) { return which ? yes : no; }
 INLINE f32v larger(f32v a, f32v b) { return select(a > b, a, b); }  // b where one is no number
 INLINE f32v magnitude(f32v x) { return bits_of<f32v>(bits_of<u32v>(x) & 0x7fffffffu); }
 
+// The same numbers, those of lane i + BY in lane i.
+template <int BY>
+INLINE f32v rotated(f32v v) {
+#define SOURCE_LANE(lane) (lane + BY) % LANES
+#if defined(__clang__)
+    return __builtin_shufflevector(v, v, EACH_LANE(SOURCE_LANE));
+#else
+    return __builtin_shuffle(v, i32v{EACH_LANE(SOURCE_LANE)});
+#endif
+#undef SOURCE_LANE
+}
+
 // Sums and maxima over the lanes, by halves: one order, whatever the compiler.
 template <class Combine>
 INLINE float over_lanes(f32v v, Combine combine) {
-{% for half in [8, 4, 2, 1] if half < lanes %}
-{% set order %}{% for i in range(lanes) %}{{ (i + half) % lanes }}{{ ", " if not loop.last }}{% endfor %}{% endset %}
-#if defined(__clang__)
-    v = combine(v, __builtin_shufflevector(v, v, {{ order }}));
-#else
-    v = combine(v, __builtin_shuffle(v, i32v{ {{- order -}} }));
-#endif
-{% endfor %}
+    if constexpr (LANES > 8) v = combine(v, rotated<8>(v));
+    if constexpr (LANES > 4) v = combine(v, rotated<4>(v));
+    v = combine(v, rotated<2>(v));
+    v = combine(v, rotated<1>(v));
     return v[0];
 }
 INLINE float sum_of(f32v v) { return over_lanes(v, [](f32v a, f32v b) { return a + b; }); }

@@ -1,7 +1,8 @@
-{# Random numbers that depend on a counter alone, and Gumbel noise of them; include after math.h.j2. #}
-{% set order = range(lanes) | list %}
+// Random numbers that depend on a counter alone, and Gumbel noise of them.
+#pragma once
+#include "vector_math.h"
+
 typedef uint64_t u64v __attribute__((vector_size(4 * LANES)));
-constexpr i32v LANE = { {{- order | join(", ") -}} };
 
 // x > 0 and normal: x = 2^n m with m around 1, and a polynomial (Cephes).
 INLINE f32v log(f32v x) {
@@ -28,13 +29,13 @@ INLINE f32v log(f32v x) {
 
 // Of each even-numbered 32-bit lane the whole product with a number.
 INLINE u64v product_of_even(u32v a, uint32_t b) {
-{% if lanes == 16 %}
+#if FASTGEN_LANES == 16
     return u64v(_mm512_maskz_mul_epu32(0xff, __m512i(a), _mm512_set1_epi32(int32_t(b))));
-{% elif lanes == 8 %}
+#elif FASTGEN_LANES == 8
     return u64v(_mm256_mul_epu32(__m256i(a), _mm256_set1_epi32(int32_t(b))));
-{% else %}
+#else
     return (u64v(a) & 0xffffffffu) * uint64_t(b);
-{% endif %}
+#endif
 }
 INLINE void multiply(u32v a, uint32_t b, u32v& upper, u32v& lower) {
     const u64v even = product_of_even(a, b), odd = product_of_even(u32v(u64v(a) >> 32), b);
@@ -43,16 +44,20 @@ INLINE void multiply(u32v a, uint32_t b, u32v& upper, u32v& lower) {
 }
 
 // The lower or the upper halves of two vectors, lane by lane in turn.
-{% for name, first in [("lower", 0), ("upper", lanes // 2)] %}
-{% set turns %}{% for i in range(lanes // 2) %}{{ first + i }}, {{ lanes + first + i }}{{ ", " if not loop.last }}{% endfor %}{% endset %}
-INLINE u32v interleave_{{ name }}(u32v a, u32v b) {
+template <int FIRST>
+INLINE u32v interleave_from(u32v a, u32v b) {
+#define SOURCE_LANE(lane) (lane % 2 * LANES + FIRST + lane / 2)
 #if defined(__clang__)
-    return __builtin_shufflevector(a, b, {{ turns }});
+    return __builtin_shufflevector(a, b, EACH_LANE(SOURCE_LANE));
 #else
-    return __builtin_shuffle(a, b, u32v{ {{- turns -}} });
+    return __builtin_shuffle(a, b, u32v{EACH_LANE(SOURCE_LANE)});
 #endif
+#undef SOURCE_LANE
 }
-{% endfor %}
+INLINE u32v interleave_lower(u32v a, u32v b) { return interleave_from<0>(a, b); }
+INLINE u32v interleave_upper(u32v a, u32v b) { return interleave_from<LANES / 2>(a, b); }
+
+namespace {
 
 // The random words of one drawn token: Philox4x32-10 with the seed as key and (id / 4, position, sequence index, 0) as
 // counter, whose lane id % 4 belongs to the id.
@@ -85,3 +90,5 @@ struct Stream {
         }
     }
 };
+
+}  // namespace

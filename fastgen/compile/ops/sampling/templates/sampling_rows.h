@@ -1,10 +1,23 @@
-{# A row of scores, looked at by groups of vectors and by slices; include after math.h.j2. #}
-constexpr int64_t SLICE = {{ slice }};  // tokens; a whole number of BLOCKs
-constexpr int64_t MAX_SLICES = {{ max_slices }};
+// A row of scores, looked at by groups of vectors and by slices.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "threads.h"
+#include "vector_math.h"
+
+#ifndef FASTGEN_SLICE  // as an editor reads this file
+#define FASTGEN_SLICE 32768
+#define FASTGEN_MAX_SLICES 64
+#endif
+constexpr int64_t SLICE = FASTGEN_SLICE;  // tokens; a whole number of BLOCKs
+constexpr int64_t MAX_SLICES = FASTGEN_MAX_SLICES;
 constexpr int64_t GROUP = 4 * LANES;  // tokens looked at together: as many as LANES random blocks serve
 constexpr int64_t BLOCK = 64 * LANES;  // tokens of which each lane has its maximum kept
 constexpr float LARGEST = 3.4028234663852886e38f;  // of finite numbers
 #define ALWAYS_INLINE inline __attribute__((always_inline))
+
+namespace {
 
 struct Group {
     f32v part[4];
@@ -118,3 +131,5 @@ bool scan(Row& row) {
     for (int64_t i = 0; i < row.num_slices(); ++i) is_sound &= row.slices[i].is_sound;
     return is_sound;
 }
+
+}  // namespace
