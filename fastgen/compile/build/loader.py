@@ -12,11 +12,11 @@ from typing import Any
 from fastgen.compile.build.autotune import Tuning, tuning_here
 from fastgen.compile.build.builder import INTERPRET, Builder, BuildFailure, Kernel
 from fastgen.compile.build.cache import Entry, KernelCache
-from fastgen.compile.host.device import Device, current
 from fastgen.compile.build.fence import Fence
-from fastgen.compile.build.sources import source_of, text_hash
-from fastgen.compile.render import SUFFIXES
 from fastgen.compile.build.reproduce import build_error
+from fastgen.compile.build.sources import source_of, text_hash
+from fastgen.compile.host.device import Device, current
+from fastgen.compile.render import SUFFIXES
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import InvalidArgumentError, KernelError
 
