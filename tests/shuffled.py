@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import transformers
 
-from fastgen.models.registry import registry
+from fastgen.models.recipe import search_path
 from fastgen.models.spec import ModelSpec
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -105,6 +105,6 @@ def _renamed(listed: str, names: Mapping[str, str]) -> str:
 
 def ship(shuffled: Shuffled, patch: pytest.MonkeyPatch) -> None:
     """Let ``shuffled`` be the built-in recipes, and the only ones."""
-    patch.setattr(registry, "_built_in_directory", lambda: shuffled.directory)
-    patch.setattr(registry, "_entry_point_directories", lambda: iter(()))
-    patch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
+    patch.setattr(search_path, "_built_in_directory", lambda: shuffled.directory)
+    patch.setattr(search_path, "_entry_point_directories", lambda: iter(()))
+    patch.delenv(search_path.ENVIRONMENT_VARIABLE, raising=False)

@@ -12,7 +12,7 @@ from itertools import combinations, islice
 from typing import Any, Final
 
 from fastgen.models.recipe.recipe import Recipe
-from fastgen.models.recipe.yaml_positions import NodePath, Scalar, Tree
+from fastgen.models.recipe.tree import NodePath, Scalar, Tree
 from fastgen.verify.cases import Case
 from fastgen.verify.compare import Comparer
 from fastgen.verify.disagreement import COMPLAINT, Comparison, Disagreement, node_at

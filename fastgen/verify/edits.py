@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.recipe.schema import RecipeSchema
-from fastgen.models.recipe.yaml_positions import NodePath, Scalar, Tree
+from fastgen.models.recipe.tree import NodePath, Scalar, Tree
 
 
 def replaced(recipe: Recipe, changes: Mapping[NodePath, Tree | Scalar]) -> Recipe | None:

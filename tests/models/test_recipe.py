@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fastgen.errors import RecipeError
 from fastgen.models.recipe.recipe import Recipe, load_recipe
 from fastgen.models.recipe.schema import json_schema
-from fastgen.models.recipe.yaml_positions import parse_recipe_yaml
+from fastgen.models.recipe.yaml_reader import parse_recipe_yaml
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 BUILT_IN = {file.stem: file.read_text("utf-8") for file in sorted(RECIPES.glob("*.yaml"))}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fastgen.errors import RecipeError, UnknownArchitectureError
+from fastgen.models.recipe import search_path
 from fastgen.models.recipe.recipe import Recipe, load_recipe
-from fastgen.models.registry import registry
 from fastgen.models.registry.registry import find_recipe, list_recipes, named_recipe
 from fastgen.models.resolve.resolve import resolve
 
@@ -25,11 +25,11 @@ NEW = {"architectures": ["NewForCausalLM"]}
 
 @pytest.fixture(autouse=True)
 def _no_recipes_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(search_path.ENVIRONMENT_VARIABLE, raising=False)
 
 
 class EntryPoint:
-    group = registry.ENTRY_POINT_GROUP
+    group = search_path.ENTRY_POINT_GROUP
 
     def __init__(self, name: str, target: Any):
         self.name, self.target = name, target
@@ -48,12 +48,12 @@ def variant(directory: Path, name: str, *architectures: str, parent: str = "llam
 
 
 def environment(monkeypatch: pytest.MonkeyPatch, *directories: Path) -> None:
-    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, os.pathsep.join(map(str, directories)))
+    monkeypatch.setenv(search_path.ENVIRONMENT_VARIABLE, os.pathsep.join(map(str, directories)))
 
 
 def entry_points(monkeypatch: pytest.MonkeyPatch, **targets: Any) -> None:
     points = [EntryPoint(name, target) for name, target in targets.items()]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "fastgen.recipes" else [])
+    monkeypatch.setattr(search_path, "entry_points", lambda group: points if group == "fastgen.recipes" else [])
 
 
 def test_built_ins() -> None:
@@ -66,7 +66,7 @@ def test_built_ins() -> None:
 def test_the_installed_package_looks_inside_itself_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "fastgen"
     package.mkdir()
-    monkeypatch.setattr("fastgen.__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(search_path, "_PACKAGE", package)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "llama.yaml").write_bytes((RECIPES / "llama.yaml").read_bytes())
     assert named_recipe("llama").file == tmp_path / "recipes" / "llama.yaml"
@@ -212,7 +212,7 @@ def test_places_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     environment(monkeypatch, tmp_path, tmp_path)  # once is enough
     variant(tmp_path, "mine", "NewForCausalLM")
     assert find_recipe(NEW).name == "mine"
-    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "")
+    monkeypatch.setenv(search_path.ENVIRONMENT_VARIABLE, "")
     for target, message in [
         (ImportError("no such module"), "entry point 'broken' of fastgen.recipes fails: .*no such module"),
         (3, "entry point 'broken' of fastgen.recipes fails"),
@@ -232,8 +232,8 @@ def test_a_broken_recipe_in_a_place_is_told(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_entry_points_are_those_of_the_group() -> None:
-    found = importlib.metadata.entry_points(group=registry.ENTRY_POINT_GROUP)
-    assert list(registry._entry_point_directories()) == [Path(point.load()) for point in found]
+    found = importlib.metadata.entry_points(group=search_path.ENTRY_POINT_GROUP)
+    assert list(search_path._entry_point_directories()) == [Path(point.load()) for point in found]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -256,7 +256,7 @@ def test_nothing_depends_on_a_recipes_name(seed: int, tmp_path: Path, monkeypatc
         (tmp_path / f"{file}.yaml").write_text(text)
     for architecture, kind in [("LlamaForCausalLM", "llama"), ("MistralForCausalLM", "mistral")]:
         config["architectures"] = [architecture]
-        monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
+        monkeypatch.delenv(search_path.ENVIRONMENT_VARIABLE, raising=False)
         expected = resolve(find_recipe(config), config)
         environment(monkeypatch, tmp_path)
         recipe = find_recipe(config)

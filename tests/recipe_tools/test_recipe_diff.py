@@ -15,7 +15,8 @@ import pytest
 
 from fastgen.errors import RecipeError
 from fastgen.models.recipe.recipe import Recipe, load_recipe
-from fastgen.models.recipe.yaml_positions import NodePath, Tree, parse_recipe_yaml
+from fastgen.models.recipe.tree import NodePath, Tree
+from fastgen.models.recipe.yaml_reader import parse_recipe_yaml
 from fastgen.recipe_tools.diff.diff import Difference, recipe_differences, tree_differences
 from fastgen.recipe_tools.diff.lines import lines_of
 from fastgen.recipe_tools.diff.specs import spec_differences

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.models.recipe.recipe import Recipe
-from fastgen.models.recipe.yaml_positions import NodePath, Scalar, Tree
+from fastgen.models.recipe.tree import NodePath, Scalar, Tree
 from fastgen.models.spec import ModelSpec
 from fastgen.verify.edits import nodes, replaced
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.models.recipe.yaml_positions import NodePath
+from fastgen.models.recipe.tree import NodePath
 from fastgen.models.registry.registry import named_recipe
 from fastgen.verify.edits import replaced
 from tests.verify import mutation_report

@@ -5,7 +5,6 @@ Every mistake is a :class:`~fastgen.errors.RecipeError` that names file, line an
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from typing import Final
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from fastgen.errors import RecipeError
 from fastgen.models.recipe.schema import RecipeSchema
+from fastgen.models.recipe.search_path import find_file_by_name
 from fastgen.models.recipe.spelling import shown
+from fastgen.models.recipe.tree import NodePath, Tree, merge, stated_name
 from fastgen.models.recipe.values import MAX_NAME, NAME, PATTERNS
-from fastgen.models.recipe.yaml_positions import MAX_SIZE_BYTES, NodePath, Tree, check_size, merge, parse_recipe_yaml
+from fastgen.models.recipe.yaml_reader import parse_recipe_yaml, read_recipe_yaml, read_text
 
 MAX_EXTENDS: Final = 8
 
@@ -49,48 +49,17 @@ class Recipe:
         return f"Recipe({self.name!r}, {str(self.file)!r})"
 
 
-def load_recipe(path: str | Path, *, find: FindByName | None = None) -> Recipe:
+def load_recipe(path: str | Path, *, find: FindByName = find_file_by_name) -> Recipe:
     """Read the recipe in the file ``path``.
 
-    What it ``extends`` is looked for beside it, as ``<name>.yaml``, and then by ``find``: by default everywhere a
-    recipe can be (see :mod:`fastgen.models.registry.registry`). Raises :class:`~fastgen.errors.RecipeError`.
+    The recipe that it ``extends`` is looked up beside it, as ``<name>.yaml``, and then by ``find``, which by default
+    looks through the search path. Raises :class:`~fastgen.errors.RecipeError`.
     """
-    if find is None:
-        from fastgen.models.registry.registry import find_file_by_name  # the registry loads recipes itself
-
-        find = find_file_by_name
     file = Path(path)
     text = read_text(file)
     own = parse_recipe_yaml(text, str(file))
     tree = _with_inherited(own, file, find, {})
     return Recipe(_validated(tree), tree, file, text, stated_name(own, "extends"))
-
-
-def read_text(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            content = stream.read(MAX_SIZE_BYTES + 1)  # one more than allowed, and it is too large
-            size_bytes = max(len(content), os.fstat(stream.fileno()).st_size)
-        check_size(size_bytes, str(file))
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        message = f"is not UTF-8 text: {error.reason} at byte {error.start}"
-        raise RecipeError(message, file=str(file), line=line) from None
-    except (OSError, ValueError) as error:  # the second: a path with a NUL
-        raise RecipeError(
-            f"cannot be read: {getattr(error, 'strerror', None) or error}", file=ascii(str(file))[1:-1]
-        ) from None
-
-
-def stated_name(tree: Tree, key: str) -> str | None:
-    """The text at the top-level ``key``, ``None`` where the file has no such key."""
-    entry = tree.child(key)
-    if entry is None:
-        return None
-    if not isinstance(entry.value, str):
-        raise tree.error((key,), "must be the name of a recipe")
-    return entry.value
 
 
 def _with_inherited(tree: Tree, file: Path, find: FindByName, chain: Mapping[Path, str]) -> Tree:
@@ -110,7 +79,7 @@ def _with_inherited(tree: Tree, file: Path, find: FindByName, chain: Mapping[Pat
         raise tree.error(("extends",), f"a recipe cannot extend itself: {' -> '.join([*chain.values(), parent_name])}")
     if parent is None:
         raise tree.error(("extends",), f"no recipe is called {shown(parent_name)}")
-    inherited = _with_inherited(parse_recipe_yaml(read_text(parent), str(parent)), parent, find, chain)
+    inherited = _with_inherited(read_recipe_yaml(parent), parent, find, chain)
     return merge(inherited, tree.without("extends"))
 
 
@@ -121,7 +90,7 @@ def _sibling(file: Path, name: str) -> Path | None:
     candidate = file.with_name(f"{name}.yaml")
     if not candidate.is_file():
         return None
-    return candidate if stated_name(parse_recipe_yaml(read_text(candidate), str(candidate)), "name") == name else None
+    return candidate if stated_name(read_recipe_yaml(candidate), "name") == name else None
 
 
 def _validated(tree: Tree) -> RecipeSchema:

@@ -14,39 +14,18 @@ Within one place, two recipes for one architecture, or of one name, are an error
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 
-import fastgen
 from fastgen.errors import RecipeError, UnknownArchitectureError
-from fastgen.models.recipe.recipe import Recipe, load_recipe, read_text, stated_name
+from fastgen.models.recipe.recipe import Recipe, load_recipe
+from fastgen.models.recipe.search_path import ENVIRONMENT_VARIABLE, SearchPlace, find_file_by_name, search_path
 from fastgen.models.recipe.spelling import close_to, one_of, quoted, shown
-from fastgen.models.recipe.yaml_positions import parse_recipe_yaml
 from fastgen.models.registry.nearest import hint, suspicion
 
-ENVIRONMENT_VARIABLE: Final = "FASTGEN_RECIPES"
-ENTRY_POINT_GROUP: Final = "fastgen.recipes"
 CHECKPOINT_FILE: Final = "fastgen.yaml"
-
-
-@dataclass(frozen=True)
-class Place:
-    """One place of the lookup order: what it is, and the directories it consists of."""
-
-    origin: str
-    directories: tuple[Path, ...]
-
-    def files(self) -> list[Path]:
-        return [file for directory in self.directories for file in sorted(directory.glob("*.yaml"))]
-
-    def recipes(self) -> list[Recipe]:
-        """All recipes here. Raises :class:`RecipeError` where one is wrong or two share a name."""
-        recipes = [load_recipe(file) for file in self.files()]
-        _unique(recipes, lambda recipe: (recipe.name,), "the name", "remove or rename one")
-        return recipes
 
 
 @dataclass(frozen=True)
@@ -57,48 +36,11 @@ class ListedRecipe:
     origin: str
 
 
-def places() -> list[Place]:
-    """The places that hold recipes for everybody, in the order they are looked through."""
-    named = [Path(part) for part in os.environ.get(ENVIRONMENT_VARIABLE, "").split(os.pathsep) if part]
-    for directory in named:
-        if not directory.is_dir():
-            problem = (
-                f"is a file; {ENVIRONMENT_VARIABLE} takes directories"
-                if directory.exists()
-                else f"{ENVIRONMENT_VARIABLE} names a directory that is not there"
-            )
-            raise RecipeError(problem, file=str(directory))
-    return [
-        Place("environment", tuple(dict.fromkeys(named))),
-        Place("package", tuple(_entry_point_directories())),
-        Place("built-in", (_built_in_directory(),)),
-    ]
-
-
-def _entry_point_directories() -> Iterator[Path]:
-    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
-        try:
-            target = point.load()
-            directory = Path(target() if callable(target) else target)
-        except Exception as error:  # whatever the other package's code does
-            raise RecipeError(f"entry point {point.name!r} of {ENTRY_POINT_GROUP} fails: {error!r}") from error
-        if not directory.is_dir():
-            raise RecipeError(f"entry point {point.name!r} of {ENTRY_POINT_GROUP} names no directory: {directory}")
-        yield directory
-
-
-def _built_in_directory() -> Path:
-    """Inside the installed package; beside it in a checkout of the repository."""
-    package = Path(fastgen.__file__).parent
-    inside = package / "recipes"
-    return inside if inside.is_dir() else package.parent / "recipes"
-
-
 def list_recipes() -> list[ListedRecipe]:
     """Every recipe that can be asked for by name, best first; a name found in two places is listed from the first."""
     listed: dict[str, ListedRecipe] = {}
-    for place in places():
-        for recipe in place.recipes():
+    for place in search_path():
+        for recipe in _recipes_in(place):
             listed.setdefault(recipe.name, ListedRecipe(recipe, place.origin))
     return list(listed.values())
 
@@ -125,8 +67,8 @@ def find_recipe(
         return named_recipe(recipe)
     architectures = _architectures(config, required=own is None or not own.is_file())
     known: list[Recipe] = []
-    for place in places():
-        recipes = place.recipes()
+    for place in search_path():
+        recipes = _recipes_in(place)
         claims = _unique(
             recipes, lambda each: each.architectures, "the architecture", "remove one, or choose with recipe="
         )
@@ -163,24 +105,6 @@ def named_recipe(recipe: str | Path) -> Recipe:
     return load_recipe(file)
 
 
-def find_file_by_name(name: str, exclude: frozenset[Path]) -> Path | None:
-    """The file of the recipe called ``name``, from the first place that has it; ``exclude`` are left aside.
-
-    Reads only names, so it can serve a recipe that is being loaded.
-    """
-    for place in places():
-        found = [file for file in place.files() if file.resolve() not in exclude and _name_in(file) == name]
-        if len(found) > 1:
-            raise RecipeError(f"two recipes have the name {name!r}: {found[0]} and {found[1]}; remove or rename one")
-        if found:
-            return found[0]
-    return None
-
-
-def _name_in(file: Path) -> str | None:
-    return stated_name(parse_recipe_yaml(read_text(file), str(file)), "name")
-
-
 def _checkpoints_own(file: Path, architectures: list[str]) -> Recipe:
     recipe = load_recipe(file)
     if architectures and not set(architectures) & set(recipe.architectures):
@@ -201,6 +125,13 @@ def _architectures(config: Mapping[str, Any], *, required: bool) -> list[str]:
             f"config.json names no architecture: `architectures` is {shown(stated)}; pass recipe= to say which it is"
         )
     return stated
+
+
+def _recipes_in(place: SearchPlace) -> list[Recipe]:
+    """Loads all recipes of a place. Raises :class:`RecipeError` where one is wrong or two share a name."""
+    recipes = [load_recipe(file) for file in place.files()]
+    _unique(recipes, lambda recipe: (recipe.name,), "the name", "remove or rename one")
+    return recipes
 
 
 def _unique(

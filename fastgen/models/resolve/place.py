@@ -15,7 +15,7 @@ from fastgen.models.recipe.expressions import Expression, Scope
 from fastgen.models.recipe.layout import Axes
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.recipe.spelling import shown
-from fastgen.models.recipe.yaml_positions import NodePath, Tree
+from fastgen.models.recipe.tree import NodePath, Tree
 from fastgen.models.spec import LinearSpec, NodeRef, TensorSpec
 
 MAX_SIZE: Final = 2**31 - 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from fastgen.models.recipe.recipe import Recipe
-from fastgen.models.recipe.yaml_positions import NodePath, Tree
+from fastgen.models.recipe.tree import NodePath, Tree
 
 Kind = Literal["only in a", "only in b", "changed", "reordered"]
 

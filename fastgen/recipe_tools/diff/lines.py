@@ -11,7 +11,8 @@ from typing import Literal
 
 from fastgen.errors import RecipeError
 from fastgen.models.recipe.recipe import Recipe
-from fastgen.models.recipe.yaml_positions import Scalar, Tree, parse_recipe_yaml
+from fastgen.models.recipe.tree import Scalar, Tree
+from fastgen.models.recipe.yaml_reader import parse_recipe_yaml
 from fastgen.recipe_tools.diff.diff import Difference
 from fastgen.recipe_tools.diff.specs import SpecDifference
 from fastgen.recipe_tools.explain.plain_text import from_here, printable
