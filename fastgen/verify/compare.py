@@ -27,7 +27,7 @@ from fastgen.verify.subject import load_subject, trace_subject
 from fastgen.verify.walk import node_disagreements
 from fastgen.verify.weight_map import weight_disagreements
 
-_CLAIMED_TWICE: Final = re.compile(r"is claimed twice, the first time by .*: (model\.\S+)$")
+_CLAIMED_TWICE: Final = re.compile(r"is claimed twice, first by .*: (model\.\S+)$")
 _MISSING_NAME: Final = re.compile(r"has no key '(\w+)'")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fastgen.models.checkpoint.checkpoint import arrange
+from fastgen.models.checkpoint.weights import arrange
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, TensorSpec
 from fastgen.verify.cases import Case

@@ -19,13 +19,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from fastgen.errors import CheckpointError, RecipeError
-from fastgen.models.checkpoint.checkpoint import (
-    Checkpoint,
-    WeightSlot,
-    checkpoint_dtype,
-    load_weights,
-    read_json_object,
-)
+from fastgen.models.checkpoint.checkpoint import Checkpoint, checkpoint_dtype, read_json_object
+from fastgen.models.checkpoint.weights import WeightSlot, load_weights
 from fastgen.models.spec import NodeRef, TensorSpec
 
 NODE = NodeRef("model.layers.attend.attention.qkv", "llama.yaml", 17)
@@ -208,16 +203,16 @@ def test_only_files_of_other_names(tmp_path: Path) -> None:
     assert "consolidated.safetensors" in message
     assert "model.safetensors.index.json" in message
     (directory / "consolidated.safetensors").unlink()
-    assert "holds no weights" in error_of(lambda: Checkpoint.open(directory))
+    assert "contains none of the weight files" in error_of(lambda: Checkpoint.open(directory))
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ('{\n "hidden_size": 3,\n "x": }', r"config\.json:3:7: is not valid JSON"),
-        ('{"hidden_size": 3, "hidden_size": 4}', "'hidden_size' stands there more than once"),
-        ('{"eps": NaN}', "NaN is no JSON value"),
-        ("[1, 2]", "holds a JSON list"),
+        ('{"hidden_size": 3, "hidden_size": 4}', "'hidden_size' occurs more than once"),
+        ('{"eps": NaN}', "NaN is not a JSON value"),
+        ("[1, 2]", "contains a JSON list"),
         ("", r"config\.json:1:1"),
         ("[" * 100_000, "not valid JSON"),
         ('{"n": ' + "9" * 5000 + "}", "not valid JSON"),
@@ -237,7 +232,7 @@ def test_a_link_to_weights_that_are_gone(tmp_path: Path, name: str) -> None:
     if name != "pytorch_model.bin":
         torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     message = error_of(lambda: Checkpoint.open(tmp_path))
-    assert message == f"{tmp_path / name}: is a link to ../blobs/gone, which is not there; fetch it again"
+    assert message == f"{tmp_path / name}: is a link to ../blobs/gone, which does not exist; download it again"
 
 
 def test_config_missing(tmp_path: Path) -> None:
@@ -278,7 +273,7 @@ def test_an_index_that_names_a_tensor_twice(damaged: Path) -> None:
     index = damaged / "model.safetensors.index.json"
     shard = min(damaged.glob("model-*.safetensors")).name
     index.write_text(index.read_text().replace('"weight_map": {', f'"weight_map": {{"lm_head.weight": "{shard}",'))
-    assert "'lm_head.weight' stands there more than once" in error_of(lambda: Checkpoint.open(damaged))
+    assert "'lm_head.weight' occurs more than once" in error_of(lambda: Checkpoint.open(damaged))
 
 
 def test_an_index_that_names_an_absent_tensor(damaged: Path) -> None:
@@ -315,9 +310,7 @@ def test_everything_that_does_not_fit_is_told_at_once(sharded: Path, state: dict
     wrong = "model.layers.1.self_attn.k_proj.weight"
     slots[wrong] = WeightSlot(spec(wrong, shape=(8, 32)), torch.full((8, 32), 7.0))
     message = error_of(lambda: load(sharded, slots))
-    assert (
-        "absent.bias or old.absent.bias [5], asked for by llama.yaml:17: model.layers.attend.attention.qkv" in message
-    )
+    assert "absent.bias or old.absent.bias [5], needed by llama.yaml:17: model.layers.attend.attention.qkv" in message
     assert "model.norm.weight" in message
     assert f"{wrong}: found [16, 32], expected [8, 32], by llama.yaml:17: model.layers" in message
     assert all(slot.target.isnan().all() or (slot.target == 7).all() for slot in slots.values()), "a weight was read"
@@ -327,7 +320,7 @@ def test_everything_that_does_not_fit_is_told_at_once(sharded: Path, state: dict
 def test_long_lists_are_cut_and_counted(tmp_path: Path) -> None:
     tensors = {f"extra.{i:03}": torch.ones(1) for i in range(57)} | {"w": torch.ones(1)}
     message = error_of(lambda: load(write(tmp_path / "x", tensors), slots_for({"w": torch.ones(1)})))
-    assert "57 tensors are claimed by no recipe node" in message
+    assert "57 tensors are neither claimed nor ignored by the recipe" in message
     assert "extra.019" in message
     assert "extra.020" not in message
     assert "... and 37 more" in message
@@ -392,9 +385,9 @@ def test_a_tied_head_may_be_there_twice_when_equal(tmp_path: Path, shape: tuple[
     [
         (b"", "the file is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git-lfs pointer"),
-        (b"<html>not found</html>" * 40, "fetch it again"),
-        (bytes(4000), "fetch it again"),
-        (b"PK\x03\x04" + bytes(range(256)) * 9, "fetch it again"),
+        (b"<html>not found</html>" * 40, "download it again"),
+        (bytes(4000), "download it again"),
+        (b"PK\x03\x04" + bytes(range(256)) * 9, "download it again"),
     ],
     ids=["empty", "git-lfs", "html", "zeros", "zip-magic"],
 )
@@ -495,7 +488,7 @@ def test_weights_that_are_not_finite(tmp_path: Path, file: str, stored: torch.dt
         tensors = {"good": torch.ones(3), "bad": torch.randn(50, 100).to(stored)}
         tensors["bad"].view(-1)[place] = value
         message = error_of(lambda t=tensors: load(write(tmp_path / "x", t, file=file), slots_for(t, torch.float32)))
-        assert f"{file}: tensor 'bad' holds {word}" in message
+        assert f"{file}: tensor 'bad' contains {word}" in message
         assert str(stored) in message
 
 
@@ -535,7 +528,7 @@ def test_dtypes_that_hold_no_weights(tmp_path: Path, dtype: torch.dtype) -> None
 def test_quantised_checkpoints_are_told_apart(tmp_path: Path, config: object, names: list[str], word: str) -> None:
     directory = write(tmp_path / "x", {name: torch.ones(2, dtype=torch.uint8) for name in names}, config)
     message = error_of(lambda: load(directory, slots_for({"w.weight": torch.ones(4)})))
-    assert "quantised" in message
+    assert "quantized" in message
     assert word in message
 
 

@@ -49,7 +49,7 @@ def test_an_unknown_architecture_names_the_nearest_and_the_command(tmp_path: Pat
         find_recipe(config, checkpoint_dir=directory)
     assert str(error.value) == (
         "no recipe is for HerringForCausalLM. The nearest known recipe is 'phi', which explains 47 of its 47 tensors. "
-        f"`fastgen recipe new {directory}` proposes a recipe for it. `fastgen recipe list` names all that are known"
+        f"`fastgen recipe new {directory}` proposes a recipe for it. `fastgen recipe list` lists all known recipes"
     )
 
 

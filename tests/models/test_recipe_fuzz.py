@@ -311,7 +311,7 @@ WORST: dict[str, tuple[str, str, str]] = {  # recipe, what is changed, what the 
     "a thousand layers of thousands of experts": (
         "mixtral",
         "num_hidden_layers=1024, num_local_experts=4096",
-        "4,096 experts in 1,024 layers each",
+        "4,096 experts in each of 1,024 layers",
     ),
     "a million layers": ("llama", "num_hidden_layers=10**6", "an integer from 1 to 1024"),
     "more layers than a number has digits": ("llama", "num_hidden_layers=10**4000", "an integer beyond 64 bits|from 1"),

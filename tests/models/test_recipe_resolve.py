@@ -223,7 +223,7 @@ def test_a_dynamic_scaling_limits_the_positions() -> None:
         ({"rope_theta": None}, "model.layers.residual.attend.attention.rotary.theta", "a finite number"),
         ({"rope_theta": 0}, "model.layers.residual.attend.attention.rotary.theta", "above 1"),
         ({"rope_scaling": {"type": "su"}}, "model.layers.residual.attend.attention.rotary.scaling", "'su' is not supp"),
-        ({"rope_scaling": "linear"}, "model.layers.residual.attend.attention.rotary.theta", "cannot be looked into"),
+        ({"rope_scaling": "linear"}, "model.layers.residual.attend.attention.rotary.theta", "cannot be indexed"),
     ],
 )  # fmt: skip
 def test_a_value_that_does_not_fit(change: dict[str, Any], node: str, message: str) -> None:
@@ -431,11 +431,11 @@ def test_a_small_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "line", "node", "message"),
     [
-        ([("q: q", "q: k")], 19, "qkv.k", "'block.0.k.weight' is claimed twice, the first time by .*qkv.q"),
+        ([("q: q", "q: k")], 19, "qkv.k", "'block.0.k.weight' is claimed twice, first by .*qkv.q"),
         ([("down: down", "down: up")], 23, "mlp.down", "'block.0.up.weight' is claimed twice"),
         ([("weight: head", "weight: embed")], 24, "head.weight", "'embed.weight' is claimed twice"),
         ([("model:\n", "aliases: {head: [x, embed]}\nmodel:\n")], 25, "head.weight", "'embed.weight' is claimed twice"),
-        ([("tokens: embed", "tokens: embed.{layer}")], 13, "embedding.tokens", "inside layers only"),
+        ([("tokens: embed", "tokens: embed.{layer}")], 13, "embedding.tokens", "only inside layers"),
         ([("head_dim: width / heads", "head_dim: width / layer")], 9, "config.head_dim", "no key 'layer'"),
         ([("heads\n  head_dim", "heads + 1\n  head_dim")], 8, "config.num_kv_heads", "cannot share 3 KV heads"),
         ([("4 * hidden_size", "4 * hidden_sise")], 23, "mlp.size", "no key 'hidden_sise'; did you mean 'hidden_size'"),
@@ -456,12 +456,12 @@ def test_a_small_recipe(tmp_path: Path) -> None:
         ),
         (
             [("tokens: embed", "tokens: embed\n    positions: {weight: wpe, offset: 2, rows: 100}")],
-            14, "positions.rows", "room for 98 positions .*max_positions is None",
+            14, "positions.rows", "holds 98 positions .*max_positions is None",
         ),
         (
             [("tokens: embed", "tokens: embed\n    positions: {weight: wpe, offset: 2, rows: 100}"),
              ("max_positions: none", "max_positions: 99")],
-            14, "positions.rows", "room for 98 positions .*max_positions is 99",
+            14, "positions.rows", "holds 98 positions .*max_positions is 99",
         ),
         ([("      attend:\n", "      attend:\n        when: false\n")], 14, "model.layers", "no layer has"),
     ],
@@ -514,7 +514,7 @@ def test_a_recipe_for_another_architecture_says_so_where_it_fails(recipe: str, m
 
 def test_the_layer_is_known_inside_layers_only(tmp_path: Path) -> None:
     for change in (("head_dim: width", "head_dim: layer"), ("tied: false", "tied: false, scale: layer + 1")):
-        with pytest.raises(RecipeError, match=r"no key 'layer'; `layer` is known inside model\.layers only$"):
+        with pytest.raises(RecipeError, match=r"no key 'layer'; `layer` exists only inside model\.layers$"):
             resolve(small(tmp_path, change), SMALL)
     recipe = small(tmp_path, ("head_dim: width / heads", "head_dim: layer | default(4)"))
     assert resolve(recipe, SMALL).head_dim == 4
@@ -534,7 +534,7 @@ def test_expressions_see_the_layer(tmp_path: Path) -> None:
     config = SMALL | {"kinds": ["full", "window", "full"]}
     recipe = small(tmp_path, window)
     assert [part.sliding_window for part in resolve(recipe, config).attentions()] == [None, 4, None]
-    with pytest.raises(RecipeError, match=r"kinds\[layer\]: index 2 is outside of a list of 2"):
+    with pytest.raises(RecipeError, match=r"kinds\[layer\]: index 2 is out of range for a list of 2"):
         resolve(recipe, config | {"kinds": ["full", "full"]})
 
 

@@ -180,7 +180,7 @@ def test_the_checkpoints_own_recipe(tmp_path: Path) -> None:
     file = variant(tmp_path, "brought", "NewForCausalLM", file="fastgen.yaml")
     assert find_recipe(NEW, checkpoint_dir=tmp_path).extends == "llama"
     assert find_recipe({}, checkpoint_dir=tmp_path).name == "brought"
-    with pytest.raises(RecipeError, match="is Unheard, which its own recipe does not name") as caught:
+    with pytest.raises(RecipeError, match="is Unheard, which its own recipe does not list") as caught:
         find_recipe({"architectures": ["Unheard"]}, checkpoint_dir=tmp_path)
     assert (caught.value.file, caught.value.line) == (str(file), 3)
     file.write_text("name: [")

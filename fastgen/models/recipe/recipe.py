@@ -1,6 +1,6 @@
-"""Recipes: reading one from its file, with what it extends, into the typed schema.
+"""Loads a recipe from its file, merged over the recipes that it extends, into the typed schema.
 
-Every mistake is a :class:`~fastgen.errors.RecipeError` that names file, line and node.
+Every mistake in a recipe is a :class:`~fastgen.errors.RecipeError` that names file, line and node.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fastgen.models.recipe.yaml_reader import parse_recipe_yaml, read_recipe_yam
 
 MAX_EXTENDS: Final = 8
 
-# Where the recipe of a name is, these files left aside; ``None`` if nowhere.
+# Returns the file of the recipe with a name, other than these files; ``None`` if there is none.
 FindByName = Callable[[str, frozenset[Path]], Path | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """A recipe as its author means it: ``schema`` is what it says, ``tree`` where it says so, ``text`` its own file."""
+    """A loaded recipe: ``schema`` holds its typed content, ``tree`` the same with positions, ``text`` its own file."""
 
     schema: RecipeSchema
     tree: Tree
@@ -50,7 +50,7 @@ class Recipe:
 
 
 def load_recipe(path: str | Path, *, find: FindByName = find_file_by_name) -> Recipe:
-    """Read the recipe in the file ``path``.
+    """Loads the recipe in the file ``path``.
 
     The recipe that it ``extends`` is looked up beside it, as ``<name>.yaml``, and then by ``find``, which by default
     looks through the search path. Raises :class:`~fastgen.errors.RecipeError`.
@@ -63,7 +63,7 @@ def load_recipe(path: str | Path, *, find: FindByName = find_file_by_name) -> Re
 
 
 def _with_inherited(tree: Tree, file: Path, find: FindByName, chain: Mapping[Path, str]) -> Tree:
-    """``tree`` merged over all it extends. ``chain`` are the files that led here, each with its recipe's name."""
+    """Returns ``tree`` merged over all that it extends. ``chain`` maps the files that led here to their recipes."""
     parent_name = stated_name(tree, "extends")
     if parent_name is None:
         return tree
@@ -84,7 +84,7 @@ def _with_inherited(tree: Tree, file: Path, find: FindByName, chain: Mapping[Pat
 
 
 def _sibling(file: Path, name: str) -> Path | None:
-    """The file called ``name`` beside ``file``, if it holds a recipe of that name."""
+    """Returns the file called ``name`` beside ``file``, if it contains a recipe of that name."""
     if len(name) > MAX_NAME or not re.fullmatch(NAME, name):
         return None
     candidate = file.with_name(f"{name}.yaml")
@@ -102,7 +102,7 @@ def _validated(tree: Tree) -> RecipeSchema:
 
 
 def _located(error: ErrorDetails) -> tuple[NodePath, str]:
-    """The node one of pydantic's errors is about, and what is wrong with it."""
+    """Returns the node that a pydantic error is about, and what is wrong with it."""
     path: NodePath = tuple(str(part) for part in error["loc"] if part != "[key]")
     match error["type"]:
         case "unknown_key":
@@ -134,5 +134,5 @@ def _located(error: ErrorDetails) -> tuple[NodePath, str]:
 
 
 def _kind(value: object) -> str:
-    """The value, or of a whole list or mapping only that it is one."""
+    """Returns the value as text; a list or a mapping is only named as such."""
     return "a list" if isinstance(value, tuple) else "a mapping" if isinstance(value, dict) else shown(value)

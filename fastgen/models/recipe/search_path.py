@@ -61,7 +61,7 @@ def _entry_point_directories() -> Iterator[Path]:
         try:
             target = point.load()
             directory = Path(target() if callable(target) else target)
-        except Exception as error:  # whatever the other package's code does
+        except Exception as error:  # the code of another package may raise any error
             raise RecipeError(f"entry point {point.name!r} of {ENTRY_POINT_GROUP} fails: {error!r}") from error
         if not directory.is_dir():
             raise RecipeError(f"entry point {point.name!r} of {ENTRY_POINT_GROUP} names no directory: {directory}")

@@ -20,11 +20,11 @@ class Tree:
     value: Scalar | tuple[Tree, ...] | Mapping[str, Tree]
     file: str
     line: int
-    # Nodes below and including this one, an alias counted each time it is used.
+    # Number of nodes at and below this one; an alias counts each time it is used.
     size: int = 1
 
     def plain(self) -> Any:
-        """The data alone: scalars, tuples and dicts."""
+        """Returns the data without positions: scalars, tuples and dicts."""
         if isinstance(self.value, Mapping):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, tuple):
@@ -32,7 +32,7 @@ class Tree:
         return self.value
 
     def find(self, path: NodePath) -> Tree:
-        """The node at ``path``, or the deepest one on the way to it."""
+        """Returns the node at ``path``, or the deepest node on the way to it."""
         tree = self
         for key in path:
             child = tree.child(key)
@@ -49,12 +49,12 @@ class Tree:
         return None
 
     def without(self, key: str) -> Tree:
-        """This mapping less one key."""
+        """Returns this mapping without ``key``."""
         assert isinstance(self.value, Mapping)
         return mapping({name: child for name, child in self.value.items() if name != key}, self.file, self.line)
 
     def error(self, path: NodePath, message: str) -> RecipeError:
-        """The error ``message`` about the node at ``path`` below this one, located."""
+        """Returns an error with ``message`` and the location of the node at ``path`` below this one."""
         found = self.find(path)
         return RecipeError(message, file=found.file, line=found.line, node=".".join(path) or None)
 
@@ -64,9 +64,9 @@ def mapping(children: dict[str, Tree], file: str, line: int) -> Tree:
 
 
 def merge(parent: Tree, variant: Tree, path: NodePath = ()) -> Tree:
-    """``parent`` with the differences that ``variant`` states; each piece keeps the place it came from.
+    """Returns ``parent`` with the differences that ``variant`` states; each node keeps its file and line.
 
-    Mappings merge key by key, anything else replaces, and null removes the key it inherits.
+    Mappings merge key by key, anything else replaces the inherited value, and null removes an inherited key.
     """
     if not isinstance(parent.value, Mapping) or not isinstance(variant.value, Mapping):
         return without_nulls(variant, path)
@@ -82,7 +82,7 @@ def merge(parent: Tree, variant: Tree, path: NodePath = ()) -> Tree:
 
 
 def without_nulls(tree: Tree, path: NodePath) -> Tree:
-    """``tree`` itself, once it is sure that it removes nothing: there is nothing inherited here."""
+    """Returns ``tree`` after checking that it contains no null: nothing is inherited here that null could remove."""
     if tree.value is None:
         message = "null removes an inherited key, but none is inherited here; write `none` for the value"
         raise RecipeError(message, file=tree.file, line=tree.line, node=".".join(path))
@@ -92,7 +92,7 @@ def without_nulls(tree: Tree, path: NodePath) -> Tree:
 
 
 def stated_name(tree: Tree, key: str) -> str | None:
-    """The text at the top-level ``key``, ``None`` where the file has no such key."""
+    """Returns the text at the top-level ``key``; ``None`` if the file has no such key."""
     entry = tree.child(key)
     if entry is None:
         return None

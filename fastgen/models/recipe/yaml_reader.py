@@ -34,7 +34,7 @@ def read_recipe_yaml(file: Path) -> Tree:
 def read_text(file: Path) -> str:
     try:
         with file.open("rb") as stream:
-            content = stream.read(MAX_SIZE_BYTES + 1)  # one more than allowed, and it is too large
+            content = stream.read(MAX_SIZE_BYTES + 1)  # one byte more than allowed shows that it is too large
             size_bytes = max(len(content), os.fstat(stream.fileno()).st_size)
         check_size(size_bytes, str(file))
         return content.decode("utf-8")
@@ -42,7 +42,7 @@ def read_text(file: Path) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         message = f"is not UTF-8 text: {error.reason} at byte {error.start}"
         raise RecipeError(message, file=str(file), line=line) from None
-    except (OSError, ValueError) as error:  # the second: a path with a NUL
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         raise RecipeError(
             f"cannot be read: {getattr(error, 'strerror', None) or error}", file=ascii(str(file))[1:-1]
         ) from None
@@ -55,7 +55,7 @@ def check_size(size_bytes: int, file: str) -> None:
 
 @lru_cache(maxsize=256)  # a file is read again for each recipe that extends it, and for each look-up by name
 def parse_recipe_yaml(text: str, file: str) -> Tree:
-    """The tree of one YAML document whose root is a mapping. Raises :class:`RecipeError`."""
+    """Returns the tree of one YAML document whose root is a mapping. Raises :class:`RecipeError`."""
     check_size(len(text.encode("utf-8", "surrogatepass")), file)
     reader = None
     try:
@@ -95,7 +95,7 @@ class _Reader:
 
     @property
     def line(self) -> int:
-        """How far it has read."""
+        """The line that was read last."""
         return int(self.loader.line) + 1
 
     def document(self) -> Tree:
@@ -114,12 +114,12 @@ class _Reader:
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.anchors:
                 raise self.error(
-                    event, path, f"alias *{quoted(str(event.anchor))} stands for nothing (or for a part of itself)"
+                    event, path, f"alias *{quoted(str(event.anchor))} has no anchor (or is inside its own anchor)"
                 )
             return self.anchors[event.anchor]
         assert isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent)
         if event.tag is not None:
-            raise self.error(event, path, f"a recipe is plain data, the tag {shown(event.tag)} is not allowed")
+            raise self.error(event, path, f"a recipe is plain data; the tag {shown(event.tag)} is not allowed")
         if isinstance(event, yaml.MappingStartEvent):
             tree = self.mapping(event, path)
         elif isinstance(event, yaml.SequenceStartEvent):
@@ -147,9 +147,9 @@ class _Reader:
                 )
             child_path = (*path, key)
             if key in children:
-                raise self.error(event, child_path, f"the key {key!r} stands twice, first in line {children[key].line}")
+                raise self.error(event, child_path, f"the key {key!r} occurs twice, first in line {children[key].line}")
             child = self.node(next(self.events), child_path)
-            # An entry is where its key is: errors about it point there, also when its value starts a line further.
+            # An entry is located at its key: errors about it point there even if the value starts on the next line.
             children[key] = Tree(child.value, self.file, _line(event), child.size)
         return mapping(children, self.file, _line(start))
 
@@ -166,7 +166,7 @@ class _Reader:
 
 
 def _line(event: yaml.Event) -> int:
-    assert event.start_mark is not None  # it is for events made by hand
+    assert event.start_mark is not None  # only events made by hand have none
     return event.start_mark.line + 1
 
 

@@ -10,9 +10,9 @@ from fastgen.models.spec.tensors import LinearSpec, NodeRef, TensorSpec
 
 @dataclass(frozen=True)
 class NormSpec:
-    """RMS or layer norm over the last axis, of ``size`` features; a ``weight`` or ``bias`` it lacks is ``None``.
+    """RMS or layer norm over the last axis, which has ``size`` features. A missing ``weight`` or ``bias`` is ``None``.
 
-    ``offset`` is added to the stored weight (1 where a checkpoint keeps the difference from 1).
+    ``offset`` is added to the stored weight (1 if the checkpoint stores the difference from 1).
     """
 
     kind: Literal["rms", "layer"]
@@ -26,9 +26,9 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class QkNormSpec:
-    """Norm of queries or keys before rotation: ``over`` each ``head`` of ``D`` features, or ``all`` laid together.
+    """Norm of queries or keys before rotation: ``over`` each ``head`` of ``D`` features, or ``all`` heads concatenated.
 
-    Per head, its weight is ``[D]``, shared by the heads, or ``[heads, D]``; over all, ``[heads * D]``.
+    Per head, the weight is ``[D]``, shared by the heads, or ``[heads, D]``; over all heads it is ``[heads * D]``.
     """
 
     norm: NormSpec
@@ -37,10 +37,10 @@ class QkNormSpec:
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How rotary frequencies are stretched beyond the trained length; see :mod:`fastgen.models.frequencies`.
+    """The stretching of rotary frequencies beyond the trained length; see :mod:`fastgen.models.frequencies`.
 
-    ``original_max_positions`` is the length the model was trained on before stretching. ``attention_factor`` multiplies
-    cos and sin. Fields a kind does not use keep their defaults.
+    ``original_max_positions`` is the length that the model was trained on before stretching. ``attention_factor``
+    multiplies cos and sin. Fields that a kind does not use keep their defaults.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn"]
@@ -72,8 +72,8 @@ class RotarySpec:
 class AlibiSpec:
     """A bias on the scores, linear in the key's position (Press et al., 2022): ``slopes[head] * key_position``.
 
-    ``rounding`` names the dtype in which slope and product are rounded, as some models were trained;
-    ``scaled`` says that the bias is multiplied by the scores' scale together with q·k.
+    ``rounding`` is the dtype to which slope and product are rounded, because some models were trained so. If
+    ``scaled``, the bias is multiplied by the scale of the scores together with q·k.
     """
 
     slopes: tuple[float, ...]
@@ -86,7 +86,7 @@ class AlibiSpec:
 class AttentionSpec:
     """Causal self-attention. ``scale`` multiplies q·k; a token sees ``sliding_window`` tokens, itself included.
 
-    ``softcap`` ``c`` makes ``c * tanh(score / c)`` of each scaled score.
+    A ``softcap`` of ``c`` turns each scaled score into ``c * tanh(score / c)``.
     """
 
     num_heads: int
@@ -107,7 +107,7 @@ class AttentionSpec:
 
     @property
     def cached_features(self) -> int:
-        """Numbers that a token leaves in the cache: its keys and values."""
+        """Elements that one token takes in the cache: its keys and values."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
@@ -115,10 +115,10 @@ class AttentionSpec:
 class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2, 2024): the cache holds one latent vector a token instead of heads.
 
-    A query head has ``nope_dim`` features without and ``rope_dim`` with rotation, a value head ``v_head_dim``. ``q`` is
-    one map ``H -> N * (nope + rope)``, or with ``q_down`` and ``q_norm`` two through ``q_rank``. ``kv_down`` makes
-    ``kv_rank + rope_dim`` features: the latent, normed by ``kv_norm``, and the rotated key all heads share. ``k_up``
-    and ``v_up`` ``[N * nope, kv_rank]``, ``[N * v_head_dim, kv_rank]`` make keys and values of the latent.
+    A query head has ``nope_dim`` features without rotation and ``rope_dim`` with it; a value head has ``v_head_dim``.
+    ``q`` is one map ``H -> N * (nope + rope)``, or the second of two maps after ``q_down`` and ``q_norm``. ``kv_down``
+    makes ``kv_rank + rope_dim`` features: the latent, which ``kv_norm`` normalizes, and the rotated key that all heads
+    share. ``k_up [N * nope, kv_rank]`` and ``v_up [N * v_head_dim, kv_rank]`` make keys and values from the latent.
     """
 
     num_heads: int
@@ -140,7 +140,7 @@ class LatentAttentionSpec:
 
     @property
     def cached_features(self) -> int:
-        """Numbers that a token leaves in the cache: the latent vector and the rotated key."""
+        """Elements that one token takes in the cache: the latent vector and the rotated key."""
         return self.kv_rank + self.rope_dim
 
 
@@ -159,13 +159,13 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Which ``top_k`` of the experts a token goes to, and with what weights.
+    """The router of a mixture: it chooses ``top_k`` experts for each token, and their weights.
 
     ``scoring`` turns router logits ``[T, E]`` into scores: ``softmax`` over all experts, ``softmax_top_k`` over the
-    chosen ones only, ``sigmoid`` of each. ``correction`` ``[E]`` is added to the scores for choosing only. With
-    ``num_groups`` groups of experts, only the ``top_groups`` best are chosen from (a group's score: the sum of its two
-    best with a correction, else its best). ``normalize`` divides the chosen weights by their sum; ``scale`` multiplies
-    them.
+    chosen ones only, ``sigmoid`` of each. ``correction`` ``[E]`` is added to the scores for the choice only. With
+    ``num_groups`` groups of experts, the experts are chosen from the ``top_groups`` best groups. A group's score is its
+    best score, or with a correction the sum of its two best. ``normalize`` divides the chosen weights by their sum;
+    ``scale`` multiplies them.
     """
 
     weight: LinearSpec
@@ -181,9 +181,9 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """A mixture of experts: each token's output is the weighted sum of its experts', plus the shared expert's.
+    """A mixture of experts: a token's output is the weighted sum of its experts' outputs plus the shared expert's.
 
-    ``experts`` are alike in size. ``shared_gate`` ``[1, H]`` weighs the shared expert by a sigmoid.
+    All ``experts`` have the same size. ``shared_gate`` ``[1, H]`` weights the shared expert by a sigmoid.
     """
 
     router: RouterSpec
@@ -195,7 +195,7 @@ class MoeSpec:
 
 @dataclass(frozen=True)
 class PartSpec:
-    """One part of a branch; ``norm`` is its own, applied to the branch's (normed) input."""
+    """One part of a branch; ``norm`` is the part's own norm, applied to the (normalized) input of the branch."""
 
     norm: NormSpec | None
     part: AttentionSpec | LatentAttentionSpec | MlpSpec | MoeSpec
@@ -219,5 +219,7 @@ class BranchSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
+    """One layer: its branches, in order."""
+
     index: int
     branches: tuple[BranchSpec, ...]

@@ -21,8 +21,10 @@ class PositionsSpec:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """Token embedding ``[V, E]`` times ``scale`` (rounded to the model's dtype), an optional projection ``E -> H``,
-    optional learned positions added after it, an optional norm last."""
+    """Token embedding ``[V, E]`` times ``scale`` (rounded to the model's dtype).
+
+    An optional projection ``E -> H`` follows, then optional learned positions are added, then an optional norm applies.
+    """
 
     tokens: TensorSpec
     project: LinearSpec | None
@@ -34,9 +36,9 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Logits from the final hidden state. ``weight`` is ``None`` where the head is the token embedding (tied).
+    """The output head: ``logits = softcap(scale * (hidden Wᵀ + bias))``.
 
-    ``logits = softcap(scale * (hidden Wᵀ + bias))``.
+    ``weight`` is ``None`` if the head is the token embedding (tied).
     """
 
     weight: TensorSpec | None
@@ -64,7 +66,7 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
     head: HeadSpec
-    # Glob patterns of checkpoint tensors that carry nothing the model needs.
+    # Glob patterns of checkpoint tensors that the model does not need.
     ignored_tensors: tuple[str, ...]
 
     @property
@@ -72,43 +74,44 @@ class ModelSpec:
         return self.head.weight is None
 
     def tensors(self) -> Iterator[TensorSpec]:
-        """Every parameter's tensor, once, in load order: embedding, layers, final norm, head.
+        """Yields the tensor of every parameter, in load order: embedding, layers, final norm, head.
 
-        A tensor of the checkpoint that several parameters share comes once for each of them.
+        A tensor of the checkpoint that several parameters share is yielded once for each of them.
         """
         return tensors_of((self.embedding, self.layers, self.final_norm, self.head))
 
     @property
     def num_parameters(self) -> int:
-        """Learned numbers, a tied head counted once."""
+        """Number of learned parameters; a tied head counts once."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors())
 
     def parts(self) -> Iterator[AttentionSpec | LatentAttentionSpec | MlpSpec | MoeSpec]:
-        """The parts of all layers, in order."""
+        """Yields the parts of all layers, in order."""
         return (each.part for layer in self.layers for branch in layer.branches for each in branch.parts)
 
     def attentions(self) -> Iterator[AttentionSpec | LatentAttentionSpec]:
-        """The attentions of all layers, in order."""
+        """Yields the attentions of all layers, in order."""
         return (part for part in self.parts() if isinstance(part, AttentionSpec | LatentAttentionSpec))
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes that one token leaves in the cache, all layers together."""
+        """Returns the bytes that one token takes in the cache, summed over all layers."""
         return dtype_bytes * sum(part.cached_features for part in self.attentions())
 
     def flops_per_token(self, context: int) -> int:
-        """Floating-point operations of the forward pass of one token that sees ``context`` tokens, itself included.
+        """Returns the floating-point operations of the forward pass of one token that sees ``context`` tokens.
 
-        Matrix products only, two operations per multiply-add: all linear maps (of the experts those the token goes
-        to), the head, and q·k and p·v over the context (or the window, where that is shorter). Looking up an embedding
-        is no arithmetic; norms, activations and softmax are left out. A latent attention works on what is cached: each
-        query goes through the keys' map instead of each key, and each output through the values'.
+        ``context`` includes the token itself. Only matrix products count, with two operations per multiply-add: all
+        linear maps (in a mixture those of the chosen experts), the head, and q·k and p·v over the context (or over the
+        window, if that is shorter). Embedding lookups, norms, activations and softmax do not count. A latent attention
+        computes on the cached latent vectors: ``k_up`` is applied to each query instead of each key, and ``v_up`` to
+        each output.
         """
         operations = 2 * math.prod((self.head.weight or self.embedding.tokens).shape)
         for linear in linears_of((self.embedding, self.layers, self.head)):
             operations += 2 * linear.in_features * linear.out_features
         for part in self.parts():
             if isinstance(part, MoeSpec):
-                idle = part.experts[part.router.top_k :]  # they are alike
+                idle = part.experts[part.router.top_k :]  # any of them: all have the same size
                 operations -= sum(2 * linear.in_features * linear.out_features for linear in linears_of(idle))
             elif isinstance(part, LatentAttentionSpec):
                 operations += 2 * part.num_heads * (2 * part.kv_rank + part.rope_dim) * context

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 
 @dataclass(frozen=True)
 class NodeRef:
-    """Where in a recipe something was asked for: dotted path, file and 1-based line; ``text`` is the value there."""
+    """A node of a recipe: dotted path, file and 1-based line; ``text`` is the value that stands there."""
 
     path: str
     file: str
@@ -21,12 +21,12 @@ class NodeRef:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a stored tensor is read into a parameter of ``[rows]`` or ``[rows, in]``.
+    """The mapping from a stored tensor to a parameter of ``[rows]`` or ``[rows, in]``.
 
     ``pattern`` is the left side of an einops pattern that names the stored axes, such as
-    ``"(num_kv_heads part head_dim) in"``. ``in`` is the input axis and goes last; all others, in the order they stand
-    in, make the rows. ``sizes`` gives the size of every name. Of the axis ``part``, where there is one, only the
-    entries ``part[0] .. part[1] - 1`` are taken: the tensor is shared by several parameters.
+    ``"(num_kv_heads part head_dim) in"``. ``in`` is the input axis and goes last; all other axes, in their order, make
+    the rows. ``sizes`` gives the size of every name. A tensor that several parameters share has an axis ``part``, from
+    which this parameter takes the entries ``part[0] .. part[1] - 1``.
     """
 
     pattern: str
@@ -36,9 +36,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A parameter's tensor in the checkpoint. ``names[0]`` is its own name; the others are spellings it may also have.
+    """A parameter's tensor in the checkpoint. ``names[0]`` is its own name; the others are alternative spellings.
 
-    ``shape`` is what the parameter has; ``stored_shape`` what the file has, which differs where there is a ``layout``.
+    ``shape`` is the parameter's shape. ``stored_shape`` is the shape in the file, which differs if there is a
+    ``layout``.
     """
 
     names: tuple[str, ...]
@@ -64,7 +65,7 @@ class LinearSpec:
 
 
 def tensors_of(node: object) -> Iterator[TensorSpec]:
-    """The tensors at and below a spec (or in a tuple of specs), in the order of its fields."""
+    """Yields the tensors at and below a spec (or in a tuple of specs), in the order of its fields."""
     if isinstance(node, TensorSpec):
         yield node
     else:
@@ -73,6 +74,7 @@ def tensors_of(node: object) -> Iterator[TensorSpec]:
 
 
 def linears_of(node: object) -> Iterator[LinearSpec]:
+    """Yields the linear maps at and below a spec (or in a tuple of specs), in the order of its fields."""
     if isinstance(node, LinearSpec):
         yield node
     else:
