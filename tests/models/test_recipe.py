@@ -201,7 +201,7 @@ def line_of(text: str, part: str) -> int:
         ("size: intermediate_size", "size: 3 *", "size: 3", "*.transform.mlp.size", r"it ends after '\*'$"),
         ("size: intermediate_size", "size: [1]", "size: [1]", "*.transform.mlp.size", "must be an expr"),
         ("size: intermediate_size", "size: 2**9", "2**9", "*.transform.mlp.size", "powers"),
-        ("size: intermediate_size", "size: x.__class__", "__class__", "*.transform.mlp.size", "not allowed as the name"),
+        ("size: intermediate_size", "size: x.__class__", "__class__", "*.transform.mlp.size", "not allowed as"),
         ("size: intermediate_size", "size: f(x)", "size: f", "*.transform.mlp.size", "unknown function"),
         ("size: intermediate_size", "size: 1e999", "size: 1e", "*.transform.mlp.size", "not finite"),
         ("attend:", "'attend it':", "attend it", "*.attend it", "not a name: letters, digits and _"),

@@ -206,7 +206,7 @@ def test_every_tensor_is_counted_once(tmp_path: Path) -> None:
         ("embed, scale: 2", "embed, scale: none", "embedding.scale", "finite number"),
         ("wide: 20", "wide: width", "define.wide", "no key 'width'"),
         ("wide: 20", "head_dim: 20", "", "another meaning"),
-        ("requires: [depth < 9]", "requires: [depth < 9, depth > 5]", "requires.1", "`depth > 5` is true, but.*depth is 2"),
+        ("requires: [depth < 9]", "requires: [depth < 9, depth > 5]", "requires.1", "`depth > 5` is true.*depth is 2"),
         ("requires: [depth < 9]", "requires: [depth]", "requires.0", "true or false"),
     ],
 )  # fmt: skip

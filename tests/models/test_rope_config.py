@@ -109,7 +109,7 @@ def test_which_length_counts_as_the_trained_one() -> None:
     assert read(llama3 | stated).original_max_positions == read(yarn | stated, None).original_max_positions == 100
     assert read({"rope_type": "dynamic", "factor": 2}).original_max_positions == TRAINED
     for mapping in (llama3, yarn, {"rope_type": "dynamic", "factor": 2}):
-        with pytest.raises(RopeConfigError, match="states (none|no length)"):
+        with pytest.raises(RopeConfigError, match=r"states (none|no length)$"):
             read(mapping, None)
 
 

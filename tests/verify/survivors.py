@@ -14,7 +14,7 @@ from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.resolve.resolve import mentioned_paths
 from fastgen.verify.cases import Cases
 from fastgen.verify.compare import Comparer
-from fastgen.verify.essence import Essence, essence
+from fastgen.verify.fingerprint import Fingerprint, fingerprint
 from tests.verify.family import Family, resolved
 
 # Configurations in which both recipes make a model that are run to find one that shows the mistake.
@@ -26,8 +26,8 @@ class _Differing:
     """A configuration of which recipe and mutant make different models; ``None`` is none."""
 
     config: dict[str, Any]
-    old: Essence | None
-    new: Essence | None
+    old: Fingerprint | None
+    new: Fingerprint | None
 
 
 class Survivors:
@@ -37,7 +37,7 @@ class Survivors:
         self.recipe, self.cases, self.comparer = recipe, cases, comparer
         self.model_class = cases.classes(recipe)[0]
         self.family = Family(recipe, self.model_class).configs()
-        self.essences = [_essence(recipe, config) for config in self.family]
+        self.fingerprints = [_fingerprint(recipe, config) for config in self.family]
 
     def fate(self, mutant: Recipe) -> tuple[str, str]:
         """``equivalent``, ``apart`` or ``missed``, and why.
@@ -45,8 +45,10 @@ class Survivors:
         Equivalent: the same model for every configuration. Apart: the reference refuses every configuration in which
         they differ, or agrees with the mutant in those that only the mutant reads. All else is missed.
         """
-        pairs = zip(self.family, self.essences, strict=True)
-        differing = [_Differing(config, old, new) for config, old in pairs if (new := _essence(mutant, config)) != old]
+        pairs = zip(self.family, self.fingerprints, strict=True)
+        differing = [
+            _Differing(config, old, new) for config, old in pairs if (new := _fingerprint(mutant, config)) != old
+        ]
         lost = sorted(set(self.recipe.schema.ignores.tensors) - set(mutant.schema.ignores.tensors))
         if lost:
             return "missed", f"refuses files with {', '.join(lost)}, which the reference passes over"
@@ -87,6 +89,6 @@ class Survivors:
         return ", ".join(stated)
 
 
-def _essence(recipe: Recipe, config: dict[str, Any]) -> Essence | None:
+def _fingerprint(recipe: Recipe, config: dict[str, Any]) -> Fingerprint | None:
     spec = resolved(recipe, config)
-    return None if spec is None else essence(replace(spec, ignored_tensors=()))
+    return None if spec is None else fingerprint(replace(spec, ignored_tensors=()))

@@ -197,7 +197,9 @@ def _constant_key(link: nodes.Node) -> str | None:
 
 
 def bounded(value: Value) -> Value:
-    """Returns ``value``; raises :class:`ExpressionError` for an integer beyond 64 bits or a number that is not finite."""
+    """Returns ``value``; raises :class:`ExpressionError` for an integer beyond 64 bits or a number that is
+    not finite.
+    """
     if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
         raise ExpressionError("an integer beyond 64 bits")
     if isinstance(value, float) and not math.isfinite(value):

@@ -356,7 +356,7 @@ class Moe(Part):
 
 
 def _check_fused(section: Qkv | FeedForward, names: tuple[str, ...]) -> None:
-    """Refuse anything but a module for each of ``names``, or one for all, with layout and split."""
+    """Refuses anything but a module for each of ``names``, or one for all, with layout and split."""
     given = [name for name in names if getattr(section, name) is not None]
     listed = ", ".join(f"`{name}`" for name in names)
     if section.fused is None and len(given) < len(names):

@@ -204,7 +204,7 @@ class _SchemaGenerator(GenerateJsonSchema):
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a recipe file: a whole recipe, or with ``extends`` any part of one."""
+    """Returns the JSON Schema (2020-12) of a recipe file: a whole recipe, or with ``extends`` any part of one."""
     whole = RecipeSchema.model_json_schema(schema_generator=_SchemaGenerator)
     definitions: dict[str, Any] = whole.pop("$defs")
     variant = _partial(whole)
@@ -225,7 +225,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _partial(section: dict[str, Any]) -> dict[str, Any]:
-    """``section`` with nothing required, its keys removable by null, and so on in all that it refers to."""
+    """Returns ``section`` with nothing required, its keys removable by null, and so on in all that it refers to."""
     section = copy.deepcopy(section)
     section.pop("required", None)
 

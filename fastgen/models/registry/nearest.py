@@ -241,7 +241,9 @@ def _sample(shapes: Mapping[str, Shape]) -> dict[int, int]:
 
 
 def _described(spec: ModelSpec, sample: Mapping[int, int]) -> list[_Folded]:
-    """Returns the folded tensors of the whole model that ``spec`` samples. A tensor that parameters share counts once."""
+    """Returns the folded tensors of the whole model that ``spec`` samples. A tensor that parameters share
+    counts once.
+    """
     num_experts = max(
         (part.router.weight.out_features for part in spec.parts() if isinstance(part, MoeSpec)), default=1
     )
