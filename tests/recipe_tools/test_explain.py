@@ -116,7 +116,7 @@ def check_attention(attention: AttentionSpec, facts: dict[str, str]) -> None:
         assert float(facts["θ"].replace(",", "")) == pytest.approx(attention.rotary.theta)
         assert ("stretch" in facts) == (attention.rotary.scaling is not None)
         assert ("2i with 2i + 1" in facts["rotary"]) == (attention.rotary.kind == "interleaved")
-        assert ("turned" in facts) == (attention.rotary.dim != attention.head_dim)
+        assert ("rotated" in facts) == (attention.rotary.dim != attention.head_dim)
 
 
 def test_without_a_configuration_conditions_are_written_on_the_boxes() -> None:
@@ -182,9 +182,9 @@ def test_the_name_of_a_recipe_changes_nothing_but_itself() -> None:
             ("attend", "attention", "rotary", "kind"),
             "interleaved",
             "rotary",
-            "turns features by position, 2i with 2i + 1",
+            "rotates features by position, 2i with 2i + 1",
         ),
-        (("attend", "attention", "rotary", "fraction"), 0.25, "turned", "this part of each head: 0.25"),
+        (("attend", "attention", "rotary", "fraction"), 0.25, "rotated", "this part of each head: 0.25"),
         (("attend", "attention", "scale"), "1 / 7", "scores", "q·k × 0.142857"),
         (("attend", "norm", "offset"), 1, "weight", "input_layernorm, with 1 added to it"),
         (("attend", "norm", "bias"), "b", "weight", "input_layernorm, and a bias if b"),
@@ -203,15 +203,15 @@ def test_a_change_of_the_recipe_is_said(path: tuple[str, ...], value: Any, label
 
 def test_sentences() -> None:
     assert explain(RECIPES["gpt_neox"]).sentences[1:3] == (
-        "Where a token stands, the model knows from queries and keys that are turned by their position (rotary).",
-        "both (only if parallel): the attention and the plain feed-forward work side by side; each reads the stream "
-        "through a norm of its own; what they make is added to the stream.",
+        "The model gets the position of a token from queries and keys that are rotated by position (rotary).",
+        "both (only if parallel): the attention and the plain feed-forward run in parallel; each reads the stream "
+        "through a norm of its own; their outputs are added to the stream.",
     )
     assert explain(RECIPES["bloom"]).sentences[1].endswith("knows from scores that fall with distance (ALiBi).")
     assert "learned vector" in explain(RECIPES["gpt2"]).sentences[1]
-    assert "what it makes is normed and added" in explain(RECIPES["gemma2"]).sentences[2]
+    assert "its output is normalized and added" in explain(RECIPES["gemma2"]).sentences[2]
     assert "scaled and added" in explain(RECIPES["granite"]).sentences[2]
-    assert "and the sum is normed" in explain(RECIPES["opt"]).sentences[2]
+    assert "and the sum is normalized" in explain(RECIPES["opt"]).sentences[2]
 
 
 def test_the_legend_says_what_every_number_is() -> None:
