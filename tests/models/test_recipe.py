@@ -206,7 +206,7 @@ def line_of(text: str, part: str) -> int:
         ("size: intermediate_size", "size: 1e999", "size: 1e", "*.transform.mlp.size", "not finite"),
         ("attend:", "'attend it':", "attend it", "*.attend it", "not a name: letters, digits and _"),
         ("        mlp:", "        attention: {}\n        mlp:", "attention: {}", "*.transform.attention", "missing"),
-        ("weight: model.norm, ", "", "final_norm", "model.final_norm", "needs the name of its `weight`"),
+        ("weight: model.norm, ", "", "final_norm", "model.final_norm", "needs a `weight`"),
         ("ignores:", "ignore:", "ignore:", "ignore", "did you mean 'ignores'"),
         ("  tensors:", "  tensor:", "tensor:", "ignores.tensor", "did you mean 'tensors'"),
     ],

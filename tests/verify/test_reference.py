@@ -100,7 +100,7 @@ def test_without_a_reference_it_says_what_to_do(tmp_path: Path) -> None:
     file.write_text("name: own\nextends: llama\narchitectures: [NobodyKnowsForCausalLM]\n")
     with pytest.raises(FastgenError, match=r"transformers knows none of .*; give a model's directory"):
         verify(file)
-    with pytest.raises(InvalidArgumentError, match="name the model's directory"):
+    with pytest.raises(InvalidArgumentError, match="give the model's directory"):
         verify(file, reference=torch.nn.Linear(2, 2))
 
 
