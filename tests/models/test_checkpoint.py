@@ -31,7 +31,7 @@ def spec(*names: str, shape: Iterable[int]) -> TensorSpec:
 
 
 def slots_for(state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, WeightSlot]:
-    """A slot for each tensor, poisoned, so that one that is not filled is seen."""
+    """Returns a slot for each tensor, filled with NaN so that an unfilled one shows."""
     return {
         name: WeightSlot(spec(name, shape=t.shape), torch.full(t.shape, float("nan"), dtype=dtype or t.dtype))
         for name, t in state.items()
@@ -95,7 +95,7 @@ def sharded(llama: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def damaged(sharded: Path, tmp_path: Path) -> Path:
-    """A copy of the sharded checkpoint, for a test to spoil."""
+    """Returns a copy of the sharded checkpoint that a test may damage."""
     return Path(shutil.copytree(sharded, tmp_path / "damaged"))
 
 
@@ -184,7 +184,7 @@ def test_a_target_of_another_shape_than_its_spec_is_refused() -> None:
         WeightSlot(spec("w", shape=(4, 4)), torch.zeros(4, 1))
 
 
-# Which files are read
+# The files that are read
 
 
 def test_the_index_decides_and_consolidated_stays_unread(damaged: Path, state: dict[str, Tensor]) -> None:
@@ -226,7 +226,7 @@ def test_config_is_strict_json(tmp_path: Path, text: str | bytes, expected: str)
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
 def test_a_link_to_weights_that_are_gone(tmp_path: Path, name: str) -> None:
-    """Told as such, also where weights of a lower rank would be there to take instead."""
+    """It is reported even if other weight files of lower priority exist."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).symlink_to("../blobs/gone")
     if name != "pytorch_model.bin":
@@ -292,7 +292,7 @@ def test_a_shard_with_more_than_the_index_says(damaged: Path, state: dict[str, T
     assert_filled(slots, state)
 
 
-def test_a_tensor_that_stands_in_two_shards(damaged: Path, state: dict[str, Tensor]) -> None:
+def test_a_tensor_that_is_in_two_shards(damaged: Path, state: dict[str, Tensor]) -> None:
     shard = min(damaged.glob("model-*.safetensors"))
     tensors = load_file(shard)
     name = next(n for n in state if n not in tensors)
@@ -303,7 +303,7 @@ def test_a_tensor_that_stands_in_two_shards(damaged: Path, state: dict[str, Tens
 # Strict in both directions
 
 
-def test_everything_that_does_not_fit_is_told_at_once(sharded: Path, state: dict[str, Tensor]) -> None:
+def test_one_error_lists_everything_that_does_not_fit(sharded: Path, state: dict[str, Tensor]) -> None:
     slots = slots_for(state)
     del slots["model.norm.weight"]
     slots["absent.bias"] = WeightSlot(TensorSpec(("absent.bias", "old.absent.bias"), (5,), NODE), torch.full((5,), 7.0))
@@ -421,7 +421,7 @@ def test_truncated_anywhere(tmp_path: Path, how: str) -> None:
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("how", ["safetensors", "zip", "before-1.6"])
 def test_flipped_bytes_load_or_are_refused_by_name(tmp_path: Path, how: str) -> None:
-    """Nothing but a :class:`CheckpointError` comes out, wherever the damage is; most of it is aimed at the headers."""
+    """Only a :class:`CheckpointError` is raised, wherever the damage is; most of it is in the headers."""
     file = "model.safetensors" if how == "safetensors" else "pytorch_model.bin"
     tensors = {f"layer.{i}.weight": torch.randn(4, 6) for i in range(4)}
     directory = write(tmp_path / "x", tensors, file=file)
@@ -477,7 +477,7 @@ def test_a_bin_that_is_no_table_of_tensors(tmp_path: Path, table: object) -> Non
     assert "pytorch_model.bin" in error_of(lambda: Checkpoint.open(directory))
 
 
-# Weights that cannot be right
+# Weights that cannot be valid
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
@@ -525,7 +525,7 @@ def test_dtypes_that_hold_no_weights(tmp_path: Path, dtype: torch.dtype) -> None
         ({}, ["w.weight", "w.weight_scale_inv"], "weight_scale_inv"),
     ],
 )
-def test_quantised_checkpoints_are_told_apart(tmp_path: Path, config: object, names: list[str], word: str) -> None:
+def test_quantized_checkpoints_are_recognized(tmp_path: Path, config: object, names: list[str], word: str) -> None:
     directory = write(tmp_path / "x", {name: torch.ones(2, dtype=torch.uint8) for name in names}, config)
     message = error_of(lambda: load(directory, slots_for({"w.weight": torch.ones(4)})))
     assert "quantized" in message
@@ -535,7 +535,7 @@ def test_quantised_checkpoints_are_told_apart(tmp_path: Path, config: object, na
 def open_files_under(directory: Path) -> list[str]:
     handles = []
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed by now, as the one that listed them is
+        with contextlib.suppress(FileNotFoundError):  # closed by now, as the descriptor that listed them is
             handles.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return [line for line in (*handles, *Path("/proc/self/maps").read_text().splitlines()) if str(directory) in line]
 
@@ -559,7 +559,7 @@ def test_no_file_stays_open(tmp_path: Path, file: str, fault: str) -> None:
     try:
         load(directory, slots, progress=interrupt)
     except (CheckpointError, KeyboardInterrupt) as error:
-        caught = error  # held, and with it its traceback and all the frames of it
+        caught = error  # keeps the traceback and all its frames
     assert (caught is None) == (fault == "none")
     assert open_files_under(directory) == []
 

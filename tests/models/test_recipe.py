@@ -1,4 +1,4 @@
-"""Recipe files: read into the schema with every node's place, merged over what they extend, never surprising."""
+"""Recipe files: read into the schema with the position of every node, and merged over the recipes they extend."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_half_of_the_built_in_recipes_fit_in_forty_lines() -> None:
 
 
 def place(text: str) -> Any:
-    """The data in ``text``, and the line of every path."""
+    """Returns the data in ``text``, and the line of every path."""
     root = parse_recipe_yaml(text, "f.yaml")
     lines: dict[str, int] = {}
 
@@ -155,7 +155,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
     with pytest.raises(RecipeError, match=r"not UTF-8 text: .* at byte 9"):
         load_recipe(tmp_path / "latin.yaml")
-    for content in (b"# " + b"x" * 10**6, b"#" + "é".encode() * 500_000 + b"x"):  # the second is cut inside of an é
+    for content in (b"# " + b"x" * 10**6, b"#" + "é".encode() * 500_000 + b"x"):  # the second is cut inside an é
         (tmp_path / "long.yaml").write_bytes(content)
         with pytest.raises(RecipeError, match="is too large: 1,000,002 bytes, at most 65,536"):
             load_recipe(tmp_path / "long.yaml")
@@ -298,7 +298,7 @@ def test_a_variant_that_is_refused(tmp_path: Path, text: str, line: int, node: s
     assert (error.line, error.node) == (line, node)
 
 
-def test_a_cycle_is_told_in_full(tmp_path: Path) -> None:
+def test_the_error_about_a_cycle_lists_all_of_it(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("name: a\nextends: b\n")
     (tmp_path / "b.yaml").write_text("name: b\nextends: c\n")
     (tmp_path / "c.yaml").write_text("name: c\nextends: a\n")

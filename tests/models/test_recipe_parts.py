@@ -1,4 +1,4 @@
-"""The language's parts: fused tensors and layouts, parallel parts, experts, latent attention; and their misfits."""
+"""The parts of the language (fused tensors, layouts, parallel parts, experts, latent attention) and their errors."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_every_tensor_is_counted_once(tmp_path: Path) -> None:
         ("requires: [depth < 9]", "requires: [depth]", "requires.0", "true or false"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_told_with_its_place(tmp_path: Path, old: str, new: str, node: str, message: str) -> None:
+def test_errors_about_parts_have_a_location(tmp_path: Path, old: str, new: str, node: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         whole(tmp_path, (old, new))
     error = caught.value
@@ -237,7 +237,9 @@ def test_defined_values_are_not_keys_of_the_configuration(tmp_path: Path) -> Non
         resolve(changed(tmp_path), CONFIG | {"wide": 3})
     with pytest.raises(RecipeError, match="- kind is not known"):
         resolve(changed(tmp_path, (", name: kind", "")), CONFIG)
-    own = changed(tmp_path, ("wide: 20", "wide: wide | default(20)"))  # a name may be that of the key it is made of
+    own = changed(
+        tmp_path, ("wide: 20", "wide: wide | default(20)")
+    )  # a name may equal that of the key it is derived from
     spec = resolve(own, CONFIG | {"wide": 3})
     mlp = spec.layers[0].branches[0].parts[1].part
     assert isinstance(mlp, MlpSpec)

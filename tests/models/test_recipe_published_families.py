@@ -1,6 +1,6 @@
-"""More families on configurations as they were published: each loads, with the published parameter count.
+"""More families load published configurations with the published parameter counts.
 
-A count is that of the distinct weights: a tied head, or a copy of it that a file also holds, counts once.
+A count is that of the distinct weights: a tied head, or a copy of it in a file, counts once.
 """
 
 from __future__ import annotations
@@ -726,7 +726,7 @@ def test_falcon_in_all_its_shapes() -> None:
     assert outline("falcon-rw-1b") == ((True, [False]), (True, [False]))
     heads = {name: resolved(PUBLISHED[name][0]).num_kv_heads for name in ("falcon-7b", "falcon-40b", "falcon-rw-1b")}
     assert heads == {"falcon-7b": 1, "falcon-40b": 8, "falcon-rw-1b": 32}
-    assert resolved(FALCON | {"num_kv_heads": 71}).num_kv_heads == 1  # as files saved since 4.33 say
+    assert resolved(FALCON | {"num_kv_heads": 71}).num_kv_heads == 1  # as in files saved since 4.33
     alibi = attentions("falcon-rw-1b")[0].alibi
     assert alibi is not None
     assert (alibi.rounding, alibi.scaled, len(alibi.slopes)) == ("bfloat16", True, 32)
@@ -763,7 +763,7 @@ def test_scales_and_caps() -> None:
 
 
 def test_cost_of_a_token_in_a_mixture() -> None:
-    """Mixtral by hand: all experts are parameters, two of eight are arithmetic."""
+    """Mixtral by hand: all experts count as parameters, two of eight as operations."""
     spec = resolved(MIXTRAL)
     attention, expert = 2 * 4096**2 + 2 * 4096 * 1024, 3 * 4096 * 14336
     matrices = 32 * (attention + 8 * 4096 + 2 * expert) + 32000 * 4096

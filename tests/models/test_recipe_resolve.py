@@ -1,4 +1,4 @@
-"""A recipe resolved: equal to what transformers builds, and every misfit told with its place."""
+"""Resolving a recipe: the result equals the model of transformers, and every error has a location."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig,
 
 @st.composite
 def reference_configs(draw: st.DrawFn) -> Any:
-    """A transformers configuration of one of the families."""
+    """Draws a transformers configuration of one of the families."""
     family = draw(st.sampled_from(sorted(FAMILIES)))
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -69,7 +69,7 @@ def reference_configs(draw: st.DrawFn) -> Any:
 @settings(max_examples=60, deadline=None)
 @given(reference=reference_configs(), everything=st.booleans())
 def test_tensors_and_parameter_count_as_in_transformers(reference: Any, everything: bool) -> None:
-    """``config.json`` as transformers saves it, or with every default written out."""
+    """It holds for ``config.json`` as transformers saves it, and with every default written out."""
     with torch.device("meta"):
         model = FAMILIES[reference.model_type][1](reference)
     text = json.dumps(reference.to_dict(), default=str) if everything else reference.to_json_string()
@@ -265,7 +265,7 @@ class TestConfigKeys:
         assert caught.value.file == "my/config.json"
         assert resolved(LLAMA | {key: 1}, allow_config_keys=[key]) == resolved(LLAMA)
 
-    def test_all_are_listed_at_once_with_what_they_may_have_meant(self) -> None:
+    def test_all_are_listed_at_once_with_suggestions(self) -> None:
         with pytest.raises(RecipeError) as caught:
             resolved(LLAMA | {"atention_bias": True, "qk_norm": True, "rope_interleaved": True})
         message = str(caught.value)
@@ -485,7 +485,7 @@ def test_a_recipe_that_does_not_fit(
         (("head_dim: width / heads", "head_dim: width / 3"), 9, "config.head_dim", "an integer .* is 2.66"),
     ],
 )
-def test_a_mistake_in_an_expression_is_told_before_the_keys_it_leaves_over(
+def test_a_mistake_in_an_expression_is_reported_before_the_keys_it_leaves_unread(
     tmp_path: Path, change: tuple[str, str], line: int, node: str, message: str
 ) -> None:
     config = SMALL | {"intermediate_size": 32, "hidden_act": "relu", "tie_word_embeddings": False, "head_width": 4}
@@ -539,7 +539,7 @@ def test_expressions_see_the_layer(tmp_path: Path) -> None:
 
 
 def test_a_shadowed_key_does_not_count_as_used(tmp_path: Path) -> None:
-    """``hidden_size`` in the model tree means the recipe's own, so config.json's says something nobody has read."""
+    """``hidden_size`` in the model tree is the recipe's own, so the key in config.json is not read."""
     with pytest.raises(RecipeError, match="- hidden_size is not known"):
         resolve(small(tmp_path), SMALL | {"hidden_size": 9})
 
@@ -567,7 +567,7 @@ def test_an_untied_head_may_be_wider_than_the_embedding(tmp_path: Path) -> None:
     assert spec.flops_per_token(5) == 2 * (4 * 8 + 3 * (4 * 64 + 2 * 8 * 32) + 10 * 8) + 3 * 4 * 8 * 5
 
 
-def test_a_recipe_asked_for_may_name_another_architecture(tmp_path: Path) -> None:
+def test_a_selected_recipe_may_be_for_another_architecture(tmp_path: Path) -> None:
     assert resolve(small(tmp_path), SMALL | {"architectures": ["Other"]}).architecture == "Other"
     assert resolve(small(tmp_path), SMALL | {"architectures": None}).architecture == "SmallForCausalLM"
 
@@ -590,7 +590,7 @@ def nested(depth: int) -> dict[str, Any]:
 def test_monstrous_values_are_refused_in_few_words(key: str, value: Any) -> None:
     config = LLAMA | {key: value}
     if key == "hidden_act" and isinstance(value, str):
-        assert resolve(named_recipe("llama"), config)  # a text is a text; what it names is the builder's to say
+        assert resolve(named_recipe("llama"), config)  # any text is accepted; the builder checks what it names
         return
     if key == "architectures":
         resolve(named_recipe("llama"), config)

@@ -1,4 +1,4 @@
-"""Where recipes are looked for, in which order, and who wins."""
+"""The search for recipes: the places, their order, and which recipe is used."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_two_claims_at_one_place_are_an_error_naming_both(tmp_path: Path, monkey
         assert str(third) in str(caught.value)
 
 
-def test_an_unknown_architecture_names_what_may_be_meant_and_where_the_others_are_listed() -> None:
+def test_the_error_about_an_unknown_architecture_suggests_names_and_the_list() -> None:
     with pytest.raises(UnknownArchitectureError, match="LLamaForCausalLM; did you mean 'LlamaForCausalLM'") as caught:
         find_recipe({"architectures": ["LLamaForCausalLM"]})
     assert "`fastgen recipe list`" in str(caught.value)
@@ -184,12 +184,12 @@ def test_the_checkpoints_own_recipe(tmp_path: Path) -> None:
         find_recipe({"architectures": ["Unheard"]}, checkpoint_dir=tmp_path)
     assert (caught.value.file, caught.value.line) == (str(file), 3)
     file.write_text("name: [")
-    assert find_recipe(LLAMA, checkpoint_dir=tmp_path).name == "llama"  # what is not asked for is not even read
+    assert find_recipe(LLAMA, checkpoint_dir=tmp_path).name == "llama"  # a file that is not needed is not read
     with pytest.raises(RecipeError, match="not valid YAML"):
         find_recipe(NEW, checkpoint_dir=tmp_path)
 
 
-def test_names_and_files_asked_for(tmp_path: Path) -> None:
+def test_recipes_selected_by_name_and_by_file(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no recipe is called 'lama'; did you mean 'llama'"):
         named_recipe("lama")
     for path in (tmp_path / "absent.yaml", str(tmp_path / "absent.yaml"), str(tmp_path / "absent"), "absent.yaml"):
@@ -223,7 +223,7 @@ def test_places_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             list_recipes()
 
 
-def test_a_broken_recipe_in_a_place_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_recipe_in_a_place_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.yaml").write_text("name: broken\nmodle: {}\n")
     environment(monkeypatch, tmp_path)
     with pytest.raises(RecipeError, match="modle") as caught:

@@ -1,4 +1,4 @@
-"""Rotary scaling mappings against transformers' own reading of them, and what is refused."""
+"""Rotary scaling mappings are read as transformers reads them, and wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
 def test_as_in_transformers(
     mapping: dict[str, Any], theta: float | None, theta_inside: bool, spelling: str, head_dim: int
 ) -> None:
-    """Frequencies and attention factor of a whole ``config.json``, in either spelling, theta inside or beside."""
+    """Compares frequencies and attention factor of a ``config.json`` in both spellings, with theta inside or
+    outside.
+    """
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -96,12 +98,12 @@ def test_as_in_transformers(
         {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0},
     ],
 )
-def test_what_asks_for_nothing(mapping: Any) -> None:
+def test_mappings_that_describe_no_scaling(mapping: Any) -> None:
     assert read(mapping) is None
     assert read(mapping, None) is None
 
 
-def test_which_length_counts_as_the_trained_one() -> None:
+def test_the_choice_of_the_trained_length() -> None:
     llama3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
     yarn = {"rope_type": "yarn", "factor": 8}
     stated = {"original_max_position_embeddings": 100}

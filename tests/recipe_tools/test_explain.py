@@ -1,4 +1,4 @@
-"""What is said about a recipe: nothing that matters is left out, and with a configuration nothing is said too much."""
+"""The explanation of a recipe is complete, and with a configuration has nothing superfluous."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def words_of(explanation: Explanation) -> set[str]:
 
 
 def module_of(tensor: str, recipe: Recipe) -> str:
-    """A tensor's name as the recipe writes it: less its suffix and what stands before a layer's or an expert's own."""
+    """Returns a tensor's name as the recipe writes it: without suffix and without the prefix of layer and expert."""
     at = re.escape(recipe.schema.model.layers.at).replace(r"\{layer\}", r"\d+")
     name = re.sub(rf"^{at}\.", "", tensor)
     for branch in recipe.schema.model.layers.residual.values():
@@ -61,7 +61,7 @@ def test_every_tensor_of_the_model_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_with_a_configuration_exactly_what_is_there_is_drawn(name: str) -> None:
+def test_with_a_configuration_exactly_the_present_nodes_are_drawn(name: str) -> None:
     recipe_name, config = CONFIGS[name]
     spec = resolve(RECIPES[recipe_name], config)
     explanation = explain(RECIPES[recipe_name], config)
@@ -192,7 +192,7 @@ def test_the_name_of_a_recipe_changes_nothing_but_itself() -> None:
         (("transform", "mlp", "bias"), True, "bias", "yes"),
     ],
 )
-def test_a_change_of_the_recipe_is_said(path: tuple[str, ...], value: Any, label: str, text: str) -> None:
+def test_a_change_of_the_recipe_is_explained(path: tuple[str, ...], value: Any, label: str, text: str) -> None:
     changed = replaced(RECIPES["llama"], {(*BRANCHES, *path): value})
     assert changed is not None
     before = {(box.node, fact.label): fact.text for box in explain(RECIPES["llama"]).boxes() for fact in box.facts}

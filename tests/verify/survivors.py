@@ -1,7 +1,7 @@
-"""What became of a mutant that verify did not reject: no mistake at all, beyond any reference, or missed.
+"""Judges a mutant that verify did not reject: equivalent, not decidable by a reference, or missed.
 
-It is held against a family of configurations, strictly: to refuse what the reference reads is as wrong as another
-answer.
+It is compared over a family of configurations, and strictly: refusing a configuration that the reference reads is as
+wrong as another answer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fastgen.verify.compare import Comparer
 from fastgen.verify.fingerprint import Fingerprint, fingerprint
 from tests.verify.family import Family, resolved
 
-# Configurations in which both recipes make a model that are run to find one that shows the mistake.
+# Most configurations that are run to find one that shows the mistake, if both recipes make a model.
 MAX_WITNESSES = 12
 
 
 @dataclass(frozen=True)
 class _Differing:
-    """A configuration of which recipe and mutant make different models; ``None`` is none."""
+    """A configuration for which recipe and mutant make different models; ``None`` means no model."""
 
     config: dict[str, Any]
     old: Fingerprint | None
@@ -31,7 +31,7 @@ class _Differing:
 
 
 class Survivors:
-    """Holds mutants of one recipe against the family of its configurations."""
+    """Compares mutants of one recipe with it over a family of configurations."""
 
     def __init__(self, recipe: Recipe, cases: Cases, comparer: Comparer):
         self.recipe, self.cases, self.comparer = recipe, cases, comparer
@@ -40,7 +40,7 @@ class Survivors:
         self.fingerprints = [_fingerprint(recipe, config) for config in self.family]
 
     def fate(self, mutant: Recipe) -> tuple[str, str]:
-        """``equivalent``, ``apart`` or ``missed``, and why.
+        """Returns ``equivalent``, ``apart`` or ``missed``, and why.
 
         Equivalent: the same model for every configuration. Apart: the reference refuses every configuration in which
         they differ, or agrees with the mutant in those that only the mutant reads. All else is missed.
@@ -73,7 +73,9 @@ class Survivors:
         return "apart", f"the reference refuses all of the {len(differing)} configurations in which it differs"
 
     def _wrong(self, mutant: Recipe, each: _Differing) -> bool | None:
-        """Whether the reference contradicts the mutant; ``None`` where it refuses, or contradicts the recipe too."""
+        """Returns whether the reference contradicts the mutant; ``None`` if it refuses, or contradicts the
+        recipe too.
+        """
         case = self.cases.case(self.model_class, each.config, 1)
         if isinstance(case, Exception):
             return None
@@ -82,7 +84,7 @@ class Survivors:
         return self.comparer.retry(mutant, case).disagreement is not None
 
     def _stated(self, config: dict[str, Any]) -> str:
-        """What of ``config`` the recipe asks for or ignores and the class does not say by itself."""
+        """Returns the keys of ``config`` that the recipe reads or ignores and the class does not fill in."""
         defaults = self.model_class.config_class().to_dict()
         asked = {path[0] for path in mentioned_paths(self.recipe)} | set(self.recipe.schema.ignores.config)
         stated = [f"{key}: {value}" for key, value in config.items() if key in asked and defaults.get(key) != value]

@@ -1,4 +1,4 @@
-"""Two recipes with one fingerprint compute the same, and only such have one."""
+"""Recipes have the same fingerprint exactly if they compute the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References of one's own: a module, and activations recorded from one."""
+"""References given by the user: a module, and activations recorded from one."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_recorded_activations_are_a_reference(checkpoint: tuple[Path, LlamaForCa
 
 
 def test_a_class_is_a_reference() -> None:
-    """An architecture that transformers does not know is drawn in many configurations, too."""
+    """Configurations are drawn also for an architecture that transformers does not know."""
     report = verify("internlm2", reference=InternLM2ForCausalLM, configs=4)
     assert report.passed, report.finding
     assert len(report.configs) == 4
