@@ -194,7 +194,7 @@ def beside(data: Data, model: str, engine: str, weight_format: str, workload: st
     return min(sure or figures, key=lambda each: each.value, default=None)
 
 
-def _against_best(workload: str) -> Callable[[Data, str, str], Figure | None]:
+def against_best(workload: str) -> Callable[[Data, str, str], Figure | None]:
     """Makes a figure of the smallest ratio over any other engine of as many bits."""
 
     def figure(data: Data, model: str, weight_format: str) -> Figure | None:
@@ -318,7 +318,7 @@ def over_own_fp32(data: Data, model: str, weight_format: str) -> Figure | None:
 
 def _stream_at_full_bandwidth(data: Data, model: str, weight_format: str) -> float | None:
     """Returns one stream over the best engine's, if its steps read at the memory's speed."""
-    figure, share = _against_best("W1")(data, model, weight_format), share_of_read(data, model, weight_format)
+    figure, share = against_best("W1")(data, model, weight_format), share_of_read(data, model, weight_format)
     return None if figure is None or share is None else figure.value / min(1.0, share)
 
 
@@ -347,7 +347,7 @@ TARGETS = (
     ),
     Target(
         "decode, one request (W1), over the best engine",
-        _against_best("W1"),
+        against_best("W1"),
         _by_format(1.0, 1.3, 1.6, 1.6),
         _by_format(1.1, 1.5, 2.0, 2.2),
         most=_stream_at_full_bandwidth,
@@ -360,7 +360,7 @@ TARGETS = (
     ),
     Target(
         "sixteen streams (W4), over the best engine",
-        _against_best("W4"),
+        against_best("W4"),
         {"fp32": 1.2, "int8": 1.2, "int4": 1.2},
         {"fp32": 1.5, "int8": 1.7, "int4": 1.7},
     ),
@@ -373,7 +373,7 @@ TARGETS = (
     Target("prompt of 2048 (W2): int8 over our fp32", over_own_fp32, {"int8": 2.0}, {"int8": 2.5}),
     Target(
         "mixed serving (W3), over the best engine",
-        _against_best("W3"),
+        against_best("W3"),
         {"fp32": 1.0, "int8": 1.3},
         {"fp32": 1.25, "int8": 1.8},
     ),
