@@ -76,7 +76,7 @@ def _cell(figure: Figure | None) -> str:
     if figure is None:
         return "not measured"
     engine, *_ = figure.basis.split(",")
-    return f"{engine} {figure.value:.2f}{' (uncertain)' if figure.doubt else ''}"
+    return f"{engine} {figure.value:.2f}{' (uncertain)' if figure.uncertainty else ''}"
 
 
 def misses(data: dict[str, Any]) -> list[str]:
@@ -92,8 +92,8 @@ def misses(data: dict[str, Any]) -> list[str]:
 
 
 def _shortfall(reached: Callable[[float, float], bool], figure: Figure, floor: float) -> str:
-    if figure.doubt:
-        return f"uncertain, {figure.value:.2f} of {floor:g} ({figure.doubt})"
+    if figure.uncertainty:
+        return f"uncertain, {figure.value:.2f} of {floor:g} ({figure.uncertainty})"
     return "" if reached(figure.value, floor) else f"missed, {figure.value:.2f} of {floor:g}"
 
 

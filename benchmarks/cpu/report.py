@@ -46,8 +46,8 @@ _RULES = (
     "- *In rounds*, engines run minutes apart. Ratios stand in brackets if the memory's speed beside the two engines"
     " differs by more than 15 %, or a run was not steady.",
     '- "Over the best engine" is the smallest ratio over any engine of as many bits a weight. If an engine was'
-    " measured in turns and in rounds, the less favourable figure counts, except that a doubtful figure never"
-    " replaces a sound one. A doubtful figure is called *uncertain*, whatever bound it reaches.",
+    " measured in turns and in rounds, the less favourable figure counts, except that an uncertain figure never"
+    " replaces a sound one. An uncertain figure is called *uncertain*, whatever bound it reaches.",
     f"- The kernels of {KERNELS_CHANGED[1]} changed at {KERNELS_CHANGED[0]} UTC. What was measured before is marked"
     ' "older build".',
     "",
@@ -123,8 +123,8 @@ def _targets(data: Data, model: str) -> list[str]:
 
 
 def _verdict(target: Target, figure: Figure, floor: float, goal: float) -> str:
-    if figure.doubt:
-        return f"uncertain: {figure.doubt}"
+    if figure.uncertainty:
+        return f"uncertain: {figure.uncertainty}"
     return next(
         (name for name, bound in (("goal", goal), ("floor", floor)) if target.reached(figure.value, bound)), "missed"
     )
@@ -192,7 +192,7 @@ def _in_rounds(data: Data, model: str, engine: str, weight_format: str, name: st
     figure = in_rounds(data, model, engine, weight_format, name)
     if figure is None:
         return ""
-    return f"({figure.value:.2f})" if figure.doubt else f"{figure.value:.2f}"
+    return f"({figure.value:.2f})" if figure.uncertainty else f"{figure.value:.2f}"
 
 
 def _steps(data: Data, model: str) -> list[str]:

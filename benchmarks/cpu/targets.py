@@ -25,7 +25,7 @@ class Figure:
 
     value: float
     basis: str = ""  # what it was taken from, such as "llama.cpp, 1 of 4 turns steady"
-    doubt: str = ""  # why the value says little, such as "no turn was steady"; empty where nothing speaks against it
+    uncertainty: str = ""  # why the value says little, such as "no turn was steady"; empty if it is sound
 
 
 @dataclass(frozen=True)
@@ -172,25 +172,25 @@ def in_rounds(data: Data, model: str, engine: str, weight_format: str, workload:
     if rates[0] is None or rates[1] is None:
         return None
     speeds = [statistics.median(around(each, "read") for each in side) for side in (ours, theirs)]
-    doubt = ""
+    uncertainty = ""
     if not is_close(*speeds):
-        doubt = f"the memory read at {speeds[0] / 1e9:.0f} and {speeds[1] / 1e9:.0f} GB/s in the two runs"
+        uncertainty = f"the memory read at {speeds[0] / 1e9:.0f} and {speeds[1] / 1e9:.0f} GB/s in the two runs"
     elif not all(was_steady(each) for each in (*ours, *theirs)):
-        doubt = "the machine's speed moved during a run"
+        uncertainty = "the machine's speed moved during a run"
     num_rounds = min(len(ours), len(theirs))
     taken = min(each["date"] for each in (*ours, *theirs))
     basis = f"{engine}, {num_rounds} round{'s' * (num_rounds > 1)}, {taken[:10]}{age_of(taken)}"
-    return Figure(rates[0] / rates[1], basis, doubt)
+    return Figure(rates[0] / rates[1], basis, uncertainty)
 
 
 def beside(data: Data, model: str, engine: str, weight_format: str, workload: str) -> Figure | None:
     """Returns fastgen's speed over one engine's.
 
-    Of turns and rounds the less favourable counts. A doubtful figure counts only if there is no sound one.
+    Of turns and rounds the less favourable counts. An uncertain figure counts only if there is no sound one.
     """
     found = [each(data, model, engine, weight_format, workload) for each in (_turns_beside, in_rounds)]
     figures = [each for each in found if each is not None]
-    sure = [each for each in figures if not each.doubt]
+    sure = [each for each in figures if not each.uncertainty]
     return min(sure or figures, key=lambda each: each.value, default=None)
 
 
@@ -211,7 +211,7 @@ def against_best(workload: str) -> Callable[[Data, str, str], Figure | None]:
         measured = {each.basis.split(",")[0] for each in figures}
         missing = [each for each in dict.fromkeys(absent) if each not in measured]
         basis = least.basis + (f"; not measured: {', '.join(missing)}" if missing else "")
-        return Figure(least.value, basis, least.doubt)
+        return Figure(least.value, basis, least.uncertainty)
 
     return figure
 
@@ -270,7 +270,7 @@ def eight_over_one(data: Data, model: str, weight_format: str) -> Figure | None:
     one, eight = (step_seconds(data, model, weight_format, requests, 16) for requests in (1, 8))
     if one is None or eight is None:
         return None
-    return Figure(8 * one / eight, doubt=_doubt_between(data, model, weight_format, (1, 16), (8, 16)))
+    return Figure(8 * one / eight, uncertainty=_uncertainty_between(data, model, weight_format, (1, 16), (8, 16)))
 
 
 def long_over_short(data: Data, model: str, weight_format: str) -> Figure | None:
@@ -281,10 +281,12 @@ def long_over_short(data: Data, model: str, weight_format: str) -> Figure | None
         if short is None or long is None:
             return None
         ratios.append(long / short)
-    return Figure(ratios[0] / ratios[1], doubt=_doubt_between(data, model, weight_format, (1, 16), (1, 4000)))
+    return Figure(
+        ratios[0] / ratios[1], uncertainty=_uncertainty_between(data, model, weight_format, (1, 16), (1, 4000))
+    )
 
 
-def _doubt_between(data: Data, model: str, weight_format: str, *cases: tuple[int, int]) -> str:
+def _uncertainty_between(data: Data, model: str, weight_format: str, *cases: tuple[int, int]) -> str:
     """Returns why two cases of decode steps cannot be compared, if the memory's speed differed."""
     speeds = [_median_case(data, model, weight_format, *case, lambda pair, _: around(pair, "read")) for case in cases]
     one, other = (each or 0.0 for each in speeds)
@@ -312,8 +314,10 @@ def over_own_fp32(data: Data, model: str, weight_format: str) -> Figure | None:
         return None
     samples = (samples_of(data, model, "fastgen", each, "W2") for each in (weight_format, "fp32"))
     one, other = (statistics.median(around(each, "mkl") for each in side) for side in samples)
-    doubt = "" if is_close(one, other) else f"MKL reached {one / 1e9:.0f} and {other / 1e9:.0f} GFLOP/s beside the two"
-    return Figure(ours / fp32, doubt=doubt)
+    uncertainty = (
+        "" if is_close(one, other) else f"MKL reached {one / 1e9:.0f} and {other / 1e9:.0f} GFLOP/s beside the two"
+    )
+    return Figure(ours / fp32, uncertainty=uncertainty)
 
 
 def _stream_at_full_bandwidth(data: Data, model: str, weight_format: str) -> float | None:

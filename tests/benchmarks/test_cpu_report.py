@@ -118,7 +118,7 @@ def test_turns_on_an_unsteady_machine_do_not_count_beside_steady_ones(data: dict
     data["turns"] = [moved, apart, turn("llama.cpp", 130, 100)]
     assert single_stream(data).value == pytest.approx(1.3)
     data["turns"] = [moved, apart]
-    assert single_stream(data).doubt == "no turn was steady"
+    assert single_stream(data).uncertainty == "no turn was steady"
     assert "| int8 | 3.50 | 1.6 | 2 | uncertain: no turn was steady | llama.cpp, 0 of 2" in report.render([data], ["a"])
 
 

@@ -18,7 +18,13 @@ from fastgen.models.recipe.recipe import load_recipe
 from fastgen.models.resolve.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "training" / "README.md"]
+PAGES = [
+    *(
+        ROOT / each
+        for each in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "training/README.md", "benchmarks/README.md")
+    ),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def blocks(page: Path, language: str) -> list[str]:
