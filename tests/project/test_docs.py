@@ -149,6 +149,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         ROOT / "fastgen/runtime/scheduling",
         ROOT / "tests/runtime",
     )
-    named = set(re.findall(r"`([\w/-]+\.(?:py|yaml|md|j2|toml))`", page.read_text())) - {"fastgen.yaml", "recipes/NAME.yaml"}
+    named = set(re.findall(r"`([\w/-]+\.(?:py|yaml|md|j2|toml))`", page.read_text())) - {
+        "fastgen.yaml",
+        "recipes/NAME.yaml",
+    }
     assert named
     assert {each for each in named if not any((place / each).exists() for place in places)} == set()
