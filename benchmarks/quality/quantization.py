@@ -129,8 +129,8 @@ def render(found: dict[str, Any], name: str) -> str:
         "",
         '`bf16` is `dtype="bfloat16"`. The other formats are `quantize=` over fp32. On `cpp` activations between'
         " matrices are fp32, whatever the dtype. If weights are in bf16 and the CPU has bf16 dots (instruction set"
-        " `avx512bf16`), inputs of matrices and attention are rounded to bf16, except for routers and latent attention. Other CPUs"
-        " widen the weights.",
+        " `avx512bf16`), inputs of matrices and attention are rounded to bf16, except for routers and latent attention."
+        " Other CPUs widen the weights.",
         "",
         "| `quantize=` | weights | activations | `target=` |",
         "|---|---|---|---|",
@@ -142,8 +142,8 @@ def render(found: dict[str, Any], name: str) -> str:
         "",
         "Matrices are quantized, also the head, and the embedding if it is the head too. Norms, routers, positions, an"
         " embedding by itself and latent attention's maps of heads stay in the model's dtype. On `triton` and `torch`"
-        " the weights of experts stay so too. Each tensor is quantized in pieces as it is read, so the unquantized and the"
-        " quantized model are never held at once.",
+        " the weights of experts stay so too. Each tensor is quantized in pieces as it is read, so the unquantized and"
+        " the quantized model are never held at once.",
         "",
         "On `triton`, kernels that read quantized weights multiply up to 64 rows of a step, if that was the fastest for"
         " the layer at the start ([tuning](kernels.md#tuning)), and up to 192 rows in pieces of 64. For more rows a"
