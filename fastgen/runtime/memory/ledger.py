@@ -89,7 +89,7 @@ class MemoryModel:
         self._kv_features = sum(shape.num_features for shape, _ in set(storage_places(groups, shapes)))
         self._activations = ActivationSizes(build)
         self._workspaces = WorkspaceSizes(build)
-        self._by_kernels = build.target.name != "torch"
+        self._by_kernels = build.target.has_kernels
 
     def block_bytes(self, block_size: int) -> int:
         """Of a KV block: what its tokens leave in all layers that share it."""
