@@ -26,6 +26,7 @@ from fastgen.runtime.scheduling.drafts import NgramDrafter
 from fastgen.runtime.scheduling.policies.policy import Policy
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.runtime.scheduling.scheduler import Scheduler
+from fastgen.runtime.step.early_start import EarlyStart
 from fastgen.runtime.step.forward import CapturedForward, Forward, Results, TapedForward
 from fastgen.runtime.step.input_batch import InputBatch
 from fastgen.runtime.step.model_runner import ModelRunner
@@ -99,8 +100,8 @@ def build_engine(
     if next_decodes is not None and sampler.kernel is not None and isinstance(forward, TapedForward):
         advance = NextDecodesKernel(next_decodes)
         assert target.loader is not None
-        pool = load_thread_pool(target.loader)
-        steady = SteadyDecodes(forward, input_batch, sampler.kernel, advance, sampler.rows, pool)
+        early = EarlyStart(load_thread_pool(target.loader), config.block_size)
+        steady = SteadyDecodes(forward, input_batch, sampler.kernel, advance, sampler.rows, early)
         steady.record(1)
     return Engine(
         ModelRunner(forward, input_batch, sampler, steady),

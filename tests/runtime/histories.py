@@ -10,17 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fastgen.errors import RequestTooLargeError
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
+from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.sampling.beam_search import Candidate, num_candidates
-from fastgen.runtime.sampling.sampler import SampledToken
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampled import Candidate, SampledToken
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.sampling.beam_search import num_candidates
 from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, Policy, StaticBatching, choose_policy
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduling.scheduler import Scheduler
-from fastgen.runtime.step.model_runner import ModelRunner, StepOutput
+from fastgen.runtime.step.model_runner import ModelRunner
+from fastgen.runtime.step.step import Step
 
 EOS = 0
 
@@ -44,21 +46,23 @@ class Device:
         self.now_s += self.rng.random() * 1e-5
         return self.now_s
 
-    def run(self, schedule: Schedule) -> StepOutput:
+    def launch(self, step: Step) -> None:
+        schedule = step.schedule
         self.seen.append(schedule)
         build_s, forward_s = self.rng.random() * 1e-3, (0.1 + self.rng.random()) * schedule.num_tokens * 1e-3
         self.now_s += build_s + forward_s
         if self.rng.random() < self.failures:
             raise StepFailedError
-        sampled = [(entry.seq, token) for entry in schedule.entries if entry.samples for token in self._tokens(entry)]
-        num_given = Counter(seq for seq, _ in sampled)
-        return StepOutput(
-            sampled,
-            [],
-            build_s=build_s,
-            num_padding=schedule.size - schedule.num_tokens,
-            num_accepted={chunk.seq: num_given[chunk.seq] - 1 for chunk in schedule.chunks if chunk.drafts},
-        )
+        step.build_s, step.num_padding = build_s, schedule.size - schedule.num_tokens
+
+    def sample(self, step: Step) -> None:
+        entries = step.schedule.entries
+        step.sampled = [(entry.seq, token) for entry in entries if entry.samples for token in self._tokens(entry)]
+        num_given = Counter(seq for seq, _ in step.sampled)
+        step.num_accepted = {chunk.seq: num_given[chunk.seq] - 1 for chunk in step.schedule.chunks if chunk.drafts}
+
+    def collect(self, step: Step) -> None:
+        pass
 
     def propose(self, seq: Sequence, max_tokens: int) -> list[int]:
         """So many drafts at random, often none."""
@@ -127,6 +131,13 @@ class History:
             new_detokenizer=None,
             clock=self.device.clock,
         )
+
+    def record_with(self, **bounds: Any) -> None:
+        """Replaces the recorder, before the first step, by one with these bounds."""
+        engine = self.engine
+        recorder = Recorder(engine.recorder.engine, lambda: 0.0, **bounds)
+        engine.observers.each[engine.observers.each.index(engine.recorder)] = recorder
+        engine.recorder = recorder
 
     @staticmethod
     def sampling(**fields: Any) -> SamplingParams:

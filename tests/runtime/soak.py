@@ -27,9 +27,9 @@ import transformers
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.errors import RequestTooLargeError
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.requests.generation import Generation
 from tests.reference import randomise, save
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
 from tests.runtime.test_same_answer import num_certain_tokens

@@ -24,7 +24,8 @@ import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.sampling.beam_search import BeamSearch, Candidate, num_candidates
+from fastgen.runtime.requests.sampled import Candidate
+from fastgen.runtime.sampling.beam_search import BeamSearch, num_candidates
 from tests.reference import TOLERANCE
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
 

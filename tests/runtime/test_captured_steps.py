@@ -21,7 +21,8 @@ import fastgen
 from fastgen import SamplingParams
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.sampling.sampler import SampledToken, Sampler
+from fastgen.runtime.requests.sampled import SampledToken
+from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.scheduling.drafts import SampledSequence, owner
 from fastgen.runtime.scheduling.schedule import Schedule
 from tests.reference import randomise, save

@@ -18,9 +18,10 @@ from fastgen import GenerationOutput, SamplingParams
 from fastgen.compile.ops.sampling.reference import gumbel_noise
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.sampling.sampling_params import resolve_seed
-from fastgen.runtime.sampling.structured_output import Mask, Matcher
-from fastgen.runtime.scheduling.scheduler import Schedule
+from fastgen.runtime.requests.constraint import Mask
+from fastgen.runtime.requests.sampling_params import resolve_seed
+from fastgen.runtime.sampling.structured_output import Matcher
+from fastgen.runtime.step.step import Step
 from tests.runtime.checkpoints import save_checkpoint
 from tests.runtime.constrained import (
     EOS,
@@ -124,16 +125,15 @@ def test_the_same_when_preempted(directory: Path, alone: list[GenerationOutput])
 def test_a_step_that_was_interrupted_is_made_again(directory: Path, alone: list[GenerationOutput]) -> None:
     with fastgen.load(directory, target="cpp", max_num_seqs=4) as llm:
         assert llm._engine is not None
-        run, calls = llm._engine.runner.run, []
+        sample, calls = llm._engine.runner.sample, []
 
-        def failing_run(schedule: Schedule) -> Any:
-            calls.append(schedule)
-            output = run(schedule)
+        def failing_sample(step: Step) -> None:
+            calls.append(step)
+            sample(step)
             if len(calls) % 3 == 2:
                 raise KeyboardInterrupt
-            return output
 
-        llm._engine.runner.run = failing_run  # type: ignore[method-assign]
+        llm._engine.runner.sample = failing_sample  # type: ignore[method-assign]
         streams = [llm.stream(PROMPTS[index], SAMPLINGS[index]) for index in range(8)]
         for index, stream in enumerate(streams):
             while not stream._generation.finished:

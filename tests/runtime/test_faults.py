@@ -15,10 +15,10 @@ import torch
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.flight.recorder import StepRecord
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.scheduling.schedule import Schedule
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
 
@@ -232,7 +232,7 @@ def test_text_that_cannot_be_made_ends_its_request(
 ) -> None:
     drawn = requests()
     of_broken = [drawn[index][0] for index in (1, 4, 6)]  # of one with stop strings too, which is decoded as it grows
-    make = engine._new_detokenizer
+    make = engine.answers.new_detokenizer
     assert make is not None
 
     def fails(*arguments: Any) -> Any:
@@ -246,7 +246,7 @@ def test_text_that_cannot_be_made_ends_its_request(
             monkeypatch.setattr(detokenizer, method, fails)
         return detokenizer
 
-    monkeypatch.setattr(engine, "_new_detokenizer", make_broken)
+    monkeypatch.setattr(engine.answers, "new_detokenizer", make_broken)
     generations = serve(engine, drawn)
     failed = {generations[index].request.request_id for index in (1, 4, 6)}
     check(generations, alone, failed, "UnicodeDecodeError: ")

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.flight.replay import first_difference
-from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.scheduling.drafts import NgramDrafter
 from tests.runtime.histories import random_policy
 from tests.runtime.remembering_device import AheadDevice, LostStepError, alone, build_engine

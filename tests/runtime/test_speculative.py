@@ -20,8 +20,7 @@ from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.scheduling.schedule import Schedule
-from fastgen.runtime.step.model_runner import LaunchedStep, StepOutput
+from fastgen.runtime.step.step import Step
 from tests.reference import randomise, save
 from tests.runtime import test_same_answer as same_answer
 from tests.runtime import test_same_answer_fields as fields
@@ -64,24 +63,15 @@ class Watched:
 
     def __init__(self, llm: LLM):
         self.engine = engine_of(llm)
-        self.run, self.collect = self.engine.runner.run, self.engine.runner.collect
+        self.collect = self.engine.runner.collect
         self.num_steps = self.num_drafts = self.num_accepted = 0
-        self.engine.runner.run = self._run  # type: ignore[method-assign]
         self.engine.runner.collect = self._collect  # type: ignore[method-assign]
 
-    def _run(self, schedule: Schedule) -> StepOutput:
-        """A step of one native call is not collected."""
-        num_steps, output = self.num_steps, self.run(schedule)
-        return self._count(schedule, output) if self.num_steps == num_steps else output
-
-    def _collect(self, step: LaunchedStep) -> StepOutput:
-        return self._count(step.schedule, self.collect(step))
-
-    def _count(self, schedule: Schedule, output: StepOutput) -> StepOutput:
+    def _collect(self, step: Step) -> None:
+        self.collect(step)
         self.num_steps += 1
-        self.num_drafts += sum(len(chunk.drafts) for chunk in schedule.chunks)
-        self.num_accepted += sum(output.num_accepted.values())
-        return output
+        self.num_drafts += sum(len(chunk.drafts) for chunk in step.schedule.chunks)
+        self.num_accepted += sum(step.num_accepted.values())
 
 
 # Every sampling field, on kernels: the same bits

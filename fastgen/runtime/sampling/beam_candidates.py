@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fastgen.compile.ops.sampling.reference import Adjustments, adjust, likeliest
 from fastgen.runtime.requests.outputs import Logprobs
-from fastgen.runtime.sampling.beam_search import Candidate
-from fastgen.runtime.step.host_copy import HostCopies
+from fastgen.runtime.requests.sampled import Candidate
+from fastgen.runtime.sampling.host_copy import HostCopies
 
 
 def beam_candidates(

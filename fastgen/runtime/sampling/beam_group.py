@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.beam_search import BeamSearch, Candidate, Hypothesis
+from fastgen.runtime.requests.sampled import Candidate
+from fastgen.runtime.sampling.beam_search import BeamSearch, Hypothesis
 
 
 class BeamForks(Protocol):

@@ -26,19 +26,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fastgen.runtime.requests.outputs import Logprobs
+from fastgen.runtime.requests.sampled import Candidate
 
 EarlyStopping = bool | Literal["never"]
-
-
-class Candidate(NamedTuple):
-    """A token that may come next in a beam."""
-
-    token_id: int
-    # What it adds to the beam's sum: its log-probability, as penalties and bias made it. Finite.
-    score: float
-    # What is reported of it, where log-probabilities were asked for.
-    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

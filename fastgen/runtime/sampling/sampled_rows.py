@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fastgen.compile.ops.sampling.cpp import NO_BIASES, NO_USES, Biases, RowSampling, SampledRow, Uses
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 
 # Of every sequence that :func:`is_plain`.
 PLAIN_ROW = SampledRow(RowSampling(), 0)

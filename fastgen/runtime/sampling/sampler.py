@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,12 +32,13 @@ from fastgen.compile.ops.sampling.reference import (
 from fastgen.errors import GenerationError
 from fastgen.runtime.requests.outputs import Logprobs
 from fastgen.runtime.requests.request import Sequence
+from fastgen.runtime.requests.sampled import SampledToken
 from fastgen.runtime.sampling.beam_candidates import beam_candidates
-from fastgen.runtime.sampling.beam_search import Candidate, num_candidates
+from fastgen.runtime.sampling.beam_search import num_candidates
+from fastgen.runtime.sampling.host_copy import HostCopies
 from fastgen.runtime.sampling.sampled_rows import PLAIN_ROW, RowHistory, is_plain
 from fastgen.runtime.sampling.slot_sampler import SlotSampler, gives_logprobs
 from fastgen.runtime.scheduling.drafts import SampledSequence
-from fastgen.runtime.step.host_copy import HostCopies
 
 _MAX_INT64 = 2**63 - 1
 _FP32 = torch.finfo(torch.float32)
@@ -47,19 +47,6 @@ _ERRORS = {
     RowStatus.NOTHING_LEFT: "no token can be chosen: every logit is -inf, or min_new_tokens forbids all that are not",
 }
 _NO_TOKEN_FITS = "no token can be chosen: response_format allows none of the model's tokens here, or only at logit -inf"
-
-
-class SampledToken(NamedTuple):
-    """What became of one row. With an ``error`` the ``token_id`` means nothing and there are no ``logprobs``."""
-
-    token_id: int
-    # As :attr:`SamplingParams.logprobs` asks; see :func:`token_logprobs`.
-    logprobs: Logprobs | None = None
-    error: str | None = None
-    # Whether the error is that logits were no numbers, so that nothing computed for the sequence is to be trusted.
-    is_damaged: bool = False
-    # Of a beam; which of them follow is for its search to say, not for ``token_id``.
-    candidates: list[Candidate] | None = None
 
 
 def sampling_kernel(target: Target, vocab_size: int, *, max_rows: int) -> SamplingKernel | None:

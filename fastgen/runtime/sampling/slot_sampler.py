@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,19 +21,30 @@ from fastgen.compile.ops.sampling.cpp import Biases, Uses
 from fastgen.compile.ops.sampling.triton import SamplingKernels, SlotSampling
 from fastgen.models.kernels import MAX_LOGPROBS, sampler_specs
 from fastgen.runtime.requests.request import Sequence
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.sampled_rows import RowHistory, is_plain, penalises
-from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.drafts import SampledSequence
-from fastgen.runtime.step.input_batch import InputBatch
 
 # The ids that a sequence may not have before its ``min_new_tokens``.
 EndingIds = Callable[[Sequence], frozenset[int]]
 
 
-class SlotSampler:
-    """Launches ``kernels`` on the rows of ``inputs``, and keeps each slot's parameters up to date."""
+class SamplingInputs(Protocol):
+    """The static inputs that sampling reads and writes."""
 
-    def __init__(self, kernels: SamplingKernels, inputs: InputBatch):
+    max_rows: int
+    # The ids sampled last, by slot; i32.
+    sampled_ids: Tensor
+
+    def sampled_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Returns the slot of each of the first ``num_rows`` rows, -1 for none, and the position of its token; i32."""
+        ...
+
+
+class SlotSampler:
+    """Launches ``kernels`` on the rows of ``inputs``, and keeps the parameters of each slot up to date."""
+
+    def __init__(self, kernels: SamplingKernels, inputs: SamplingInputs):
         self._kernels, self._inputs = kernels, inputs
         self._settings: list[SlotSampling | None] = [None] * kernels.max_slots
         # Where a slot knows all of its next token: the sequence, its preemptions so far, the position.
@@ -119,7 +131,7 @@ def gives_logprobs(sampling: SamplingParams) -> bool:
     return sampling.logprobs is not None and sampling.logprobs <= MAX_LOGPROBS and sampling.beam_width == 1
 
 
-def slot_sampler(target: Target, vocab_size: int, inputs: InputBatch) -> SlotSampler | None:
+def slot_sampler(target: Target, vocab_size: int, inputs: SamplingInputs) -> SlotSampler | None:
     """What samples for the slots of ``inputs``, its kernels asked for; ``None`` on a target that samples otherwise."""
     if target.name != "triton":
         return None

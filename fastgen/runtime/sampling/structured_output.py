@@ -25,13 +25,12 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.sampling.response_format import JSON_OPTIONS, ResponseFormat
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.constraint import Mask
+from fastgen.runtime.requests.response_format import JSON_OPTIONS, ResponseFormat
+from fastgen.runtime.requests.sampling_params import SamplingParams
 
-Mask = NDArray[np.int32]
 _END = "<|fastgen: the answer may end|>"
 
 # Compiled formats that are kept for the next request that asks for the same; the one used longest ago goes first.

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastgen.errors import CheckpointError, InvalidArgumentError, PromptTooLongError
 from fastgen.models.checkpoint.files import read_json_object
-from fastgen.runtime.sampling.sampling_params import SamplingParams, default_sampling
+from fastgen.runtime.requests.sampling_params import SamplingParams, default_sampling
 from fastgen.runtime.text.detokenizer import Detokenizer, TokenDecoder
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_token_ids
 from fastgen.runtime.text.token_bytes import TokenBytes

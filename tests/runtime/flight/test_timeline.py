@@ -12,7 +12,6 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError, RecordingError
 from fastgen.runtime.flight import timeline
-from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.timeline import CACHED, FREE, OTHERS, SHARED
 from fastgen.runtime.flight.timeline_picture import draw
@@ -101,7 +100,7 @@ SIGNATURES = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml"}
 def test_a_picture_is_drawn(suffix: str, first_steps_are_gone: bool, tmp_path: Path) -> None:
     history = random_history(random.Random(4), failures=0.05, prefix_caching=True)
     if first_steps_are_gone:
-        history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_steps=10)
+        history.record_with(max_steps=10)
     history.live(80)
     picture = tmp_path / f"flight{suffix}"
     draw(history.engine.recorder.recording("a/model"), picture)

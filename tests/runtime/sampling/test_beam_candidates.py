@@ -15,9 +15,9 @@ from transformers.generation.logits_process import (
 )
 
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.beam_search import Candidate
+from fastgen.runtime.requests.sampled import Candidate
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.sampler import Sampler
-from fastgen.runtime.sampling.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
 EOS = 3

@@ -17,10 +17,10 @@ from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.compile.ops.sampling.reference import gumbel_noise
 from fastgen.errors import GenerationError
 from fastgen.runtime.requests.request import Request
+from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling import sampler
-from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.runtime.sampling.sampler import Sampler, prompt_logprobs, sampling_kernel
-from fastgen.runtime.sampling.sampling_params import SamplingParams
 from tests.runtime.scripted_matcher import ScriptedMatcher
 
 VOCAB = 60

@@ -16,9 +16,10 @@ from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.ops.sampling.triton import SamplingKernels
 from fastgen.models.kernels import MAX_LOGPROBS
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.response_format import ResponseFormat
-from fastgen.runtime.sampling.sampler import SampledToken, Sampler
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.requests.sampled import SampledToken
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.sampling.slot_sampler import SlotSampler, slot_sampler
 from fastgen.runtime.step.input_batch import InputBatch
 from tests.runtime.scripted_matcher import ScriptedMatcher

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.checkpoint.builtins import BUILTINS
+from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling import structured_output
-from fastgen.runtime.sampling.response_format import ResponseFormat, parse_response_format
-from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.sampling.structured_output import Grammars, Matcher
 from fastgen.runtime.text.detokenizer import TokenDecoder
 from tests.runtime.constrained import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastgen.errors import CheckpointError, InvalidArgumentError, PromptTooLongError
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from tests.runtime.checkpoints import save_tokenizer
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk, GenerationOutput, RequestMetrics
 from fastgen.runtime.requests.request import Request, Sequence
+from fastgen.runtime.requests.sampled import SampledToken
 from fastgen.runtime.sampling.beam_group import BeamGroup
 from fastgen.runtime.sampling.beam_search import Hypothesis
-from fastgen.runtime.sampling.sampler import SampledToken
 from fastgen.runtime.text.detokenizer import Detokenizer
 
 

@@ -17,7 +17,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, cast
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.sampling.response_format import ResponseFormat, parse_response_format
+from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
 
 # Completions that one request may ask for: all of them are made when it is submitted.
 MAX_N = 16384
@@ -81,7 +81,7 @@ class SamplingParams:
     # The request's class: any integer, and the lower the more urgent. It decides who gets the next free slot, whose
     # prompt is computed first and who loses its blocks last; who has waited long moves up.
     priority: int = 0
-    # The answer's shape, as :func:`~fastgen.runtime.sampling.response_format.parse_response_format` takes it.
+    # The answer's shape, as :func:`~fastgen.runtime.requests.response_format.parse_response_format` takes it.
     response_format: ResponseFormat | None = None
 
     def _fill(self, given: dict[str, object]) -> None:
