@@ -15,6 +15,7 @@ from fastgen.runtime.flight import timeline
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.timeline import CACHED, FREE, OTHERS, SHARED
 from fastgen.runtime.flight.timeline_picture import draw
+from fastgen.runtime.step.step import Step
 from tests.runtime.histories import History, random_history
 
 
@@ -50,16 +51,16 @@ def test_cells_recounted_from_the_block_tables(seed: int, max_steps: int) -> Non
     history = random_history(random.Random(seed), prefix_caching=seed % 2 == 0)
     history.engine.recorder.max_steps = max_steps
 
-    def run(schedule: Any, *, run: Any = history.device.run) -> Any:
+    def launch(step: Step, *, launch: Any = history.device.launch) -> None:
         holders: dict[int, set[int]] = {}
         for seq in history.engine.scheduler.running:
             for table in seq.block_tables:
                 for block in table:
                     holders.setdefault(block, set()).add(seq.key[0])
         columns.append(holders)
-        return run(schedule)
+        launch(step)
 
-    history.device.run = run  # type: ignore[method-assign]
+    history.device.launch = launch  # type: ignore[method-assign]
     history.live(80)
     recording = history.engine.recorder.recording("m")
     found = timeline.block_map(recording, num_requests=3)
