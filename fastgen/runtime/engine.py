@@ -220,7 +220,7 @@ class Engine:
 
     def _launch_forward(self, step: Step) -> None:
         self.runner.launch(step)
-        self.scheduler.told(step.schedule)
+        self.scheduler.launched(step.schedule)
         step.is_launched = True
 
     # Failures

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastgen.compile.build.builder import INTERPRET, Builder, BuildFailure, Kernel
 from fastgen.compile.build.cache import Entry, KernelCache
-from fastgen.compile.host.device import Device, current
 from fastgen.compile.build.fence import Fence
-from fastgen.compile.render import SUFFIXES, render_body, render_heading
 from fastgen.compile.build.reproduce import build_error
+from fastgen.compile.host.device import Device, current
+from fastgen.compile.render import SUFFIXES, render_body, render_heading
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import InvalidArgumentError, KernelError
 

@@ -241,7 +241,7 @@ class _Player:
             self._commit(_Played(event, schedule))
         elif replayed == event:
             if event.ran_s is not None:
-                self.scheduler.told(schedule)
+                self.scheduler.launched(schedule)
             self._ahead = _Played(event, schedule)
             if self._last is not None:
                 self._give_tokens(self._last)

@@ -130,7 +130,7 @@ class WaitingQueue:
         for seq in held:
             level, turn, _ = first.urgency
             seq.urgency = (level, turn, seq.index)
-            self.put_back(seq, now_s)
+            self.requeue(seq, now_s)
 
     def hold(self, seq: Sequence) -> None:
         """``seq`` is not to be in the queue until it is released, or removed."""
@@ -139,7 +139,7 @@ class WaitingQueue:
         held[seq] = None
         self.num_held += 1
 
-    def put_back(self, seq: Sequence, now_s: float) -> None:
+    def requeue(self, seq: Sequence, now_s: float) -> None:
         """``seq``, or another sequence of its request, has waited here before: it waits where its urgency says."""
         insort(self._class(seq.urgency[0]).returned, seq, key=_urgency)
         self._since_s[seq] = now_s

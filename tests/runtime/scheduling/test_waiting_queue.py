@@ -40,7 +40,7 @@ def test_who_ran_is_put_back_where_it_was() -> None:
     for seq in (urgent, first, second, third):
         queue.remove(seq)
     for seq in (third, first, urgent, second):
-        queue.put_back(seq, now_s=1.0)
+        queue.requeue(seq, now_s=1.0)
         queue.check_integrity()
     assert [request_id for request_id, _ in order(queue)] == [4, 0, 1, 2, 3]
 

@@ -1,4 +1,4 @@
-"""Blocks that decodes are given before they come to them."""
+"""Lookahead blocks: blocks that decodes get before they need them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fastgen.runtime.requests.request import Sequence
 _key = attrgetter("key")
 
 
-class SpareBlocks:
-    """A *spare* is the last block of a table, of ``block_size`` tokens, where the sequence's next token does not go.
-    Whoever has one has one in each of ``num_groups`` KV groups.
+class LookaheadBlocks:
+    """Holds which decodes have a lookahead block: a last block in their tables, of ``block_size`` tokens, that the next
+    token does not go into yet. A holder has one in each of ``num_groups`` KV groups.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, num_groups: int):
@@ -26,15 +26,15 @@ class SpareBlocks:
         return self._num_groups * len(self.holders)
 
     def give(self, decodes: Iterable[Sequence]) -> list[BlockUpdate]:
-        """Give one to each of ``decodes`` that has none and will come to it; nothing where free blocks do not suffice.
-        Returns what the device is to be told.
+        """Gives a lookahead block to each of ``decodes`` that has none and will need it, or to none where the free
+        blocks do not suffice. Returns the block updates for the device.
         """
         block_size, holders = self._block_size, self.holders
         lacking = [
             seq
             for seq in decodes
             if seq not in holders
-            and seq.num_computed_tokens % block_size  # else it comes to the block that it has just been given
+            and seq.num_computed_tokens % block_size  # otherwise it reaches the block that it has just been given
             and len(seq.block_tables[0]) * block_size + 1 < seq.num_prompt_tokens + seq.request.sampling.max_new_tokens
         ]
         unused = iter(self._pool.allocate(len(lacking) * self._num_groups) or ())
@@ -50,7 +50,7 @@ class SpareBlocks:
         return updates
 
     def use(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Each of ``decodes`` comes to a new block: those that have no spare for it."""
+        """Returns those of ``decodes`` without a lookahead block; all of them need their next block now."""
         if not self.holders:
             return decodes
         lacking = [seq for seq in decodes if seq not in self.holders]
@@ -58,12 +58,12 @@ class SpareBlocks:
         return lacking
 
     def take_back(self) -> None:
-        """All of them."""
+        """Frees all lookahead blocks."""
         self._pool.free(table.pop() for seq in sorted(self.holders, key=_key) for table in seq.block_tables)
         self.holders.clear()
 
     def check_integrity(self) -> None:
-        """Assert that nobody has come to the spare."""
+        """Asserts that no sequence has reached its lookahead block."""
         for seq in self.holders:
             num_places = (len(seq.block_tables[0]) - 1) * self._block_size
-            assert seq.num_computed_tokens <= num_places, f"{seq}: uses its spare"
+            assert seq.num_computed_tokens <= num_places, f"{seq}: uses its lookahead block"

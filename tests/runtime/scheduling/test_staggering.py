@@ -22,10 +22,10 @@ class Twins:
         self.rng = rng = random.Random(seed)
         self.windows = rng.choice([(None,), (None, None), (6,), (6, None)])
         self.num_blocks = rng.choice([40, 90, 400])
-        self.spreading, self.plain = (self.scheduler() for _ in range(2))
-        self.spreading.spreading.starts_from = 1
+        self.staggering, self.plain = (self.scheduler() for _ in range(2))
+        self.staggering.staggering.starts_from = 1
         self.open: list[tuple[Sequence, Sequence]] = []
-        self.num_requests = self.num_spares = self.num_due = 0
+        self.num_requests = self.num_lookahead = self.num_deferred = 0
 
     def scheduler(self) -> Scheduler:
         kv = KVCacheManager(self.num_blocks, BLOCK_SIZE, self.windows, max_chunk=32)
@@ -36,28 +36,28 @@ class Twins:
         sampling = SamplingParams(max_new_tokens=self.rng.randint(1, 40), n=self.rng.choice([1, 1, 1, 3]))
         pair = [Request(self.num_requests, prompt, sampling, 0.0) for _ in range(2)]
         self.num_requests += 1
-        for scheduler, request in zip((self.spreading, self.plain), pair, strict=True):
+        for scheduler, request in zip((self.staggering, self.plain), pair, strict=True):
             scheduler.add(request)
         self.open += zip(*(request.sequences for request in pair), strict=True)
 
     def finish(self, pair: tuple[Sequence, Sequence]) -> None:
         self.open.remove(pair)
-        for scheduler, seq in zip((self.spreading, self.plain), pair, strict=True):
+        for scheduler, seq in zip((self.staggering, self.plain), pair, strict=True):
             scheduler.finish(seq)
 
     def step(self) -> None:
         is_lost = self.rng.random() < 0.1
-        schedules = [scheduler.schedule() for scheduler in (self.spreading, self.plain)]
+        schedules = [scheduler.schedule() for scheduler in (self.staggering, self.plain)]
         decided, expected = map(decisions, schedules)
         assert decided == expected
-        self.num_spares += len(self.spreading.kv.spares.holders)
-        for scheduler, schedule in zip((self.spreading, self.plain), schedules, strict=True):
+        self.num_lookahead += len(self.staggering.kv.lookahead.holders)
+        for scheduler, schedule in zip((self.staggering, self.plain), schedules, strict=True):
             if schedule is None:
                 continue
             scheduler.check_integrity()
             if not is_lost:
                 scheduler.commit(schedule)
-        self.num_due += len(self.spreading.kv._due)
+        self.num_deferred += len(self.staggering.kv._deferred)
         if not is_lost and schedules[1] is not None:
             for entry in schedules[1].entries:
                 (pair,) = (each for each in self.open if each[1] is entry.seq)
@@ -70,10 +70,12 @@ class Twins:
         self.check()
 
     def check(self) -> None:
-        self.spreading.check_integrity()
-        assert self.spreading.kv.num_free >= self.plain.kv.num_free - len(self.windows) * len(self.spreading.kv._due)
-        if not self.spreading.kv._due:
-            assert self.spreading.kv.num_free == self.plain.kv.num_free
+        self.staggering.check_integrity()
+        assert self.staggering.kv.num_free >= self.plain.kv.num_free - len(self.windows) * len(
+            self.staggering.kv._deferred
+        )
+        if not self.staggering.kv._deferred:
+            assert self.staggering.kv.num_free == self.plain.kv.num_free
 
 
 def decisions(schedule: Schedule | None) -> object:
@@ -84,7 +86,7 @@ def decisions(schedule: Schedule | None) -> object:
 
 
 def test_every_decision_is_what_it_would_be_without() -> None:
-    num_spares = num_due = num_preemptions = 0
+    num_lookahead = num_deferred = num_preemptions = 0
     for seed in range(12):
         twins = Twins(seed)
         for _ in range(80):
@@ -96,18 +98,18 @@ def test_every_decision_is_what_it_would_be_without() -> None:
             twins.step()
         while twins.open:
             twins.step()
-        for scheduler in (twins.spreading, twins.plain):
+        for scheduler in (twins.staggering, twins.plain):
             assert scheduler.kv.pool.num_free == scheduler.kv.pool.capacity
-        num_spares += twins.num_spares
-        num_due += twins.num_due
-    assert min(num_spares, num_due, num_preemptions) >= 5
+        num_lookahead += twins.num_lookahead
+        num_deferred += twins.num_deferred
+    assert min(num_lookahead, num_deferred, num_preemptions) >= 5
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 def test_an_answer_is_found_when_it_has_ended(windows: tuple[int | None, ...]) -> None:
     kv = KVCacheManager(100, BLOCK_SIZE, windows, max_chunk=32, prefix_caching=True)
     scheduler = Scheduler(kv, token_budget=32, max_num_seqs=16)
-    scheduler.spreading.starts_from = 1
+    scheduler.staggering.starts_from = 1
     prompt = [1, 2, 3, 4, 5]
 
     def answer(request_id: int, prompt: list[int]) -> Sequence:
