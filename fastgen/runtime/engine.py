@@ -161,7 +161,8 @@ class Engine:
             return None
         if not step.has_failed:
             self._attempt(Phase.RUN, step, self.runner.sample, step)
-        if step.is_launched:  # the scheduler counts on it, even if it failed since
+            step.counts |= not step.has_failed
+        if step.counts:
             self._attempt(Phase.RUN, step, self.scheduler.commit, step.schedule)
         if step.has_failed:
             self._give_up(step)
@@ -220,8 +221,9 @@ class Engine:
 
     def _launch_forward(self, step: Step) -> None:
         self.runner.launch(step)
-        self.scheduler.launched(step.schedule)
-        step.is_launched = True
+        if step.is_ahead:  # requests may end before it is committed, and the scheduler must tell what came after it
+            self.scheduler.launched(step.schedule)
+            step.counts = True
 
     # Failures
 
@@ -263,7 +265,7 @@ class Engine:
             self.answers.fail([sequence], error)
         if step.error is None:
             return
-        if step.is_launched:  # it is committed, and records must say so
+        if step.counts:  # records must say that it is committed
             step.ran_s = self.clock()
             self.observers.ran(step)
         self.answers.withdraw(step.sequences, step)

@@ -19,8 +19,8 @@ from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.requests.sampled import SampledToken
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.policy import Policy
+from fastgen.runtime.scheduling.policies.step_time import StepWork
 from fastgen.runtime.scheduling.scheduler import Scheduler
-from fastgen.runtime.scheduling.step_time import StepWork
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
 from fastgen.runtime.step.model_runner import ModelRunner
 from fastgen.runtime.step.step import Step
@@ -30,9 +30,9 @@ VOCAB_SIZE = 1000
 
 @dataclass(frozen=True)
 class CostModel:
-    """The time of a step: ``step_s + token_s * tokens + context_s * context + pair_s * pairs`` seconds, the three as in
-    :class:`~fastgen.runtime.scheduling.step_time.StepWork`, times a log-normal factor whose logarithm has the standard
-    deviation ``noise``.
+    """The time of a step: ``step_s + token_s * tokens + context_s * context + pair_s * pairs`` seconds, with the counts
+    of :class:`~fastgen.runtime.scheduling.policies.step_time.StepWork`, times a log-normal factor whose logarithm has
+    the standard deviation ``noise``.
     """
 
     step_s: float

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from fastgen.runtime.answers.generation import Generation
-from fastgen.runtime.kv_cache.forks import Forks
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.forks import Forks
 from fastgen.runtime.scheduling.running_set import RunningSet
 from fastgen.runtime.scheduling.waiting_queue import WaitingQueue
 from tests.runtime.remembering_device import VOCAB_SIZE, LostStepError, alone, build_engine, drawn_by

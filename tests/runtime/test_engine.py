@@ -15,8 +15,8 @@ from fastgen.runtime.requests.sampled import PromptLogprobs, SampledToken
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import DynamicBatching, Policy
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
+from fastgen.runtime.scheduling.policies.step_time import StepWork
 from fastgen.runtime.scheduling.scheduler import Scheduler
-from fastgen.runtime.scheduling.step_time import StepWork
 from fastgen.runtime.step.model_runner import ModelRunner
 from fastgen.runtime.step.step import Step
 

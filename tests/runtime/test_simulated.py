@@ -9,7 +9,7 @@ import pytest
 
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import Policy, choose_policy
-from fastgen.runtime.scheduling.step_time import StepWork
+from fastgen.runtime.scheduling.policies.step_time import StepWork
 from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
 
 # Of a GPU's order: 10 ms for a small step, 90 ms for one of 2048 tokens.

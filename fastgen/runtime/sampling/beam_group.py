@@ -15,7 +15,7 @@ from fastgen.runtime.sampling.beam_search import BeamSearch, Hypothesis
 
 
 class BeamForks(Protocol):
-    """What of :class:`~fastgen.runtime.kv_cache.forks.Forks` a search asks for."""
+    """What of :class:`~fastgen.runtime.scheduling.forks.Forks` a search asks for."""
 
     def fork(self, parent: Sequence, child: Sequence) -> None: ...
 

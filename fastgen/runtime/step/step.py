@@ -40,7 +40,8 @@ class Step:
     build_s: float = 0.0
     # Tokens that fill the batch up to its size.
     num_padding: int = 0
-    is_launched: bool = False
+    # Whether the scheduler counts on it: then it is committed even if it fails.
+    counts: bool = False
 
     # Sample. Waits for the tokens of the rows, and returns them.
     tokens: Callable[[], list[SampledToken]] | None = None

@@ -14,10 +14,10 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, StaticBatching, choose_policy
 from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
+from fastgen.runtime.scheduling.policies.step_time import StepWork
 from fastgen.runtime.scheduling.policies.time_budget import TimeBudgetSplitFuse
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
-from fastgen.runtime.scheduling.step_time import StepWork
 from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
 from fastgen.runtime.step.step import Step
 
