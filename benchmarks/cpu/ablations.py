@@ -6,8 +6,8 @@ One process loads a model once and decodes the same requests in turns, each turn
 - ``no early start``: the next step of steady decodes does not start before the host has looked at the last tokens.
 - ``no steady decodes``: every step is built from its schedule.
 
-Turns alternate which arm is first. All arms must give the same tokens. A turn keeps the mean seconds of a decode step in
-each arm. The printed ratio is the median over turns of an arm's seconds over those of ``all``: above 1, the arm is
+Turns alternate which arm is first. All arms must give the same tokens. A turn keeps the mean seconds of a decode step
+in each arm. The printed ratio is the median over turns of an arm's seconds over those of ``all``: above 1, the arm is
 slower, and what it lacks is worth having.
 """
 
