@@ -216,6 +216,6 @@ class _ObservedForks:
         self._observer.beam_moves(child, parent)
         self._forks.fork(parent, child)
 
-    def park(self, beam: Sequence) -> None:
+    def suspend(self, beam: Sequence) -> None:
         self._observer.beam_moves(beam, None)
-        self._forks.park(beam)
+        self._forks.suspend(beam)

@@ -58,7 +58,9 @@ class SlotSampler:
 
     @staticmethod
     def can_draft(sequence: Sequence) -> bool:
-        """Returns whether ``sequence`` may have several rows in a step: the state of its slot must hold for each row."""
+        """Returns whether ``sequence`` may have several rows in a step: the state of its slot must hold for each
+        row.
+        """
         sampling = sequence.request.sampling
         num_generated = sequence.num_tokens - sequence.num_prompt_tokens
         return not penalises(sampling) and num_generated >= sampling.min_new_tokens

@@ -167,7 +167,9 @@ class Matcher:
                 self._constraint.vocabulary.replace_threads(self._threads)
 
     def _spent_s(self) -> float:
-        """Returns the processor time of the thread since it started with the mask; 0 if the system does not report it."""
+        """Returns the processor time of the thread since it started with the mask; 0 if the system does not report
+        it.
+        """
         if self._began is None:
             return 0.0
         clock, began_s = self._began

@@ -148,7 +148,9 @@ class TapedForward(_ReplayedForward):
         return self._logits[:num_rows]
 
     def record_decodes(self, num_rows: int, prepare: Callable[[], None], sample: Sample) -> Tape:
-        """Records a whole step of ``num_rows`` decodes: ``prepare`` writes its inputs, and ``sample`` gets the logits."""
+        """Records a whole step of ``num_rows`` decodes: ``prepare`` writes its inputs, and ``sample`` gets the
+        logits.
+        """
 
         def step() -> None:
             prepare()

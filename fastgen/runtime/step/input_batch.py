@@ -210,7 +210,9 @@ class InputBatch:
         )
 
     def update_tables(self, updates: SequenceOf[BlockUpdate]) -> None:
-        """Writes ``updates``, at least one, into the block tables at once. For CPUs, where no copy has to carry them."""
+        """Writes ``updates``, at least one, into the block tables at once. For CPUs, where no copy has to carry
+        them.
+        """
         entry, block = self._enter(updates)
         self._flat_tables.numpy()[entry] = block
 

@@ -139,7 +139,9 @@ class TextCodec:
         sampling: SamplingParams | None = None,
         spelled: Mapping[int, str] | None = None,
     ) -> Detokenizer:
-        """Returns a detokenizer of an answer to ``prompt_ids``. ``spelled`` are special tokens that have a text in it."""
+        """Returns a detokenizer of an answer to ``prompt_ids``. ``spelled`` are special tokens that have a text in
+        it.
+        """
         assert self._decoder is not None
         if sampling is None:
             return Detokenizer(self._decoder, prompt_ids, spelled=spelled)

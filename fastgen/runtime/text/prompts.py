@@ -16,7 +16,9 @@ _T = TypeVar("_T")
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """Returns the prompts as a list, and whether it was a single one (text or token ids). An empty list has no prompts."""
+    """Returns the prompts as a list, and whether it was a single one (text or token ids). An empty list has no
+    prompts.
+    """
     if isinstance(prompts, str):
         return [prompts], True
     items = as_list(prompts)
