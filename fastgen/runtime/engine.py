@@ -109,7 +109,7 @@ class Engine:
         self.observers.arrived(request)
         if sampling.timeout_s is not None:
             self.answers.deadlines.add(request.request_id, request.arrival_s + sampling.timeout_s)
-        self.scheduler.enqueue(request)  # last: a request must not run if any of the above failed
+        self.scheduler.enqueue(request)  # last: a request must not run if any of this failed
         self.answers.add(generation)
         return generation
 
@@ -221,7 +221,7 @@ class Engine:
 
     def _launch_forward(self, step: Step) -> None:
         self.runner.launch(step)
-        if step.is_ahead:  # requests may end before it is committed, and the scheduler must tell what came after it
+        if step.is_ahead:  # block tables may change before it is committed; that is for the step after it
             self.scheduler.launched(step.schedule)
             step.counts = True
 

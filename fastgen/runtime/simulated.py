@@ -1,7 +1,7 @@
 """A simulated device: the real engine and scheduler over made-up tokens, a cost model and a virtual clock.
 
 For studies of policies and tests of what a schedule does to time: hours of traffic run in seconds, and the same on
-every machine. The tokens are a function of the sequence alone, so here too an answer does not depend on its company.
+every machine. The tokens are a function of the sequence alone, so here too an answer does not depend on other requests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An engine without a model: what may follow a sequence is drawn from its tokens, so every answer is known beforehand.
 
-The device remembers what was written where, through block tables and copies as the schedules told them, and every
+The device remembers what was written where, through the block tables and copies of the schedules, and every
 sequence finds its own tokens there in each step.
 """
 
@@ -53,7 +53,7 @@ def next_token(token_ids: SequenceOf[int], index: int) -> int:
 
 
 class LostStepError(BaseException):
-    """A step that came to nothing."""
+    """A step that is lost."""
 
 
 def build_engine(
@@ -90,12 +90,12 @@ def build_engine(
 
 class AheadDevice:
     """A :class:`Device` for an engine that runs ahead: a forward pass finds the tokens that the host does not know yet
-    where they were sampled, and nothing is sampled before the host knows all of those.
+    where they were sampled, and nothing is sampled before the host knows all of them.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.num_ahead = self.num_taken = self.num_in_vain = 0
+        self.num_ahead = self.num_taken = self.num_unused = 0
         # For each slot the token sampled last: its sequence, that one's preemptions, the position, the token.
         self._sampled: dict[int | None, tuple[Sequence, int, int, int]] = {}
         # For each launched step, the tokens that the host did not know.
@@ -124,8 +124,8 @@ class AheadDevice:
         for entry in live:
             assert TO_COME not in entry.seq.token_ids
             if (token_id := self._taken[step].get(entry.seq)) is not None:
-                assert entry.seq.token_ids[-1] == token_id, "the host was told another token"
-        self.num_in_vain += len(step.schedule.entries) - len(live)
+                assert entry.seq.token_ids[-1] == token_id, "the host has another token"
+        self.num_unused += len(step.schedule.entries) - len(live)
         if self.device.loses_step():
             raise self.device.error
         sampled, num_accepted = [], {}
@@ -146,7 +146,7 @@ class AheadDevice:
 
 
 class Device:
-    """Blocks of token ids, and the block tables as they were told."""
+    """Blocks of token ids, and the block tables that schedules wrote."""
 
     error: type[BaseException] = LostStepError
 

@@ -82,7 +82,7 @@ def history(seed: int) -> Counter[str]:
                 engine.step()
             happened["steps"] += 1
         engine.check_integrity()
-        assert happened["steps"] < 3000, "somebody starves"
+        assert happened["steps"] < 3000, "some request starves"
     assert kv.pool.num_free == kv.pool.capacity
     for generation, request in zip(generations, requests, strict=True):
         given = generation.output().completions

@@ -211,14 +211,14 @@ def test_while_a_policy_waits_for_more_the_engine_says_for_how_long() -> None:
     assert first.output().token_ids == [9]
 
 
-def test_the_policy_is_told_what_steps_took(bench: Bench) -> None:
-    told = []
+def test_the_policy_learns_what_steps_took(bench: Bench) -> None:
+    learned = []
 
     class Watching(SplitFuse):
         observes = True
 
         def observe(self, work: StepWork, step_s: float) -> None:
-            told.append((work, step_s))
+            learned.append((work, step_s))
 
     bench = Bench(policy=Watching())
 
@@ -228,7 +228,7 @@ def test_the_policy_is_told_what_steps_took(bench: Bench) -> None:
     bench.runner.launch = slow  # type: ignore[method-assign]
     bench.submit([1] * 3, max_new_tokens=2)
     bench.run()
-    assert told == [(StepWork(3, 3, 6), 0.25), (StepWork(1, 4, 0), 0.25)]
+    assert learned == [(StepWork(3, 3, 6), 0.25), (StepWork(1, 4, 0), 0.25)]
 
 
 def test_a_request_may_time_out_before_it_is_scheduled() -> None:

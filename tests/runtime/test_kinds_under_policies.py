@@ -25,7 +25,7 @@ KINDS: list[dict[str, Any]] = [
     {"n": 2, "temperature": 0.8, "response_format": {"type": "json_object"}},
     {"ignore_eos": True, "temperature": 0.7},
 ]
-Told = list[tuple[object, ...]]
+Result = list[tuple[object, ...]]
 
 
 def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -54,12 +54,12 @@ def alone(directory: Path) -> list[GenerationOutput]:
         return [llm.generate(*request) for request in REQUESTS]
 
 
-def told(output: GenerationOutput) -> Told:
+def result_of(output: GenerationOutput) -> Result:
     return [(each.text, each.token_ids, each.finish_reason, each.score) for each in output.completions]
 
 
 class Spy:
-    """Drafts what it was told the answers are, a wrong token behind as often as not; counts what the steps hold.
+    """Drafts the given answers, half of the time with a wrong token after them; counts what the steps hold.
 
     Policies learn step times that it makes up, so that what is scheduled does not depend on how busy a machine is.
     """
@@ -125,6 +125,6 @@ def test_the_same_answers_under_every_policy(directory: Path, alone: list[Genera
         assert llm._engine is not None
         llm._engine.check_integrity()
         is_windowed = any(llm._engine.scheduler.kv.windows)
-    assert [told(output) for output in found] == [told(output) for output in alone]
+    assert [result_of(output) for output in found] == [result_of(output) for output in alone]
     assert spy.num_drafts > spy.num_accepted > 5
     assert spy.num_preempted or is_windowed  # what windows leave behind makes room

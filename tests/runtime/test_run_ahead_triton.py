@@ -1,5 +1,5 @@
 """Steps launched ahead on interpreted kernels: every kind of request gets the answer of an engine that waits for the
-tokens of each step, over a cache too small for comfort, whoever is cancelled meanwhile.
+tokens of each step, over a cache that is too small, with requests cancelled meanwhile.
 """
 
 from __future__ import annotations

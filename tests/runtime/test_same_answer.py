@@ -1,4 +1,4 @@
-"""The same request gets the same tokens whatever its company, chunking, budget, order of arrival or preemptions.
+"""A request gets the same tokens beside any others, at any chunking, budget, order of arrival and preemptions.
 
 Compared by the margin rule: up to the first token that was won by less than 1e-3 (in logits; for drawn tokens in logits
 over temperature plus noise), since another order of summation may decide such a one otherwise.

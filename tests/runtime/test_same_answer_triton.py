@@ -1,5 +1,5 @@
 """The engine's promises with every Triton kernel interpreted: a request gets the tokens that the reference gives it,
-alone, in company, at two budgets and preempted; and a captured step is the step that the modules would make now.
+alone, beside others, at two budgets and preempted; and a captured step is the step that the modules would make now.
 
 Interpreted kernels are slow, so models and requests are as small as still shows something. Tokens are compared by the
 margin rule of ``test_same_answer.py``.

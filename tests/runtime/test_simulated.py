@@ -124,8 +124,8 @@ def test_where_decodes_alone_take_longer_than_the_target_a_prompt_gets_on_all_th
     least_s = COST.mean_s(StepWork(16, 16 * (50 + len(times_s)), 0).with_chunk(500, 1))
     assert max(gaps) < 1.2 * least_s, "not much longer than it must be"
     assert len(gaps) < 50, "and yet ten tokens of it and more in a step"
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(
+    (logged,) = [record.getMessage() for record in caplog.records]
+    assert logged.startswith(
         "itl_target_ms=5 cannot be held: a step of 16 decodes and one token of a prompt at position 0"
     )
     metrics = device.engine.metrics.snapshot()

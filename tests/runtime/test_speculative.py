@@ -95,7 +95,7 @@ def alone(directory: Path) -> list[GenerationOutput]:
 def test_the_same_answer_with_every_field(
     directory: Path, alone: list[GenerationOutput], num_draft_tokens: int, token_budget: int
 ) -> None:
-    """In company, with drafts that are right, partly right and wrong."""
+    """Beside other requests, with drafts that are right, partly right and wrong."""
     options: dict[str, Any] = {"speculative": "ngram", "num_draft_tokens": num_draft_tokens}
     options |= {"token_budget": token_budget, "max_num_seqs": min(8, token_budget // 2)}
     with fastgen.load(directory, target="cpp", **options) as llm:
@@ -121,7 +121,7 @@ def test_the_same_answer_with_preemptions(directory: Path, alone: list[Generatio
 
 
 def test_what_was_computed_of_wrong_drafts_is_used_by_nobody(directory: Path, alone: list[GenerationOutput]) -> None:
-    """Answers that go on from published blocks of drafted ones are those computed from nothing."""
+    """Answers that continue from published blocks of drafted ones are those computed from nothing."""
     prompts, samplings, answers = fields.PROMPTS[:12], fields.SAMPLINGS[:12], alone[:12]
     answered = [
         (prompt, completion.token_ids)
@@ -139,7 +139,7 @@ def test_what_was_computed_of_wrong_drafts_is_used_by_nobody(directory: Path, al
         engine_of(llm).scheduler._propose_drafts = None
         found = llm.generate(longer, **asked)
         fields.assert_nothing_held(llm)
-    assert [fields.told(output) for output in found] == [fields.told(output) for output in expected]
+    assert [fields.result_of(output) for output in found] == [fields.result_of(output) for output in expected]
     num_cached = [output.metrics.cached_tokens for output in found]
     assert sum(max(0, num - len(prompt)) for num, (prompt, _) in zip(num_cached, answered, strict=True)) > 100
 
@@ -195,7 +195,7 @@ def test_on_interpreted_triton_kernels(tmp_path: Path) -> None:
 
         def propose(sequence: Sequence, max_tokens: int) -> list[int]:
             asked.append((list(sequence.request.prompt_ids), sequence.num_tokens - sequence.num_prompt_tokens))
-            assert slots.can_draft(sequence), "before min_new_tokens it goes on ahead of its tokens, undrafted"
+            assert slots.can_draft(sequence), "before min_new_tokens it runs ahead of its tokens, without drafts"
             return oracle.propose(sequence, max_tokens)
 
         engine.scheduler._propose_drafts = propose

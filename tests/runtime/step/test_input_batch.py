@@ -84,7 +84,7 @@ def embedded_ids(batch: RaggedBatch) -> list[int]:
 def sample_on_device(
     inputs: InputBatch, tokens: dict[Sequence, int], also_sampled: Iterable[SampledSequence] = ()
 ) -> None:
-    """As kernels do that sample there, and the model runner. ``also_sampled`` are rows whose token nobody may take."""
+    """As kernels do that sample there, and the model runner. ``also_sampled`` are rows whose token must not be used."""
     inputs.forget_sampled([*tokens, *also_sampled])
     for sequence, token_id in tokens.items():
         assert sequence.slot is not None
@@ -395,7 +395,7 @@ class History:
         assert batch.slot_mapping.shape == (self.num_groups, schedule.size)
         for per_group in (batch.slot_mapping, batch.block_tables):
             assert not any(each.data_ptr() % 16 for each in per_group), "a GPU would not take this address"
-        assert (batch.slot_mapping[:, starts[-1] :] < self.block_size).all(), "padding is written into somebody's block"
+        assert (batch.slot_mapping[:, starts[-1] :] < self.block_size).all(), "padding goes into a block of a sequence"
         for sequence in self.scheduler.running:
             for group, table in enumerate(sequence.block_tables):
                 assert batch.block_tables[group, sequence.slot, : len(table)].tolist() == table
