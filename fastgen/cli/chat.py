@@ -20,58 +20,30 @@ if TYPE_CHECKING:
 _HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
+# A conversation has one answer to each turn, and prints its text alone.
+_SAMPLING = options.without(
+    options.SAMPLING_ARGUMENTS,
+    *("n", "logprobs", "prompt_logprobs", "beam_width", "length_penalty", "early_stopping"),
+)
+
+
+@options.with_flags(sampling=_SAMPLING, load=options.LOAD_ARGUMENTS)
 def chat(
-    ctx: typer.Context,
     model: options.Model,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    min_new_tokens: options.MinNewTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    stop_token_ids: options.StopTokenIds = None,
-    ignore_eos: options.IgnoreEos = None,
-    timeout_s: options.TimeoutS = None,
-    response_format: options.ResponseFormat = None,
-    priority: options.Priority = None,
-    recipe: options.Recipe = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    token_budget: options.TokenBudget = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    kv_cache_memory: options.KvCacheMemory = None,
-    block_size: options.BlockSize = None,
-    max_model_len: options.MaxModelLen = None,
-    policy: options.Policy = None,
-    itl_target_ms: options.ItlTargetMs = None,
-    aging_s: options.AgingS = None,
-    prefix_caching: options.PrefixCaching = None,
-    num_threads: options.NumThreads = None,
-    target: options.Target = None,
-    quantize: options.Quantize = None,
-    speculative: options.Speculative = None,
-    num_draft_tokens: options.NumDraftTokens = None,
-    sealed: options.Sealed = None,
-    bundle: options.Bundle = None,
-    revision: options.Revision = None,
-    allow_config_keys: options.AllowConfigKeys = None,
+    *,
+    sampling: options.Given,
+    load: options.Given,
 ) -> None:
     """Talk with a model.
 
     On a terminal, or piped: there each line of stdin is a turn. /reset begins anew, /exit or Ctrl-D leaves, Ctrl-C
     stops an answer and keeps the conversation.
     """
-    fields = options.given_sampling_fields(ctx)
+    fields = options.sampling_fields(sampling)
     opening = [{"role": "system", "content": options.check_text(system)}] if system is not None else []
     on_terminal = options.stdin().isatty()
-    with fastgen.load(model, **options.given_load_arguments(ctx)) as llm:
+    with fastgen.load(model, **load) as llm:
         if on_terminal:
             print(_HELP)
         messages = list(opening)

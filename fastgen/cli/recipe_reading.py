@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fastgen.cli.options import AllowConfigKeys
+from fastgen.cli import options
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models.checkpoint.files import read_json_object
 from fastgen.models.recipe.recipe import Recipe
@@ -68,12 +68,14 @@ def diff(
     raise typer.Exit(1 if found else 0)
 
 
+@options.with_flags(accepted=options.only(options.LOAD_ARGUMENTS, "allow_config_keys"))
 def explain(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe's name, or its file.")],
     config: Config = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the drawing as a picture.")] = None,
-    allow_config_keys: AllowConfigKeys = None,
     as_json: AsJson = False,
+    *,
+    accepted: options.Given,
 ) -> None:
     """Draw the model that a recipe describes, and say what happens in it.
 
@@ -81,7 +83,7 @@ def explain(
     """
     recipe = named_recipe(name)
     content, file = (None, "") if config is None else _read_config(config)
-    explanation = explanation_of(recipe, content, config_file=file, allow_config_keys=allow_config_keys or ())
+    explanation = explanation_of(recipe, content, config_file=file, **accepted)
     if svg is not None:
         try:
             svg.write_text(as_svg(draw(explanation, MAX_WIDTH)), encoding="utf-8")

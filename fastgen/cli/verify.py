@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fastgen.cli.options import Recipe
+from fastgen.cli import options
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.recipe.spelling import quoted
 
@@ -35,11 +35,12 @@ _TITLES = {
 }
 
 
+@options.with_flags(named=options.only(options.LOAD_ARGUMENTS, "recipe"))
 def verify(
     target: Annotated[
         str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe's name or file, or a model: its recipe is tested.")
     ],
-    recipe: Recipe = None,
+    named: options.Given,
     reference: Annotated[
         str | None,
         typer.Option(
@@ -58,7 +59,9 @@ def verify(
     given = None if reference is None else _reference(reference, target)
     errors = Console(stderr=True, highlight=False)
     with errors.status("drawing configurations") as status:
-        report = run(target, recipe=recipe, reference=given, configs=configs, seed=seed, progress=status.update)
+        report = run(
+            target, recipe=named.get("recipe"), reference=given, configs=configs, seed=seed, progress=status.update
+        )
     if as_json:
         print(json.dumps(report.as_json()))
     else:

@@ -15,7 +15,6 @@ from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
-from fastgen.serving.admission.admission import Limits
 from fastgen.serving.answers import Answers, Update
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.messages import EngineFacts
@@ -23,6 +22,7 @@ from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.grammars.trial import FormatTrials
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.monitoring.watch import Watch
+from fastgen.serving.options import Limits
 from fastgen.serving.refusals import BadRequestError, UnavailableError
 from fastgen.serving.request_limits import check_limits
 from fastgen.serving.templates.renderer import TemplateRenderer

@@ -9,8 +9,9 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Histogram, Metrics
 from fastgen.runtime.sampling.sampling_params import SamplingParams
-from fastgen.serving.admission.admission import Admission, Limits
+from fastgen.serving.admission.admission import Admission
 from fastgen.serving.engine.messages import EngineFacts
+from fastgen.serving.options import Limits
 from fastgen.serving.refusals import OverloadedError, TooLargeError
 
 ANSWER = SamplingParams(max_new_tokens=10)

@@ -113,7 +113,7 @@ def test_what_cannot_be_honoured_is_refused_with_its_line(tmp_path: Path, line: 
 def test_the_last_of_a_key_holds_as_in_java(tmp_path: Path) -> None:
     found = translated(tmp_path, "option.dtype=fp16", "option.dtype=bf16")
     assert found.arguments == {"dtype": "bfloat16"}
-    assert "serving.properties:1: option.dtype: given again on line 2" in found.notes[0]
+    assert "serving.properties:1: option.dtype: replaced by line 2" in found.notes[0]
 
 
 @pytest.mark.parametrize("has_model", [True, False])
@@ -143,7 +143,7 @@ def test_variables_stand_for_keys_that_the_file_does_not_have(tmp_path: Path) ->
     }
     told = {note.partition(":")[0]: note for note in found.notes}
     assert set(told) - {str(tmp_path / "serving.properties")} == set(environment) - {"OPTIONAL"}
-    assert "not taken, for" in told["OPTION_DTYPE"]
+    assert "ignored, since" in told["OPTION_DTYPE"]
     assert "not translated" in told["OPTION_ENTRYPOINT"]
-    with pytest.raises(InvalidArgumentError, match=r"^OPTION_DTYPE=int8: weights in 8 bits"):
+    with pytest.raises(InvalidArgumentError, match=r"^OPTION_DTYPE=int8: 8-bit weights"):
         translated(tmp_path, environment={"OPTION_DTYPE": "int8"})

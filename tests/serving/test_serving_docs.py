@@ -11,9 +11,10 @@ from pathlib import Path
 
 import typer
 
+from fastgen.arguments import arguments_of
 from fastgen.cli import app
-from fastgen.serving.arguments import SERVE_ARGUMENTS
 from fastgen.serving.compat.lmi.translate import KEYS
+from fastgen.serving.options import ServeOptions
 from tests.serving.server_process import ServerProcess
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
@@ -39,7 +40,7 @@ def test_every_argument_of_serving_has_its_flag() -> None:
     rows = " ".join(line.split("|")[1] for line in section("Flags").splitlines() if line.startswith("| `--"))
     named = {flag.removeprefix("--").replace("-", "_") for flag in re.findall(r"`(--[\w-]+)`", rows)}
     named |= set(re.findall(r"\(`(\w+)`\)", rows))
-    assert set(SERVE_ARGUMENTS) <= named
+    assert {argument.name for argument in arguments_of(ServeOptions)} <= named
 
 
 def test_every_key_of_lmi_is_in_the_table() -> None:
