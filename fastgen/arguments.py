@@ -42,6 +42,7 @@ def _is_number(value: object) -> bool:
 
 
 AT_LEAST_1 = Check("an integer of at least 1", lambda value: _is_integer(value) and value >= 1)
+AT_LEAST_0 = Check("a number of at least 0", lambda value: _is_number(value) and value >= 0)
 ABOVE_0 = Check("a number above 0", lambda value: _is_number(value) and value > 0)
 SECONDS = Check("a number of seconds above 0", ABOVE_0.accepts)
 TRUE_OR_FALSE = Check("True or False", lambda value: isinstance(value, bool))
@@ -69,8 +70,9 @@ class Option:
     check: Check | None = None
     # The default in words, where its value does not say enough.
     default: str = ""
-    # The name of the argument, where it is not the field's.
+    # The name of the argument, and the type of the value that users give, where they are not the field's.
     name: str | None = None
+    type: Any = None
     # The flag, where it is not the argument's name in kebab case.
     flag: str | None = None
     # A one-letter flag for the same.
@@ -126,6 +128,12 @@ class Argument:
             return "none"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
+    @property
+    def summary(self) -> str:
+        """What there is to know about it, in sentences."""
+        default = "" if self.is_required else f"Default: {self.default_text}."
+        return " ".join(part for part in (self.option.help, self.option.details, default) if part)
+
 
 def arguments_of(kind: type) -> list[Argument]:
     """Returns the arguments that the dataclass ``kind`` states, those of the dataclasses inside it included."""
@@ -137,7 +145,7 @@ def arguments_of(kind: type) -> list[Argument]:
         default = field.default
         if default is MISSING:
             default = inspect.Parameter.empty if field.default_factory is MISSING else None
-        found.append(Argument(option.name or field.name, get_args(field.type)[0], default, option))
+        found.append(Argument(option.name or field.name, option.type or get_args(field.type)[0], default, option))
     return found
 
 
@@ -165,33 +173,13 @@ def build(kind: Callable[..., T], given: Mapping[str, Any], **made: Any) -> T:
     return kind(**values)
 
 
-def signature_of(*kinds: type, returns: Any = inspect.Signature.empty) -> inspect.Signature:
-    """Returns the signature of a function that takes the arguments of all ``kinds``."""
-    arguments = {argument.name: argument for kind in kinds for argument in arguments_of(kind)}
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                argument.name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD if argument.is_required else inspect.Parameter.KEYWORD_ONLY,
-                default=argument.default,
-                annotation=(argument.type.__forward_arg__ if isinstance(argument.type, ForwardRef) else argument.type),
-            )
-            for argument in arguments.values()
-        ],
-        return_annotation=returns,
-    )
-
-
 def takes(kind: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
     """Makes of a function of a ``kind`` one of the arguments of ``kind``, which its signature and docstring then list.
 
     Type checkers and editors see the arguments as those of the dataclass.
     """
-    stated: type = kind  # type: ignore[assignment]
 
     def decorate(function: Callable[[T], R]) -> Callable[P, R]:
-        signature = signature_of(stated, returns=function.__annotations__["return"])
-
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
@@ -200,12 +188,37 @@ def takes(kind: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
                 raise TypeError(f"{function.__name__}() {error}{_nearest(signature.parameters, kwargs)}") from None
             return function(kind(*args, **kwargs))
 
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        call.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
-        call.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{_listed(stated)}"
+        call.__annotations__ = {"return": function.__annotations__["return"]}
+        show_arguments(call, kind)  # type: ignore[arg-type]
+        signature = inspect.signature(call)
         return call
 
     return decorate
+
+
+def show_arguments(function: Callable[..., Any], *kinds: type) -> None:
+    """Has the signature and the docstring of ``function`` list the arguments of ``kinds``, after its own parameters."""
+    arguments = [argument for kind in kinds for argument in arguments_of(kind)]
+    own = inspect.signature(function, follow_wrapped=False).parameters.values()
+    parameters = [
+        one for one in own if one.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    parameters += [
+        inspect.Parameter(
+            argument.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD if argument.is_required else inspect.Parameter.KEYWORD_ONLY,
+            default=argument.default,
+            annotation=argument.type.__forward_arg__ if isinstance(argument.type, ForwardRef) else argument.type,
+        )
+        for argument in arguments
+        if argument.name not in {one.name for one in own}
+    ]
+    lines = [f"``{one.name}``: {one.summary}" for one in arguments]
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        parameters, return_annotation=function.__annotations__["return"]
+    )
+    function.__annotations__ |= {one.name: one.annotation for one in parameters}
+    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", *lines])
 
 
 def _nearest(known: Mapping[str, object], given: Mapping[str, object]) -> str:
@@ -213,14 +226,6 @@ def _nearest(known: Mapping[str, object], given: Mapping[str, object]) -> str:
     unknown = next((name for name in given if name not in known), None)
     near = difflib.get_close_matches(unknown, known, n=1) if unknown is not None else []
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _listed(kind: type) -> str:
-    return "\n".join(
-        f"``{argument.name}``: {argument.option.help} {argument.option.details}".rstrip()
-        + f" Default: {argument.default_text}." * (not argument.is_required)
-        for argument in arguments_of(kind)
-    )
 
 
 def _stated(kind: type) -> Iterator[tuple[Field[Any], Option | None]]:

@@ -131,7 +131,7 @@ class LoadOptions:
         str | None,
         Option(
             "ngram: draft the next tokens from repetitions in prompt and answer.",
-            "One step may then give several tokens; they are the same ones.",
+            "A step may then give several tokens; the answer is the same.",
         ),
     ] = None
     num_draft_tokens: Annotated[

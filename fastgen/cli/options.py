@@ -24,14 +24,15 @@ from fastgen.options import LoadOptions
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.serving.options import ServeOptions
 
-# All but the model, which is an argument of the command line and no flag.
-LOAD_ARGUMENTS = arguments_of(LoadOptions)[1:]
+# The model is an argument of the command line and no flag.
+_MODEL, *LOAD_ARGUMENTS = arguments_of(LoadOptions)
 SERVE_ARGUMENTS = arguments_of(ServeOptions)
 SAMPLING_ARGUMENTS = arguments_of(SamplingParams)
 
 # The arguments that a command line names, and their values.
 Given = dict[str, Any]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=arguments_of(LoadOptions)[0].option.help)]
+MODEL_HELP = _MODEL.option.help
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 _FLAGS = {argument.name: argument.flag for argument in (*LOAD_ARGUMENTS, *SERVE_ARGUMENTS)}
 # Errors are about any argument but these two, whose names are ordinary words.

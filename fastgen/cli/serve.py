@@ -16,7 +16,7 @@ from fastgen.cli import options
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="A built-in such as tiny-llama, a local directory, or a hub id."),
+        typer.Argument(metavar="[MODEL]", help=options.MODEL_HELP),
     ] = None,
     properties: Annotated[
         str | None,
@@ -52,7 +52,7 @@ def _serve(model: str | None, properties: str | None, given: options.Given) -> N
     if properties is not None:
         given = _translated(Path(properties)) | given
     if "model" not in given:
-        options.usage_error("MODEL is missing: a built-in such as tiny-llama, a local directory, or a hub id")
+        options.usage_error(f"MODEL is missing. {options.MODEL_HELP}")
     load_arguments, serve_options = sort_arguments(given)
     run(load_arguments, serve_options)
 

@@ -6,11 +6,12 @@ installed.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fastgen.arguments import ABOVE_0, PORT, Check, Option, check
+from fastgen.arguments import ABOVE_0, AT_LEAST_0, AT_LEAST_1, PORT, Check, Option, check
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.tools.formats import tool_format_named
@@ -29,7 +30,7 @@ class Limits:
         Option(
             "Most requests that may wait for their first token.",
             "Beyond that 429 with Retry-After.",
-            check=ABOVE_0,
+            check=AT_LEAST_1,
             lmi_key="job_queue_size",
         ),
     ] = 1024
@@ -38,11 +39,11 @@ class Limits:
         Option(
             "Most tokens in the prompts of queued requests together.",
             "One prompt alone is admitted whatever its length.",
-            check=ABOVE_0,
+            check=AT_LEAST_1,
         ),
     ] = 1 << 20
     max_prompt_tokens: Annotated[
-        int | None, Option("Most tokens in one prompt.", check=ABOVE_0, default="as many as the model takes")
+        int | None, Option("Most tokens in one prompt.", check=AT_LEAST_1, default="as many as the model takes")
     ] = None
     ttft_slo_s: Annotated[
         float | None,
@@ -70,11 +71,11 @@ class ConnectionLimits:
         Option(
             "Most HTTP connections that are open at once.",
             "Those of gRPC are bounded by their requests.",
-            check=ABOVE_0,
+            check=AT_LEAST_1,
         ),
     ] = 1024
     max_body_bytes: Annotated[
-        int, Option("Most bytes in the body of one request, by HTTP and gRPC.", check=ABOVE_0)
+        int, Option("Most bytes in the body of one request, by HTTP and gRPC.", check=AT_LEAST_1)
     ] = 16 << 20
     # From the beginning of a connection or a request to the end of the request's head.
     header_timeout_s: Annotated[
@@ -123,32 +124,42 @@ class ServeOptions:
             "File of API keys, one a line; FASTGEN_API_KEY is one too.",
             "# begins a comment. With any key, requests need authorization: Bearer KEY.",
             name="api_key_file",
+            type=str | Path | None,
         ),
     ] = field(default_factory=ApiKeys)
     tls_cert: Annotated[
         Path | None,
         Option(
             "Certificate (PEM), to serve HTTPS.",
-            "The file also holds the certificates that it rests on. gRPC uses TLS too.",
+            "The file also holds intermediate certificates. gRPC uses TLS too.",
+            type=str | Path | None,
             convert=Path,
         ),
     ] = None
-    tls_key: Annotated[Path | None, Option("Private key (PEM) of the certificate.", convert=Path)] = None
+    tls_key: Annotated[
+        Path | None, Option("Private key (PEM) of the certificate.", type=str | Path | None, convert=Path)
+    ] = None
     allow_origins: Annotated[
         tuple[str, ...],
         Option(
             "Site whose pages may call this server (CORS), such as https://example.org. Repeatable.",
             flag="--allow-origin",
             metavar="SITE",
+            type=Sequence[str],
             convert=tuple,
         ),
     ] = ()
     drain_timeout_s: Annotated[
-        float, Option("Seconds that running requests may take when the server ends.", flag="--drain-timeout")
+        float,
+        Option(
+            "Seconds that running requests may take when the server ends.", check=AT_LEAST_0, flag="--drain-timeout"
+        ),
     ] = 30.0
     engine_timeout_s: Annotated[
         float,
-        Option("Seconds without a sign of the engine after which it is restarted.", flag="--engine-timeout"),
+        Option(
+            "Seconds without a sign of the engine after which it is restarted.", check=ABOVE_0, flag="--engine-timeout"
+        ),
     ] = 60.0
     log_format: Annotated[
         LogFormat,

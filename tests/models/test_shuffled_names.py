@@ -187,9 +187,7 @@ def test_a_planted_name_is_seen_by_the_specs(plant: None, shuffled: Shuffled, mo
 
 LEGITIMATE = {
     ("models/config_keys.py", "is_llama_config"),  # a key of config.json
-    ("cli/options.py", "A built-in such as tiny-llama, a local directory, or a hub id."),
-    ("cli/serve.py", "A built-in such as tiny-llama, a local directory, or a hub id."),
-    ("cli/serve.py", "MODEL is missing: a built-in such as tiny-llama, a local directory, or a hub id"),
+    ("options.py", "A built-in such as tiny-llama, a local directory, or a hub id."),
 }
 NAMES_OF_FORMATS = "serving/tools/formats.py"  # of calls of tools; which one it is a chat template says
 KINDS_OF_SCALING = {"llama3"}  # config.json's own word for how a rotation is stretched

@@ -17,7 +17,8 @@ from fastgen.serving.compat.lmi.translate import KEYS
 from fastgen.serving.options import ServeOptions
 from tests.serving.server_process import ServerProcess
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE, LOADING = (DOCS / "serving.md").read_text(), (DOCS / "arguments.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -29,10 +30,10 @@ def section(title: str) -> str:
     return found
 
 
-def test_the_flags_of_the_page_are_those_of_the_command() -> None:
+def test_the_flags_of_the_page_and_of_loading_are_those_of_the_command() -> None:
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     real = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts) if flag.startswith("--")}
-    rows = [line.split("|")[1] for line in section("Flags").splitlines() if line.startswith("| `--")]
+    rows = [line.split("|")[1] for line in (section("Flags") + LOADING).splitlines() if line.startswith("| `--")]
     assert set(re.findall(r"`(--[\w-]+)`", " ".join(rows))) == real
 
 

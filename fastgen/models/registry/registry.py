@@ -20,7 +20,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 
-import fastgen
 from fastgen.errors import RecipeError, UnknownArchitectureError
 from fastgen.models.recipe.recipe import Recipe, load_recipe, read_text, stated_name
 from fastgen.models.recipe.spelling import close_to, one_of, quoted, shown
@@ -89,7 +88,7 @@ def _entry_point_directories() -> Iterator[Path]:
 
 def _built_in_directory() -> Path:
     """Inside the installed package; beside it in a checkout of the repository."""
-    package = Path(fastgen.__file__).parent
+    package = Path(__file__).parents[2]
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"
 
