@@ -186,7 +186,7 @@ def test_a_planted_name_is_seen_by_the_specs(plant: None, shuffled: Shuffled, mo
 # ------------------------------------------------------------------------------------------- nor is one in the source
 
 LEGITIMATE = {
-    ("models/config_keys.py", "is_llama_config"),  # a key of config.json
+    ("models/resolve/config_keys.py", "is_llama_config"),  # a key of config.json
     ("options.py", "A built-in such as tiny-llama, a local directory, or a hub id."),
 }
 NAMES_OF_FORMATS = "serving/tools/formats.py"  # of calls of tools; which one it is a chat template says

@@ -87,11 +87,16 @@ def test_every_argument_is_explained_in_one_sentence(argument: Argument) -> None
     assert "\n" not in argument.option.help
 
 
-@pytest.mark.parametrize("argument", [*STATED[1:]], ids=lambda argument: argument.name)
-def test_the_command_line_has_the_flag_with_its_help(argument: Argument) -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    flags = {flag: param for name in ("generate", "serve") for param in commands[name].params for flag in param.opts}
-    assert flags[argument.flag].help.startswith(argument.option.help)
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [("generate", LoadOptions), ("generate", fastgen.SamplingParams), ("serve", LoadOptions), ("serve", ServeOptions)],
+)
+def test_the_command_line_has_every_flag_with_its_help(command: str, kind: type) -> None:
+    params = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    flags = {flag: param for param in params for flag in param.opts}
+    for argument in arguments_of(kind):
+        if not argument.is_required:
+            assert flags[argument.flag].help.startswith(argument.option.help)
 
 
 @pytest.mark.parametrize("name", TABLES)
