@@ -1,4 +1,4 @@
-"""``fastgen chat``: a conversation. Works on a terminal, and piped: there each line of stdin is a turn."""
+"""``fastgen chat``: a conversation, on a terminal or piped; each line of piped stdin is a turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fastgen import LLM
     from fastgen.runtime.llm import Stream
 
-_HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+_HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
 # A conversation has one answer to each turn, and prints its text alone.
@@ -30,14 +30,14 @@ _SAMPLING = options.without(
 @options.with_flags(sampling=_SAMPLING, load=options.LOAD_ARGUMENTS)
 def chat(
     model: options.Model,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message before the conversation.")] = None,
     *,
     sampling: options.Given,
     load: options.Given,
 ) -> None:
     """Talk with a model.
 
-    On a terminal, or piped: there each line of stdin is a turn. /reset begins anew, /exit or Ctrl-D leaves, Ctrl-C
+    On a terminal, or piped: each line of piped stdin is a turn. /reset starts over, /exit or Ctrl-D leaves, Ctrl-C
     stops an answer and keeps the conversation.
     """
     fields = options.sampling_fields(sampling)
@@ -61,13 +61,13 @@ def chat(
                 except FastgenError as error:
                     if not on_terminal:
                         raise
-                    print(f"fastgen: {error}", file=sys.stderr)  # the turn is forgotten, the conversation goes on
+                    print(f"fastgen: {error}", file=sys.stderr)  # the turn is dropped, the conversation continues
                 else:
                     messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _read_turns(on_terminal: bool) -> Iterator[str]:
-    """What the user says, line by line, without blank lines."""
+    """Yields the lines that the user types, without blank lines."""
     if on_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives input() editing and history)
@@ -90,7 +90,7 @@ def _read_turns(on_terminal: bool) -> Iterator[str]:
 
 
 def _print_answer(llm: LLM, messages: list[dict[str, str]], fields: dict[str, Any]) -> str:
-    """Prints the answer as it comes and returns it, or what there is of it when Ctrl-C stops it."""
+    """Prints the answer as it is generated and returns it; after Ctrl-C, the part that there is."""
     answer = ""
     stream = _start_answer(llm, messages, fields)
     try:
@@ -108,13 +108,13 @@ def _print_answer(llm: LLM, messages: list[dict[str, str]], fields: dict[str, An
 
 
 def _start_answer(llm: LLM, messages: list[dict[str, str]], fields: dict[str, Any]) -> Stream:
-    """The answer's stream. Where nobody said how long it may be, it is cut to what the context has left."""
+    """Returns the stream of the answer. Without ``max_new_tokens``, the answer is cut to the rest of the context."""
     try:
         return llm.stream_chat(messages, **fields)
     except RequestTooLargeError as error:
         if error.room < 1:
             raise RequestTooLargeError(
-                "the conversation is as long as the model can read; /reset begins anew", room=error.room
+                "the conversation fills the context of the model; /reset starts over", room=error.room
             ) from error
         if "max_new_tokens" in fields:
             raise

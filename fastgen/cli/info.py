@@ -1,4 +1,4 @@
-"""``fastgen info``: versions and device, and what a model is, told without reading its weights."""
+"""``fastgen info``: versions, the device, and a model, without reading its weights."""
 
 from __future__ import annotations
 

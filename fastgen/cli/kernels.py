@@ -1,4 +1,4 @@
-"""``fastgen kernels``: the generated kernels of a model, before and after they are built."""
+"""``fastgen kernels``: lists, shows, builds and measures the generated kernels of a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Target = Annotated[
     typer.Option(
         metavar="ARCH",
         help="sm_80, sm_86, sm_89, sm_90, sm_100, gfx942; avx512bf16, avx512vnni, avx512, avx2, portable. "
-        "Default: here.",
+        "Default: this machine.",
     ),
 ]
 _LOAD = options.only(options.LOAD_ARGUMENTS, "recipe", "dtype", "quantize", "revision", "allow_config_keys")
@@ -42,13 +42,15 @@ _SIZED = [*_LOAD, *options.only(options.LOAD_ARGUMENTS, "block_size", "max_num_s
 @app.command("list")
 @options.with_flags(load=_LOAD)
 def list_command(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="List the kernels this model needs.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="List the kernels that this model needs.")
+    ] = None,
     target: Target = None,
     *,
     load: options.Given,
     as_json: AsJson = False,
 ) -> None:
-    """List the kernels that are built; of MODEL those it needs, and whether they are."""
+    """List the kernels that are built; with MODEL, the kernels that it needs, and whether they are built."""
     from fastgen.compile.build.cache import KernelCache
 
     if model is None:
@@ -63,13 +65,13 @@ def list_command(
 @options.with_flags(load=_LOAD)
 def show_command(
     model: options.Model,
-    name: Annotated[str | None, typer.Argument(metavar="[KERNEL]", help="Its name; else all are shown.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[KERNEL]", help="Name of a kernel. Default: all.")] = None,
     target: Target = None,
     *,
     load: options.Given,
     as_json: AsJson = False,
 ) -> None:
-    """Print the source of a kernel, as it is rendered for MODEL. Builds nothing."""
+    """Print the source of a kernel as it is rendered for MODEL. Builds nothing."""
     from fastgen.compile.render import render
 
     _, specs, _ = _needed(LoadOptions(model, **load), target)
@@ -90,11 +92,14 @@ def build_command(
     *,
     load: options.Given,
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write them there as a sealed bundle, to run from elsewhere.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write them to this directory as a sealed bundle, which other machines run from."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Build all kernels of MODEL into the cache. For a GPU none needs to be there."""
+    """Build all kernels of MODEL into the cache. Kernels for a GPU are built without one."""
     from fastgen.compile.build.bundle import write_bundle
     from fastgen.runtime.progress import progress_bar
 
@@ -119,7 +124,7 @@ def report_command(
     load: options.Given,
     as_json: AsJson = False,
 ) -> None:
-    """Build all kernels of MODEL and tell what each costs: registers, spills, shared memory, occupancy …"""
+    """Build all kernels of MODEL and report the cost of each: registers, spills, shared memory, occupancy …"""
     from fastgen.runtime.progress import progress_bar
 
     loader, specs, _ = _needed(LoadOptions(model, **load), target)
@@ -132,7 +137,7 @@ def report_command(
 
 @app.command("clean")
 def clean_command(as_json: AsJson = False) -> None:
-    """Remove every built kernel. They are built again when they are needed."""
+    """Remove every built kernel. Kernels are built again when they are needed."""
     from fastgen.compile.build.cache import KernelCache
 
     cache = KernelCache()

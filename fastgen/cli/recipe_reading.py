@@ -1,6 +1,6 @@
-"""``fastgen recipe diff`` and ``fastgen recipe explain``: what recipes say, read for people.
+"""``fastgen recipe diff`` and ``fastgen recipe explain``: compare recipes and describe them in words.
 
-Needs neither torch nor a weight.
+Needs neither torch nor weights.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def diff(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell how recipe B differs from recipe A, with all that they extend merged in.
+    """Show how recipe B differs from recipe A, with the recipes that they extend merged in.
 
     With --config: how the models differ that they make of that configuration.
 
-    The exit status is 0 if nothing differs, 1 if something does, 2 if that could not be told.
+    The exit status is 0 if nothing differs, 1 if something does, 2 if they could not be compared.
     """
     try:
         recipes = named_recipe(a), named_recipe(b)
@@ -77,7 +77,7 @@ def explain(
     *,
     accepted: options.Given,
 ) -> None:
-    """Draw the model that a recipe describes, and say what happens in it.
+    """Draw the model that a recipe describes, and explain it in sentences.
 
     With --config: the model that it makes of that configuration, conditions and expressions resolved.
     """
@@ -117,7 +117,7 @@ def _read_config(config: Path) -> tuple[Mapping[str, Any], str]:
 
 
 def _console() -> Console:
-    """Lines are printed as they are, never broken again."""
+    """Returns a console that prints lines as they are, without wrapping them."""
     console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = DEFAULT_WIDTH

@@ -1,4 +1,4 @@
-"""``fastgen serve``: a model behind HTTP and gRPC, until it is told to end."""
+"""``fastgen serve``: serves a model by HTTP and gRPC until it is stopped."""
 
 from __future__ import annotations
 
