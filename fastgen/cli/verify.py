@@ -71,7 +71,7 @@ def verify(
 
 
 def _reference(text: str, target: str) -> nn.Module | Path:
-    """Returns what ``--reference`` names: a file, or the module that a function makes of the directory of ``target``."""
+    """Returns what ``--reference`` names: a file, or the module that a function makes of the ``target``'s directory."""
     path, _, function = text.rpartition(":")
     is_function = path.endswith(".py")
     file = Path(path if is_function else text)

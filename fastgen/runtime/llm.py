@@ -39,7 +39,7 @@ class LLM:
     """A loaded model, from :func:`fastgen.load`. It is a context manager, and may be used from several threads.
 
     ``spec`` is the resolved model, ``config`` the sizes of the engine, ``tokenizer`` that of the checkpoint (``None``
-    if it has none), ``ledger`` the memory that the engine takes, row by row, and ``name`` the model's name or directory.
+    if it has none), ``ledger`` the memory that the engine takes, row by row, ``name`` the model's name or directory.
     """
 
     def __init__(

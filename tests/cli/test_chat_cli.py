@@ -44,7 +44,7 @@ def test_exit_ends_it(run, stub) -> None:
 
 def test_an_unknown_command_is_not_sent_to_the_model(run, stub) -> None:
     done = run("chat", "m", stdin="/rest now\nab\n")
-    assert done.err.startswith("unknown command /rest: /reset begins anew")
+    assert done.err.startswith("unknown command /rest: /reset starts over")
     assert stub.asked == [[say("ab")]]
 
 
@@ -116,7 +116,7 @@ def test_an_answer_nobody_bounded_is_cut_to_what_the_context_has_left(run, stub,
 def test_a_conversation_that_fills_the_context_says_what_to_do(run, stub) -> None:
     stub.answers["long"] = RequestTooLargeError("too long", room=0)
     done = run("chat", "m", stdin="long\n", terminal=True)
-    assert done.err == "fastgen: the conversation is as long as the model can read; /reset begins anew\n"
+    assert done.err == "fastgen: the conversation fills the context of the model; /reset starts over\n"
 
 
 def test_a_turn_that_fails_on_its_way_is_forgotten_too(run, stub) -> None:
