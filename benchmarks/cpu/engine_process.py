@@ -40,11 +40,20 @@ class EngineError(Exception):
 
 
 class EngineProcess:
-    """The benchmark's side. Raises :class:`EngineError`."""
+    """The benchmark's side. The process runs the code in ``root``. Raises :class:`EngineError`."""
 
-    def __init__(self, python: str, engine: str, settings: Settings, log: Path, preload: Sequence[str] = ()):
+    def __init__(
+        self,
+        python: str,
+        engine: str,
+        settings: Settings,
+        log: Path,
+        preload: Sequence[str] = (),
+        root: Path = _ROOT,
+    ):
         environment = {
             **os.environ,
+            "PYTHONPATH": str(root),  # before what is installed, which may be another build
             **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.num_threads)),
             **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"),
             **{"TOKENIZERS_PARALLELISM": "false", "LD_PRELOAD": ":".join(preload)},
@@ -53,7 +62,7 @@ class EngineProcess:
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [python, "-m", "benchmarks.cpu.engine_process"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=_ROOT, env=environment
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=root, env=environment
             )  # fmt: skip
         start = time.perf_counter()
         self.about = self._ask({"engine": engine, "settings": asdict(settings) | {"model": str(settings.model)}})

@@ -191,7 +191,7 @@ class Engine:
         """The forward pass of ``step``."""
         try:
             launched = self.runner.launch(step.schedule, ahead=ahead)
-            self.scheduler.told(step.schedule)
+            self.scheduler.launched(step.schedule)
             step.launched = launched
         except Exception as error:
             step.error = error

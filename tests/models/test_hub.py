@@ -277,7 +277,7 @@ def builtin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_builtins_are_the_directories_with_a_config() -> None:
-    shipped = Path(hub.__file__).parent / "builtin"
+    shipped = Path(hub.__file__).parents[1] / "builtin"
     assert set(BUILTINS.values()) == {config.parent for config in shipped.glob("*/config.json")}
     assert all(hub.locate(name) == path == shipped / name for name, path in BUILTINS.items())
 

@@ -212,14 +212,14 @@ class _Player:
 
     def move_beams(self, event: Beams) -> None:
         forks = [(move.sequence, move.parent) for move in event.moves if move.parent is not None]
-        parked = [move.sequence for move in event.moves if move.parent is None]
+        suspended = [move.sequence for move in event.moves if move.parent is None]
         for name, parent in forks:
             self.scheduler.forks.fork(self.sequences[parent], self.sequences[name])
             self._begin_life(name)
         for name in event.given:
             self._give_token(name)
-        for name in parked:
-            self.scheduler.forks.park(self.sequences[name])
+        for name in suspended:
+            self.scheduler.forks.suspend(self.sequences[name])
             self._begin_life(name)
 
     def step(self, event: Step) -> Step | None:
@@ -241,7 +241,7 @@ class _Player:
             self._commit(_Played(event, schedule))
         elif replayed == event:
             if event.ran_s is not None:
-                self.scheduler.told(schedule)
+                self.scheduler.launched(schedule)
             self._ahead = _Played(event, schedule)
             if self._last is not None:
                 self._give_tokens(self._last)

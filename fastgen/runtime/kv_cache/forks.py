@@ -1,4 +1,4 @@
-"""How sequences of a request take over blocks from one another: several completions the prompt's, beams all of them."""
+"""Forks: sequences of a request take over blocks of one another, completions those of the prompt, beams all of them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from fastgen.runtime.scheduling.waiting_queue import WaitingQueue
 
 
 class Forks:
-    """Forks sequences of ``running``, over the blocks of ``kv``. In ``waiting`` those are held that wait for a fork."""
+    """Forks sequences of ``running`` over the blocks of ``kv``. Sequences waiting for a fork are held in
+    ``waiting``."""
 
     def __init__(self, kv: KVCacheManager, running: RunningSet, waiting: WaitingQueue):
         self._kv, self._running, self._waiting = kv, running, waiting
-        # Beams whose next token may go into a block that they share with their parent. It goes into a copy, and the
-        # parent's into the block itself, where it is of no account to the others.
+        # Beams whose next token may go into a block that they share with their parent. The beam writes into a copy, the
+        # parent into the block itself, behind the tokens that the others read.
         self.forked: set[Sequence] = set()
 
     def blocks_needed(self, num_prompt_tokens: int, num_tokens: int, beam_width: int) -> int:
-        """The most blocks that the beams of a request hold at once when each has ``num_tokens`` tokens.
+        """Returns the most blocks that the beams of a request hold at once when each has ``num_tokens`` tokens.
 
-        They share the full blocks of the prompt, unless windows may have left these behind, and of the others each may
-        have its own. One block more for each is for copies being made, whose sources are held as well.
+        They share the full blocks of the prompt, unless a window may have left these behind. Each beam may have the
+        other blocks for itself. One more block for each is for copies in progress, whose sources are held as well.
         """
         needed = self._kv.blocks_needed(num_tokens)
         if beam_width == 1:
@@ -32,7 +33,7 @@ class Forks:
         return shared + beam_width * (needed - shared + self._kv.num_groups)
 
     def check_fits(self, num_prompt_tokens: int, max_new_tokens: int, beam_width: int) -> None:
-        """Refuse beams that could not finish even with all slots and the whole cache to themselves.
+        """Refuses beams that could not finish even with all slots and the whole cache to themselves.
 
         :raises InvalidArgumentError: where there are fewer slots than beams.
         :raises RequestTooLargeError: where the cache is too small, with the arithmetic.
@@ -67,12 +68,12 @@ class Forks:
         return 0 if any(kv.windows) else kv.num_groups * (num_prompt_tokens // kv.block_size)
 
     def has_room(self, seq: Sequence) -> bool:
-        """Whether ``seq``, to be admitted, was never preempted, or the free blocks hold all that is pending of it and
-        one more for each that runs.
+        """Returns whether ``seq`` may be admitted: it was never preempted, or the free blocks hold all its pending
+        tokens and one block more for each running sequence.
 
-        Were blocks for its next chunk enough, as for one that comes the first time, then the decodes that want the next
-        block would preempt it again and again, a step after it came back: on a small cache most of all work would be
-        done over. Where nobody runs it is never kept waiting.
+        If blocks for its next chunk were enough, as for a new sequence, decodes that need their next block would
+        preempt it again a step later. On a small cache most of the work would be done twice. With nothing running it is
+        always admitted.
         """
         num_running = len(self._running)
         if not seq.num_preemptions or not num_running:
@@ -81,10 +82,11 @@ class Forks:
         return needed - len(held_entries(seq)) + self._kv.num_groups * num_running <= self._kv.num_free
 
     def nobody_is_preempted(self, token_budget: int) -> bool:
-        """Whether something that runs has tokens pending, and the free blocks suffice for every decode and for the
-        first prompt, with a copy of a block that it shares, whatever a policy gives it of ``token_budget``.
+        """Returns whether a running sequence has tokens pending, and the free blocks suffice for every decode and for
+        the first prompt, copies of shared blocks included, whatever part of ``token_budget`` the policy gives to
+        prompts.
         """
-        kv, due, prompts = self._kv, self._running.due_decodes, self._running.prompts[:1]
+        kv, due, prompts = self._kv, self._running.pending_decodes, self._running.prompts[:1]
         num_blocks = len(self.forked) + sum(not seq.num_computed_tokens % kv.block_size for seq in due)
         for first in prompts:
             num_tokens = min(first.num_pending_tokens, token_budget)
@@ -92,8 +94,8 @@ class Forks:
         return bool(due or prompts) and kv.num_groups * num_blocks <= kv.num_free
 
     def attach(self, seq: Sequence) -> None:
-        """Let ``seq``, which holds nothing, have the blocks that others computed for it: those in the prefix cache, or
-        those of the prompt where another sequence of its request has more of them.
+        """Gives ``seq``, which holds nothing, blocks that others computed: those in the prefix cache, or those of the
+        prompt where another sequence of its request has more of them.
         """
         self._kv.attach_cached(seq)
         num_shared = min(seq.num_prompt_tokens, seq.num_tokens - 1)
@@ -106,15 +108,15 @@ class Forks:
             self._kv.fork(parent, seq, num_shared)
 
     def detach(self, seq: Sequence) -> None:
-        """Undo :meth:`attach`."""
+        """Undoes :meth:`attach`."""
         self._kv.free(seq)
         seq.num_computed_tokens = 0
         if not seq.num_preemptions:
             seq.num_cached_tokens = 0
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the beam ``child`` go on from where ``parent`` of the same search is: with the same tokens, in the same
-        blocks. What it did before is dropped.
+        """Lets the beam ``child`` continue from the state of ``parent`` of the same search: with the same tokens, in
+        the same blocks. The earlier state of the child is dropped.
         """
         assert parent.status is SequenceStatus.RUNNING, f"{parent} cannot be forked"
         child.token_ids[:] = parent.token_ids
@@ -122,7 +124,7 @@ class Forks:
             before = set(held_entries(child))
             self._kv.free(child)
             self._kv.fork(parent, child, parent.num_computed_tokens)
-            self._running.tell(child, [entry for entry in held_entries(child) if entry not in before])
+            self._running.add_entries(child, [entry for entry in held_entries(child) if entry not in before])
         else:
             self._waiting.remove(child)
             self._kv.fork(parent, child, parent.num_computed_tokens)
@@ -130,8 +132,8 @@ class Forks:
             self._running.add_decode(child)
         self.forked.add(child)
 
-    def park(self, beam: Sequence) -> None:
-        """Take back what ``beam`` has, which ended and in whose place no other goes on, until it is forked again."""
+    def suspend(self, beam: Sequence) -> None:
+        """Frees the blocks of ``beam``, which ended without a successor in its place, until it is forked again."""
         self._kv.free(beam)
         self._running.remove(beam)
         self.forked.discard(beam)
@@ -140,14 +142,14 @@ class Forks:
         self._waiting.hold(beam)
 
     def release(self, first: Sequence) -> None:
-        """Let the beams that were preempted with ``first`` go on from the prompt that it has computed, on the slots
-        kept for them. Those that have nothing beyond it are held until they are forked.
+        """Lets the beams that were preempted with ``first`` continue from the prompt that it has computed, on the slots
+        reserved for them. Beams that have nothing beyond the prompt are held until they are forked.
         """
         for seq in first.request.sequences[1:]:
             if seq.status is not SequenceStatus.WAITING or seq.num_tokens == seq.num_prompt_tokens:
                 continue
             self._waiting.remove(seq)
-            # Not what the prefix cache has, unless they must: that may be other blocks than those of the first.
+            # Take the blocks of the first beam: the prefix cache may hold other blocks for the same tokens.
             if self._kv.can_fork(first, seq.num_prompt_tokens):
                 self._kv.fork(first, seq, seq.num_prompt_tokens)
             else:

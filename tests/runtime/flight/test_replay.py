@@ -15,7 +15,7 @@ from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.flight.recording import Arrival, Beams, Recording, Snapshot, Step, Withdrawal
 from fastgen.runtime.flight.recording_file import read_recording, write_recording
 from fastgen.runtime.flight.replay import first_difference, replay
-from fastgen.runtime.scheduling import spreading
+from fastgen.runtime.scheduling import staggering
 from fastgen.runtime.scheduling.policies import POLICIES, choose_policy, make_policy, policy_name
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
 from fastgen.runtime.scheduling.policies.time_budget import TimeBudgetSplitFuse
@@ -211,7 +211,7 @@ def test_a_chat_that_goes_on_finds_its_own_answer() -> None:
 def test_a_ring_that_wrapped_is_replayed_from_a_snapshot(
     seed: int, starts_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spreading, "STARTS_FROM", starts_from)
+    monkeypatch.setattr(staggering, "STARTS_FROM", starts_from)
     history = random_history(random.Random(seed), **options(seed))
     history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_steps=40)
     history.live(150)

@@ -1,5 +1,10 @@
 // attention(N=4, K=4, D=64, DV=64, P=16, dtype=bf16, pairs=True, v_in_k=False, window=2047, scale=0.125, arch=avx512bf16) for cpp
 
+#define FASTGEN_LANES 16
+#define FASTGEN_HAS_DOT4 1  // sums of four products of bytes
+#define FASTGEN_HAS_BF16_DOT 1  // sums of two products of bf16
+#define FASTGEN_BF16_DOT 1
+// Numbers of 16 bits.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -27,6 +32,53 @@ using fp16 = __fp16;  // the other name is known to g++ for Arm from 13 on, to c
 using fp16 = _Float16;
 #endif
 
+enum Bias { NONE, PLAIN, SCALED };  // the scores' scale multiplies the bias too where it is SCALED
+
+using T = bf16;  // of keys and values in the cache; queries and results are fp32
+constexpr int64_t N = 4, K = 4, D = 64, DV = 64, P = 16;
+constexpr int64_t WINDOW = 2047;  // positions that a query sees, its own included; 0 where it sees all
+constexpr bool VALUES_IN_KEYS = false;
+constexpr Bias ALIBI = NONE;
+constexpr bool ALIBI_IN_BF16 = false;
+constexpr double SOFTCAP = 0;  // 0 where scores are not capped
+constexpr double SCALE = 0.125;
+// What a thread does of an attention: all segments of a task, or one of them.
+// What one tile of keys comes to for some rows: scores, weights, sums of values.
+// Where keys and values of one tile lie, and how they are read.
+// Causal attention of a ragged batch over a paged cache, in one pass with a running maximum (Milakov and Gimelshein,
+// 2018).
+//
+//   N query heads, K KV heads, G = N / K query heads that read one KV head; D features of a key, DV of a value
+//   P       tokens in a block. A block holds its keys as [K][D][P], so that a vector of keys gives a vector of scores,
+//           and its values as [K][P][DV], or the values are the first DV features of the keys
+//   row     one query head of one token; rows that are computed together share what is loaded of keys and values
+//   tile    TILE keys, from a multiple of TILE on: GROUPS vectors of scores, which a few rows have registers for
+//   segment SEGMENT keys, from a multiple of SEGMENT on
+//   pair    with BF16_DOT: two features of a key, or two keys of a value's feature, in the 32 bits of a lane; queries and
+//           weights are rounded to bf16 too, and two products are added at once
+//
+// A segment's tiles are folded in order, and so are a row's segments: its result depends neither on which other rows
+// there are nor on who computed which segment.
+#include <algorithm>
+#include <vector>
+
+// How a kernel spreads its work over the pool of thread_pool.h, which is loaded before any kernel that uses it.
+#include <cstdint>
+#include <type_traits>
+
+extern "C" void fastgen_parallel_for(void (*run)(void* job, int64_t chunk), void* job, int64_t num_chunks);
+extern "C" int fastgen_num_threads();
+
+// Calls work(chunk) for every chunk below num_chunks, each on any thread, in any order.
+template <class Work>
+static void parallel_for(int64_t num_chunks, Work&& work) {
+    using Plain = std::remove_reference_t<Work>;
+    fastgen_parallel_for([](void* job, int64_t chunk) { (*static_cast<Plain*>(job))(chunk); }, &work, num_chunks);
+}
+// Functions of f32v that the C library has for single numbers only, within 2 units in the last place where the result is
+// not tiny.
+// Vectors of LANES 32-bit numbers, in the compiler's own vector types; an instruction is named only where there is no
+// other way to say what is meant. The template defines FASTGEN_LANES and FASTGEN_HAS_… by its instruction set.
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -36,7 +88,13 @@ using fp16 = _Float16;
 #include <arm_neon.h>
 #endif
 
-constexpr int LANES = 16;
+#ifndef FASTGEN_LANES  // the template has not chosen an instruction set, as when an editor reads this file
+#define FASTGEN_LANES 4
+#define FASTGEN_HAS_DOT4 0
+#define FASTGEN_HAS_BF16_DOT 0
+#endif
+
+constexpr int LANES = FASTGEN_LANES;
 typedef float f32v __attribute__((vector_size(4 * LANES)));
 typedef int32_t i32v __attribute__((vector_size(4 * LANES)));
 typedef uint32_t u32v __attribute__((vector_size(4 * LANES)));
@@ -61,20 +119,53 @@ INLINE To bits_of(From v) {
     std::memcpy(&to, &v, sizeof to);
     return to;
 }
-INLINE f32v all_lanes(float s) { return f32v{s, s, s, s, s, s, s, s, s, s, s, s, s, s, s, s}; }
-INLINE i32v all_lanes(int32_t s) { return i32v{s, s, s, s, s, s, s, s, s, s, s, s, s, s, s, s}; }
+
+// EACH_LANE(of) is of(0), of(1) and so on, one for each lane.
+#if FASTGEN_LANES == 16
+#define EACH_LANE(of) \
+    of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7), of(8), of(9), of(10), of(11), of(12), of(13), of(14), of(15)
+#elif FASTGEN_LANES == 8
+#define EACH_LANE(of) of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)
+#else
+#define EACH_LANE(of) of(0), of(1), of(2), of(3)
+#endif
+#define LANE_NUMBER(lane) lane
+constexpr i32v LANE = {EACH_LANE(LANE_NUMBER)};
+
+#define SAME(lane) s
+INLINE f32v all_lanes(float s) { return f32v{EACH_LANE(SAME)}; }
+INLINE i32v all_lanes(int32_t s) { return i32v{EACH_LANE(SAME)}; }
+#undef SAME
 INLINE f32v to_float(i32v v) { return __builtin_convertvector(v, f32v); }
 
 // a * b + c, rounded once where the machine can.
 INLINE f32v fma(f32v a, f32v b, f32v c) {
+#if FASTGEN_LANES == 16
     return _mm512_fmadd_ps(a, b, c);
+#elif FASTGEN_LANES == 8
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
 }
 
 // LANES numbers in fp16 widened, exactly.
 INLINE f32v widen_fp16(const void* from) {
+#if FASTGEN_LANES == 16
     return _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from));
+#elif FASTGEN_LANES == 8
+    return _mm256_cvtph_ps(load<__m128i>(from));
+#else
+    const u32v half = __builtin_convertvector(load<u16v>(from), u32v);
+    const u32v magnitude = bits_of<u32v>(bits_of<f32v>((half & 0x7fffu) << 13) * all_lanes(0x1p112f));
+    const u32v not_finite = u32v((half & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+    return bits_of<f32v>(magnitude | not_finite | (half & 0x8000u) << 16);
+#endif
 }
 
+#if FASTGEN_HAS_BF16_DOT
 // LANES numbers rounded to bf16: to the nearest, ties to even.
 INLINE u16v narrow_to_bf16(f32v v) { return bits_of<u16v>(_mm512_cvtneps_pbh(v)); }
 
@@ -95,14 +186,44 @@ INLINE f32v dot2(f32v a, f32v b, f32v sum) {
     return _mm512_dpbf16_ps(sum, bits_of<__m512bh>(a), bits_of<__m512bh>(b));
 }
 
+#endif
 // LANES signed bytes as 32-bit numbers.
 INLINE i32v widen_i8(const void* from) {
+#if FASTGEN_LANES == 16
     return i32v(_mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(from)));
+#elif FASTGEN_LANES == 8
+    return i32v(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+#else
+    return __builtin_convertvector(load<i8v>(from), i32v);
+#endif
 }
 
 // Adds to each lane of sum the products of its four unsigned bytes in w with the four signed ones in x.
 INLINE i32v dot4(i32v sum, u32v w, int32_t x) {
+#if FASTGEN_HAS_DOT4
     return i32v(_mm512_dpbusd_epi32(__m512i(sum), __m512i(w), __m512i(all_lanes(x))));
+#elif FASTGEN_LANES > 4
+    // In 16 bits: bytes 0 and 2 of a lane, then bytes 1 and 3. The compiler shares each half among its uses.
+    typedef int16_t i16v __attribute__((vector_size(4 * LANES)));
+    typedef uint16_t pairs __attribute__((vector_size(4 * LANES)));
+    const i16v x_all = i16v(all_lanes(x));
+    const i16v x_even = i16v(pairs(x_all) << 8) >> 8, x_odd = x_all >> 8;
+    const pairs w_even = pairs(w) & 0xff, w_odd = pairs(w) >> 8;
+#if FASTGEN_LANES == 16
+    const u32v even = u32v(_mm512_madd_epi16(__m512i(w_even), __m512i(x_even)));
+    const u32v odd = u32v(_mm512_madd_epi16(__m512i(w_odd), __m512i(x_odd)));
+#else
+    const u32v even = u32v(_mm256_madd_epi16(__m256i(w_even), __m256i(x_even)));
+    const u32v odd = u32v(_mm256_madd_epi16(__m256i(w_odd), __m256i(x_odd)));
+#endif
+    return i32v(u32v(sum) + even + odd);
+#else
+    u32v total = u32v(sum);
+    for (int byte = 0; byte < 4; ++byte) {
+        total += (w >> (8 * byte) & 0xffu) * uint32_t(int32_t(int8_t(uint32_t(x) >> (8 * byte))));
+    }
+    return i32v(total);
+#endif
 }
 
 // Moves the cache line at an address towards the core, as far as its second level.
@@ -113,44 +234,32 @@ INLINE const uint8_t* again(const uint8_t* address) {
     asm volatile("" : "+r"(address));
     return address;
 }
-extern "C" void fastgen_parallel_for(void (*run)(void* job, int64_t chunk), void* job, int64_t num_chunks);
-extern "C" int fastgen_num_threads();
 
-// Calls work(chunk) for every chunk below num_chunks, each on any thread, in any order.
-template <class Work>
-static void parallel_for(int64_t num_chunks, Work&& work) {
-    using Plain = std::remove_reference_t<Work>;
-    fastgen_parallel_for([](void* job, int64_t chunk) { (*static_cast<Plain*>(job))(chunk); }, &work, num_chunks);
-}
 constexpr float INFINITE = __builtin_inff();
 
 INLINE f32v select(i32v which, f32v yes, f32v no) { return which ? yes : no; }
 INLINE f32v larger(f32v a, f32v b) { return select(a > b, a, b); }  // b where one is no number
 INLINE f32v magnitude(f32v x) { return bits_of<f32v>(bits_of<u32v>(x) & 0x7fffffffu); }
 
+// The same numbers, those of lane i + BY in lane i.
+template <int BY>
+INLINE f32v rotated(f32v v) {
+#define SOURCE_LANE(lane) (lane + BY) % LANES
+#if defined(__clang__)
+    return __builtin_shufflevector(v, v, EACH_LANE(SOURCE_LANE));
+#else
+    return __builtin_shuffle(v, i32v{EACH_LANE(SOURCE_LANE)});
+#endif
+#undef SOURCE_LANE
+}
+
 // Sums and maxima over the lanes, by halves: one order, whatever the compiler.
 template <class Combine>
 INLINE float over_lanes(f32v v, Combine combine) {
-#if defined(__clang__)
-    v = combine(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-#else
-    v = combine(v, __builtin_shuffle(v, i32v{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-#endif
-#if defined(__clang__)
-    v = combine(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3));
-#else
-    v = combine(v, __builtin_shuffle(v, i32v{4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3}));
-#endif
-#if defined(__clang__)
-    v = combine(v, __builtin_shufflevector(v, v, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1));
-#else
-    v = combine(v, __builtin_shuffle(v, i32v{2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1}));
-#endif
-#if defined(__clang__)
-    v = combine(v, __builtin_shufflevector(v, v, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0));
-#else
-    v = combine(v, __builtin_shuffle(v, i32v{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0}));
-#endif
+    if constexpr (LANES > 8) v = combine(v, rotated<8>(v));
+    if constexpr (LANES > 4) v = combine(v, rotated<4>(v));
+    v = combine(v, rotated<2>(v));
+    v = combine(v, rotated<1>(v));
     return v[0];
 }
 INLINE float sum_of(f32v v) { return over_lanes(v, [](f32v a, f32v b) { return a + b; }); }
@@ -219,41 +328,38 @@ INLINE void store_some(float* to, f32v v, int64_t count) {
     if (count >= LANES) return store(to, v);
     std::memcpy(to, &v, count * sizeof(float));
 }
-#include <algorithm>
-#include <vector>
 
-// Causal attention of a ragged batch over a paged cache, in one pass with a running maximum (Milakov and Gimelshein,
-// 2018).
-//
-//   N query heads, K KV heads, G = N / K query heads that read one KV head; D features of a key, DV of a value
-//   P       tokens in a block. A block holds its keys as [K][D][P], so that a vector of keys gives a vector of scores,
-//           and its values as [K][P][DV]
-//   row     one query head of one token; rows that are computed together share what is loaded of keys and values
-//   tile    TILE keys, from a multiple of TILE on: GROUPS vectors of scores, which a few rows have registers for
-//   segment SEGMENT keys, from a multiple of SEGMENT on
-//   pair    two features of a key, or two keys of a value's feature, in the 32 bits of a lane; queries and weights are
-//           rounded to bf16 too, and two products are added at once
-//
-// A segment's tiles are folded in order, and so are a row's segments: its result depends neither on which other rows
-// there are nor on who computed which segment.
-constexpr int64_t N = 4, K = 4, G = N / K, D = 64, DV = 64, P = 16;
+#ifndef FASTGEN_BF16_DOT  // as an editor reads this file
+#define FASTGEN_BF16_DOT 0
+enum Bias { NONE, PLAIN, SCALED };
+using T = bf16;
+constexpr int64_t N = 8, K = 2, D = 64, DV = 64, P = 16;
+constexpr int64_t WINDOW = 0;  // positions that a query sees, its own included; 0 where it sees all
+constexpr bool VALUES_IN_KEYS = false;
+constexpr Bias ALIBI = NONE;
+constexpr bool ALIBI_IN_BF16 = false;
+constexpr double SOFTCAP = 0;  // 0 where scores are not capped
+constexpr double SCALE = 0.125;
+#endif
+
+constexpr int64_t G = N / K;
 constexpr int GROUPS = 4, TILE = GROUPS * LANES;
-constexpr int STEP = 2;  // products that are added at once
+constexpr bool BF16_DOT = FASTGEN_BF16_DOT;
+constexpr int STEP = BF16_DOT ? 2 : 1;  // products that are added at once
 constexpr int64_t SEGMENT = 8 * TILE;
-constexpr int MAX_ROWS = 6;  // with GROUPS vectors each they fit into the registers
+constexpr int MAX_ROWS = LANES == 16 ? 6 : LANES == 8 ? 2 : 4;  // with GROUPS vectors each they fit into the registers
 constexpr int MAX_TASK_ROWS = 8 * MAX_ROWS;
-
-using T = bf16;  // of keys and values in the cache; queries and results are fp32
 
 namespace {
 
 struct Batch {
     const float* q;  // [tokens][N][D], tokens q_stride apart
     const T* k_cache;
-    const T* v_cache;
+    const T* v_cache;  // unused where VALUES_IN_KEYS
     const int32_t* block_tables;  // [sequences][max_blocks]
     const int32_t* cu_seqlens_q;
     const int32_t* seq_lens;
+    const float* slopes;  // [N], unused without ALIBI
     float* out;  // [tokens][N][DV]
     int64_t max_blocks, q_stride;
 };
@@ -272,28 +378,32 @@ struct Task {
     int64_t position(int64_t r) const { return seq_len - num_new + token(r); }
     int64_t end() const { return position(num_rows - 1) + 1; }
     int64_t first_key(int64_t r) const {
-        return std::max<int64_t>(0, position(r) - 2046);
+        return WINDOW == 0 ? 0 : std::max<int64_t>(0, position(r) - (WINDOW - 1));
     }
     int64_t first_segment() const { return first_key(0) / SEGMENT; }
     int64_t num_segments() const { return (end() - 1) / SEGMENT + 1 - first_segment(); }
 };
 
+}  // namespace
+
+namespace {
+
 constexpr int DV_VECTORS = (DV + LANES - 1) / LANES, DV_LANES = DV_VECTORS * LANES;
 constexpr bool WHOLE_VECTORS = P % LANES == 0;  // of keys and of values in the blocks
 
-// Whether a tile's keys and values can be used where they lie. Where not, or where many parts of rows would each interleave
-// them, they are first brought together, as pairs.
-constexpr bool CAN_USE_IN_PLACE = WHOLE_VECTORS && true;
+// Whether a tile's keys and values can be used where they lie. Where not, or where many parts of rows would each widen or
+// interleave them, they are first brought together, as floats or as pairs.
+constexpr bool CAN_USE_IN_PLACE = WHOLE_VECTORS && !VALUES_IN_KEYS;
 
 // Where a tile's keys and values lie in the cache.
 struct Place {
     int64_t first, num_keys;
     const T* k[GROUPS];  // LANES keys, features P apart
-    const T* v[GROUPS];  // LANES values, DV apart
+    const T* v[GROUPS] = {};  // LANES values, DV apart; unused where VALUES_IN_KEYS
 };
 
 // Where a tile's keys and values are brought together.
-using Brought = uint32_t;
+using Brought = std::conditional_t<BF16_DOT, uint32_t, float>;
 struct Buffers {
     Brought k[D / STEP * TILE];         // [D / STEP][TILE]
     Brought v[TILE / STEP * DV_LANES];  // [TILE / STEP][DV_LANES]
@@ -309,12 +419,13 @@ struct Tile {
     const E* v[GROUPS];
 };
 
+#if FASTGEN_BF16_DOT
 // Two vectors' numbers in turn.
 INLINE f32v interleave(u16v even, u16v odd) {
     const __m512i both = _mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(__m256i(even)), __m256i(odd), 1);
     const __m512i order = _mm512_set_epi16(
-31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0
-    );
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
+        17, 1, 16, 0);
     return bits_of<f32v>(_mm512_maskz_permutexvar_epi16(0xffffffffu, order, both));
 }
 
@@ -339,7 +450,7 @@ INLINE u16v features_of(const T* value, int64_t first, bool seen) {
 // Whether key i of the tile is one that the task's rows may see.
 template <class E>
 INLINE bool is_seen(const Tile<E>& tile, int64_t i) {
-    return i < tile.num_keys && i >= tile.first_seen;
+    return i < tile.num_keys && (WINDOW == 0 || i >= tile.first_seen);
 }
 
 // Features from `first` on of values i and i + 1 of a group.
@@ -351,6 +462,38 @@ INLINE f32v values_of(const Tile<T>& tile, int g, int64_t i, int64_t first) {
 INLINE f32v values_of(const Tile<Brought>& tile, int g, int64_t i, int64_t first) {
     return load<f32v>(tile.v[g] + i / 2 * tile.v_stride + first);
 }
+#else
+INLINE f32v widen(const float* from) { return load<f32v>(from); }
+INLINE f32v widen(const fp16* from) { return widen_fp16(from); }
+#if FASTGEN_LANES == 16
+INLINE f32v widen(const bf16* from) {  // in one instruction, into the upper halves
+    const __m512i halves = _mm512_castsi256_si512(load<__m256i>(from));
+    const __m512i order = _mm512_set_epi16(
+        15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7, 0, 6, 0, 5, 0, 4, 0, 3, 0, 2, 0, 1, 0, 0, 0);
+    return bits_of<f32v>(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, order, halves));
+}
+#else
+INLINE f32v widen(const bf16* from) { return bits_of<f32v>(__builtin_convertvector(load<u16v>(from), u32v) << 16); }
+#endif
+
+// Values from feature `first` on, zeros behind the last; nothing behind the last is touched.
+template <class E>
+INLINE f32v widen_value(const E* value, int64_t first) {
+    if (DV % LANES == 0 || first + LANES <= DV) return widen(value + first);
+    E some[LANES] = {};
+    std::memcpy(some, value + first, DV % LANES * sizeof(E));
+    return widen(some);
+}
+
+template <class E>
+INLINE f32v keys_of(const Tile<E>& tile, int g, int64_t d) {
+    return widen(tile.k[g] + d * tile.k_stride);
+}
+template <class E>
+INLINE f32v values_of(const Tile<E>& tile, int g, int64_t i, int64_t first) {
+    return widen_value(tile.v[g] + i * tile.v_stride, first);
+}
+#endif
 
 INLINE int64_t block_of(const Batch& batch, const Task& task, int64_t position) {
     return batch.block_tables[task.sequence * batch.max_blocks + position / P];
@@ -366,13 +509,13 @@ INLINE Place find(const Batch& batch, const Task& task, int64_t head, int64_t fi
         const int64_t position = first + g * LANES < end ? first + g * LANES : first;
         const int64_t block = block_of(batch, task, position) * K + head;
         place.k[g] = batch.k_cache + block * D * P + position % P;
-        place.v[g] = batch.v_cache + (block * P + position % P) * DV;
+        if (!VALUES_IN_KEYS) place.v[g] = batch.v_cache + (block * P + position % P) * DV;
     }
     return place;
 }
 
 INLINE int64_t first_seen(const Task& task, const Place& place) {
-    return std::max<int64_t>(0, task.first_key(0) - place.first);
+    return WINDOW == 0 ? 0 : std::max<int64_t>(0, task.first_key(0) - place.first);
 }
 
 INLINE Tile<T> in_place(const Task& task, const Place& place) {
@@ -388,6 +531,7 @@ Tile<Brought> bring_together(const Batch& batch, const Task& task, int64_t head,
         tile.k[g] = buffers.k + g * LANES;
         tile.v[g] = buffers.v + g * LANES / STEP * DV_LANES;
     }
+#if FASTGEN_BF16_DOT
     Tile<T> stored = in_place(task, place);
     for (int64_t d = 0; WHOLE_VECTORS && d < D; d += 2) {
         for (int g = 0; g < GROUPS; ++g) store(buffers.k + d / 2 * TILE + g * LANES, keys_of(stored, g, d));
@@ -407,6 +551,25 @@ Tile<Brought> bring_together(const Batch& batch, const Task& task, int64_t head,
                                                                features_of(value[1], d, is_seen(tile, even + 1))));
         }
     }
+#else
+    for (int64_t d = 0; WHOLE_VECTORS && d < D; ++d) {
+        for (int g = 0; g < GROUPS; ++g) store(buffers.k + d * TILE + g * LANES, widen(place.k[g] + d * P));
+    }
+    for (int64_t i = 0; i < place.num_keys; ++i) {
+        const int64_t position = place.first + i, block = block_of(batch, task, position) * K + head;
+        const T* key = batch.k_cache + block * D * P + position % P;
+        for (int64_t d = 0; !WHOLE_VECTORS && d < D; ++d) buffers.k[d * TILE + i] = float(key[d * P]);
+        if (VALUES_IN_KEYS) continue;
+        const T* value = batch.v_cache + (block * P + position % P) * DV;
+        for (int64_t d = 0; d < DV_LANES; d += LANES) store(buffers.v + i * DV_LANES + d, widen_value(value, d));
+    }
+    for (int64_t d0 = 0; VALUES_IN_KEYS && d0 < DV; d0 += LANES) {  // few at a time, which stay in the first cache
+        const int64_t end = std::min<int64_t>(DV, d0 + LANES);
+        for (int64_t i = 0; i < place.num_keys; ++i) {
+            for (int64_t d = d0; d < end; ++d) buffers.v[i * DV_LANES + d] = buffers.k[d * TILE + i];
+        }
+    }
+#endif
     return tile;
 }
 
@@ -415,6 +578,9 @@ INLINE void ask_for(const T* address, int count) {
     for (int i = 0; i < count; i += 64 / sizeof(T)) prefetch(address + i);
 }
 
+}  // namespace
+
+namespace {
 
 // What some keys come to for a row: `best` the largest logarithm, to base 2, of a weight; `total`, lane by lane, the
 // sum of 2^(logarithm - best); `mixed` the sum of 2^(logarithm - best) * value.
@@ -431,9 +597,9 @@ struct State {
 };
 
 struct Scratch {
-    alignas(64) float q[MAX_TASK_ROWS][D];  // in pairs; as states: row r of head h of the task is h * num_rows + r
+    alignas(64) float q[MAX_TASK_ROWS][D];  // as states: row r of head h of the task is h * num_rows + r
     State all[MAX_TASK_ROWS], segment[MAX_TASK_ROWS];
-    alignas(64) float weights[MAX_TASK_ROWS][TILE];  // dot products at first; in the end pairs
+    alignas(64) float weights[MAX_TASK_ROWS][TILE];  // dot products at first; in the end pairs with BF16_DOT
     float keep[MAX_TASK_ROWS + LANES];
     Buffers buffers;
 };
@@ -464,6 +630,20 @@ INLINE f32v power_of_2(f32v x) {
 // To subtract from logarithms: where all is masked so far, weights are 2 to the minus infinity.
 INLINE float finite(float best) { return best == -INFINITE ? 0.0f : best; }
 
+INLINE f32v to_bf16(f32v x) {  // to the nearest, ties to even
+    const u32v bits = bits_of<u32v>(x);
+    return bits_of<f32v>((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
+}
+
+// a * b + sum, or with BF16_DOT the sum of the two products of each lane.
+INLINE f32v multiply_add(f32v a, f32v b, f32v sum) {
+#if FASTGEN_BF16_DOT
+    return dot2(a, b, sum);
+#else
+    return fma(a, b, sum);
+#endif
+}
+
 // Dot products of R queries with the keys of a tile's first C vectors. Meanwhile the next tile's keys are asked for.
 template <int R, int C, class E>
 void dot(const float (*q)[D], const Tile<E>& tile, const Place* next, float (*products)[TILE]) {
@@ -476,7 +656,7 @@ void dot(const float (*q)[D], const Tile<E>& tile, const Place* next, float (*pr
             for (int g = 0; g < GROUPS; ++g) prefetch(next->k[g] + asked * P);
         }
         for (int r = 0; r < R; ++r) {
-            for (int c = 0; c < C; ++c) sum[r][c] = dot2(all_lanes(q[r][d / STEP]), keys[c], sum[r][c]);
+            for (int c = 0; c < C; ++c) sum[r][c] = multiply_add(all_lanes(q[r][d / STEP]), keys[c], sum[r][c]);
         }
     }
     for (int r = 0; r < R; ++r) {
@@ -484,17 +664,34 @@ void dot(const float (*q)[D], const Tile<E>& tile, const Place* next, float (*pr
     }
 }
 
-// Times a score this is a weight's logarithm to base 2. A dot product is a score.
-constexpr float LOG2_OF_SCORE = 0.18033688011112042;
+// Whether dot products become scores by more than the scale, which else is part of LOG2_OF_SCORE.
+constexpr bool IS_ADJUSTED = ALIBI != NONE || SOFTCAP != 0;
+constexpr double LOG2_E = 1.4426950408889634;
+// Times a score this is a weight's logarithm to base 2.
+constexpr float LOG2_OF_SCORE = IS_ADJUSTED ? LOG2_E : SCALE * LOG2_E;
 
-// From dot products of one row to scores: a mask.
+// From dot products of one row to scores: scale, bias and cap where there are any, and a mask.
 INLINE void finish_scores(const Batch& batch, const Task& task, int64_t head, int64_t r, int64_t first_key,
                           float* scores) {
-    const i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int g = 0; IS_ADJUSTED && g < GROUPS; ++g) {
+        f32v score = load<f32v>(scores + g * LANES);
+        if constexpr (ALIBI == NONE) {
+            score = score * all_lanes(float(SCALE));
+        } else {
+            const f32v position = to_float(LANE + int32_t(first_key + g * LANES));
+            const f32v slope = all_lanes(batch.slopes[task.query_head(head, r)]);
+            const f32v bias = ALIBI_IN_BF16 ? to_bf16(slope * to_bf16(position)) : slope * position;
+            score = ALIBI == SCALED ? (score + bias) * all_lanes(float(SCALE)) : score * all_lanes(float(SCALE)) + bias;
+        }
+        if constexpr (SOFTCAP != 0) {
+            score = all_lanes(float(SOFTCAP)) * tanh(score / all_lanes(float(SOFTCAP)));
+        }
+        store(scores + g * LANES, score);
+    }
     const int64_t last = task.position(r), first = task.first_key(r);
     if (first_key + TILE <= last + 1 && first_key >= first) return;
     for (int g = 0; g < GROUPS; ++g) {
-        const i32v position = lane + int32_t(first_key + g * LANES);
+        const i32v position = LANE + int32_t(first_key + g * LANES);
         const i32v seen = (position <= all_lanes(int32_t(last))) & (position >= all_lanes(int32_t(first)));
         store(scores + g * LANES, select(seen, load<f32v>(scores + g * LANES), all_lanes(-INFINITE)));
     }
@@ -519,9 +716,14 @@ INLINE void weigh(const Batch& batch, const Task& task, int64_t head, int64_t r0
         for (int g = 0; g < GROUPS; ++g) {
             const f32v score = load<f32v>(weights[r] + g * LANES);
             const f32v weight = power_of_2(fma(score, all_lanes(LOG2_OF_SCORE), all_lanes(-origin[r])));
+#if FASTGEN_BF16_DOT
             const u16v rounded = narrow_to_bf16(weight);
             store(weights[r] + g * LANES / 2, rounded);  // over the scores of groups that have been read
             sum += widen_bf16(rounded);  // so that values that are all alike stay what they are
+#else
+            store(weights[r] + g * LANES, weight);
+            sum += weight;
+#endif
         }
         states[r].total = states[r].total * all_lanes(keep[r]) + sum;
     }
@@ -539,15 +741,16 @@ INLINE void mix_some(const float (*weights)[TILE], const float* keep, const Tile
     for (int64_t i = 0; i < LANES; i += STEP) {
         for (int g = 0; g < GROUPS; ++g) {
             if (g * LANES + i >= tile.num_keys) break;
-            if (g * LANES + i + STEP <= tile.first_seen) continue;  // 0 times what is no number would be none
+            // 0 times what is no number would be none.
+            if (WINDOW > 0 && g * LANES + i + STEP <= tile.first_seen) continue;
             f32v values[C];
             for (int c = 0; c < C; ++c) values[c] = values_of(tile, g, i, first + c * LANES);
-            for (int64_t asked = i; next && asked < i + STEP; ++asked) {
+            for (int64_t asked = i; !VALUES_IN_KEYS && next && asked < i + STEP; ++asked) {
                 ask_for(next->v[g] + asked * DV + first, C * LANES);
             }
             for (int r = 0; r < R; ++r) {
                 const f32v weight = all_lanes(weights[r][(g * LANES + i) / STEP]);
-                for (int c = 0; c < C; ++c) sum[r][c] = dot2(weight, values[c], sum[r][c]);
+                for (int c = 0; c < C; ++c) sum[r][c] = multiply_add(weight, values[c], sum[r][c]);
             }
         }
     }
@@ -623,12 +826,20 @@ void attend_tile(const Batch& batch, const Task& task, int64_t head, const float
     }
 }
 
+}  // namespace
+
+namespace {
+
 void load_queries(const Batch& batch, const Task& task, Scratch& scratch) {
     const float* first = batch.q + batch.cu_seqlens_q[task.sequence] * batch.q_stride;
     for (int64_t i = 0; i < task.size(); ++i) {
         const int64_t head = task.first_head + i / task.num_rows, r = i % task.num_rows;
         const float* q = first + task.token(r) * batch.q_stride + task.query_head(head, r) * D;
+#if FASTGEN_BF16_DOT
         narrow_to_bf16(q, D, scratch.q[i]);
+#else
+        std::memcpy(scratch.q[i], q, D * sizeof(float));
+#endif
     }
 }
 
@@ -730,7 +941,7 @@ extern "C" void attention_n4_k4_d64_dv64_p16_bf16_pairs_window2047_scale0_125_av
     int64_t max_blocks,
     int64_t q_stride) {
     const Batch batch = {q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens,
-out, max_blocks, q_stride};
+                         nullptr, out, max_blocks, q_stride};
     static thread_local std::vector<Task> tasks;
     static thread_local std::vector<Piece> pieces;
     static thread_local std::vector<State> states;

@@ -1,5 +1,6 @@
 // embedding(format=bf16, packed=False, resolve=False, offset=0, added=True, row_scaled=False) for cpp
 
+// Numbers of 16 bits.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -26,8 +27,11 @@ using fp16 = __fp16;  // the other name is known to g++ for Arm from 13 on, to c
 #else
 using fp16 = _Float16;
 #endif
-
 #include <type_traits>
+// How a kernel spreads its work over the pool of thread_pool.h, which is loaded before any kernel that uses it.
+#include <cstdint>
+#include <type_traits>
+
 extern "C" void fastgen_parallel_for(void (*run)(void* job, int64_t chunk), void* job, int64_t num_chunks);
 extern "C" int fastgen_num_threads();
 

@@ -1,5 +1,29 @@
 // sampling(slice=32768, max_slices=64, arch=avx512bf16, not_finite=1, nothing_left=2) for cpp
 
+#define FASTGEN_LANES 16
+#define FASTGEN_HAS_DOT4 1  // sums of four products of bytes
+#define FASTGEN_HAS_BF16_DOT 1  // sums of two products of bf16
+#define FASTGEN_SLICE 32768
+#define FASTGEN_MAX_SLICES 64
+#define FASTGEN_NOT_FINITE 1
+#define FASTGEN_NOTHING_LEFT 2
+// A token for each row of logits.
+//
+//   scan    is the row sound; its largest score                 all that a greedy row takes, in one read
+//   adjust  a copy, where lists or a mask say so; scanned again
+//   cut     the lowest score that top-k and top-p keep          by parting a list around pivots; nothing is sorted
+//   draw    the largest of score and noise, of what is kept     noise only where it can still win
+//
+// Threads take rows; or the slices of a row, where there are few rows. What slices found is put together in their
+// order, so that no result depends on which it was, or on other rows.
+#include <atomic>
+
+// Which scores top-k and top-p keep, without sorting.
+// Random numbers that depend on a counter alone, and Gumbel noise of them.
+// Functions of f32v that the C library has for single numbers only, within 2 units in the last place where the result is
+// not tiny.
+// Vectors of LANES 32-bit numbers, in the compiler's own vector types; an instruction is named only where there is no
+// other way to say what is meant. The template defines FASTGEN_LANES and FASTGEN_HAS_… by its instruction set.
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -9,7 +33,13 @@
 #include <arm_neon.h>
 #endif
 
-constexpr int LANES = 16;
+#ifndef FASTGEN_LANES  // the template has not chosen an instruction set, as when an editor reads this file
+#define FASTGEN_LANES 4
+#define FASTGEN_HAS_DOT4 0
+#define FASTGEN_HAS_BF16_DOT 0
+#endif
+
+constexpr int LANES = FASTGEN_LANES;
 typedef float f32v __attribute__((vector_size(4 * LANES)));
 typedef int32_t i32v __attribute__((vector_size(4 * LANES)));
 typedef uint32_t u32v __attribute__((vector_size(4 * LANES)));
@@ -34,20 +64,53 @@ INLINE To bits_of(From v) {
     std::memcpy(&to, &v, sizeof to);
     return to;
 }
-INLINE f32v all_lanes(float s) { return f32v{s, s, s, s, s, s, s, s, s, s, s, s, s, s, s, s}; }
-INLINE i32v all_lanes(int32_t s) { return i32v{s, s, s, s, s, s, s, s, s, s, s, s, s, s, s, s}; }
+
+// EACH_LANE(of) is of(0), of(1) and so on, one for each lane.
+#if FASTGEN_LANES == 16
+#define EACH_LANE(of) \
+    of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7), of(8), of(9), of(10), of(11), of(12), of(13), of(14), of(15)
+#elif FASTGEN_LANES == 8
+#define EACH_LANE(of) of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)
+#else
+#define EACH_LANE(of) of(0), of(1), of(2), of(3)
+#endif
+#define LANE_NUMBER(lane) lane
+constexpr i32v LANE = {EACH_LANE(LANE_NUMBER)};
+
+#define SAME(lane) s
+INLINE f32v all_lanes(float s) { return f32v{EACH_LANE(SAME)}; }
+INLINE i32v all_lanes(int32_t s) { return i32v{EACH_LANE(SAME)}; }
+#undef SAME
 INLINE f32v to_float(i32v v) { return __builtin_convertvector(v, f32v); }
 
 // a * b + c, rounded once where the machine can.
 INLINE f32v fma(f32v a, f32v b, f32v c) {
+#if FASTGEN_LANES == 16
     return _mm512_fmadd_ps(a, b, c);
+#elif FASTGEN_LANES == 8
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
 }
 
 // LANES numbers in fp16 widened, exactly.
 INLINE f32v widen_fp16(const void* from) {
+#if FASTGEN_LANES == 16
     return _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from));
+#elif FASTGEN_LANES == 8
+    return _mm256_cvtph_ps(load<__m128i>(from));
+#else
+    const u32v half = __builtin_convertvector(load<u16v>(from), u32v);
+    const u32v magnitude = bits_of<u32v>(bits_of<f32v>((half & 0x7fffu) << 13) * all_lanes(0x1p112f));
+    const u32v not_finite = u32v((half & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+    return bits_of<f32v>(magnitude | not_finite | (half & 0x8000u) << 16);
+#endif
 }
 
+#if FASTGEN_HAS_BF16_DOT
 // LANES numbers rounded to bf16: to the nearest, ties to even.
 INLINE u16v narrow_to_bf16(f32v v) { return bits_of<u16v>(_mm512_cvtneps_pbh(v)); }
 
@@ -68,14 +131,44 @@ INLINE f32v dot2(f32v a, f32v b, f32v sum) {
     return _mm512_dpbf16_ps(sum, bits_of<__m512bh>(a), bits_of<__m512bh>(b));
 }
 
+#endif
 // LANES signed bytes as 32-bit numbers.
 INLINE i32v widen_i8(const void* from) {
+#if FASTGEN_LANES == 16
     return i32v(_mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(from)));
+#elif FASTGEN_LANES == 8
+    return i32v(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+#else
+    return __builtin_convertvector(load<i8v>(from), i32v);
+#endif
 }
 
 // Adds to each lane of sum the products of its four unsigned bytes in w with the four signed ones in x.
 INLINE i32v dot4(i32v sum, u32v w, int32_t x) {
+#if FASTGEN_HAS_DOT4
     return i32v(_mm512_dpbusd_epi32(__m512i(sum), __m512i(w), __m512i(all_lanes(x))));
+#elif FASTGEN_LANES > 4
+    // In 16 bits: bytes 0 and 2 of a lane, then bytes 1 and 3. The compiler shares each half among its uses.
+    typedef int16_t i16v __attribute__((vector_size(4 * LANES)));
+    typedef uint16_t pairs __attribute__((vector_size(4 * LANES)));
+    const i16v x_all = i16v(all_lanes(x));
+    const i16v x_even = i16v(pairs(x_all) << 8) >> 8, x_odd = x_all >> 8;
+    const pairs w_even = pairs(w) & 0xff, w_odd = pairs(w) >> 8;
+#if FASTGEN_LANES == 16
+    const u32v even = u32v(_mm512_madd_epi16(__m512i(w_even), __m512i(x_even)));
+    const u32v odd = u32v(_mm512_madd_epi16(__m512i(w_odd), __m512i(x_odd)));
+#else
+    const u32v even = u32v(_mm256_madd_epi16(__m256i(w_even), __m256i(x_even)));
+    const u32v odd = u32v(_mm256_madd_epi16(__m256i(w_odd), __m256i(x_odd)));
+#endif
+    return i32v(u32v(sum) + even + odd);
+#else
+    u32v total = u32v(sum);
+    for (int byte = 0; byte < 4; ++byte) {
+        total += (w >> (8 * byte) & 0xffu) * uint32_t(int32_t(int8_t(uint32_t(x) >> (8 * byte))));
+    }
+    return i32v(total);
+#endif
 }
 
 // Moves the cache line at an address towards the core, as far as its second level.
@@ -86,44 +179,32 @@ INLINE const uint8_t* again(const uint8_t* address) {
     asm volatile("" : "+r"(address));
     return address;
 }
-extern "C" void fastgen_parallel_for(void (*run)(void* job, int64_t chunk), void* job, int64_t num_chunks);
-extern "C" int fastgen_num_threads();
 
-// Calls work(chunk) for every chunk below num_chunks, each on any thread, in any order.
-template <class Work>
-static void parallel_for(int64_t num_chunks, Work&& work) {
-    using Plain = std::remove_reference_t<Work>;
-    fastgen_parallel_for([](void* job, int64_t chunk) { (*static_cast<Plain*>(job))(chunk); }, &work, num_chunks);
-}
 constexpr float INFINITE = __builtin_inff();
 
 INLINE f32v select(i32v which, f32v yes, f32v no) { return which ? yes : no; }
 INLINE f32v larger(f32v a, f32v b) { return select(a > b, a, b); }  // b where one is no number
 INLINE f32v magnitude(f32v x) { return bits_of<f32v>(bits_of<u32v>(x) & 0x7fffffffu); }
 
+// The same numbers, those of lane i + BY in lane i.
+template <int BY>
+INLINE f32v rotated(f32v v) {
+#define SOURCE_LANE(lane) (lane + BY) % LANES
+#if defined(__clang__)
+    return __builtin_shufflevector(v, v, EACH_LANE(SOURCE_LANE));
+#else
+    return __builtin_shuffle(v, i32v{EACH_LANE(SOURCE_LANE)});
+#endif
+#undef SOURCE_LANE
+}
+
 // Sums and maxima over the lanes, by halves: one order, whatever the compiler.
 template <class Combine>
 INLINE float over_lanes(f32v v, Combine combine) {
-#if defined(__clang__)
-    v = combine(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-#else
-    v = combine(v, __builtin_shuffle(v, i32v{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-#endif
-#if defined(__clang__)
-    v = combine(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3));
-#else
-    v = combine(v, __builtin_shuffle(v, i32v{4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3}));
-#endif
-#if defined(__clang__)
-    v = combine(v, __builtin_shufflevector(v, v, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1));
-#else
-    v = combine(v, __builtin_shuffle(v, i32v{2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1}));
-#endif
-#if defined(__clang__)
-    v = combine(v, __builtin_shufflevector(v, v, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0));
-#else
-    v = combine(v, __builtin_shuffle(v, i32v{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0}));
-#endif
+    if constexpr (LANES > 8) v = combine(v, rotated<8>(v));
+    if constexpr (LANES > 4) v = combine(v, rotated<4>(v));
+    v = combine(v, rotated<2>(v));
+    v = combine(v, rotated<1>(v));
     return v[0];
 }
 INLINE float sum_of(f32v v) { return over_lanes(v, [](f32v a, f32v b) { return a + b; }); }
@@ -192,27 +273,127 @@ INLINE void store_some(float* to, f32v v, int64_t count) {
     if (count >= LANES) return store(to, v);
     std::memcpy(to, &v, count * sizeof(float));
 }
-#include <algorithm>
-#include <atomic>
-#include <cmath>
 
-// A token for each row of logits.
-//
-//   scan    is the row sound; its largest score                 all that a greedy row takes, in one read
-//   adjust  a copy, where lists or a mask say so; scanned again
-//   cut     the lowest score that top-k and top-p keep          by parting a list around pivots; nothing is sorted
-//   draw    the largest of score and noise, of what is kept     noise only where it can still win
-//
-// Threads take rows; or the slices of a row, where there are few rows. What slices found is put together in their
-// order, so that no result depends on which it was, or on other rows.
+typedef uint64_t u64v __attribute__((vector_size(4 * LANES)));
+
+// x > 0 and normal: x = 2^n m with m around 1, and a polynomial (Cephes).
+INLINE f32v log(f32v x) {
+    const i32v bits = bits_of<i32v>(x);
+    f32v m = bits_of<f32v>((bits & 0x7fffff) | 0x3f000000);  // 0.5 to 1
+    f32v n = to_float((bits >> 23) - 126);
+    const i32v is_low = m < all_lanes(0.707106781f);
+    n = select(is_low, n - all_lanes(1.0f), n);
+    m = select(is_low, m + m, m) - all_lanes(1.0f);
+    const f32v square = m * m;
+    f32v p = all_lanes(7.0376836292e-2f);
+    p = fma(p, m, all_lanes(-1.1514610310e-1f));
+    p = fma(p, m, all_lanes(1.1676998740e-1f));
+    p = fma(p, m, all_lanes(-1.2420140846e-1f));
+    p = fma(p, m, all_lanes(1.4249322787e-1f));
+    p = fma(p, m, all_lanes(-1.6668057665e-1f));
+    p = fma(p, m, all_lanes(2.0000714765e-1f));
+    p = fma(p, m, all_lanes(-2.4999993993e-1f));
+    p = fma(p, m, all_lanes(3.3333331174e-1f)) * m * square;
+    p = fma(n, all_lanes(-2.12194440e-4f), p);
+    p = fma(square, all_lanes(-0.5f), p);
+    return fma(n, all_lanes(0.693359375f), m + p);
+}
+
+// Of each even-numbered 32-bit lane the whole product with a number.
+INLINE u64v product_of_even(u32v a, uint32_t b) {
+#if FASTGEN_LANES == 16
+    return u64v(_mm512_maskz_mul_epu32(0xff, __m512i(a), _mm512_set1_epi32(int32_t(b))));
+#elif FASTGEN_LANES == 8
+    return u64v(_mm256_mul_epu32(__m256i(a), _mm256_set1_epi32(int32_t(b))));
+#else
+    return (u64v(a) & 0xffffffffu) * uint64_t(b);
+#endif
+}
+INLINE void multiply(u32v a, uint32_t b, u32v& upper, u32v& lower) {
+    const u64v even = product_of_even(a, b), odd = product_of_even(u32v(u64v(a) >> 32), b);
+    upper = u32v((even >> 32) | (odd & 0xffffffff00000000u));
+    lower = u32v((even & 0xffffffffu) | (odd << 32));
+}
+
+// The lower or the upper halves of two vectors, lane by lane in turn.
+template <int FIRST>
+INLINE u32v interleave_from(u32v a, u32v b) {
+#define SOURCE_LANE(lane) (lane % 2 * LANES + FIRST + lane / 2)
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, EACH_LANE(SOURCE_LANE));
+#else
+    return __builtin_shuffle(a, b, u32v{EACH_LANE(SOURCE_LANE)});
+#endif
+#undef SOURCE_LANE
+}
+INLINE u32v interleave_lower(u32v a, u32v b) { return interleave_from<0>(a, b); }
+INLINE u32v interleave_upper(u32v a, u32v b) { return interleave_from<LANES / 2>(a, b); }
+
 namespace {
 
-constexpr int64_t SLICE = 32768;  // tokens; a whole number of BLOCKs
-constexpr int64_t MAX_SLICES = 64;
+// The random words of one drawn token: Philox4x32-10 with the seed as key and (id / 4, position, sequence index, 0) as
+// counter, whose lane id % 4 belongs to the id.
+struct Stream {
+    uint64_t seed;
+    uint32_t position, sequence_index;
+
+    // Gumbel noise -log(-log u) for the ids from 4 * quad on, u being the upper 23 bits of a word, centred.
+    void gumbel(int64_t quad, f32v noise[4]) const {
+        u32v c0 = u32v(LANE) + uint32_t(quad), c1 = u32v{} + position, c2 = u32v{} + sequence_index, c3 = {};
+        uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
+        for (int round = 0; round < 10; ++round) {
+            u32v upper0, lower0, upper1, lower1;
+            multiply(c0, 0xD2511F53u, upper0, lower0);
+            multiply(c2, 0xCD9E8D57u, upper1, lower1);
+            c0 = upper1 ^ c1 ^ key0;
+            c2 = upper0 ^ c3 ^ key1;
+            c1 = lower1;
+            c3 = lower0;
+            key0 += 0x9E3779B9u;
+            key1 += 0xBB67AE85u;
+        }
+        const u32v even[2] = {interleave_lower(c0, c2), interleave_upper(c0, c2)};
+        const u32v odd[2] = {interleave_lower(c1, c3), interleave_upper(c1, c3)};
+        for (int j = 0; j < 4; ++j) {
+            const u32v a = even[j / 2], b = odd[j / 2];
+            const u32v word = j % 2 ? interleave_upper(a, b) : interleave_lower(a, b);
+            const f32v u = (to_float(i32v(word >> 9)) + all_lanes(0.5f)) * all_lanes(0x1p-23f);
+            noise[j] = -log(-log(u));
+        }
+    }
+};
+
+}  // namespace
+// A row of scores, looked at by groups of vectors and by slices.
+#include <algorithm>
+#include <cmath>
+
+// How a kernel spreads its work over the pool of thread_pool.h, which is loaded before any kernel that uses it.
+#include <cstdint>
+#include <type_traits>
+
+extern "C" void fastgen_parallel_for(void (*run)(void* job, int64_t chunk), void* job, int64_t num_chunks);
+extern "C" int fastgen_num_threads();
+
+// Calls work(chunk) for every chunk below num_chunks, each on any thread, in any order.
+template <class Work>
+static void parallel_for(int64_t num_chunks, Work&& work) {
+    using Plain = std::remove_reference_t<Work>;
+    fastgen_parallel_for([](void* job, int64_t chunk) { (*static_cast<Plain*>(job))(chunk); }, &work, num_chunks);
+}
+
+#ifndef FASTGEN_SLICE  // as an editor reads this file
+#define FASTGEN_SLICE 32768
+#define FASTGEN_MAX_SLICES 64
+#endif
+constexpr int64_t SLICE = FASTGEN_SLICE;  // tokens; a whole number of BLOCKs
+constexpr int64_t MAX_SLICES = FASTGEN_MAX_SLICES;
 constexpr int64_t GROUP = 4 * LANES;  // tokens looked at together: as many as LANES random blocks serve
 constexpr int64_t BLOCK = 64 * LANES;  // tokens of which each lane has its maximum kept
 constexpr float LARGEST = 3.4028234663852886e38f;  // of finite numbers
 #define ALWAYS_INLINE inline __attribute__((always_inline))
+
+namespace {
 
 struct Group {
     f32v part[4];
@@ -327,89 +508,9 @@ bool scan(Row& row) {
     return is_sound;
 }
 
-typedef uint64_t u64v __attribute__((vector_size(4 * LANES)));
-constexpr i32v LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+}  // namespace
 
-// x > 0 and normal: x = 2^n m with m around 1, and a polynomial (Cephes).
-INLINE f32v log(f32v x) {
-    const i32v bits = bits_of<i32v>(x);
-    f32v m = bits_of<f32v>((bits & 0x7fffff) | 0x3f000000);  // 0.5 to 1
-    f32v n = to_float((bits >> 23) - 126);
-    const i32v is_low = m < all_lanes(0.707106781f);
-    n = select(is_low, n - all_lanes(1.0f), n);
-    m = select(is_low, m + m, m) - all_lanes(1.0f);
-    const f32v square = m * m;
-    f32v p = all_lanes(7.0376836292e-2f);
-    p = fma(p, m, all_lanes(-1.1514610310e-1f));
-    p = fma(p, m, all_lanes(1.1676998740e-1f));
-    p = fma(p, m, all_lanes(-1.2420140846e-1f));
-    p = fma(p, m, all_lanes(1.4249322787e-1f));
-    p = fma(p, m, all_lanes(-1.6668057665e-1f));
-    p = fma(p, m, all_lanes(2.0000714765e-1f));
-    p = fma(p, m, all_lanes(-2.4999993993e-1f));
-    p = fma(p, m, all_lanes(3.3333331174e-1f)) * m * square;
-    p = fma(n, all_lanes(-2.12194440e-4f), p);
-    p = fma(square, all_lanes(-0.5f), p);
-    return fma(n, all_lanes(0.693359375f), m + p);
-}
-
-// Of each even-numbered 32-bit lane the whole product with a number.
-INLINE u64v product_of_even(u32v a, uint32_t b) {
-    return u64v(_mm512_maskz_mul_epu32(0xff, __m512i(a), _mm512_set1_epi32(int32_t(b))));
-}
-INLINE void multiply(u32v a, uint32_t b, u32v& upper, u32v& lower) {
-    const u64v even = product_of_even(a, b), odd = product_of_even(u32v(u64v(a) >> 32), b);
-    upper = u32v((even >> 32) | (odd & 0xffffffff00000000u));
-    lower = u32v((even & 0xffffffffu) | (odd << 32));
-}
-
-// The lower or the upper halves of two vectors, lane by lane in turn.
-INLINE u32v interleave_lower(u32v a, u32v b) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-#else
-    return __builtin_shuffle(a, b, u32v{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-#endif
-}
-INLINE u32v interleave_upper(u32v a, u32v b) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#else
-    return __builtin_shuffle(a, b, u32v{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
-#endif
-}
-
-// The random words of one drawn token: Philox4x32-10 with the seed as key and (id / 4, position, sequence index, 0) as
-// counter, whose lane id % 4 belongs to the id.
-struct Stream {
-    uint64_t seed;
-    uint32_t position, sequence_index;
-
-    // Gumbel noise -log(-log u) for the ids from 4 * quad on, u being the upper 23 bits of a word, centred.
-    void gumbel(int64_t quad, f32v noise[4]) const {
-        u32v c0 = u32v(LANE) + uint32_t(quad), c1 = u32v{} + position, c2 = u32v{} + sequence_index, c3 = {};
-        uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
-        for (int round = 0; round < 10; ++round) {
-            u32v upper0, lower0, upper1, lower1;
-            multiply(c0, 0xD2511F53u, upper0, lower0);
-            multiply(c2, 0xCD9E8D57u, upper1, lower1);
-            c0 = upper1 ^ c1 ^ key0;
-            c2 = upper0 ^ c3 ^ key1;
-            c1 = lower1;
-            c3 = lower0;
-            key0 += 0x9E3779B9u;
-            key1 += 0xBB67AE85u;
-        }
-        const u32v even[2] = {interleave_lower(c0, c2), interleave_upper(c0, c2)};
-        const u32v odd[2] = {interleave_lower(c1, c3), interleave_upper(c1, c3)};
-        for (int j = 0; j < 4; ++j) {
-            const u32v a = even[j / 2], b = odd[j / 2];
-            const u32v word = j % 2 ? interleave_upper(a, b) : interleave_lower(a, b);
-            const f32v u = (to_float(i32v(word >> 9)) + all_lanes(0.5f)) * all_lanes(0x1p-23f);
-            noise[j] = -log(-log(u));
-        }
-    }
-};
+namespace {
 
 // From a score to what filters compare: divided by the temperature. Only where that would overflow it is taken relative
 // to the largest, which costs a rounding. It never falls as the score rises.
@@ -438,9 +539,19 @@ float floor_of(const Function& function, float y) {
 
 // Appends those lanes of x that are kept; may write a whole vector.
 INLINE float* append(float* to, f32v x, i32v is_kept) {
+#if FASTGEN_LANES == 16
     const __mmask16 mask = _mm512_movepi32_mask(__m512i(is_kept));
     store(to, f32v(_mm512_maskz_compress_ps(mask, x)));
     return to + __builtin_popcount(mask);
+#else
+    float all[LANES];
+    store(all, x);
+    for (int lane = 0; lane < LANES; ++lane) {
+        *to = all[lane];
+        to -= is_kept[lane];
+    }
+    return to;
+#endif
 }
 
 INLINE i32v lanes_below(int64_t count) { return LANE < all_lanes(int32_t(std::min(count, int64_t(LANES)))); }
@@ -590,6 +701,15 @@ Cut cut(Row& row, const Tempered& tempered, float peak, int64_t top_k, float tai
     return cut;
 }
 
+}  // namespace
+
+#ifndef FASTGEN_NOT_FINITE  // as an editor reads this file
+#define FASTGEN_NOT_FINITE 1
+#define FASTGEN_NOTHING_LEFT 2
+#endif
+
+namespace {
+
 constexpr float MOST_NOISE = 16.64f, LEAST_NOISE = -2.82f;  // of 23 bits
 
 // The columns of `reals` and of `integers`.
@@ -688,7 +808,7 @@ void forbid(float* scores, int64_t size, const int32_t* mask) {
 // A token, or minus what is wrong with the row.
 int64_t choose(Row& row, const float* reals, const int64_t* integers, const int32_t* use_ids, const int32_t* uses,
                const int32_t* bias_ids, const float* biases, const int32_t* masks) {
-    if (!scan(row)) return -1;
+    if (!scan(row)) return -FASTGEN_NOT_FINITE;
     const bool is_masked = integers[FIRST_MASK] >= 0;
     if ((integers[NUM_USES] + integers[NUM_BIASES] > 0 || is_masked) && row.best().peak > -INFINITE) {
         std::memcpy(row.adjusted, row.scores, row.size * sizeof(float));
@@ -708,7 +828,7 @@ int64_t choose(Row& row, const float* reals, const int64_t* integers, const int3
         scan(row);
     }
     const float highest = row.best().peak;
-    if (highest == -INFINITE) return -2;
+    if (highest == -INFINITE) return -FASTGEN_NOTHING_LEFT;
     if (reals[TEMPERATURE] == 0) return row.best().id;
     const Tempered tempered(reals[TEMPERATURE], highest);
     const float peak = tempered(highest), least = reals[LEAST];

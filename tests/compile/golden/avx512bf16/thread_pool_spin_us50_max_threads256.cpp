@@ -1,5 +1,8 @@
 // thread_pool(spin_us=50, max_threads=256) for cpp
 
+#define FASTGEN_MAX_THREADS 256
+#define FASTGEN_SPIN_US 50
+// The process's one pool of threads, a library of its own; every other kernel library calls it, see threads.h.
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -12,6 +15,13 @@
 #include <climits>
 #include <cstdint>
 #include <cstdio>
+
+#ifndef FASTGEN_MAX_THREADS  // as an editor reads this file
+#define FASTGEN_MAX_THREADS 256
+#define FASTGEN_SPIN_US 50
+#endif
+constexpr int MAX_THREADS = FASTGEN_MAX_THREADS;
+constexpr int64_t SPIN_NS = FASTGEN_SPIN_US * 1000;  // how long a thread without work looks for some before it sleeps
 
 // A job is num_chunks independent pieces of work. Each thread owns a contiguous range of them and takes from its front;
 // one that has finished its own takes from the back of another's. Who computes a chunk never shows in its result.
@@ -29,9 +39,6 @@ using Chunk = void (*)(void* job, int64_t chunk);
 using Run = void (*)(const int64_t* slots);
 
 namespace {
-
-constexpr int MAX_THREADS = 256;
-constexpr int64_t SPIN_NS = 50 * 1000;  // how long a thread without work looks for some before it sleeps
 
 struct alignas(64) Range {
     std::atomic<uint64_t> chunks{0};  // first << 32 | end

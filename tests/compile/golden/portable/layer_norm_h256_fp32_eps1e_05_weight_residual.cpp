@@ -1,5 +1,6 @@
 // layer_norm(H=256, dtype=fp32, eps=1e-05, weight=True, bias=False, residual=True) for cpp
 
+// Numbers of 16 bits.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -27,6 +28,9 @@ using fp16 = __fp16;  // the other name is known to g++ for Arm from 13 on, to c
 using fp16 = _Float16;
 #endif
 
+// How a kernel spreads its work over the pool of thread_pool.h, which is loaded before any kernel that uses it.
+#include <cstdint>
+#include <type_traits>
 
 extern "C" void fastgen_parallel_for(void (*run)(void* job, int64_t chunk), void* job, int64_t num_chunks);
 extern "C" int fastgen_num_threads();

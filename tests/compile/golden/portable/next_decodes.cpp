@@ -1,5 +1,6 @@
 // next_decodes() for cpp
 
+// Numbers of 16 bits.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -26,7 +27,6 @@ using fp16 = __fp16;  // the other name is known to g++ for Arm from 13 on, to c
 #else
 using fp16 = _Float16;
 #endif
-
 // Row i is the one new token of the sequence in slots[i]. So little work that sharing it out would take longer.
 extern "C" void next_decodes(
     const int64_t* __restrict token_ids,

@@ -1,5 +1,6 @@
 // tape() for cpp
 
+// Numbers of 16 bits.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -26,7 +27,6 @@ using fp16 = __fp16;  // the other name is known to g++ for Arm from 13 on, to c
 #else
 using fp16 = _Float16;
 #endif
-
 struct Call {
     void (*kernel)(const int64_t* slots);
     const int64_t* slots;
