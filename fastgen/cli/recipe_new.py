@@ -114,14 +114,14 @@ def _print(proposal: Proposal, file: Path, checkpoint: str) -> None:
         if len(groups) > _LISTED:
             console.print(f"  and {len(groups) - _LISTED} modules more")
     if proposal.questions:
-        console.print(f"\nwhat headers cannot tell ({len(proposal.questions)}):")
+        console.print(f"\nwhat headers do not show ({len(proposal.questions)}):")
     for each in proposal.questions:
         console.print(f"  {file}:{each.line}: {each.path or 'tensors'}: {each.text}")
     if proposal.unread:
         console.print(f"\nread by nothing, so the checkpoint cannot be loaded yet: {', '.join(proposal.unread)}")
     for title, names in (
         ("claimed by no node, so the checkpoint cannot be loaded yet", proposal.unclaimed),
-        ("asked for but not there, so the checkpoint cannot be loaded yet", proposal.missing),
+        ("needed but missing, so the checkpoint cannot be loaded yet", proposal.missing),
     ):
         if names:
             console.print(f"\n{title}:")

@@ -1,4 +1,4 @@
-"""An engine put together: kernels built, weights in place, memory taken, graphs captured."""
+"""Assembles an engine: builds kernels, loads weights, takes memory, captures graphs."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ class Stream(Iterator[GenerationChunk]):
 
     @property
     def output(self) -> GenerationOutput:
-        """The whole answer, once the stream has ended or was closed."""
+        """The whole answer, after the stream has ended or was closed."""
         if not self._generation.finished:
             raise FastgenError("the stream has not ended; take its chunks, or close it, before asking for the output")
         return self._generation.output()

@@ -184,4 +184,4 @@ class ServeOptions:
                     "http://localhost:3000, in small letters and with nothing after the port, or * for all"
                 )
         if self.log_prompts and not self.log_requests:
-            raise InvalidArgumentError("log_prompts goes with log_requests, whose lines the prompts are put into")
+            raise InvalidArgumentError("log_prompts needs log_requests: prompts are part of its lines")

@@ -57,15 +57,15 @@ def test_on_a_terminal_it_prompts_and_ctrl_d_leaves(run, stub) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(run, stub) -> None:
-    stub.answers["tell"] = ["Once ", "upon", KeyboardInterrupt(), "never"]
-    done = run("chat", "m", stdin="tell\nmore\n")
+    stub.answers["more please"] = ["Once ", "upon", KeyboardInterrupt(), "never"]
+    done = run("chat", "m", stdin="more please\nmore\n")
     assert (done.status, done.out) == (0, "Once upon\nerom\n")
-    assert stub.asked[1] == [say("tell"), answer("Once upon"), say("more")]
+    assert stub.asked[1] == [say("more please"), answer("Once upon"), say("more")]
     assert stub.num_streams_closed == 2
 
 
 class InterruptedLines:
-    """What ``input`` sees of a terminal where Ctrl-C is pressed at the second prompt."""
+    """Stands for ``input`` on a terminal where Ctrl-C is pressed at the second prompt."""
 
     def __init__(self) -> None:
         self.lines = iter(["ab", KeyboardInterrupt(), "cd"])

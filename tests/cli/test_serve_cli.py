@@ -18,7 +18,7 @@ from tests.cli.conftest import Run
 
 
 class Asked:
-    """What the server was started with."""
+    """The arguments and options that the server was started with."""
 
     arguments: dict[str, Any]
     options: ServeOptions

@@ -1,4 +1,4 @@
-"""API keys as files and environments have them, and who is told of them."""
+"""API keys from files and the environment, and the processes that see them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_processes_that_work_for_the_server_are_not_told_the_keys(monkeypatch: p
     monkeypatch.setenv(API_KEY_VARIABLE, "a-secret")
     monkeypatch.setenv("FASTGEN_SOMETHING", "else")
     process = _Process(["env"])
-    told = process._from.read()
+    seen = process._from.read()
     process.end()
-    assert b"FASTGEN_SOMETHING=else" in told
-    assert b"a-secret" not in told
+    assert b"FASTGEN_SOMETHING=else" in seen
+    assert b"a-secret" not in seen

@@ -2,7 +2,7 @@
 keys, as arguments of :func:`fastgen.serve`.
 
 A note for every key says what it became, why it is not needed, or that fastgen has nothing like it. A value that would
-make the server do something else than the file asks for is an error, with the file and the line.
+make the server differ from the file is an error, with the file and the line.
 """
 
 from __future__ import annotations
