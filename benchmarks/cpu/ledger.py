@@ -73,7 +73,7 @@ def _workspaces(model: Any) -> int:
             found[id(kernel)] = kernel._workspace
         plain = getattr(module, "plain_kernel", None)
         if isinstance(plain, triton.LinearKernel):
-            rooms = [plain._whole, *(few._workspace for few in plain._few.values())]
+            rooms = [plain._dequantized, *(few._workspace for few in plain._few.values())]
             found |= {id(room): room for room in rooms if room is not None}
         mixture = getattr(module, "kernels", None)
         if isinstance(mixture, TritonMoe):

@@ -140,7 +140,7 @@ class TritonLayerKernels:
             self.target.kernel,
             self._workspace,
             lambda rows: self._split(shape, rows),
-            whole=self.whole,
+            dequantized=self.whole,
             needed_by=self.asking(node),
         )
 
