@@ -128,7 +128,9 @@ def power_of_2(number: int) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the short name of a torch dtype: ``bf16`` for ``torch.bfloat16``. Raises ``KeyError`` where it has none."""
+    """Returns the short name of a torch dtype: ``bf16`` for ``torch.bfloat16``. Raises ``KeyError`` where
+    it has none.
+    """
     return DTYPES[str(dtype).removeprefix("torch.")]
 
 

@@ -205,7 +205,9 @@ class SealedLoader(KernelLoader):
         self.fence.close(f"this engine runs from the sealed bundle {bundle.directory}")
 
     def build(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> list[Entry]:
-        """Returns the bundle's entries of these specs, in order. Raises :class:`BundleError` that names missing ones."""
+        """Returns the bundle's entries of these specs, in order. Raises :class:`BundleError` that names
+        missing ones.
+        """
         wanted = list(specs)
         lacking = list(dict.fromkeys(spec.name for spec in wanted if spec.digest not in self.bundle.entries))
         if lacking:

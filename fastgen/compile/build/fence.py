@@ -10,7 +10,9 @@ from fastgen.errors import KernelError
 
 
 class Fence:
-    """The fence of one engine, so that another may still warm up in the same process. It is open until :meth:`close`."""
+    """The fence of one engine, so that another may still warm up in the same process. It is open until
+    :meth:`close`.
+    """
 
     def __init__(self) -> None:
         self._reason: str | None = None

@@ -26,7 +26,9 @@ def script(kind: str, spec: KernelSpec, source: Path, **context: Any) -> str:
 
 
 def build_error(spec: KernelSpec, source: str, failure: BuildFailure, cache: KernelCache) -> KernelError:
-    """Returns the error for a source that does not compile. Source, log and script go to the cache's ``failed`` folder."""
+    """Returns the error for a source that does not compile. Source, log and script go to the cache's
+    ``failed`` folder.
+    """
     message = f"kernel {spec.name} cannot be built: {failure}"
     return _error(message, spec, cache, {"source": source, "log.txt": failure.log, "reproduce.py": failure.script})
 

@@ -94,7 +94,9 @@ class Tape:
         self._stretches = _stretches(self.entries, runner)
 
     def replay(self) -> None:
-        """Runs the tape. Raises :class:`CaptureError` after :meth:`close`, :class:`KernelError` where a launch fails."""
+        """Runs the tape. Raises :class:`CaptureError` after :meth:`close`, :class:`KernelError` where a
+        launch fails.
+        """
         if self._closed:
             raise CaptureError(f"{self.name} is replayed after it was closed")
         for run in self._stretches:

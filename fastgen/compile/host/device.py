@@ -134,7 +134,9 @@ def _parse_cpu_info(text: str) -> list[dict[str, str]]:
 
 
 def _count_cores(processors: Iterable[dict[str, str]]) -> int:
-    """Counts physical cores: hyper-threads share a (package, core) pair. Without these keys each processor is a core."""
+    """Counts physical cores: hyper-threads share a (package, core) pair. Without these keys each processor
+    is a core.
+    """
     return len({(p.get("physical id"), p.get("core id", f"processor {p['processor']}")) for p in processors})
 
 

@@ -33,7 +33,9 @@ class Built(Protocol):
 
 
 class Builds(Protocol):
-    """Builds the pool; it is a :class:`fastgen.compile.build.loader.KernelLoader`, which this folder does not import."""
+    """Builds the pool; it is a :class:`fastgen.compile.build.loader.KernelLoader`, which this folder does
+    not import.
+    """
 
     def build(self, specs: Iterable[KernelSpec]) -> Sequence[Built]: ...
 

@@ -39,6 +39,8 @@ def activate(x: Tensor, kind: str) -> Tensor:
 
 
 def activate_and_multiply(gate_up: Tensor, kind: str) -> Tensor:
-    """Computes ``act(gate) * up`` (Shazeer, 2020) for ``gate_up [T, 2F]`` with the gate in the first half; ``[T, F]``."""
+    """Computes ``act(gate) * up`` (Shazeer, 2020) for ``gate_up [T, 2F]`` with the gate in the first half;
+    ``[T, F]``.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[kind](gate) * up

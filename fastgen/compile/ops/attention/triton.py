@@ -150,7 +150,9 @@ def _combine(shape: AttentionShape, decode: Tiling, needed_by: tuple[str, ...]) 
 
 
 def _parts(size: int) -> tuple[int, int | None]:
-    """Returns the powers of two, 16 at least, that a head is cut into: two with exactly its size, or one that holds it."""
+    """Returns the powers of two, 16 at least, that a head is cut into: two with exactly its size, or one
+    that holds it.
+    """
     high = 1 << (size.bit_length() - 1)
     low = size - high
     return (high, low) if low >= 16 and low.bit_count() == 1 else (max(16, power_of_2(size)), None)

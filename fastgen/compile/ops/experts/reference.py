@@ -60,7 +60,9 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def _of_best_groups(choice: Tensor, num_groups: int, top_groups: int, *, counted: int) -> Tensor:
-    """Returns ``choice [T, E]`` with −inf outside the best groups; a group's ``counted`` best experts make its score."""
+    """Returns ``choice [T, E]`` with −inf outside the best groups; a group's ``counted`` best experts make
+    its score.
+    """
     groups = choice.view(len(choice), num_groups, choice.shape[1] // num_groups)
     group_scores = groups.topk(min(counted, groups.shape[-1]), dim=-1).values.sum(-1)
     shut = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, _best(group_scores, top_groups), False)

@@ -76,7 +76,9 @@ _MOST_SPLITS = 32
 
 
 def row_tile(num_rows: int) -> int:
-    """Returns the rows that a kernel computes for ``num_rows``: 16, 32 or 64. Raises ``ValueError`` for more than 64."""
+    """Returns the rows that a kernel computes for ``num_rows``: 16, 32 or 64. Raises ``ValueError`` for
+    more than 64.
+    """
     if not 0 <= num_rows <= MAX_ROWS:
         raise ValueError(f"{num_rows} rows: few-row kernels take up to {MAX_ROWS}")
     return max(16, power_of_2(max(1, num_rows)))

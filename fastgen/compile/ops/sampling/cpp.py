@@ -141,7 +141,9 @@ def sampling_bytes(vocab_size: int, *, max_rows: int, max_threads: int) -> int:
 
 
 def _workspace_numel(vocab_size: int, num_slices: int) -> int:
-    """Returns the numbers of a workspace: adjusted scores, two lists for filters, padded slices, and maxima of columns."""
+    """Returns the numbers of a workspace: adjusted scores, two lists for filters, padded slices, and maxima
+    of columns.
+    """
     return 3 * (vocab_size + 4 * _MOST_LANES * num_slices) + vocab_size // 64 + _MOST_LANES
 
 
@@ -175,7 +177,9 @@ class SamplingKernel:
         self._held_reals, self._held_integers = self._greedy[0].clone(), self._greedy[1].clone()
 
     def greedy(self, logits: Tensor) -> list[int]:
-        """Returns the likeliest token of each row of ``logits [R, V]`` fp32, or ``-status`` of its :class:`RowStatus`."""
+        """Returns the likeliest token of each row of ``logits [R, V]`` fp32, or ``-status`` of its
+        :class:`RowStatus`.
+        """
         self._launch(logits, *self._greedy, *self._no_logprobs)
         return self.chosen(len(logits))
 

@@ -61,7 +61,9 @@ class Adjustments:
 
 @dataclass(frozen=True)
 class Draws:
-    """The sampling parameters of each row, all ``[R]``. Reals are fp64: a threshold is rounded once, when it is used."""
+    """The sampling parameters of each row, all ``[R]``. Reals are fp64: a threshold is rounded once, when
+    it is used.
+    """
 
     # fp64; 0 takes the largest logit, the lowest id on ties, and ignores the other parameters.
     temperature: Tensor
