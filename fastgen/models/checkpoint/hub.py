@@ -110,9 +110,10 @@ def _from_cache(repository: str, revision: str | None, error: Exception) -> Path
     cached = _cached_snapshot(repository, revision)
     if cached is None:
         raise ModelNotFoundError(
-            f"{repository!r} is neither a directory on this machine nor a built-in ({', '.join(BUILTINS)}); {tried}, and "
-            f"the cache {constants.HF_HUB_CACHE} holds no copy of it{at}. Connect to the network, with HF_HUB_OFFLINE not "
-            f"set; or point HF_HOME at a cache that has it; or give a local directory.{_did_you_mean(repository)}"
+            f"{repository!r} is neither a directory on this machine nor a built-in ({', '.join(BUILTINS)}); {tried}, "
+            f"and the cache {constants.HF_HUB_CACHE} holds no copy of it{at}. Connect to the network, with "
+            f"HF_HUB_OFFLINE not set; or point HF_HOME at a cache that has it; or give a local directory."
+            f"{_did_you_mean(repository)}"
         ) from error
     missing = _missing_files(cached)
     if missing:
