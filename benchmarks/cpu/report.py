@@ -66,7 +66,7 @@ _CASES = {(1, 16): "1 request", (8, 16): "8 requests", (16, 16): "16 requests", 
 
 
 def render(files: Sequence[Data], names: Sequence[str]) -> str:
-    """The page of results measured by ``benchmarks.cpu.whole_model``; ``names`` are the files'."""
+    """Returns the page of results from ``benchmarks.cpu.whole_model``; ``names`` are those of the files."""
     lines = [
         "# Performance on a CPU",
         "",

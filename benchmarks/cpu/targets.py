@@ -1,4 +1,4 @@
-"""What was set out to be reached, and how each figure is computed from a file of results."""
+"""The performance targets, and how each figure is computed from a file of results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _limits(measured: dict[str, float]) -> Limits:
 
 
 def around(sample: Data, name: str) -> float:
-    """A limit of the machine while the sample was taken."""
+    """Returns a limit of the machine while the sample was taken."""
     return float(sample["before"][name] + sample["after"][name]) / 2
 
 
@@ -89,7 +89,7 @@ def prompt_rate(sample: Data) -> float:
 
 
 def request_rate(sample: Data) -> float:
-    """All of a workload's work a second."""
+    """Returns a workload's total work a second."""
     return float(1 / sample["seconds"])
 
 
@@ -107,7 +107,7 @@ def rate(data: Data, model: str, engine: str, weight_format: str, workload: str)
 
 
 def best_other(data: Data, model: str, weight_format: str, workload: str) -> tuple[float, str] | None:
-    """The best rate among other engines with as many bits a weight, and whose it is."""
+    """Returns the best rate among other engines with as many bits a weight, and that engine."""
     rows = {(each["engine"], each["format"]) for each in data["samples"] if each["model"] == model}
     found = [
         (value, engine)
@@ -240,22 +240,24 @@ def step_seconds(data: Data, model: str, weight_format: str, requests: int, cach
 
 
 def outside_kernels(data: Data, model: str, weight_format: str, requests: int = 1, cached: int = 16) -> float | None:
-    """The share of a decode step's time during which no kernel runs."""
+    """Returns the share of a decode step's time during which no kernel runs."""
     return _median_case(
         data, model, weight_format, requests, cached, lambda pair, _: 1 - float(pair["kernel_s"] / pair["step_s"])
     )
 
 
 def share_of_read(data: Data, model: str, weight_format: str) -> float | None:
-    """Bytes of weights and KV that a decode step of one request needs, a second, over the read bandwidth."""
+    """Returns the bytes of weights and KV a second that decoding one request reads, over the read bandwidth."""
     return _median_case(
         data, model, weight_format, 1, 16, lambda pair, size: size / float(pair["step_s"]) / around(pair, "read")
     )
 
 
 def read_by_stream(data: Data, model: str, engine: str, weight_format: str) -> float | None:
-    """Bytes that one stream (W1) of an engine needs a second, taking weights to be as large as fastgen's of as many
-    bits and without its KV, over the read bandwidth while it ran."""
+    """Returns the bytes a second that one stream (W1) of an engine reads, over the read bandwidth while it ran.
+
+    Weights are taken to be as large as fastgen's of as many bits, and the KV cache is not counted.
+    """
     sizes = {BITS[each["format"]]: each["weight_bytes"] for each in data["steps"] if each["model"] == model}
     size = sizes.get(BITS[weight_format])
     if size is None:
@@ -294,7 +296,7 @@ def _uncertainty_between(data: Data, model: str, weight_format: str, *cases: tup
 
 
 def prompt_operations(model: str, num_tokens: int) -> int:
-    """Multiplications and additions that reading a prompt takes: matrices, causal attention, one row of the head."""
+    """Returns the multiplications and additions of a prompt: matrices, causal attention, one row of the head."""
     shape = SHAPES[model]
     attention = 4 * shape.hidden * shape.layers * num_tokens * (num_tokens + 1) // 2
     return 2 * shape.layer_weights * num_tokens + attention + 2 * shape.head_weights

@@ -32,7 +32,7 @@ from fastgen.layers.norm import LayerNorm, Norm, QkNorm, RMSNorm
 from fastgen.layers.residual import DeferredAdd, Stream
 from fastgen.layers.rotary import Rotary
 from fastgen.models.causal_lm import Branch, CausalLM, Layer, Module, Part
-from fastgen.models.checkpoint.checkpoint import WeightSlot
+from fastgen.models.checkpoint.weights import WeightSlot
 from fastgen.models.frequencies import inverse_frequencies
 from fastgen.models.layer_kernels import LayerKernels, unless_one
 from fastgen.models.layer_kernels_triton import TritonLayerKernels

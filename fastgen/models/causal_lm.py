@@ -39,7 +39,7 @@ class Part(nn.Module):
 class Branch(nn.Module):
     """``sum_norm(x + scale * output_norm(part1(norm(x)) + part2(norm(x)) …))``; norms and scale may be absent.
 
-    ``add(x, out)`` is ``x + scale * out``, now or later, and ``add_part`` the sum of two parts.
+    ``add(x, out)`` computes ``x + scale * out`` or leaves the sum pending; ``add_part`` sums two parts.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Layer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Embedding, layers, final norm; :meth:`logits` is apart, for only some rows reach the head.
+    """Embedding, layers, final norm. The head runs separately in :meth:`logits`, because only some rows need it.
 
-    ``plans`` look at a step's lengths before its layers do.
+    Each of ``plans`` is called with the sequence lengths of a step before the layers run.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class CausalLM(nn.Module):
         self.embedding, self.layers, self.final_norm, self.head = embedding, nn.ModuleList(layers), final_norm, head
 
     def forward(self, batch: RaggedBatch, kv_cache: PagedKVCache) -> Tensor:
-        """Hidden states ``[T, H]`` of the batch; writes its keys and values into ``kv_cache``."""
+        """Returns the hidden states ``[T, H]`` of the batch; writes its keys and values into ``kv_cache``."""
         for plan in self.plans:
             plan(batch.cu_seqlens_q, batch.seq_lens)
         stream: Stream = self.embedding(batch)
@@ -109,6 +109,6 @@ class CausalLM(nn.Module):
         return settled(stream) if self.final_norm is None else self.final_norm(stream)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``hidden [R, H] -> [R, V]`` in fp32; where kernels compute it in ``out``, if that is given."""
+        """Returns the fp32 logits ``[R, V]`` of ``hidden [R, H]``; generated kernels write them to ``out`` if given."""
         logits: Tensor = self.head(hidden, out)
         return logits

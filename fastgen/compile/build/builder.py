@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fastgen.compile.build.cache import Entry
-from fastgen.compile.capture.recording import recorder
+from fastgen.compile.build.launches import recorder
 from fastgen.compile.spec import KernelSpec, Target
 
 # The architecture that runs Triton kernels in Python on a CPU.
