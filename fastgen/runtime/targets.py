@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,20 +11,19 @@ from fastgen.compile.build.bundle import SealedLoader, bundle_beside, bundle_tar
 from fastgen.compile.host.device import Device
 from fastgen.compile.weights.formats import QUANTIZED, QuantizedFormat
 from fastgen.errors import InvalidArgumentError
+from fastgen.options import LoadOptions
 
 
 def sealed_loader(
     sealed: bool | str | Path, weights: Path, device: Device, about: Mapping[str, str]
 ) -> SealedLoader | None:
-    """Of the bundle that ``sealed=`` asks for, of :func:`bundle_flags`: ``True`` for that in the directory of the
-    ``weights``, a path for that one, ``False`` for none.
+    """Returns a loader of the bundle that ``sealed=`` names: ``True`` names the one in the directory of the
+    ``weights``, a path that one, ``False`` none. It must be ``about`` the same model and flags.
 
-    Raises :class:`InvalidArgumentError` for anything else, and :class:`fastgen.errors.BundleError`.
+    Raises :class:`fastgen.errors.BundleError`.
     """
     if sealed is False:
         return None
-    if sealed is not True and not isinstance(sealed, (str, Path)):
-        raise InvalidArgumentError(f"sealed={sealed!r}: expected True, False, or the directory of a sealed bundle")
     place = bundle_beside(weights, device, about) if sealed is True else Path(sealed).expanduser()
     return load_bundle(place, device, about)
 
@@ -32,7 +31,7 @@ def sealed_loader(
 def sealed_target(name: str, sealed: bool | str | Path, weights: Path, device: Device) -> tuple[str, str | None]:
     """The target of that name; of ``"auto"`` that of the bundle which ``sealed=`` asks for, where there is one. And the
     architecture of the bundle, if it is one of that target."""
-    if sealed is False or not isinstance(sealed, (bool, str, Path)):
+    if sealed is False:
         return name, None
     place = find_beside(weights, device) if sealed is True else Path(sealed).expanduser()
     found = bundle_target(place) if place else None
@@ -40,26 +39,19 @@ def sealed_target(name: str, sealed: bool | str | Path, weights: Path, device: D
 
 
 def bundle_flags(
-    model: str | Path,
-    dtype: torch.dtype,
-    block_size: int,
-    *,
-    recipe: object = None,
-    quantize: str | None = None,
-    max_num_seqs: int | None = None,
-    revision: str | None = None,
-    allow_config_keys: Iterable[str] = (),
+    options: LoadOptions, dtype: torch.dtype, *, block_size: int, max_num_seqs: int | None
 ) -> dict[str, str]:
-    """What a bundle is about: the model and flags by which ``fastgen kernels build`` writes it."""
+    """Returns what a bundle is about: the model and the flags by which ``fastgen kernels build`` writes it, with the
+    ``dtype`` and the sizes that ``options`` came to."""
     given = {
-        "model": model,
-        "recipe": recipe if isinstance(recipe, (str, Path)) else None,
+        "model": options.model,
+        "recipe": options.recipe if isinstance(options.recipe, (str, Path)) else None,
         "dtype": str(dtype).removeprefix("torch."),
-        "quantize": quantize,
+        "quantize": options.quantize,
         "block_size": block_size,
         "max_num_seqs": max_num_seqs,
-        "revision": revision,
-        "allow_config_key": " ".join(allow_config_keys) or None,
+        "revision": options.revision,
+        "allow_config_key": " ".join(options.allow_config_keys) or None,
     }
     return {key: str(value) for key, value in given.items() if value is not None}
 
