@@ -143,7 +143,7 @@ def test_a_cause_tells_that_only_a_key_is_left(checkpoint: Path, run: Run, tmp_p
     )
     printed = run("verify", str(directory), "--recipe", str(file), "--reference", f"{checkpoint}/good.py:load").out
     assert "likely cause: mlp.up_proj and mlp.gate_proj are swapped" in printed
-    assert "and left is only that warp_factor is not known to the recipe" in printed
+    assert "what remains is that warp_factor is not known to the recipe" in printed
 
 
 def test_a_module_that_fails_is_told(checkpoint: Path, run: Run) -> None:
