@@ -1,4 +1,4 @@
-"""The memory that an engine really holds, part by part, beside what its ledger says: exact sizes of its tensors."""
+"""Measures the memory that an engine holds by the rows of its ledger, as exact sizes of its tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MATRICES = (
 
 
 def held_bytes(engine: Engine) -> dict[str, int]:
-    """By the names of the ledger's rows."""
+    """Returns the bytes held, by the names of the ledger's rows."""
     runner = engine.runner
     forward, inputs, sampler = runner.forward, runner.input_batch, runner.sampler
     held = {**_weights(runner.model), "KV cache": runner.kv_cache.size_bytes}
@@ -74,7 +74,7 @@ def _weights(model: nn.Module) -> dict[str, int]:
 
 
 def _workspaces(model: Any) -> int:
-    """Of tensors; what the C++ kernels hold by themselves nobody sees from here."""
+    """Returns the bytes of tensors; memory that C++ kernels allocate by themselves is not visible here."""
     found: dict[int, Tensor] = {}
     for module in model.modules():
         kernel = getattr(module, "kernel", getattr(module, "_kernel", None))
@@ -95,16 +95,16 @@ def _workspaces(model: Any) -> int:
 
 
 def _bytes(tensors: Any) -> int:
-    """Of their memory, what they share once."""
+    """Returns the bytes of the tensors' memory, counting shared memory once."""
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())
 
 
 class AllocationPeak(TorchDispatchMode):
-    """The most bytes that tensors made within took at once.
+    """Records the peak of bytes held by tensors that are made within the block.
 
-    With ``collects`` those are not counted that only wait for Python's garbage collector, as what Triton's interpreter
-    has used does. That is slow unless :func:`gc.freeze` was called before.
+    With ``collects``, tensors that only wait for Python's garbage collector, as those of Triton's interpreter do, are
+    not counted. That is slow unless :func:`gc.freeze` was called before.
     """
 
     def __init__(self, *, collects: bool = False) -> None:
@@ -118,9 +118,7 @@ class AllocationPeak(TorchDispatchMode):
             gc.collect()
         before = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        if (
-            func.overloadpacket is torch.ops.aten.set_
-        ):  # laid over memory that is there; the interpreter of Triton does so
+        if func.overloadpacket is torch.ops.aten.set_:  # a view, as Triton's interpreter makes them
             return result
         for each in _tensors(result):
             storage = each.untyped_storage()

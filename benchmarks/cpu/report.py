@@ -1,4 +1,4 @@
-"""A page of what was measured: ``python -m benchmarks.cpu.report FILE … > docs/performance.md``."""
+"""Writes a page of results: ``python -m benchmarks.cpu.report FILE … > docs/performance.md``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CASES = {(1, 16): "1 request", (8, 16): "8 requests", (16, 16): "16 requests", 
 
 
 def render(files: Sequence[Data], names: Sequence[str]) -> str:
-    """The page of results measured by ``benchmarks.cpu.whole_model``; ``names`` are the files'."""
+    """Returns the page of results from ``benchmarks.cpu.whole_model``; ``names`` are those of the files."""
     lines = [
         "# Performance on a CPU",
         "",
@@ -95,7 +95,7 @@ def _targets(data: Data, model: str) -> list[str]:
 
 
 def _workload(data: Data, model: str, name: str) -> list[str]:
-    """Best first among those of as many bits, and how many times as fast fastgen is."""
+    """Returns the engines of a workload, best first within a number of bits, and fastgen's speed over each."""
     rows = {(each["engine"], each["format"]) for each in data["samples"] if each["model"] == model}
     found = [
         (engine, each, value) for engine, each in rows if (value := rate(data, model, engine, each, name)) is not None
@@ -146,7 +146,7 @@ def _turns(data: Data, model: str, name: str) -> list[str]:
 
 
 def _ours(weight_format: str) -> str:
-    """Fastgen's format of as many bits."""
+    """Returns fastgen's format with as many bits."""
     return next(each for each in ADAPTERS["fastgen"].formats if BITS[each] == BITS[weight_format])
 
 
@@ -166,7 +166,7 @@ def _steps(data: Data, model: str) -> list[str]:
 
 
 def _memory(data: Data, model: str) -> list[str]:
-    """Of loading, in MB."""
+    """Returns the memory of loading, in MB."""
     entries = {each["format"]: each for each in data["steps"] if each["model"] == model}
     if not entries:
         return []

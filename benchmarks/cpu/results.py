@@ -1,4 +1,4 @@
-"""The file of results: everything measured, in the order in which it was, written after every sample."""
+"""The file of results: every measurement in order, written after every sample."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def now() -> str:
 
 
 class Results:
-    """``about`` the machine and the run; ``engines`` by row: set-up, versions, what the gate found, or why there is
-    nothing; ``samples`` of workloads; ``turns`` of fastgen and another engine; ``steps`` of decoding. A file that is
-    there is continued.
+    """Holds ``about`` (the machine and the run), ``engines`` by row (set-up, versions, the gate's result or the reason
+    why there is none), ``samples`` of workloads, ``turns`` of fastgen and another engine, and ``steps`` of decoding. An
+    existing file is continued.
 
     Raises ``ValueError`` where the file is of another machine or another number of threads.
     """
@@ -52,7 +52,7 @@ class Results:
         return sum(fields.items() <= each.items() for each in self.data["turns"])
 
     def add(self, kind: str, **fields: Any) -> None:
-        """``kind`` is ``"samples"``, ``"turns"`` or ``"steps"``."""
+        """Adds a measurement; ``kind`` is ``"samples"``, ``"turns"`` or ``"steps"``."""
         self.data[kind].append({"date": now(), **fields})
         self.write()
 
@@ -61,7 +61,7 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        """Whole or not at all."""
+        """Replaces the file atomically."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._path.with_suffix(".unfinished")
         unfinished.write_text(_compact(self.data) + "\n")
@@ -69,7 +69,7 @@ class Results:
 
 
 def _compact(data: dict[str, Any]) -> str:
-    """A line for each sample, so that differences can be read."""
+    """Returns JSON with a line for each sample, so that differences are readable."""
     parts = []
     for name, value in data.items():
         if isinstance(value, list):

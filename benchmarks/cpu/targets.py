@@ -1,4 +1,4 @@
-"""What was set out to be reached, and how each figure is computed from a file of results."""
+"""The performance targets, and how each figure is computed from a file of results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ Data = dict[str, Any]
 
 @dataclass(frozen=True)
 class Target:
-    """``floors`` and ``goals`` by weight format; ``figure`` gives what was measured, ``None`` where nothing was, and
-    ``most`` what it would be at the limit of the machine's memory, where that is known."""
+    """Holds ``floors`` and ``goals`` by weight format.
+
+    ``figure`` returns the measured value, or ``None``; ``most`` the value at the limit of the machine's memory, where
+    that is known.
+    """
 
     what: str
     figure: Callable[[Data, str, str], float | None]
@@ -31,7 +34,7 @@ class Target:
 
 
 def steady(samples: Iterable[Data]) -> list[Data]:
-    """Those during which the machine stayed as it was; all where there are none."""
+    """Returns the samples during which the machine was steady, or all where there are none."""
     found = list(samples)
     return [each for each in found if is_steady(_limits(each["before"]), _limits(each["after"]))] or found
 
@@ -41,7 +44,7 @@ def _limits(measured: dict[str, float]) -> Limits:
 
 
 def around(sample: Data, name: str) -> float:
-    """A limit of the machine while the sample was taken."""
+    """Returns a limit of the machine while the sample was taken."""
     return float(sample["before"][name] + sample["after"][name]) / 2
 
 
@@ -68,7 +71,7 @@ def prompt_rate(sample: Data) -> float:
 
 
 def request_rate(sample: Data) -> float:
-    """All of a workload's work a second."""
+    """Returns a workload's total work a second."""
     return float(1 / sample["seconds"])
 
 
@@ -86,7 +89,7 @@ def rate(data: Data, model: str, engine: str, weight_format: str, workload: str)
 
 
 def best_other(data: Data, model: str, weight_format: str, workload: str) -> tuple[float, str] | None:
-    """The best rate among other engines with as many bits a weight, and whose it is."""
+    """Returns the best rate among other engines with as many bits a weight, and that engine."""
     rows = {(each["engine"], each["format"]) for each in data["samples"] if each["model"] == model}
     found = [
         (value, engine)
@@ -103,7 +106,7 @@ def turns_of(data: Data, model: str, engine: str, weight_format: str, workload: 
 
 
 def ratios_in_turns(data: Data, model: str, engine: str, weight_format: str, workload: str) -> list[float]:
-    """Of each turn fastgen's speed over the other engine's, in its format."""
+    """Returns for each turn fastgen's speed over that of the other engine in its format."""
     found = []
     for turn in turns_of(data, model, engine, weight_format, workload):
         ours, theirs = (RATES[workload](turn[side]) for side in ("ours", "theirs"))
@@ -113,13 +116,13 @@ def ratios_in_turns(data: Data, model: str, engine: str, weight_format: str, wor
 
 
 def ratio_in_turns(data: Data, model: str, engine: str, weight_format: str, workload: str) -> float | None:
-    """The median over turns."""
+    """Returns the median ratio over turns."""
     found = ratios_in_turns(data, model, engine, weight_format, workload)
     return statistics.median(found) if found else None
 
 
 def _against_best_in_turns(data: Data, model: str, weight_format: str, workload: str) -> float | None:
-    """Over the engine that does best in turns, if every one that was measured in rounds was in turns as well."""
+    """Returns the ratio to the best engine in turns, if all engines that ran in rounds ran in turns as well."""
     every = [*data["samples"], *data.get("turns", ())]
     rows = {(each["engine"], each["format"]) for each in every if each["model"] == model}
     found = [
@@ -132,7 +135,7 @@ def _against_best_in_turns(data: Data, model: str, weight_format: str, workload:
 
 
 def _against_best(workload: str) -> Callable[[Data, str, str], float | None]:
-    """In turns where that was measured, else in rounds."""
+    """Returns the ratio in turns where that was measured, else in rounds."""
 
     def figure(data: Data, model: str, weight_format: str) -> float | None:
         in_turns = _against_best_in_turns(data, model, weight_format, workload)
@@ -148,7 +151,7 @@ def _against_best(workload: str) -> Callable[[Data, str, str], float | None]:
 
 
 def _cases(data: Data, model: str, weight_format: str, requests: int, cached: int) -> list[tuple[Data, Data]]:
-    """Steady pairs of steps with the case and the file's entry they are of."""
+    """Yields steady pairs of steps with their case and their entry in the file."""
     found = []
     for entry in data["steps"]:
         if (entry["model"], entry["format"]) == (model, weight_format):
@@ -171,22 +174,24 @@ def step_seconds(data: Data, model: str, weight_format: str, requests: int, cach
 
 
 def outside_kernels(data: Data, model: str, weight_format: str, requests: int = 1, cached: int = 16) -> float | None:
-    """The share of a decode step's time during which no kernel runs."""
+    """Returns the share of a decode step's time during which no kernel runs."""
     return _median_case(
         data, model, weight_format, requests, cached, lambda pair, _: 1 - float(pair["kernel_s"] / pair["step_s"])
     )
 
 
 def share_of_read(data: Data, model: str, weight_format: str) -> float | None:
-    """Bytes of weights and KV that a decode step of one request needs, a second, over the read bandwidth."""
+    """Returns the bytes of weights and KV a second that decoding one request reads, over the read bandwidth."""
     return _median_case(
         data, model, weight_format, 1, 16, lambda pair, size: size / float(pair["step_s"]) / around(pair, "read")
     )
 
 
 def read_by_stream(data: Data, model: str, engine: str, weight_format: str) -> float | None:
-    """Bytes that one stream (W1) of an engine needs a second, taking weights to be as large as fastgen's of as many
-    bits and without its KV, over the read bandwidth while it ran."""
+    """Returns the bytes a second that one stream (W1) of an engine reads, over the read bandwidth while it ran.
+
+    Weights are taken to be as large as fastgen's of as many bits, and the KV cache is not counted.
+    """
     sizes = {BITS[each["format"]]: each["weight_bytes"] for each in data["steps"] if each["model"] == model}
     size = sizes.get(BITS[weight_format])
     if size is None:
@@ -203,7 +208,7 @@ def eight_over_one(data: Data, model: str, weight_format: str) -> float | None:
 
 
 def long_over_short(data: Data, model: str, weight_format: str) -> float | None:
-    """How much longer a step takes with 4,000 tokens cached, over how many more bytes it needs."""
+    """Returns how much longer a step takes with 4,000 cached tokens, over how many more bytes it reads."""
     ratios = []
     for figure in (lambda pair, _: float(pair["step_s"]), lambda _, size: float(size)):
         short, long = (_median_case(data, model, weight_format, 1, cached, figure) for cached in (16, 4000))
@@ -214,7 +219,7 @@ def long_over_short(data: Data, model: str, weight_format: str) -> float | None:
 
 
 def prompt_operations(model: str, num_tokens: int) -> int:
-    """Multiplications and additions that reading a prompt takes: matrices, causal attention, one row of the head."""
+    """Returns the multiplications and additions of a prompt: matrices, causal attention, one row of the head."""
     shape = SHAPES[model]
     attention = 4 * shape.hidden * shape.layers * num_tokens * (num_tokens + 1) // 2
     return 2 * shape.layer_weights * num_tokens + attention + 2 * shape.head_weights
@@ -234,7 +239,7 @@ def over_own_fp32(data: Data, model: str, weight_format: str) -> float | None:
 
 
 def _stream_at_full_bandwidth(data: Data, model: str, weight_format: str) -> float | None:
-    """One stream over the best engine's, if its steps read at the memory's speed."""
+    """Returns the speed of one stream over the best engine's, if its steps read at the memory's speed."""
     ratio, share = _against_best("W1")(data, model, weight_format), share_of_read(data, model, weight_format)
     return None if ratio is None or share is None else ratio / min(1.0, share)
 

@@ -1,9 +1,9 @@
-"""What weight formats cost in quality: ``python -m benchmarks.quality.quantization --json FILE``.
+"""Measures what weight formats cost in quality: ``python -m benchmarks.quality.quantization --json FILE``.
 
-Perplexity of the built-in models on held-out text of the grammar that they were trained on, drawn by another seed; and
-how far the whole distribution moves at every position of random prompts, for larger models given by their directories.
-What is printed is a page, ``docs/quantization.md``; with ``--render FILE`` that of an earlier file. What a file has
-already is kept, so a format that is new here is measured alone.
+It measures the perplexity of the built-in models on held-out text of the grammar that they were trained on, drawn with
+another seed. For larger models, given by their directories, it measures how far the distribution moves at every
+position of random prompts. It prints a page, ``docs/quantization.md``; ``--render FILE`` prints that of an earlier
+file. Results in the file are not measured again, so that only new formats are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import fastgen
 from fastgen.compile.host import device
 from training.data import IGNORED, training_row
 
-# ``dtype``, ``quantize`` and ``target`` of each; the first is what others are compared with.
+# ``dtype``, ``quantize`` and ``target`` of each; the others are compared with the first.
 FORMATS = {
     "fp32": ("float32", None, "auto"),
     "bf16": ("bfloat16", None, "auto"),
@@ -47,7 +47,7 @@ def load(model: str | Path, weight_format: str) -> fastgen.LLM:
 
 
 def perplexity(llm: fastgen.LLM, num_rows: int) -> dict[str, float]:
-    """Over the tokens that the model was trained to say, rows of text that begin anywhere in a document."""
+    """Returns the perplexity over the tokens that the model was trained on; rows begin anywhere in a document."""
     total, count = 0.0, 0
     for row in range(num_rows):
         ids, targets = training_row(f"held-out/{row}", _ROW_TOKENS, llm.tokenizer)
@@ -60,7 +60,7 @@ def perplexity(llm: fastgen.LLM, num_rows: int) -> dict[str, float]:
 
 
 def distributions(llm: fastgen.LLM) -> Tensor:
-    """Log-probabilities ``[positions, vocabulary]`` of what follows each position of random prompts."""
+    """Returns log-probabilities ``[positions, vocabulary]`` of the token after each position of random prompts."""
     generator = random.Random(0)
     vocab = llm.spec.vocab_size
     rows = []
@@ -89,7 +89,7 @@ def moved(reference: Tensor, found: Tensor) -> dict[str, float]:
 
 
 def measure(random_models: Sequence[Path], num_rows: int, found: dict[str, Any]) -> dict[str, Any]:
-    """All that is not in ``found`` yet, and that."""
+    """Returns ``found`` with everything measured that it lacks."""
     here = device.current("cpu")
     found = {
         "about": {
@@ -119,7 +119,7 @@ def measure(random_models: Sequence[Path], num_rows: int, found: dict[str, Any])
 
 
 def render(found: dict[str, Any], name: str) -> str:
-    """The page of a file written by this command; ``name`` is the file's."""
+    """Returns the page of a file written by this command; ``name`` is the file's."""
     about = found["about"]
     lines = [
         "# What weight formats cost in quality",

@@ -80,7 +80,7 @@ class Layer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Embedding, layers, final norm; :meth:`logits` is apart, for only some rows reach the head.
+    """Embedding, layers, final norm. The head runs separately in :meth:`logits`, because only some rows need it.
 
     ``plan_step`` looks at a step's lengths before its layers do; ``read_last`` reads the stream behind them.
     """
@@ -98,7 +98,7 @@ class CausalLM(nn.Module):
         self.plan_step = plan_step
 
     def forward(self, batch: RaggedBatch, kv_cache: PagedKVCache) -> Tensor:
-        """Returns hidden states ``[T, H]`` of the batch; writes its keys and values into ``kv_cache``."""
+        """Returns the hidden states ``[T, H]`` of the batch; writes its keys and values into ``kv_cache``."""
         self.plan_step(batch.cu_seqlens_q, batch.seq_lens)
         stream = Stream(self.embedding(batch))
         for layer in self.layers:
@@ -107,6 +107,6 @@ class CausalLM(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns logits ``[R, V]`` in fp32 of ``hidden [R, H]``. Kernels write them to ``out`` if it is given."""
+        """Returns the fp32 logits ``[R, V]`` of ``hidden [R, H]``; generated kernels write them to ``out`` if given."""
         logits: Tensor = self.head(hidden, out)
         return logits

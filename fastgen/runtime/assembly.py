@@ -9,7 +9,8 @@ from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import build, kv_groups, kv_shapes, kv_windows
 from fastgen.models.causal_lm import CausalLM
-from fastgen.models.checkpoint.checkpoint import Checkpoint, load_weights
+from fastgen.models.checkpoint.checkpoint import Checkpoint
+from fastgen.models.checkpoint.weights import load_weights
 from fastgen.models.spec import ModelSpec
 from fastgen.runtime.config import EngineConfig
 from fastgen.runtime.engine import Engine

@@ -174,9 +174,9 @@ class BeamMoves:
         self._note(child, parent.key)
         self._forks.fork(parent, child)
 
-    def park(self, beam: Sequence) -> None:
+    def suspend(self, beam: Sequence) -> None:
         self._note(beam, None)
-        self._forks.park(beam)
+        self._forks.suspend(beam)
 
     def _note(self, seq: Sequence, parent: _Key | None) -> None:
         token_ids = list(seq.token_ids) if self._keeps_tokens else ()

@@ -212,14 +212,14 @@ class _Player:
 
     def move_beams(self, event: Beams) -> None:
         forks = [(move.sequence, move.parent) for move in event.moves if move.parent is not None]
-        parked = [move.sequence for move in event.moves if move.parent is None]
+        suspended = [move.sequence for move in event.moves if move.parent is None]
         for name, parent in forks:
             self.scheduler.forks.fork(self.sequences[parent], self.sequences[name])
             self._begin_life(name)
         for name in event.given:
             self._give_token(name)
-        for name in parked:
-            self.scheduler.forks.park(self.sequences[name])
+        for name in suspended:
+            self.scheduler.forks.suspend(self.sequences[name])
             self._begin_life(name)
 
     def step(self, event: Step) -> Step | None:

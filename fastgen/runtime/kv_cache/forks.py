@@ -132,7 +132,7 @@ class Forks:
             self._running.add_decode(child)
         self.forked.add(child)
 
-    def park(self, beam: Sequence) -> None:
+    def suspend(self, beam: Sequence) -> None:
         """Frees the blocks of ``beam``, which ended without a successor in its place, until it is forked again."""
         self._kv.free(beam)
         self._running.remove(beam)

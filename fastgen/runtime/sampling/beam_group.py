@@ -18,7 +18,7 @@ class BeamForks(Protocol):
 
     def fork(self, parent: Sequence, child: Sequence) -> None: ...
 
-    def park(self, beam: Sequence) -> None: ...
+    def suspend(self, beam: Sequence) -> None: ...
 
 
 class BeamGroup:
@@ -75,7 +75,7 @@ class BeamGroup:
             sequence.token_ids.append(beam.newest.token_id)
         for sequence in free:
             if sequence in self._live:
-                forks.park(sequence)
+                forks.suspend(sequence)
         self._live = next_live
 
     def hypotheses(self) -> list[Hypothesis]:

@@ -114,7 +114,7 @@ def test_some_sequences_may_not_draft() -> None:
     assert [len(drafter.propose(seq, 4)) for seq in (refused, other)] == [0, 4]
 
 
-def test_a_constrained_sequence_is_drafted_nothing() -> None:
+def test_a_constrained_sequence_gets_no_drafts() -> None:
     """What may follow a draft is not known before the draft is accepted."""
     seq = sequence([1] * 5)
     seq.matcher = cast(Any, object())

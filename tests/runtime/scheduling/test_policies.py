@@ -153,7 +153,7 @@ def test_a_batch_that_takes_several_steps_of_prompts_computes_them_before_its_fi
     assert steps.step() == [(3, 0, 2)]
 
 
-def test_static_batches_are_of_who_is_there() -> None:
+def test_static_batches_are_of_the_waiting_requests() -> None:
     steps = Steps(StaticBatching(batch_size=3))
     steps.add(4, max_new=2)
     assert steps.step() == [(0, 0, 4)]
