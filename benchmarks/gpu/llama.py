@@ -34,12 +34,12 @@ from fastgen.models.spec import (
     TensorSpec,
 )
 from fastgen.models.weight_sizes import ModelBuild
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.memory.ledger import MemoryModel
-from fastgen.runtime.requests.generation import Generation
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS

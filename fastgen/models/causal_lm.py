@@ -98,7 +98,7 @@ class CausalLM(nn.Module):
         self.plan_step = plan_step
 
     def forward(self, batch: RaggedBatch, kv_cache: PagedKVCache) -> Tensor:
-        """Returns the hidden states ``[T, H]`` of the batch; writes its keys and values into ``kv_cache``."""
+        """Returns hidden states ``[T, H]`` of the batch; writes its keys and values into ``kv_cache``."""
         self.plan_step(batch.cu_seqlens_q, batch.seq_lens)
         stream = Stream(self.embedding(batch))
         for layer in self.layers:
