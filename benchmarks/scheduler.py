@@ -34,7 +34,7 @@ PROMPT = list(range(24))
 
 
 class Steps:
-    """A scheduler with ``NUM_DECODES`` sequences that decode, and requests queued behind them; its steps are timed."""
+    """Holds a scheduler with ``NUM_DECODES`` decoding sequences and requests queued behind them; times its steps."""
 
     def __init__(self, num_queued: int, num_classes: int, *, prefix_caching: bool = True, staggers: bool = True):
         num_blocks = 1 + NUM_DECODES * (2 + (NUM_STEPS + len(PROMPT)) // BLOCK_SIZE)
@@ -93,7 +93,7 @@ def _in_turns(steps: dict[Any, Steps]) -> dict[Any, dict[str, float]]:
 
 
 def requests_per_s(make_queue: Callable[[], Callable[[int], object]], *, num_requests: int = 20_000) -> float:
-    """How many requests a second are queued, in the median of some rounds; ``make_queue()`` gives what queues one."""
+    """Returns requests queued a second, the median of some rounds; ``make_queue()`` returns a call that queues one."""
     rates = []
     for _ in range(7):
         queue = make_queue()
@@ -111,7 +111,7 @@ def scheduler_add() -> Callable[[int], object]:
 
 
 def engine_submit(make_sampling: Callable[[], SamplingParams]) -> Callable[[], Callable[[int], object]]:
-    """With ``NUM_DECODES`` sequences that run, and as many requests queued as there are in the longer queue."""
+    """Returns a call that queues a request in an engine with ``NUM_DECODES`` running sequences and the longer queue."""
     from fastgen.runtime.simulated import CostModel, SimulatedServer
 
     def make_queue() -> Callable[[int], object]:

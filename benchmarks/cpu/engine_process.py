@@ -1,7 +1,7 @@
-"""One engine in a process of its own, told over a pipe what to run: the side of the engine, and of the benchmark.
+"""Runs one engine in a process of its own, which gets commands over a pipe: the engine's and the benchmark's side.
 
-The engine's side reads a line of JSON for each order and writes one for each answer; what engines print goes to a log.
-It runs by the interpreter of the engine's environment and needs the standard library alone.
+The engine's side reads a line of JSON for each command and writes one for each reply; what engines print goes to a log.
+It runs under the interpreter of the engine's environment and needs only the standard library.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one workload. Times of tokens are seconds since the requests were submitted."""
+    """Holds the result of one workload. Times of tokens are seconds since the requests were submitted."""
 
     seconds: float
     tokens: list[list[int]]
     times: list[list[float]]
-    # The most memory that the engine's processes held until now.
+    # The peak memory of the engine's processes until now.
     peak_bytes: int
 
 
 class EngineError(Exception):
-    """The engine could not do what it was told; the message is its own."""
+    """The engine could not carry out a command; the message is its own."""
 
 
 class EngineProcess:
@@ -75,7 +75,7 @@ class EngineProcess:
         return Run(**self._ask({"run": workload}))
 
     def close(self) -> None:
-        """Some engines hang when they are torn down, so it is not waited for long."""
+        """Ends the process without waiting for long, since some engines hang when they are torn down."""
         if self._process.poll() is None:
             try:
                 self._process.communicate("{}\n", timeout=20)
@@ -111,7 +111,7 @@ class EngineProcess:
 
 
 def _peak_bytes(process_ids: list[int]) -> int:
-    """Of this process and those; zero where the system does not say."""
+    """Returns the peak memory of this process and of those given; zero where the system does not report it."""
     total = 0
     for each in (os.getpid(), *process_ids):
         try:

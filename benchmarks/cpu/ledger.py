@@ -1,4 +1,4 @@
-"""The memory that an engine really holds, part by part, beside what its ledger says: exact sizes of its tensors."""
+"""Measures the memory that an engine holds by the rows of its ledger, as exact sizes of its tensors."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastgen.compile.backends.modules import cpp as packed
+from fastgen.compile.backends.modules import stored
+from fastgen.compile.backends.modules.triton import Experts
+from fastgen.compile.backends.triton import TritonOps
 from fastgen.compile.ops.linear import cpp, triton
 from fastgen.compile.weights.packed import PackedWeight
 from fastgen.compile.weights.quantized import QuantizedWeight
-from fastgen.layers.embedding import EmbeddingTable
-from fastgen.layers.latent_attention import HeadLinear
-from fastgen.layers.linear import Linear
-from fastgen.layers.moe import GroupedLinear
 from fastgen.layers.rotary import Rotary
-from fastgen.models.moe_kernels_triton import TritonMoe
 from fastgen.runtime.engine import Engine
+
+# The modules that hold matrices.
+MATRICES = (
+    stored.StoredLinear,
+    stored.StoredGroups,
+    stored.StoredHeadMaps,
+    packed.Linear,
+    packed.Groups,
+    packed.HeadMaps,
+)
 
 
 def held_bytes(engine: Engine) -> dict[str, int]:
-    """By the names of the ledger's rows."""
+    """Returns the bytes held, by the names of the ledger's rows."""
     runner = engine.runner
     forward, inputs, sampler = runner.forward, runner.input_batch, runner.sampler
     held = {**_weights(runner.model), "KV cache": runner.kv_cache.size_bytes}
@@ -53,9 +62,9 @@ def _weights(model: nn.Module) -> dict[str, int]:
         for name in ("packed", "weight"):
             weight = getattr(module, name, None)
             size += weight.size_bytes if isinstance(weight, PackedWeight | QuantizedWeight) else 0
-        if isinstance(module, EmbeddingTable):
+        if isinstance(module, stored.StoredTable | packed.PackedTable):
             held["embedding and head"] += size
-        elif isinstance(module, Linear | GroupedLinear | HeadLinear):
+        elif isinstance(module, MATRICES):
             held["matrices"] += size
         elif isinstance(module, Rotary):
             held["rotary tables"] += size
@@ -65,37 +74,37 @@ def _weights(model: nn.Module) -> dict[str, int]:
 
 
 def _workspaces(model: Any) -> int:
-    """Of tensors; what the C++ kernels hold by themselves nobody sees from here."""
+    """Returns the bytes of tensors; memory that C++ kernels allocate by themselves is not visible here."""
     found: dict[int, Tensor] = {}
     for module in model.modules():
-        kernel = getattr(module, "kernel", None)
+        kernel = getattr(module, "kernel", getattr(module, "_kernel", None))
         if isinstance(kernel, cpp.LinearKernel):
             found[id(kernel)] = kernel._workspace
-        plain = getattr(module, "plain_kernel", None)
-        if isinstance(plain, triton.LinearKernel):
-            rooms = [plain._whole, *(few._workspace for few in plain._few.values())]
+        if isinstance(kernel, triton.LinearKernel):
+            rooms = [kernel._whole, *(few._workspace for few in kernel._few.values())]
             found |= {id(room): room for room in rooms if room is not None}
-        mixture = getattr(module, "kernels", None)
-        if isinstance(mixture, TritonMoe):
-            for cut in mixture._cuts.values():
+        if isinstance(module, Experts):
+            for cut in module._cuts.values():
                 found |= {
                     id(each): each for each in (cut.sort.tiles.order, cut.sort.tiles.tiles, cut.sort.tiles.num_tiles)
                 }
-    plans = [each for plan in model.plans for each in vars(plan).values() if isinstance(each, Tensor)]
+    ops = model.plan_step.__self__
+    step_plans = ops.plans.values() if isinstance(ops, TritonOps) else ()
+    plans = [each for plan in step_plans for each in vars(plan).values() if isinstance(each, Tensor)]
     return _bytes(found.values()) + _bytes(plans)
 
 
 def _bytes(tensors: Any) -> int:
-    """Of their memory, what they share once."""
+    """Returns the bytes of the tensors' memory, counting shared memory once."""
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())
 
 
 class AllocationPeak(TorchDispatchMode):
-    """The most bytes that tensors made within took at once.
+    """Records the peak of bytes held by tensors that are made within the block.
 
-    With ``collects`` those are not counted that only wait for Python's garbage collector, as what Triton's interpreter
-    has used does. That is slow unless :func:`gc.freeze` was called before.
+    With ``collects``, tensors that only wait for Python's garbage collector, as those of Triton's interpreter do, are
+    not counted. That is slow unless :func:`gc.freeze` was called before.
     """
 
     def __init__(self, *, collects: bool = False) -> None:
@@ -109,9 +118,7 @@ class AllocationPeak(TorchDispatchMode):
             gc.collect()
         before = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        if (
-            func.overloadpacket is torch.ops.aten.set_
-        ):  # laid over memory that is there; the interpreter of Triton does so
+        if func.overloadpacket is torch.ops.aten.set_:  # a view, as Triton's interpreter makes them
             return result
         for each in _tensors(result):
             storage = each.untyped_storage()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastgen.arguments import takes
+from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.host import device as devices
 from fastgen.models.weight_sizes import ModelBuild
 from fastgen.options import LoadOptions
@@ -12,14 +13,8 @@ from fastgen.runtime.llm import LLM
 from fastgen.runtime.memory.ledger import MemoryModel
 from fastgen.runtime.model_source import ModelSource
 from fastgen.runtime.scheduling.policies import choose_policy
-from fastgen.runtime.targets import (
-    bundle_flags,
-    choose_target,
-    parse_quantize,
-    sealed_loader,
-    sealed_target,
-    target_facts,
-)
+from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
+from fastgen.runtime.targets import bundle_flags, parse_quantize, sealed_loader, sealed_target
 from fastgen.runtime.text.codec import TextCodec
 
 
@@ -32,7 +27,7 @@ def load(options: LoadOptions) -> LLM:
     policy = choose_policy(options.policy, options.itl_target_ms)
     device = devices.current(options.device)
     source = ModelSource.open(options)
-    name, sealed_arch = sealed_target(options.target, options.sealed, source.directory, device)
+    name, sealed_arch = sealed_target(options, source.directory, device)
     facts = target_facts(
         name,
         device,
@@ -46,8 +41,16 @@ def load(options: LoadOptions) -> LLM:
     policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(source.directory, source.checkpoint.config)
     about = bundle_flags(options, source.dtype, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
-    bundle = sealed_loader(options.sealed, source.directory, device, about)
-    target = choose_target(name, device, config, num_threads=options.num_threads, sealed=bundle)
+    bundle = sealed_loader(options, source.directory, device, about)
+    backend = choose_backend(
+        name,
+        device,
+        token_budget=config.token_budget,
+        max_num_seqs=config.max_num_seqs,
+        max_prompt_rows=PROMPT_LOGITS_ROWS,
+        num_threads=options.num_threads,
+        sealed=bundle,
+    )
     ledger = memory.ledger(config)
     with devices.being_current(device.torch_device):
         engine = build_engine(
@@ -57,7 +60,7 @@ def load(options: LoadOptions) -> LLM:
             codec,
             source.dtype,
             device.torch_device,
-            target,
+            backend,
             weight_format,
             ledger=ledger,
             policy=policy,

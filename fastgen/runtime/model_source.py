@@ -43,8 +43,8 @@ class ModelSource:
                 allow_config_keys=options.allow_config_keys,
             )
         except RecipeError as error:
-            if options.recipe is None and (doubt := registry.doubt(recipe, config, directory)):
-                raise RecipeError(error.message + doubt, file=error.file, line=error.line, node=error.node) from error
+            if options.recipe is None and (note := registry.mismatch_note(recipe, config, directory)):
+                raise RecipeError(error.message + note, file=error.file, line=error.line, node=error.node) from error
             raise
         dtype = checkpoint_dtype(config, checkpoint) if options.dtype == "auto" else parse_dtype(options.dtype)
         return cls(directory, checkpoint, recipe, spec, dtype)
