@@ -68,6 +68,8 @@ class Builder(Protocol):
 
     target: Target
     arch: str
+    # Tells if kernels are functions of the host, so that one native call can launch several.
+    launches_natively: bool
     # Of the bundle that kernels come from, what :meth:`accompany` put there; else ``None``.
     modules: Path | None
 

@@ -16,10 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.compile.backends.target import Target
 from fastgen.compile.host.device import to_device
-from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.sampling.cpp import RowLogprobs, SampledRow, SamplingKernel, sampling_spec
+from fastgen.compile.ops.sampling.cpp import RowLogprobs, SampledRow, SamplingKernel
 from fastgen.compile.ops.sampling.reference import (
     Adjustments,
     Draws,
@@ -47,18 +45,6 @@ _ERRORS = {
     RowStatus.NOTHING_LEFT: "no token can be chosen: every logit is -inf, or min_new_tokens forbids all that are not",
 }
 _NO_TOKEN_FITS = "no token can be chosen: response_format allows none of the model's tokens here, or only at logit -inf"
-
-
-def sampling_kernel(target: Target, vocab_size: int, *, max_rows: int) -> SamplingKernel | None:
-    """Returns the kernel that a :class:`Sampler` of this model needs; ``None`` if torch samples. Call it before
-    ``target.build()``.
-    """
-    if target.name != "cpp":
-        return None
-    assert target.loader is not None
-    kernel = target.kernel(sampling_spec(target.arch, needed_by=("the sampler",)))
-    num_threads = load_thread_pool(target.loader).num_threads
-    return SamplingKernel(kernel, vocab_size, max_rows=max_rows, max_threads=num_threads)
 
 
 class Sampler:

@@ -1,77 +1,51 @@
-"""Recipe files as trees of plain data in which every node knows the file and line it came from.
+"""Reads a recipe file: YAML into a :class:`~fastgen.models.recipe.tree.Tree`.
 
-Read event by event, so that depth and size are bounded before anything is built. The scalars are those of YAML's core
-schema (null, true, false, integers, floats; everything else is text), so ``yes`` and ``1:30`` mean what they look
-like. There are no tags, no object is ever constructed, and a key may stand once in a mapping.
+The file is read event by event, so depth and size are bounded before anything is built. The scalars are those of YAML's
+core schema (null, true, false, integers, floats; everything else is text), so ``yes`` and ``1:30`` mean what they look
+like. Tags are refused, no object is ever constructed, and a mapping holds each key once.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 import yaml
 
 from fastgen.errors import RecipeError
 from fastgen.models.recipe.spelling import quoted, shown
+from fastgen.models.recipe.tree import NodePath, Scalar, Tree, mapping
 
 MAX_SIZE_BYTES: Final = 64 * 1024
 MAX_DEPTH: Final = 24
 MAX_NODES: Final = 10_000
 MAX_KEY: Final = 200
 
-Scalar = str | int | float | bool | None
-NodePath = tuple[str, ...]
+
+def read_recipe_yaml(file: Path) -> Tree:
+    """Returns the tree of the YAML in ``file``. Raises :class:`RecipeError`."""
+    return parse_recipe_yaml(read_text(file), str(file))
 
 
-@dataclass(frozen=True, eq=False)
-class Tree:
-    """One node of a recipe. ``value`` is a scalar, a tuple of trees, or a mapping from keys to trees."""
-
-    value: Scalar | tuple[Tree, ...] | Mapping[str, Tree]
-    file: str
-    line: int
-    # Nodes below and including this one, an alias counted each time it is used.
-    size: int = 1
-
-    def plain(self) -> Any:
-        """The data alone: scalars, tuples and dicts."""
-        if isinstance(self.value, Mapping):
-            return {key: child.plain() for key, child in self.value.items()}
-        if isinstance(self.value, tuple):
-            return tuple(child.plain() for child in self.value)
-        return self.value
-
-    def find(self, path: NodePath) -> Tree:
-        """The node at ``path``, or the deepest one on the way to it."""
-        tree = self
-        for key in path:
-            child = tree.child(key)
-            if child is None:
-                break
-            tree = child
-        return tree
-
-    def child(self, key: str) -> Tree | None:
-        if isinstance(self.value, Mapping):
-            return self.value.get(key)
-        if isinstance(self.value, tuple) and key.isdecimal() and int(key) < len(self.value):
-            return self.value[int(key)]
-        return None
-
-    def without(self, key: str) -> Tree:
-        """This mapping less one key."""
-        assert isinstance(self.value, Mapping)
-        return _mapping({name: child for name, child in self.value.items() if name != key}, self.file, self.line)
-
-    def error(self, path: NodePath, message: str) -> RecipeError:
-        """The error ``message`` about the node at ``path`` below this one, located."""
-        found = self.find(path)
-        return RecipeError(message, file=found.file, line=found.line, node=".".join(path) or None)
+def read_text(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_SIZE_BYTES + 1)  # one byte more than allowed shows that it is too large
+            size_bytes = max(len(content), os.fstat(stream.fileno()).st_size)
+        check_size(size_bytes, str(file))
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        message = f"is not UTF-8 text: {error.reason} at byte {error.start}"
+        raise RecipeError(message, file=str(file), line=line) from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        raise RecipeError(
+            f"cannot be read: {getattr(error, 'strerror', None) or error}", file=ascii(str(file))[1:-1]
+        ) from None
 
 
 def check_size(size_bytes: int, file: str) -> None:
@@ -81,7 +55,7 @@ def check_size(size_bytes: int, file: str) -> None:
 
 @lru_cache(maxsize=256)  # a file is read again for each recipe that extends it, and for each look-up by name
 def parse_recipe_yaml(text: str, file: str) -> Tree:
-    """The tree of one YAML document whose root is a mapping. Raises :class:`RecipeError`."""
+    """Returns the tree of one YAML document whose root is a mapping. Raises :class:`RecipeError`."""
     check_size(len(text.encode("utf-8", "surrogatepass")), file)
     reader = None
     try:
@@ -100,38 +74,6 @@ def parse_recipe_yaml(text: str, file: str) -> Tree:
     if not isinstance(root.value, Mapping):
         raise RecipeError("a recipe is a mapping of keys to values", file=file, line=root.line)
     return root
-
-
-def merge(parent: Tree, variant: Tree, path: NodePath = ()) -> Tree:
-    """``parent`` with the differences that ``variant`` states; each piece keeps the place it came from.
-
-    Mappings merge key by key, anything else replaces, and null removes the key it inherits.
-    """
-    if not isinstance(parent.value, Mapping) or not isinstance(variant.value, Mapping):
-        return without_nulls(variant, path)
-    merged = dict(parent.value)
-    for key, tree in variant.value.items():
-        if key not in merged:
-            merged[key] = without_nulls(tree, (*path, key))
-        elif tree.value is None:
-            del merged[key]
-        else:
-            merged[key] = merge(merged[key], tree, (*path, key))
-    return _mapping(merged, variant.file, variant.line)
-
-
-def without_nulls(tree: Tree, path: NodePath) -> Tree:
-    """``tree`` itself, once it is sure that it removes nothing: there is nothing inherited here."""
-    if tree.value is None:
-        message = "null removes an inherited key, but none is inherited here; write `none` for the value"
-        raise RecipeError(message, file=tree.file, line=tree.line, node=".".join(path))
-    for key, child in tree.value.items() if isinstance(tree.value, Mapping) else ():
-        without_nulls(child, (*path, key))
-    return tree
-
-
-def _mapping(children: dict[str, Tree], file: str, line: int) -> Tree:
-    return Tree(MappingProxyType(children), file, line, 1 + sum(child.size for child in children.values()))
 
 
 # Plain scalars of YAML 1.2's core schema, less its octal and hexadecimal integers.
@@ -153,7 +95,7 @@ class _Reader:
 
     @property
     def line(self) -> int:
-        """How far it has read."""
+        """The line that was read last."""
         return int(self.loader.line) + 1
 
     def document(self) -> Tree:
@@ -172,12 +114,12 @@ class _Reader:
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.anchors:
                 raise self.error(
-                    event, path, f"alias *{quoted(str(event.anchor))} stands for nothing (or for a part of itself)"
+                    event, path, f"alias *{quoted(str(event.anchor))} has no anchor (or is inside its own anchor)"
                 )
             return self.anchors[event.anchor]
         assert isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent)
         if event.tag is not None:
-            raise self.error(event, path, f"a recipe is plain data, the tag {shown(event.tag)} is not allowed")
+            raise self.error(event, path, f"a recipe is plain data; the tag {shown(event.tag)} is not allowed")
         if isinstance(event, yaml.MappingStartEvent):
             tree = self.mapping(event, path)
         elif isinstance(event, yaml.SequenceStartEvent):
@@ -205,11 +147,11 @@ class _Reader:
                 )
             child_path = (*path, key)
             if key in children:
-                raise self.error(event, child_path, f"the key {key!r} stands twice, first in line {children[key].line}")
+                raise self.error(event, child_path, f"the key {key!r} occurs twice, first in line {children[key].line}")
             child = self.node(next(self.events), child_path)
-            # An entry is where its key is: errors about it point there, also when its value starts a line further.
+            # An entry is located at its key: errors about it point there even if the value starts on the next line.
             children[key] = Tree(child.value, self.file, _line(event), child.size)
-        return _mapping(children, self.file, _line(start))
+        return mapping(children, self.file, _line(start))
 
     def sequence(self, start: yaml.Event, path: NodePath) -> Tree:
         items: list[Tree] = []
@@ -224,7 +166,7 @@ class _Reader:
 
 
 def _line(event: yaml.Event) -> int:
-    assert event.start_mark is not None  # it is for events made by hand
+    assert event.start_mark is not None  # only events made by hand have none
     return event.start_mark.line + 1
 
 

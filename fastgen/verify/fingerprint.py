@@ -1,4 +1,4 @@
-"""What a resolved recipe says, apart from where and how it says so: two specs of one essence compute the same."""
+"""The fingerprint of a resolved recipe: two specs with the same fingerprint compute the same."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.models.spec import BranchSpec, Layout, MlpSpec, ModelSpec, NodeRef, PartSpec, RouterSpec, TensorSpec
 
 # A digest.
-Essence = bytes
+Fingerprint = bytes
 
 
-def essence(spec: ModelSpec) -> Essence:
-    """A digest of all that ``spec`` holds but the names of the recipe and its branches, and the nodes' places.
+def fingerprint(spec: ModelSpec) -> Fingerprint:
+    """Returns a digest of ``spec`` without the names of the recipe and its branches and without node locations.
 
-    What can be said in two ways counts as said in one: see :func:`_usual`.
+    Equivalent ways to describe the same computation have the same digest: see :func:`_usual`.
     """
     pieces: list[object] = []
     left: list[object] = [spec]
@@ -39,10 +39,11 @@ def essence(spec: ModelSpec) -> Essence:
 
 
 def _usual(value: object) -> object:
-    """``value`` as it is said of what computes the same.
+    """Returns the canonical form of ``value``.
 
-    The norm of a branch's only part is the branch's, if that has none. Softmax over all, of which the chosen are
-    divided by their sum, is softmax over the chosen. Activations have several names, and so have a layout's axes.
+    The norm of a branch's only part becomes the norm of the branch, if that has none. Softmax over all experts, with
+    the chosen weights divided by their sum, becomes softmax over the chosen experts. Activations and the axes of a
+    layout get one of their names.
     """
     match value:
         case BranchSpec(norm=None, parts=(PartSpec() as part,)):
@@ -60,9 +61,9 @@ def _usual(value: object) -> object:
 
 
 def _usual_layout(layout: Layout) -> Layout | None:
-    """``layout`` with axes named by what becomes of them, neighbours that stay so as one; ``None`` if it says nothing.
+    """Returns ``layout`` with axes named by their role, adjacent row axes merged; ``None`` if it changes nothing.
 
-    Axes of one entry are left out, so those of several stored axes are told apart by the tensor's stored shape.
+    Axes of size 1 are left out, so layouts with several stored axes differ by the stored shape of the tensor.
     """
     sizes, groups = dict(layout.sizes), list[str]()
     for group in re.findall(r"\(([^)]*)\)|(\w+)", layout.pattern):
@@ -84,5 +85,5 @@ def _usual_layout(layout: Layout) -> Layout | None:
 
 @lru_cache
 def _names(kind: Any) -> tuple[str, ...]:
-    """The fields that say what is computed."""
+    """Returns the names of the fields that affect what is computed."""
     return tuple(each.name for each in fields(kind) if each.name not in ("recipe", "name", "node", "activation_node"))

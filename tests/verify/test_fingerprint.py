@@ -1,4 +1,4 @@
-"""Two recipes of one essence compute the same, and only such have one."""
+"""Recipes have the same fingerprint exactly if they compute the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastgen.models.registry.registry import named_recipe
 from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import Layout, MoeSpec
 from fastgen.verify.edits import replaced
-from fastgen.verify.essence import essence
+from fastgen.verify.fingerprint import fingerprint
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,7 +29,7 @@ ATTEND = "model.layers.residual.attend"
 
 def of(recipe: Recipe | None) -> bytes:
     assert recipe is not None
-    return essence(resolve(recipe, CONFIG))
+    return fingerprint(resolve(recipe, CONFIG))
 
 
 def changed(path: str, value: object) -> Recipe | None:
@@ -63,7 +63,7 @@ def test_another_thing(path: str, value: object) -> None:
 def layout_of(pattern: str, sizes: dict[str, int], part: tuple[int, int] | None = None) -> bytes:
     spec = resolve(named_recipe("llama"), CONFIG)
     layout = Layout(pattern, tuple(sizes.items()), part)
-    return essence(
+    return fingerprint(
         replace(spec, embedding=replace(spec.embedding, tokens=replace(spec.embedding.tokens, layout=layout)))
     )
 
@@ -93,7 +93,7 @@ def router(**changes: Any) -> bytes:
     assert isinstance(part.part, MoeSpec)
     moe = replace(part.part, router=replace(part.part.router, **changes))
     last = replace(last, parts=(replace(part, part=moe),))
-    return essence(replace(spec, layers=(replace(layer, branches=(branch, last)), *rest)))
+    return fingerprint(replace(spec, layers=(replace(layer, branches=(branch, last)), *rest)))
 
 
 def test_softmax_of_the_chosen_is_what_normalizing_makes_of_softmax_of_all() -> None:
