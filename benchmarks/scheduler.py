@@ -22,7 +22,7 @@ from typing import Any
 
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
 NUM_DECODES = 256

@@ -15,8 +15,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "verify-mutations.md"
 
 _HEAD = """# The mutation hunt
 
-Written by `python -m tests.verify.hunt`; [verify.md](verify.md#how-much-it-catches) says what is done and what the
-words mean.
+Written by `python -m tests.verify.hunt`; [verify.md](verify.md#how-much-it-catches) says how
+the mistakes are made, and defines the words.
 
 | recipe | mistakes | change nothing | beyond a reference | rejected | at the right node | set |
 |---|---:|---:|---:|---:|---:|---|

@@ -100,6 +100,7 @@ class CppBuilder:
     """
 
     target: Target = "cpp"
+    launches_natively = True
 
     def __init__(self, arch: str, compiler: str = ""):
         self.arch = arch

@@ -62,6 +62,7 @@ class TritonBuilder:
     """
 
     target: Target = "triton"
+    launches_natively = False
 
     def __init__(self, arch: str):
         self.arch = arch

@@ -14,8 +14,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from fastgen.compile.weights.rows import Rows
 from fastgen.errors import CheckpointError, RecipeError
-from fastgen.layers.linear import Rows
 from fastgen.models.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, listing
 from fastgen.models.spec import Layout, TensorSpec
 

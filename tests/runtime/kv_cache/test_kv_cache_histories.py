@@ -16,7 +16,7 @@ from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
 from fastgen.runtime.kv_cache.block_tables import BlockCopy, max_blocks_held
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 
 Tokens = tuple[int, ...]
 MAX_CHUNK = 9

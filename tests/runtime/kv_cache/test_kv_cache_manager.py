@@ -10,7 +10,7 @@ from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.kv_cache.block_tables import Allocation, BlockCopy, TableEntry, max_blocks_held
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 
 
 def sequence(num_tokens: int = 100, request_id: int = 0) -> Sequence:

@@ -12,7 +12,7 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.block_tables import held_entries
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import SequenceStatus
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from tests.runtime.remembering_device import VOCAB_SIZE, Device, alone, build_engine
 
 BLOCK_SIZE = 4

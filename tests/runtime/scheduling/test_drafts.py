@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.drafts import INDEXED_AT_ONCE, DraftedSequence, NgramDrafter, NgramIndex
 
 

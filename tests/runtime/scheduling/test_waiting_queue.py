@@ -8,7 +8,7 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.waiting_queue import WaitingQueue
 
 

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence as SequenceOf
 
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
-from fastgen.runtime.scheduling.step_time import StepTimeModel, StepWork
+from fastgen.runtime.scheduling.policies.step_time import StepTimeModel, StepWork
 
 _log = logging.getLogger(__name__)
 # Lengths of chunks in steps below the finely spaced sizes.

@@ -1,4 +1,4 @@
-"""Results of a step on their way to the host, so that nobody waits for them before they are needed."""
+"""Copies of a step's results to the host, which are waited for only when they are needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Copies of ``tensors`` as they are behind what was launched so far. Off the GPU they are here at once."""
+    """Copies of ``tensors`` as they are after everything launched so far. On a CPU they are complete at once."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._event: torch.cuda.Event | None = None
@@ -22,7 +22,7 @@ class HostCopies:
             self._event.record()
 
     def wait(self) -> list[Tensor]:
-        """The copies, when they are here; what was launched behind them is not waited for."""
+        """Waits for the copies, and returns them. Does not wait for anything launched after them."""
         if self._event is not None:
             self._event.synchronize()
         return self._copies

@@ -1,4 +1,4 @@
-"""What a submitted request has produced so far, seen from the user's side: text, log-probabilities, times."""
+"""The answer of a request so far, from the user's side: text, log-probabilities, times."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from itertools import pairwise
 
 from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk, GenerationOutput, RequestMetrics
 from fastgen.runtime.requests.request import Request, Sequence
+from fastgen.runtime.requests.sampled import SampledToken
 from fastgen.runtime.sampling.beam_group import BeamGroup
 from fastgen.runtime.sampling.beam_search import Hypothesis
-from fastgen.runtime.sampling.sampler import SampledToken
 from fastgen.runtime.text.detokenizer import Detokenizer
 
 
 @dataclass(slots=True)
 class Completion:
-    """One sequence's answer in the making. ``token_times_s`` are the engine clock's, one a token."""
+    """One sequence's answer so far. ``token_times_s`` has the engine clock's time of each token."""
 
     sequence: Sequence
     detokenizer: Detokenizer | None = None
@@ -30,17 +30,17 @@ class Completion:
     num_tokens_taken: int = 0
     finish_taken: bool = False
     _text: str = ""
-    # Tokens whose text nobody has asked for yet: in the middle of a step there are better things to do.
+    # Tokens that are not decoded yet: text is made when it is read, not in the middle of a step.
     _undecoded: list[int] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """What is certain of it so far."""
+        """Returns the text that is certain so far."""
         self._decode()
         return self._text
 
     def append(self, token: SampledToken, stop_ids: frozenset[int], now_s: float) -> FinishReason | None:
-        """Add a token; returns why the sequence ends with it, if it does. A stop token contributes no text."""
+        """Adds a token. Returns why the sequence ends with it, if it does. A stop token contributes no text."""
         sampling = self.sequence.request.sampling
         self.token_ids.append(token.token_id)
         self.token_times_s.append(now_s)
@@ -60,8 +60,8 @@ class Completion:
         return "length" if len(self.token_ids) >= sampling.max_new_tokens else None
 
     def adopt(self, found: Hypothesis, stop_ids: frozenset[int], times_s: list[float]) -> FinishReason | None:
-        """Be the answer that a beam search ``found``; returns why it ended, if it did. ``times_s`` has a time for each
-        token at least.
+        """Takes over the answer that a beam search ``found``. Returns why it ended, if it did. ``times_s`` has at least
+        a time for each token.
         """
         self.score = found.score
         reason: FinishReason | None = None
@@ -75,12 +75,12 @@ class Completion:
         self.finish_reason, self.error = reason, error
 
     def fail(self, error: str) -> None:
-        """End it as it stands: what is left to decode cannot be."""
+        """Ends it as it is: the tokens that are left cannot be decoded."""
         self._undecoded.clear()
         self.finish_reason, self.error = "error", error
 
     def take_chunk(self) -> GenerationChunk | None:
-        """What was added since the last chunk was taken, or ``None``."""
+        """Returns what was added since the last chunk was taken, or ``None``."""
         text, token_ids = self.text[self.num_chars_taken :], self.token_ids[self.num_tokens_taken :]
         ended = self.finish_reason is not None and not self.finish_taken
         if not text and not token_ids and not ended:
@@ -99,7 +99,7 @@ class Completion:
 
 
 class Generation:
-    """A submitted request: its completions and what they have in common. With ``beams`` these find the completions."""
+    """A submitted request: its completions and what they share. With ``beams`` a search finds the completions."""
 
     __slots__ = ("_completions", "_num_finished", "beams", "left_queue_s", "prompt_logprobs", "request")
 
@@ -109,21 +109,21 @@ class Generation:
         self.prompt_logprobs: list[dict[int, float] | None] | None = (
             None if request.sampling.prompt_logprobs is None else [None] * len(request.prompt_ids)
         )
-        # When a token of it was first scheduled, or it ended without.
+        # When its first token was scheduled, or when it ended without one.
         self.left_queue_s: float | None = None
         self._completions: list[Completion] | None = None
         self._num_finished = 0
 
     @property
     def completions(self) -> list[Completion]:
-        """All ``n``. Of a request that waits nobody asks for them, so they cost nothing there."""
+        """Returns all ``n`` completions. They are created at first use, so a request that waits costs nothing."""
         if self._completions is None:
             self._completions = [Completion(sequence) for sequence in self.request.sequences[: self.request.sampling.n]]
         return self._completions
 
     @property
     def finished(self) -> bool:
-        """Whether every completion has ended. Those seen to have are not looked at again, however many there are."""
+        """Returns whether every completion has ended. Completions known to have ended are not looked at again."""
         while self._num_finished < len(self.completions):
             if self.completions[self._num_finished].finish_reason is None:
                 return False
@@ -131,8 +131,8 @@ class Generation:
         return True
 
     def adopt_beams(self, stop_ids: frozenset[int]) -> list[FinishReason | None]:
-        """Take the best hypotheses as the completions. Returns why each ended; ``None`` for one that has not, and where
-        there are too few.
+        """Takes the best hypotheses as the completions. Returns why each ended; ``None`` for one that has not ended,
+        and for those that have no hypothesis.
         """
         assert self.beams is not None
         found = self.beams.hypotheses()
@@ -143,11 +143,11 @@ class Generation:
         return ends + [None] * (len(self.completions) - len(found))
 
     def take_chunks(self) -> list[GenerationChunk]:
-        """What each completion has added since the last call."""
+        """Returns what each completion has added since the last call."""
         return [chunk for completion in self.completions if (chunk := completion.take_chunk()) is not None]
 
     def output(self) -> GenerationOutput:
-        """The finished answer; further completions hang on the first."""
+        """Returns the finished answer. Further completions are attached to the first."""
         assert self.finished
         others = tuple(self._completion_output(completion) for completion in self.completions[1:])
         return self._completion_output(self.completions[0], others)
@@ -170,7 +170,7 @@ class Generation:
         )
 
     def metrics_of(self, completion: Completion) -> RequestMetrics:
-        """Where the time of ``completion``, which has ended, went."""
+        """Returns the times of ``completion``, which has ended."""
         assert self.left_queue_s is not None
         arrival_s, times_s = self.request.arrival_s, completion.token_times_s
         return RequestMetrics(

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from fastgen.runtime.requests.generation import Completion, Generation
+from fastgen.runtime.answers.generation import Completion, Generation
 from fastgen.runtime.requests.outputs import GenerationChunk
 from fastgen.runtime.requests.request import Request
-from fastgen.runtime.sampling.sampler import SampledToken
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampled import SampledToken
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.detokenizer import Detokenizer
 
 NO_STOPS: frozenset[int] = frozenset()

@@ -9,8 +9,8 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationOutput, RequestMetrics
-from fastgen.runtime.sampling.response_format import ResponseFormat
-from fastgen.runtime.sampling.sampling_params import SamplingParams, default_sampling, resolve_seed
+from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.requests.sampling_params import SamplingParams, default_sampling, resolve_seed
 
 
 def test_the_defaults_are_the_documented_ones():

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.sampling.response_format import MAX_CHARACTERS, ResponseFormat, parse_response_format
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.response_format import MAX_CHARACTERS, ResponseFormat, parse_response_format
+from fastgen.runtime.requests.sampling_params import SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ä"}}}
 AS_TEXT = '{"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ä"}}}'

@@ -1,7 +1,7 @@
-"""Sampling parameters: what a request asks of its tokens, checked when they are made.
+"""Sampling parameters of a request, checked when they are made.
 
-A :class:`SamplingParams` that exists is valid: every field has its own type and lies in its range. What depends on the
-model (is this token id in the vocabulary?) is checked by :meth:`SamplingParams.check_against`.
+A :class:`SamplingParams` that exists is valid: every field has its type and lies in its range.
+:meth:`SamplingParams.check_against` checks what depends on the model (is this token id in the vocabulary?).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numbers import Integral, Real
 from typing import Any, Literal, cast
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.sampling.response_format import ResponseFormat, parse_response_format
+from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
 
-# Completions that one request may ask for: all of them are made when it is submitted.
+# Most completions of one request.
 MAX_N = 16384
 
 
@@ -32,9 +32,9 @@ class SamplingParams:
     has the arithmetic).
     """
 
-    # The request finishes with ``"length"`` after so many tokens; at least 1.
+    # The request finishes with ``"length"`` after this many tokens; at least 1.
     max_new_tokens: int = 128
-    # Before so many tokens neither an end-of-text token, a stop token nor a stop string ends the request.
+    # Before this many tokens neither an end-of-text token, a stop token nor a stop string ends the request.
     min_new_tokens: int = 0
     # Divides the positive, multiplies the negative logits of tokens seen in prompt or answer; > 0, 1 is off.
     repetition_penalty: float = 1.0
@@ -42,7 +42,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     # Subtracted from a token's logit as often as it was generated before; [−2, 2].
     frequency_penalty: float = 0.0
-    # Token id to what is added to its logit; [−100, 100].
+    # Token id to the bias added to its logit; [−100, 100].
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     # Divides the logits; 0 is greedy, and then top-k, top-p, min-p and the seed have no effect.
     temperature: float = 0.0
@@ -68,7 +68,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     # Seconds from submission after which the request finishes with ``"timeout"``; ``None`` is no limit.
     timeout_s: float | None = None
-    # How many beams a beam search keeps, of which the best ``n`` are given back, best first; 1 is no beam search.
+    # How many beams a beam search keeps, of which the best ``n`` are returned, best first; 1 is no beam search.
     # Nothing is drawn, so ``temperature`` must be 0; penalties and biases apply to log-probabilities in place of
     # logits, and stop strings are not supported. :mod:`fastgen.runtime.sampling.beam_search` has the algorithm.
     beam_width: int = 1
@@ -78,14 +78,14 @@ class SamplingParams:
     # With beams: whether the search ends as soon as ``beam_width`` hypotheses have ended (``True``), when no live beam
     # is likely to beat them (``False``), or when none could at any length (``"never"``).
     early_stopping: bool | Literal["never"] = False
-    # The request's class: any integer, and the lower the more urgent. It decides who gets the next free slot, whose
-    # prompt is computed first and who loses its blocks last; who has waited long moves up.
+    # The request's class: any integer; lower is more urgent. It decides which request gets the next free slot, which
+    # prompt is computed first and which loses its blocks last. A request that has waited long moves up.
     priority: int = 0
-    # The answer's shape, as :func:`~fastgen.runtime.sampling.response_format.parse_response_format` takes it.
+    # The answer's shape, as :func:`~fastgen.runtime.requests.response_format.parse_response_format` takes it.
     response_format: ResponseFormat | None = None
 
     def _fill(self, given: dict[str, object]) -> None:
-        """Be what is ``given``, each field checked, and for the rest the defaults, which are valid."""
+        """Sets the fields to what is ``given``, each checked, and the rest to the defaults, which are valid."""
         kept = vars(self)  # field by field, ``object.__setattr__`` would take most of the time
         kept.update(_DEFAULTS, logit_bias={})
         for name, value in given.items():
@@ -106,7 +106,9 @@ class SamplingParams:
 
     @classmethod
     def from_fields(cls, defaults: SamplingParams, **given: Any) -> SamplingParams:
-        """``defaults`` with the given fields in their place. An unknown or invalid one: ``InvalidArgumentError``."""
+        """Returns ``defaults`` with the given fields replaced. Raises ``InvalidArgumentError`` for an unknown or
+        invalid field.
+        """
         return replace(defaults, **given)
 
     def _check_beams(self) -> None:
@@ -133,13 +135,13 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """The tokens that end an answer, of a model whose own are ``eos_token_ids``; they contribute no text."""
+        """Returns the tokens that end an answer of a model with ``eos_token_ids``. They contribute no text."""
         if self.ignore_eos:
             return frozenset(self.stop_token_ids)
         return eos_token_ids.union(self.stop_token_ids) if self.stop_token_ids else eos_token_ids
 
     def check_against(self, vocab_size: int) -> None:
-        """Raise ``InvalidArgumentError`` unless every token id and count fits a vocabulary of ``vocab_size``."""
+        """Raises ``InvalidArgumentError`` unless every token id and count fits a vocabulary of ``vocab_size``."""
         for name, token_ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token_id in token_ids:
                 if token_id >= vocab_size:
@@ -153,10 +155,10 @@ class SamplingParams:
 
 
 def default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """The defaults of a model whose ``generation_config.json`` holds ``generation_config``.
+    """Returns the defaults of a model whose ``generation_config.json`` holds ``generation_config``.
 
-    Greedy unless it says ``"do_sample": true``; then its temperature (1 where it names none), top-k, top-p, min-p and
-    repetition penalty are taken; what it leaves out or gives as ``null`` is off. Lengths are not taken from it.
+    They are greedy unless it says ``"do_sample": true``. Then its temperature (1 if missing), top-k, top-p, min-p and
+    repetition penalty apply, and what is missing or ``null`` is off. Lengths are not taken from it.
     """
     if generation_config.get("do_sample") is not True:
         return SamplingParams()
@@ -169,10 +171,10 @@ def default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
 
 
 def resolve_seed(sampling: SamplingParams) -> SamplingParams:
-    """``sampling`` with a seed, where it draws: its own, or a fresh 64-bit one from the operating system.
+    """Returns ``sampling`` with a seed if it draws: its own, or a fresh 64-bit one from the operating system.
 
-    The engine calls this once, when a request is submitted, so that all later draws (those repeated after a preemption
-    too) come from one seed.
+    The engine calls this once, when a request is submitted, so that all later draws come from one seed, also those
+    repeated after a preemption.
     """
     if sampling.seed is not None or sampling.greedy:
         return sampling
@@ -301,8 +303,8 @@ assert list(_CHECKS) == [item.name for item in fields(SamplingParams)], "every f
 _DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
 
 
-# What a dataclass makes takes seven microseconds for fields that are mostly at their defaults, and a server makes one a
-# request; its signature is kept, for those who read it and for type checkers.
+# The ``__init__`` of a dataclass takes seven microseconds for fields that are mostly at their defaults, and a server
+# makes one for each request. Its signature is kept for readers and type checkers.
 @wraps(SamplingParams.__init__)
 def _init(self: SamplingParams, **given: object) -> None:
     self._fill(given)

@@ -1,7 +1,7 @@
-"""What shape an answer must have: any JSON object, JSON of a schema, a match of a pattern, a text of a grammar.
+"""Response formats: any JSON object, JSON of a schema, a match of a pattern, a text of a grammar.
 
-What a caller gives is brought into one form here and checked as far as it can be without the library that compiles it
-(:mod:`fastgen.runtime.sampling.structured_output`).
+This module brings what a caller gives into one form, and checks it as far as possible without the library that compiles
+it (:mod:`fastgen.runtime.sampling.structured_output`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from fastgen.errors import InvalidArgumentError
 
-# Of a schema as JSON text, a pattern or a grammar.
+# Most characters of a schema as JSON text, a pattern or a grammar.
 MAX_CHARACTERS = 200_000
-# How llguidance is to read every schema, in its own words.
+# How llguidance reads every schema, in its own options.
 JSON_OPTIONS = {
     # Bounded, since a model that likes blank lines would otherwise write them until its tokens are spent.
     "whitespace_pattern": r"[ \t\n\r]{1,20}",
@@ -29,7 +29,7 @@ Kind = Literal["json_object", "json_schema", "regex", "grammar"]
 
 @dataclass(frozen=True)
 class ResponseFormat:
-    """The shape of an answer, a plain value: two that are equal ask for the same."""
+    """The shape of an answer, a plain value: equal values mean the same shape."""
 
     kind: Kind
     # The schema as JSON text, its keys in the order given; the regular expression; the Lark grammar.
@@ -46,7 +46,7 @@ class ResponseFormat:
             raise InvalidArgumentError(f"response_format is not valid Unicode: {error}") from None
 
     def as_json(self) -> dict[str, Any]:
-        """What :func:`parse_response_format` takes for it, as a value of JSON."""
+        """Returns the JSON value from which :func:`parse_response_format` makes it."""
         match self.kind:
             case "json_object":
                 return {"type": self.kind}
@@ -59,11 +59,11 @@ class ResponseFormat:
 
 
 def parse_response_format(value: object) -> ResponseFormat | None:
-    """The format that a caller's ``value`` asks for, ``None`` for free text. Raises ``InvalidArgumentError``.
+    """Returns the format that a caller's ``value`` asks for, ``None`` for free text. Raises ``InvalidArgumentError``.
 
-    Taken are ``None`` and ``{"type": "text"}``; ``{"type": "json_object"}``; ``{"type": "json_schema", "schema": {…}}``
-    or, as OpenAI spells it, ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; ``{"type": "regex",
-    "pattern": …}``; ``{"type": "grammar", "grammar": …}``.
+    Accepted are ``None`` and ``{"type": "text"}``; ``{"type": "json_object"}``; ``{"type": "json_schema", "schema":
+    {…}}`` or, as OpenAI spells it, ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; ``{"type":
+    "regex", "pattern": …}``; ``{"type": "grammar", "grammar": …}``.
     """
     if value is None or isinstance(value, ResponseFormat):
         return value
@@ -91,7 +91,7 @@ def _json_schema(value: Mapping[str, Any]) -> ResponseFormat:
     nested = value["json_schema"]
     if not isinstance(nested, Mapping):
         raise InvalidArgumentError(f"response_format: json_schema must be an object, not {reprlib.repr(nested)}")
-    # The schema is always kept to, so "strict" says nothing; name and description are for people.
+    # The schema is always followed, so "strict" changes nothing; name and description are for people.
     _check_keys(nested, "response_format.json_schema", ("schema", "name", "description", "strict"))
     return _of_schema("response_format.json_schema", nested)
 
