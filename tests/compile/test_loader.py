@@ -143,7 +143,7 @@ def run_alone(script: str | None, *options: str) -> subprocess.CompletedProcess[
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every norm renders with a mistake in its last line, at which compilers print something."""
-    from fastgen.compile.build import loader
+    from fastgen.compile.build import sources
 
     def render_body(spec: KernelSpec) -> str:
         text = render(replace(spec, needed_by=())).partition("\n\n")[2]
@@ -152,7 +152,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
             text = 'import sys\nprint("printed, and missing in the answer", file=sys.stderr)\n' + text
         return text.rstrip() + "\n" + wrong[spec.target]
 
-    monkeypatch.setattr(loader, "render_body", render_body)
+    monkeypatch.setattr(sources, "render_body", render_body)
 
 
 @pytest.mark.parametrize(
