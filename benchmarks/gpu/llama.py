@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.host.device import Device
 from fastgen.models.checkpoint.checkpoint import Checkpoint
 from fastgen.models.checkpoint.tensor_files import TensorHeader
@@ -33,15 +34,15 @@ from fastgen.models.spec import (
     TensorSpec,
 )
 from fastgen.models.weight_sizes import ModelBuild
+from fastgen.options import LoadOptions
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.memory.ledger import MemoryModel
-from fastgen.runtime.requests.generation import Generation
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
-from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
-from fastgen.runtime.targets import choose_target, target_facts
+from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 from fastgen.runtime.text.codec import TextCodec
 
 
@@ -182,14 +183,15 @@ def llama_engine(
     spec = llama_spec(shape)
     per_token = spec.kv_bytes_per_token(shape.dtype.itemsize)
     memory = MemoryModel(ModelBuild(spec, shape.dtype, target_facts(target, device, num_threads=None), None), device)
-    config = resolve_engine_config(
-        memory,
+    options = LoadOptions(
+        "a Llama with random weights",
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
         kv_cache_memory=per_token * (kv_tokens + 64),  # and the block of the padding
         max_model_len=shape.max_positions,
         prefix_caching=False,
     )
+    config = resolve_engine_config(memory, options)
     return build_engine(
         spec,
         config,
@@ -197,11 +199,18 @@ def llama_engine(
         TextCodec(None, eos_token_ids=frozenset(), default_sampling=SamplingParams()),
         shape.dtype,
         device.torch_device,
-        choose_target(target, device, config, num_threads=None),
+        choose_backend(
+            target,
+            device,
+            token_budget=config.token_budget,
+            max_num_seqs=config.max_num_seqs,
+            max_prompt_rows=PROMPT_LOGITS_ROWS,
+            num_threads=None,
+        ),
         None,
         ledger=memory.ledger(config),
         policy=SplitFuse(),
-        aging_s=DEFAULT_AGING_S,
+        aging_s=options.aging_s,
     )
 
 

@@ -14,8 +14,8 @@ import time
 from benchmarks.gpu.llama import LLAMA_2_7B, TOY, LlamaShape, kv_tokens_that_fit, llama_engine, llama_spec, submit
 from benchmarks.gpu.measuring import Bench, Row, Rows
 from benchmarks.gpu.workload import lengths
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.requests.generation import Generation
 
 IN_FLIGHT, TOKEN_BUDGET = 32, 2048
 _SECONDS, _ROW_SECONDS = 60.0, 10.0

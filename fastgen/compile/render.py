@@ -1,7 +1,14 @@
-"""From a kernel spec to source text: one strict Jinja environment, pure and deterministic."""
+"""Renders a kernel spec to source text: one strict Jinja environment, pure and deterministic.
+
+A template lies in the folder ``templates`` beside the module whose specs it renders; templates and headers that several
+ops share lie in ``compile/templates``. A file is known by its name alone, wherever it lies. C++ without choices is a
+header, which a template includes as C++ does: ``#include "vectors.h"``. The rendered text has the header's text in that
+place, so every source is complete by itself.
+"""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -10,8 +17,11 @@ from jinja2 import meta
 
 from fastgen.compile.spec import DTYPES, Argument, KernelSpec, power_of_2
 
-TEMPLATES = Path(__file__).with_name("templates")
+_HERE = Path(__file__).parent
+# Where templates and headers are looked for.
+TEMPLATE_FOLDERS = tuple(sorted(_HERE.rglob("templates")))
 SUFFIXES = {"triton": ".py", "cpp": ".cpp"}
+_INCLUDE = re.compile(r'#include "([^"]+)"\n')
 _COMMENTS = {"triton": "#", "cpp": "//"}
 _TRITON_TYPES = {
     **{short: f"tl.{torch_name}" for torch_name, short in DTYPES.items()},
@@ -24,58 +34,86 @@ _CPP_TYPES = {
 
 
 def render(spec: KernelSpec) -> str:
-    """The kernel's source: :func:`render_heading`, then :func:`render_body`."""
+    """Returns the kernel's source: :func:`render_heading`, then :func:`render_body`."""
     return render_heading(spec) + render_body(spec)
 
 
 def render_heading(spec: KernelSpec) -> str:
-    """A comment that says what the kernel is and who asked for it.
+    """Returns a comment that says what the kernel is and which recipe nodes need it.
 
-    Always five lines, since Triton's cache key contains the line a function starts at.
+    It always has five lines, since Triton's cache key contains the line a function starts at.
     """
-    first = ", ".join(spec.needed_by[:3]) or "nobody in particular"
+    first = ", ".join(spec.needed_by[:3]) or "no recipe node"
     others = f" and {len(spec.needed_by) - 3} more" if len(spec.needed_by) > 3 else ""
     lines = (
         spec.name,
         str(spec),
         f"needed by {first}{others}",
-        f"rendered from {template_name(spec)}: change that, since this file is written anew; see docs/kernels.md",
+        f"rendered from {template_name(spec)}: edit that, since this file is rendered again; see docs/kernels.md",
     )
     return "".join(f"{_COMMENTS[spec.target]} {' '.join(line.split())}\n" for line in lines) + "\n"
 
 
 def render_body(spec: KernelSpec) -> str:
-    """The source without its heading: a function of what distinguishes the spec, so cache keys are made of it.
+    """Returns the source without its heading. It depends on nothing but what distinguishes the spec, so cache keys are
+    made of it.
 
-    The template sees the spec's parameters by their names, ``spec`` itself, and the filters ``tl`` and ``cpp`` from a
-    dtype's short name to the language's, ``declare`` from an argument to a C++ parameter, and ``power_of_2``, the next
-    from a number on. Raises ``jinja2.UndefinedError`` where it names what the spec lacks, and ``ValueError`` for a
-    parameter that it never names: a feature asked for and not computed.
+    The template sees the spec's parameters by their names, and ``spec`` itself. Filters: ``tl`` and ``cpp`` turn a
+    dtype's short name into the language's, ``declare`` an argument into a C++ parameter, and ``power_of_2`` a number
+    into the next power of 2. Raises ``jinja2.UndefinedError`` for a name that the spec lacks, and ``ValueError`` for a
+    parameter that the template never reads: such a feature would be requested and not computed.
     """
     name = template_name(spec)
     unread = spec.parameters.keys() - _names_read(name)
     if unread:
-        raise ValueError(f"{name} never reads {', '.join(sorted(unread))}, which {spec.name} asks for")
+        raise ValueError(f"{name} never reads {', '.join(sorted(unread))}, which {spec.name} needs")
     body = render_text(name, **spec.parameters, spec=spec)
-    if spec.target == "cpp" and spec.arguments:
-        body += render_text("cpp/from_slots.cpp.j2", spec=spec)
+    if spec.target == "cpp":
+        body += render_text("from_slots.cpp.j2", spec=spec) if spec.arguments else ""
+        return inline_headers(body)
     return body
 
 
 def render_text(template: str, **context: object) -> str:
-    """Any template, by its name relative to ``templates/``."""
+    """Renders any template, by its file's name."""
     return _environment().get_template(template).render(context)
 
 
+def inline_headers(text: str) -> str:
+    """Returns C++ with each ``#include "name.h"`` replaced by the text of that header, and nothing where the header was
+    included before. Raises ``jinja2.TemplateNotFound`` for a header that does not exist.
+    """
+    lines, included = [], set[str]()
+
+    def add(part: str) -> None:
+        for line in part.splitlines(keepends=True):
+            if line == "#pragma once\n":
+                continue
+            if (found := _INCLUDE.fullmatch(line)) is None:
+                lines.append(line)
+            elif found[1] not in included:
+                included.add(found[1])
+                add(_source(found[1]))
+
+    add(text)
+    return "".join(lines)
+
+
 def template_name(spec: KernelSpec) -> str:
-    """The spec's template, relative to ``templates/``."""
-    return f"{spec.target}/{spec.template}{SUFFIXES[spec.target]}.j2"
+    """Returns the name of the spec's template."""
+    return f"{spec.template}{SUFFIXES[spec.target]}.j2"
+
+
+def _source(name: str) -> str:
+    environment = _environment()
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
 
 
 @cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader(TEMPLATE_FOLDERS),
         undefined=jinja2.StrictUndefined,
         autoescape=False,
         trim_blocks=True,
@@ -91,7 +129,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _declare(argument: Argument) -> str:
-    """A parameter of a C++ function. Addresses of different arguments never overlap."""
+    """Returns a parameter of a C++ function. Addresses of different arguments never overlap."""
     if not argument.is_pointer:
         return f"{_CPP_TYPES[argument.dtype]} {argument.name}"
     const = "const " if argument.kind == "in" else ""
@@ -99,7 +137,7 @@ def _declare(argument: Argument) -> str:
 
 
 def _unpack(argument: Argument, index: int) -> str:
-    """An argument of a C++ function out of its 8 bytes ``slots[index]``."""
+    """Returns an expression for an argument of a C++ function, read from its 8 bytes ``slots[index]``."""
     if argument.is_pointer:
         const = "const " if argument.kind == "in" else ""
         return f"reinterpret_cast<{const}{_CPP_TYPES[argument.dtype]}*>(slots[{index}])"
@@ -110,8 +148,7 @@ def _unpack(argument: Argument, index: int) -> str:
 
 @cache
 def _names_read(template: str) -> frozenset[str]:
-    """Every variable that a template, or one that it includes or imports, may read."""
-    environment = _environment()
-    tree = environment.parse((TEMPLATES / template).read_text(encoding="utf-8"))
+    """Returns every variable that a template, or one that it includes or imports, may read."""
+    tree = _environment().parse(_source(template))
     others = [_names_read(other) for other in meta.find_referenced_templates(tree) if other]
     return frozenset(meta.find_undeclared_variables(tree)).union(*others)

@@ -23,7 +23,8 @@ from typing import Any, Final
 
 import torch
 
-from fastgen.compile.build.loader import KernelLoader, body_hash
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.sources import body_hash
 from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
 from fastgen.compile.spec import KernelSpec
 from fastgen.models.kernels import kernel_specs

@@ -23,7 +23,7 @@ from fastgen.compile.ops.attention.reference import Alibi, paged_attention
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.render import render
 from fastgen.compile.spec import torch_dtype
-from fastgen.compile.weights.packed import ARCHES_WITH_PAIRS
+from fastgen.compile.weights.packed import ARCHES_WITH_BF16_DOT
 
 HERE = cpp_arch(device.current("cpu"))
 # Those whose instructions this machine has.
@@ -115,7 +115,7 @@ class Batch:
     def computed(self, loader: KernelLoader, num_threads: int = 1) -> Tensor:
         load_thread_pool(loader).resize(num_threads)
         kernel = loader.load(attention_spec(self.shape, loader.builder.arch))
-        self.rounds = bool(kernel.spec.parameters["pairs"])
+        self.rounds = bool(kernel.spec.parameters["bf16_dot"])
         out = torch.full((len(self.q), self.shape.num_heads, self.shape.v_dim), torch.nan, dtype=self.q.dtype)
         AttentionKernel(kernel, self.slopes)(self.q, self.k, self.v, self.tables, self.starts, self.seq_lens, out)
         return out
@@ -161,7 +161,7 @@ def test_drawn_batches(loaders: dict[str, KernelLoader], arch: str, feature: str
 
 
 @pytest.mark.parametrize("feature", [None, "window", "bf16 in small blocks", "bf16 with tails", *NEAR_BLOCKS])
-@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch in ARCHES_WITH_PAIRS])
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch in ARCHES_WITH_BF16_DOT])
 def test_bf16_dots_whose_numbers_need_no_rounding(
     loaders: dict[str, KernelLoader], arch: str, feature: str | None
 ) -> None:

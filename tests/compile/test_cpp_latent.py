@@ -87,7 +87,7 @@ class Case:
         self.cache, _ = empty_cache(num_blocks, shape.block_size, 1, width, shape.kv_rank, dtype=dtype)
         self.cache.fill_(7)
         self.cos_sin = torch.randn(MAX_POSITIONS, shape.rotary_dim, generator=generator)
-        names = [argument.name for argument in shape.norm.arguments("kv")]
+        names = [argument.name for argument in shape.norm.arguments("kv", "fp32")]
         self.norm = {name: torch.randn(shape.kv_rank, generator=generator) for name in names}
         self.mapped = torch.full((len(self.q), shape.num_heads, width), 7.0)
 

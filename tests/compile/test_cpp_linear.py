@@ -221,7 +221,7 @@ print(memory("VmHWM") - before)
 def test_what_does_not_fit_is_refused(pool: ThreadPool) -> None:
     layer, weight = Layer(HERE, "fp32"), torch.ones(8, 16)
     packed = layer.pack(weight)
-    prepared = [Layer(HERE, each) for each in ("int8", "bf16_pairs") if each in FORMATS]
+    prepared = [Layer(HERE, each) for each in ("int8", "bf16_dot") if each in FORMATS]
     heads = layer.kernel.pack(8, 16, num_groups=2)
     x, out = torch.ones(3, 16), torch.full((3, 8), 5.0)
     many, many_out = torch.ones(MAX_ROWS + 1, 16), torch.ones(MAX_ROWS + 1, 8)

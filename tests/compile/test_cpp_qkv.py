@@ -101,7 +101,7 @@ def drawn_weights(shape: Shape, generator: torch.Generator) -> dict[str, Tensor]
     weights = {}
     for prefix, kind, heads in (("q", shape.q_norm, shape.num_heads), ("k", shape.k_norm, shape.num_kv_heads)):
         norm = NORMS[kind]
-        for name in [] if norm is None else [each.name for each in norm.arguments(prefix)]:
+        for name in [] if norm is None else [each.name for each in norm.arguments(prefix, "fp32")]:
             assert norm is not None
             size = (heads * shape.head_dim,) if norm.over_all else (shape.head_dim,)
             weights[name] = torch.randn((heads, *size) if norm.per_head else size, generator=generator)

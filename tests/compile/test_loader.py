@@ -143,7 +143,7 @@ def run_alone(script: str | None, *options: str) -> subprocess.CompletedProcess[
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every norm renders with a mistake in its last line, at which compilers print something."""
-    from fastgen.compile.build import loader
+    from fastgen.compile.build import sources
 
     def render_body(spec: KernelSpec) -> str:
         text = render(replace(spec, needed_by=())).partition("\n\n")[2]
@@ -152,7 +152,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
             text = 'import sys\nprint("printed, and missing in the answer", file=sys.stderr)\n' + text
         return text.rstrip() + "\n" + wrong[spec.target]
 
-    monkeypatch.setattr(loader, "render_body", render_body)
+    monkeypatch.setattr(sources, "render_body", render_body)
 
 
 @pytest.mark.parametrize(
@@ -288,10 +288,13 @@ def test_an_edited_source_takes_the_place_of_the_rendered_one(tmp_path, monkeypa
     assert KernelLoader(CppBuilder("portable"), cache=loader.cache).build([spec]) == ours
 
 
-def test_the_example_of_the_docs_runs(tmp_path, monkeypatch) -> None:
+def test_the_examples_of_the_docs_run(tmp_path, monkeypatch) -> None:
+    """The second one continues the first, and compares two backends itself."""
     monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "kernels.md").read_text(), re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "kernels.md").read_text(), re.M | re.S)
+    assert len(blocks) == 2
     names: dict[str, torch.Tensor] = {}
-    exec(code, names)
+    for code in blocks:
+        exec(code, names)
     torch.testing.assert_close(names["residual"], names["x"])
     torch.testing.assert_close(names["out"], rms_norm(names["x"], names["weight"], 1e-5))

@@ -16,7 +16,7 @@ import fastgen
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 450
-TEXT_SUFFIXES = {".py", ".md", ".yaml", ".toml", ".sh", ".txt", ".json", ".j2", ".cfg", ""}
+TEXT_SUFFIXES = {".py", ".md", ".yaml", ".toml", ".sh", ".txt", ".json", ".j2", ".h", ".cfg", ""}
 SKIPPED = {".git", ".venv", ".hypothesis", "dist", "__pycache__", "unfinished"}
 
 

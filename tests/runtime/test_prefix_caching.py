@@ -15,6 +15,7 @@ import pytest
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.step.step import Step
 from tests.runtime import test_same_answer_cpp as cpp
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, small_cache
 from tests.runtime.test_same_answer import num_certain_tokens, poison
@@ -52,13 +53,13 @@ def num_computed(llm: LLM) -> list[int]:
     """Gets the number of tokens of each step from now on."""
     engine, counts = llm._engine, []
     assert engine is not None
-    run = engine.runner.run
+    launch = engine.runner.launch
 
-    def counted(schedule: Any) -> Any:
-        counts.append(schedule.num_tokens)
-        return run(schedule)
+    def counted(step: Step) -> None:
+        counts.append(step.schedule.num_tokens)
+        launch(step)
 
-    engine.runner.run = counted  # type: ignore[method-assign]
+    engine.runner.launch = counted  # type: ignore[method-assign]
     return counts
 
 
@@ -102,7 +103,7 @@ def test_a_conversation_computes_only_what_is_new(llm: LLM) -> None:
         history += output.token_ids
 
 
-def test_those_who_arrive_together_compute_for_themselves(llm: LLM) -> None:
+def test_requests_that_arrive_together_compute_for_themselves(llm: LLM) -> None:
     prompt = tokens(random.Random(6), 7)
     outputs = llm.generate([prompt] * 2, temperature=0, max_new_tokens=6, ignore_eos=True)
     assert [output.metrics.cached_tokens for output in outputs] == [0, 0]
@@ -164,13 +165,13 @@ def drawn_requests(vocab_size: int, longest: int) -> tuple[list[list[int]], list
 def generate(llm: LLM, prompts: list[list[int]], samplings: list[SamplingParams]) -> list[GenerationOutput]:
     """In three waves, so that later ones find what earlier ones left; all stale memory is poisoned before each step."""
     assert llm._engine is not None
-    run = llm._engine.runner.run
+    launch = llm._engine.runner.launch
 
-    def poisoned_run(schedule: Any) -> Any:
+    def poisoned_launch(step: Step) -> None:
         poison(llm)
-        return run(schedule)
+        launch(step)
 
-    llm._engine.runner.run = poisoned_run  # type: ignore[method-assign]
+    llm._engine.runner.launch = poisoned_launch  # type: ignore[method-assign]
     outputs = []
     for first in range(0, NUM_REQUESTS, NUM_REQUESTS // 3):
         wave = slice(first, first + NUM_REQUESTS // 3)
@@ -224,7 +225,7 @@ def test_the_same_tokens_on_the_reference(family: str, tmp_path: Path) -> None:
     assert sum(output.metrics.preemptions for output in found) >= 3
 
 
-def test_a_preempted_sequence_is_spared_what_is_still_cached(directory: Path) -> None:
+def test_a_preempted_sequence_does_not_compute_what_is_still_cached(directory: Path) -> None:
     """The same requests over the same small cache: with prefix caching the same answers take fewer tokens."""
     rng = random.Random(12)
     prompts = [tokens(rng, rng.randint(20, 60)) for _ in range(12)]

@@ -18,7 +18,7 @@ from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.requests.request import Request
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.simulated import CostModel, SimulatedServer
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.engine import process as engine_process
@@ -153,7 +153,7 @@ def test_what_is_no_port_is_refused(name: str, port: int) -> None:
 
 
 def test_prompts_are_logged_with_requests_only() -> None:
-    with pytest.raises(InvalidArgumentError, match="log_prompts goes with log_requests"):
+    with pytest.raises(InvalidArgumentError, match="log_prompts needs log_requests"):
         ServeOptions(log_prompts=True)
 
 

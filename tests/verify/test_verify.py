@@ -1,4 +1,4 @@
-"""verify passes the shipped recipes, rejects hand-made mistakes at the right node, and names causes it tried out."""
+"""verify accepts the shipped recipes, rejects hand-made mistakes at the right node, and names tested causes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_model_is_tested_with_its_own_recipe_and_flags() -> None:
 
 
 def mutated(tmp_path: Path, name: str, old: str, new: str, count: int = 1) -> Recipe:
-    """The shipped recipe with a piece of its text replaced, ``count`` times."""
+    """Returns the shipped recipe with a piece of its text replaced ``count`` times."""
     text = (RECIPES / f"{name}.yaml").read_text()
     assert text.count(old) >= count, f"{old!r} stands {text.count(old)} times in {name}.yaml"
     file = tmp_path / f"{name}.yaml"
@@ -41,7 +41,7 @@ def mutated(tmp_path: Path, name: str, old: str, new: str, count: int = 1) -> Re
 
 
 MUTANTS = [
-    # recipe, what is replaced, by what, the node to be named, what the cause must mention
+    # recipe, old text, new text, expected node, expected text of the cause
     ("llama", "theta: first(", "theta: 10 * first(", f"{ATTEND}.attention.rotary.theta", "theta"),
     ("llama", "weight: input_layernorm, eps: rms_norm_eps", "weight: input_layernorm, eps: 1e-4", f"{ATTEND}.norm.eps",
      "rms_norm_eps"),
@@ -52,9 +52,9 @@ MUTANTS = [
     ("opt", "v: self_attn.v_proj, bias: enable_bias | default(true)", "v: self_attn.v_proj, bias: false",
      f"{ATTEND}.attention.qkv.bias", "bias"),
     ("llama", "q: self_attn.q_proj, k: self_attn.k_proj", "q: self_attn.k_proj, k: self_attn.q_proj",
-     f"{ATTEND}.attention.qkv.q", "change places"),
+     f"{ATTEND}.attention.qkv.q", "are swapped"),
     ("llama", "gate: mlp.gate_proj\n          up: mlp.up_proj", "gate: mlp.up_proj\n          up: mlp.gate_proj",
-     f"{TRANSFORM}.mlp.gate", "change places"),
+     f"{TRANSFORM}.mlp.gate", "are swapped"),
     ("llama", "norm: {kind: rms, weight: input_layernorm", "norm: {kind: layer, weight: input_layernorm",
      f"{ATTEND}.norm.kind", "layer -> rms"),
     ("mistral", "sliding_window: sliding_window | default(4096)", 
@@ -68,7 +68,7 @@ MUTANTS = [
      "model.head.tied", None),
     ("llama", "activation: hidden_act", "activation: \"'relu'\"", f"{TRANSFORM}.mlp.activation", "hidden_act"),
     ("llama", "norm: {kind: rms, weight: post_attention_layernorm", "sum_norm: {kind: rms, weight: "
-     "post_attention_layernorm", f"{TRANSFORM}.sum_norm", "stands as norm"),
+     "post_attention_layernorm", f"{TRANSFORM}.sum_norm", "should be norm"),
     ("llama", "'rope_theta', 10000)", "'rope_theta', 10001)", f"{ATTEND}.attention.rotary.theta", None),
     ("gpt2", "transformer.h: [h], ", "", "aliases", None),
     ("gpt_neox", ', "*.rotary_emb.inv_freq"]', "]", "ignores.tensors", None),

@@ -89,7 +89,7 @@ class MemoryModel:
         self._kv_features = sum(shape.num_features for shape, _ in set(storage_places(groups, shapes)))
         self._activations = ActivationSizes(build)
         self._workspaces = WorkspaceSizes(build)
-        self._by_kernels = build.target.name != "torch"
+        self._by_kernels = build.target.has_kernels
 
     def block_bytes(self, block_size: int) -> int:
         """Of a KV block: what its tokens leave in all layers that share it."""
@@ -140,9 +140,7 @@ class MemoryModel:
         target, vocab_size = self.build.target, self.build.spec.vocab_size
         if target.name == "cpp":
             return sampling_bytes(vocab_size, max_rows=config.max_rows, max_threads=target.num_threads)
-        if target.name == "triton":
-            return slot_sampler_bytes(vocab_size, max_rows=config.max_rows, max_num_seqs=config.max_num_seqs)
-        return 0
+        return slot_sampler_bytes(target, vocab_size, max_rows=config.max_rows, max_num_seqs=config.max_num_seqs)
 
     def _largest_temporary(self, config: EngineConfig) -> LedgerRow:
         logits = self.build.spec.vocab_size * _FP32

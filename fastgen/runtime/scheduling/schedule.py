@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fastgen.runtime.kv_cache.block_tables import BlockCopy, BlockUpdate
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.scheduling.step_time import StepWork, decode_work
+from fastgen.runtime.scheduling.policies.step_time import StepWork, decode_work
 
 
 @dataclass(frozen=True, slots=True)

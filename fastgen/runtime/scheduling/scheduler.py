@@ -32,11 +32,11 @@ from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.kv_cache.block_tables import TableEntry
-from fastgen.runtime.kv_cache.forks import Forks
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.drafts import ProposeDrafts, with_drafts
+from fastgen.runtime.scheduling.forks import Forks
 from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
 from fastgen.runtime.scheduling.running_set import RunningSet

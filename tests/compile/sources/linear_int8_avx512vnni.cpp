@@ -15,6 +15,57 @@
 // in_features: scalar i64
 // out_features: scalar i64
 
+#define FASTGEN_LANES 16
+#define FASTGEN_HAS_DOT4 1  // sums of four products of bytes
+#define FASTGEN_HAS_BF16_DOT 0  // sums of two products of bf16
+
+#define FASTGEN_ROUTED 0
+constexpr int PANEL = 32;
+constexpr int K_STEP = 4;
+constexpr int PANEL_BYTES_PER_STEP = PANEL * 4;
+constexpr int X_BYTES_PER_STEP = 4;
+constexpr int WEIGHT_OFFSET = 128;
+constexpr bool HAS_OUTPUT_SCALES = true;
+constexpr int MAX_R = 12;  // rows of a tile
+constexpr int BLOCK_K = 2048, SLAB_K = 4096;  // the rows of a tile then fill most of the first cache
+constexpr int MAX_TOGETHER = 4;  // tiles that go through a panel one after the other
+// What all linear layers share: how rows and outputs are divided, and in which order weights are read.
+//
+// The including template defines the constants below, and afterwards `tile<R, P>`, the arithmetic of R rows with P panels.
+//
+//     rows     of x, `num_rows`; K = in_features, N = out_features
+//     group    a part with its own weights: a head, whose x and y are in all rows beside the other heads', or where it is
+//              `routed` an expert, which multiplies the rows that chose it; a plain layer is one group
+//     panel    PANEL outputs side by side in the lanes; its weights lie in the order of k, K_STEP of them to a step
+//     tile     at most MAX_R rows with a panel, or few rows with several panels: their sums stay in registers
+//     stream   a contiguous range of panels; a tile's panels come from as many streams, where a core reads faster from several
+//     block    BLOCK_K of K; a tile goes through one at once, whose rows stay in the first cache for many panels, and whose
+//              weights in the second one for several tiles. A tile alone goes through all of K, or as many blocks as were
+//              copied, since weights come from memory then, and faster the longer the pieces are. Where all rows are a few
+//              tiles, these go through a panel together, each prefetching a part of the next, so that memory works while they
+//              compute
+//     slab     SLAB_K of K, or all of it where no chunks share weights. All go through one before any begins the next, so
+//              that what they share stays in the last cache; in between the sums rest in y
+//
+// One output is one chain of additions in the order of k, whatever the rows, threads and blocks, so nothing else shows in
+// its bits.
+#include <utility>
+
+// A kernel divides its work among the threads of thread_pool.h, which is loaded before any kernel that uses it.
+#include <cstdint>
+#include <type_traits>
+
+extern "C" void fastgen_parallel_for(void (*run)(void* job, int64_t chunk), void* job, int64_t num_chunks);
+extern "C" int fastgen_num_threads();
+
+// Calls work(chunk) for every chunk below num_chunks, each on any thread, in any order.
+template <class Work>
+static void parallel_for(int64_t num_chunks, Work&& work) {
+    using Plain = std::remove_reference_t<Work>;
+    fastgen_parallel_for([](void* job, int64_t chunk) { (*static_cast<Plain*>(job))(chunk); }, &work, num_chunks);
+}
+// Vectors of LANES 32-bit numbers, in the compiler's own vector types; intrinsics are used only where vector
+// types cannot express the operation. The template defines FASTGEN_LANES and FASTGEN_HAS_… by its instruction set.
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -24,7 +75,13 @@
 #include <arm_neon.h>
 #endif
 
-constexpr int LANES = 16;
+#ifndef FASTGEN_LANES  // the template has not chosen an instruction set, as when an editor reads this file
+#define FASTGEN_LANES 4
+#define FASTGEN_HAS_DOT4 0
+#define FASTGEN_HAS_BF16_DOT 0
+#endif
+
+constexpr int LANES = FASTGEN_LANES;
 typedef float f32v __attribute__((vector_size(4 * LANES)));
 typedef int32_t i32v __attribute__((vector_size(4 * LANES)));
 typedef uint32_t u32v __attribute__((vector_size(4 * LANES)));
@@ -49,65 +106,147 @@ INLINE To bits_of(From v) {
     std::memcpy(&to, &v, sizeof to);
     return to;
 }
-INLINE f32v all_lanes(float s) { return f32v{s, s, s, s, s, s, s, s, s, s, s, s, s, s, s, s}; }
-INLINE i32v all_lanes(int32_t s) { return i32v{s, s, s, s, s, s, s, s, s, s, s, s, s, s, s, s}; }
+
+// EACH_LANE(of) is of(0), of(1) and so on, one for each lane.
+#if FASTGEN_LANES == 16
+#define EACH_LANE(of) \
+    of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7), of(8), of(9), of(10), of(11), of(12), of(13), of(14), of(15)
+#elif FASTGEN_LANES == 8
+#define EACH_LANE(of) of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)
+#else
+#define EACH_LANE(of) of(0), of(1), of(2), of(3)
+#endif
+#define LANE_NUMBER(lane) lane
+constexpr i32v LANE = {EACH_LANE(LANE_NUMBER)};
+
+#define SAME(lane) s
+INLINE f32v all_lanes(float s) { return f32v{EACH_LANE(SAME)}; }
+INLINE i32v all_lanes(int32_t s) { return i32v{EACH_LANE(SAME)}; }
+#undef SAME
 INLINE f32v to_float(i32v v) { return __builtin_convertvector(v, f32v); }
 
 // a * b + c, rounded once where the machine can.
 INLINE f32v fma(f32v a, f32v b, f32v c) {
+#if FASTGEN_LANES == 16
     return _mm512_fmadd_ps(a, b, c);
+#elif FASTGEN_LANES == 8
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
 }
 
 // LANES numbers in fp16 widened, exactly.
 INLINE f32v widen_fp16(const void* from) {
+#if FASTGEN_LANES == 16
     return _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from));
+#elif FASTGEN_LANES == 8
+    return _mm256_cvtph_ps(load<__m128i>(from));
+#else
+    const u32v half = __builtin_convertvector(load<u16v>(from), u32v);
+    const u32v magnitude = bits_of<u32v>(bits_of<f32v>((half & 0x7fffu) << 13) * all_lanes(0x1p112f));
+    const u32v not_finite = u32v((half & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+    return bits_of<f32v>(magnitude | not_finite | (half & 0x8000u) << 16);
+#endif
 }
 
+#if FASTGEN_HAS_BF16_DOT
+// LANES numbers rounded to bf16: to the nearest, ties to even.
+INLINE u16v narrow_to_bf16(f32v v) { return bits_of<u16v>(_mm512_cvtneps_pbh(v)); }
+
+// The same numbers again, as they are rounded.
+INLINE f32v widen_bf16(u16v v) { return bits_of<f32v>(__builtin_convertvector(v, u32v) << 16); }
+
+// `count` numbers rounded so.
+INLINE void narrow_to_bf16(const float* from, int64_t count, void* to) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const __mmask16 some = __mmask16(count - i < LANES ? (1 << (count - i)) - 1 : 0xffff);
+        const u16v narrow = narrow_to_bf16(_mm512_maskz_loadu_ps(some, from + i));
+        _mm256_mask_storeu_epi16(static_cast<uint8_t*>(to) + 2 * i, some, __m256i(narrow));
+    }
+}
+
+// Adds to each lane of sum the products of the two bf16 of its lane in a with those in b.
+INLINE f32v dot2(f32v a, f32v b, f32v sum) {
+    return _mm512_dpbf16_ps(sum, bits_of<__m512bh>(a), bits_of<__m512bh>(b));
+}
+
+#endif
 // LANES signed bytes as 32-bit numbers.
 INLINE i32v widen_i8(const void* from) {
+#if FASTGEN_LANES == 16
     return i32v(_mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(from)));
+#elif FASTGEN_LANES == 8
+    return i32v(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+#else
+    return __builtin_convertvector(load<i8v>(from), i32v);
+#endif
 }
 
 // Adds to each lane of sum the products of its four unsigned bytes in w with the four signed ones in x.
 INLINE i32v dot4(i32v sum, u32v w, int32_t x) {
+#if FASTGEN_HAS_DOT4
     return i32v(_mm512_dpbusd_epi32(__m512i(sum), __m512i(w), __m512i(all_lanes(x))));
+#elif FASTGEN_LANES > 4
+    // In 16 bits: bytes 0 and 2 of a lane, then bytes 1 and 3. The compiler shares each half among its uses.
+    typedef int16_t i16v __attribute__((vector_size(4 * LANES)));
+    typedef uint16_t halves __attribute__((vector_size(4 * LANES)));
+    const i16v x_all = i16v(all_lanes(x));
+    const i16v x_even = i16v(halves(x_all) << 8) >> 8, x_odd = x_all >> 8;
+    const halves w_even = halves(w) & 0xff, w_odd = halves(w) >> 8;
+#if FASTGEN_LANES == 16
+    const u32v even = u32v(_mm512_madd_epi16(__m512i(w_even), __m512i(x_even)));
+    const u32v odd = u32v(_mm512_madd_epi16(__m512i(w_odd), __m512i(x_odd)));
+#else
+    const u32v even = u32v(_mm256_madd_epi16(__m256i(w_even), __m256i(x_even)));
+    const u32v odd = u32v(_mm256_madd_epi16(__m256i(w_odd), __m256i(x_odd)));
+#endif
+    return i32v(u32v(sum) + even + odd);
+#else
+    u32v total = u32v(sum);
+    for (int byte = 0; byte < 4; ++byte) {
+        total += (w >> (8 * byte) & 0xffu) * uint32_t(int32_t(int8_t(uint32_t(x) >> (8 * byte))));
+    }
+    return i32v(total);
+#endif
 }
 
 // Moves the cache line at an address towards the core, as far as its second level.
 INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
-// The same address, which the compiler takes for another: what is read there is read again, not kept in a register.
+// The same address, which the compiler treats as another one: data is read again, not kept in registers.
 INLINE const uint8_t* again(const uint8_t* address) {
     asm volatile("" : "+r"(address));
     return address;
 }
 
-extern "C" void fastgen_parallel_for(void (*run)(void* job, int64_t chunk), void* job, int64_t num_chunks);
-extern "C" int fastgen_num_threads();
-
-// Calls work(chunk) for every chunk below num_chunks, each on any thread, in any order.
-template <class Work>
-static void parallel_for(int64_t num_chunks, Work&& work) {
-    using Plain = std::remove_reference_t<Work>;
-    fastgen_parallel_for([](void* job, int64_t chunk) { (*static_cast<Plain*>(job))(chunk); }, &work, num_chunks);
-}
-
-constexpr int K_STEP = 4;
-constexpr int PANEL_BYTES_PER_STEP = 128;
+#ifndef FASTGEN_ROUTED  // as an editor reads this file
+#define FASTGEN_ROUTED 0
+constexpr int PANEL = 16;
+constexpr int K_STEP = 1;
+constexpr int PANEL_BYTES_PER_STEP = 64;
 constexpr int X_BYTES_PER_STEP = 4;
-constexpr int WEIGHT_OFFSET = 128;
-
-constexpr int PANEL = 32;
-constexpr int VECTORS = PANEL / LANES;
-constexpr int MAX_R = 12;
-constexpr int MAX_P = 4;
-constexpr int BLOCK_K = 2048;  // the rows of a tile then fill most of the first cache
+constexpr bool HAS_OUTPUT_SCALES = false;
+constexpr int MAX_R = 6;         // rows of a tile
+constexpr int BLOCK_K = 512;     // the rows of a tile then fill most of the first cache
+constexpr int SLAB_K = 2048;
 constexpr int MAX_TOGETHER = 4;  // tiles that go through a panel one after the other
-constexpr int SLAB_K = 4096;
-constexpr int MAX_PANELS = 8;  // of a chunk: the second cache holds a block of their weights
+#endif
+
+constexpr int VECTORS = PANEL / LANES;
+constexpr int MAX_P = 4;
+// Panels of a chunk. Where a layer is routed each chunk copies its rows; else the second cache holds a block of their
+// weights.
+constexpr int MAX_PANELS = (FASTGEN_ROUTED ? 512 : 256) / PANEL;
 constexpr int BLOCK_ROWS = 4 * MAX_R;
 constexpr int LEAST_PANELS = MAX_P;  // of a chunk, where every thread gets so many
 constexpr int X_BYTES = BLOCK_K / K_STEP * X_BYTES_PER_STEP;  // of a row's block
+#if FASTGEN_ROUTED
+constexpr int MAX_BLOCKS = 4;              // that are copied, of a tile with few rows, or of as many tiles together
+constexpr int COPY_STRIDE = X_BYTES + 64;  // no multiple of 4096, so that rows share no cache sets
+#endif
 constexpr int AHEAD = 6144 / PANEL_BYTES_PER_STEP;  // steps from a weight to the one that is prefetched beside it
 
 struct Call {
@@ -119,22 +258,38 @@ struct Call {
     const float* bias;       // [num_groups][num_panels * PANEL]
     float* y;                // rows y_stride numbers apart
     int64_t y_stride;
+#if FASTGEN_ROUTED
+    const int64_t* order;       // choices, those of group g from first_rows[g] on; choice c writes row c of y
+    const int64_t* first_rows;  // [num_groups + 1]
+    int64_t choices_per_row;    // of x
+#else
     int64_t num_rows;
     int64_t x_group_stride, y_group_stride;  // from what a group has of a row to what the next has
+#endif
 
     const uint8_t* step(int64_t panel, int64_t k) const { return weights + (panel * K + k) / K_STEP * PANEL_BYTES_PER_STEP; }
+#if FASTGEN_ROUTED
+    int64_t num_rows_of(int64_t group) const { return first_rows[group + 1] - first_rows[group]; }
+    const uint8_t* x_row(int64_t row) const { return x + order[row] / choices_per_row * x_stride; }
+    float* y_row(int64_t row) const { return y + order[row] * y_stride; }
+#else
     int64_t num_rows_of(int64_t) const { return num_rows; }
     const uint8_t* x_row(int64_t row) const { return x + row * x_stride; }
     float* y_row(int64_t row) const { return y + row * y_stride; }
+#endif
 
     // The same with one group alone.
     Call of(int64_t group) const {
         Call one = *this;
         one.weights = step(group * num_panels, 0);
-        one.scale = scale + group * num_panels * PANEL;
+        if (HAS_OUTPUT_SCALES) one.scale = scale + group * num_panels * PANEL;
         one.bias = bias + group * num_panels * PANEL;
+#if FASTGEN_ROUTED
+        one.order = order + first_rows[group];
+#else
         one.x = x + group * x_group_stride;
         one.y = y + group * y_group_stride;
+#endif
         return one;
     }
 };
@@ -153,14 +308,14 @@ struct Tile {
     const uint8_t* x = nullptr;    // of each block the rows' parts
     int64_t x_stride = 0;          // bytes from one row's part to the next one's
     int64_t x_block = 0;           // and from one block's parts to the next one's
-    const uint8_t* x_rows[MAX_R];  // the rows, whole
+    const uint8_t* x_rows[MAX_R];  // the complete rows
     float* y_rows[MAX_R];
     Panel panels[MAX_P];
     int64_t first_ahead = AHEAD;  // the step whose weights are prefetched beside the first one's
     int ahead_shift = 0;          // 2 to the so many steps prefetch one
 
-    // The tile is number j of several that go through each panel: it asks for its part of the next panel, or for none.
-    void ask_ahead(int64_t j, int64_t num_together) {
+    // The tile is number j of several that go through each panel: it prefetches its part of the next panel, or nothing.
+    void prefetch_part(int64_t j, int64_t num_together) {
         if (num_together == 1) return;
         ahead_shift = num_together == 4 ? 2 : 1;
         const int64_t num_steps = num_k / K_STEP;
@@ -186,12 +341,12 @@ struct RowsOfX {
     int64_t stride;
 
     RowsOfX(const uint8_t* first, int64_t apart) : stride(apart) {
-        #pragma GCC unroll 16
+#pragma GCC unroll 16
         for (int r = 0; r < R; r += 3) thirds[r / 3] = first + r * apart;
     }
     const uint8_t* operator[](int r) const { return thirds[r / 3] + r % 3 * stride; }
     void step() {
-        #pragma GCC unroll 16
+#pragma GCC unroll 16
         for (int r = 0; r < R; r += 3) thirds[r / 3] += X_BYTES_PER_STEP;
     }
 };
@@ -202,15 +357,16 @@ constexpr int panels_of(int R) { return MAX_R / R < MAX_P ? MAX_R / R : MAX_P; }
 template <int R, int P>
 static void tile(const Call& call, const Tile& at);
 
-static void run_tile(int64_t num_rows, int64_t num_panels, const Call& call, const Tile& at) {
+template <int... I>
+INLINE void run_tile_of(std::integer_sequence<int, I...>, int64_t num_rows, int64_t num_panels, const Call& call,
+                        const Tile& at) {
     using Run = void (*)(const Call&, const Tile&);
-    static constexpr Run ONE_PANEL[] = {
-        tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>, tile<5, 1>, tile<6, 1>, tile<7, 1>, tile<8, 1>, tile<9, 1>, tile<10, 1>, tile<11, 1>, tile<12, 1>
-    };
-    static constexpr Run STREAMS[] = {
-        tile<1, panels_of(1)>, tile<2, panels_of(2)>, tile<3, panels_of(3)>, tile<4, panels_of(4)>, tile<5, panels_of(5)>, tile<6, panels_of(6)>, tile<7, panels_of(7)>, tile<8, panels_of(8)>, tile<9, panels_of(9)>, tile<10, panels_of(10)>, tile<11, panels_of(11)>, tile<12, panels_of(12)>
-    };
+    static constexpr Run ONE_PANEL[] = {tile<I + 1, 1>...};
+    static constexpr Run STREAMS[] = {tile<I + 1, panels_of(I + 1)>...};
     (num_panels == 1 ? ONE_PANEL : STREAMS)[num_rows - 1](call, at);
+}
+static void run_tile(int64_t num_rows, int64_t num_panels, const Call& call, const Tile& at) {
+    run_tile_of(std::make_integer_sequence<int, MAX_R>(), num_rows, num_panels, call, at);
 }
 
 // The weight to prefetch beside step i of `count` steps of a panel.
@@ -248,16 +404,38 @@ static void copy_cut(const Call& call, const Part& part, float* sums, bool to_y)
     }
 }
 
+#if FASTGEN_ROUTED
+// Gives a tile the `size` rows from `row` on. They lie anywhere: what it goes through of them is copied to `x`, one beside
+// the other, but of a row that is alone.
+static void take_rows(const Call& call, int64_t row, int64_t size, Tile& at, bool is_alone,
+                      uint8_t (*x)[MAX_R * COPY_STRIDE]) {
+    at.x = x[0], at.x_stride = COPY_STRIDE, at.x_block = sizeof x[0];
+#else
 // Gives a tile the `size` rows from `row` on, as they lie.
 static void take_rows(const Call& call, int64_t row, int64_t size, Tile& at) {
     at.x = call.x_row(row) + at.k / K_STEP * X_BYTES_PER_STEP, at.x_stride = call.x_stride, at.x_block = X_BYTES;
+#endif
     for (int64_t r = 0; r < size; ++r) {
         at.x_rows[r] = call.x_row(row + r);
         at.y_rows[r] = call.y_row(row + r);
+#if FASTGEN_ROUTED
+        const uint8_t* from = at.x_rows[r] + at.k / K_STEP * X_BYTES_PER_STEP;
+        if (is_alone) {
+            at.x = from, at.x_block = X_BYTES;
+            continue;
+        }
+        for (int64_t left = at.num_k / K_STEP * X_BYTES_PER_STEP, b = 0; left > 0; left -= X_BYTES, ++b) {
+            std::memcpy(x[b] + r * COPY_STRIDE, from + b * X_BYTES, smaller(left, X_BYTES));
+        }
+#endif
     }
 }
 
 static void multiply_part(const Call& call, const Part& part) {
+#if FASTGEN_ROUTED
+    static_assert(MAX_TOGETHER <= MAX_BLOCKS, "each has room for its block of x");
+    alignas(64) uint8_t x[MAX_BLOCKS][MAX_R * COPY_STRIDE];
+#endif
     alignas(64) float sums[MAX_PANELS * BLOCK_ROWS * PANEL];
     const auto sums_of = [&](int64_t i, int64_t stream) {
         return sums + ((i - part.begin) * part.num_streams + stream) * part.num_rows * PANEL;
@@ -268,7 +446,11 @@ static void multiply_part(const Call& call, const Part& part) {
     if (has_cut && part.k_begin > 0) copy_cut(call, part, cut, false);
     const Parts tiles = fewest_parts(part.num_rows, MAX_R);
     const int64_t num_together = part.has_all_rows && tiles.count <= MAX_TOGETHER ? tiles.count : 1;
+#if FASTGEN_ROUTED
+    const int64_t most_k = part.num_rows == 1 ? call.K : part.num_rows <= MAX_R ? MAX_BLOCKS * BLOCK_K : BLOCK_K;
+#else
     const int64_t most_k = part.num_rows <= MAX_R ? call.K : BLOCK_K;
+#endif
     const auto run = [&](Tile& at, int64_t t, int64_t i) {
         int64_t count = 0;
         const int64_t back = at.ends_slab ? 0 : i - part.begin;
@@ -290,8 +472,12 @@ static void multiply_part(const Call& call, const Part& part) {
             for (int64_t j = 0; j < num_together; ++j) {
                 Tile& at = together[j];
                 at.k = k, at.num_k = num_k, at.begins_slab = k == part.k_begin, at.ends_slab = k + num_k == part.k_end;
-                at.ask_ahead(j, num_together);
+                at.prefetch_part(j, num_together);
+#if FASTGEN_ROUTED
+                take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), at, part.num_rows == 1, x + j);
+#else
                 take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), at);
+#endif
             }
             for (int64_t i = part.begin; i < part.end; ++i) {
                 for (int64_t j = 0; j < num_together; ++j) run(together[j], t + j, i);
@@ -379,6 +565,31 @@ static void multiply(const Call& call) {
     }
 }
 
+// Multiplies rows that are prepared first, such as rounded or quantized: prepare(row of x, where it goes) makes of each
+// row of a group `bytes` bytes in the workspace. `call` says where x is, and in numbers how far its rows lie apart.
+template <class Prepare>
+static void multiply_prepared(Call call, const float* x, int64_t x_stride, int64_t x_group_stride, int64_t num_rows,
+                              int64_t in_features, int64_t bytes, uint8_t* workspace, Prepare&& prepare_row) {
+    const int64_t row_bytes = ((bytes / 64 + 1) | 1) * 64;  // an odd number of lines, so that rows share no cache sets
+    const int64_t num_groups = FASTGEN_ROUTED ? 1 : call.num_groups;  // of a row of x, one after the other
+    const int64_t num_prepared = num_rows * num_groups;
+    auto prepare = [=](int64_t i) {
+        const float* from = x + i / num_groups * x_stride + i % num_groups * x_group_stride;
+        prepare_row(from, workspace + i * row_bytes);
+    };
+    if (num_prepared * in_features < 32768) {
+        for (int64_t i = 0; i < num_prepared; ++i) prepare(i);
+    } else {
+        parallel_for(num_prepared, prepare);
+    }
+    call.x = workspace;
+    call.x_stride = num_groups * row_bytes;
+#if !FASTGEN_ROUTED
+    call.x_group_stride = row_bytes;
+#endif
+    multiply(call);
+}
+
 // A row of x in the workspace. Of each group of k, which share a scale: their codes, signed bytes; what their sums of
 // products start from, an i32; the scale, an fp32. All of k is one group.
 INLINE int64_t group_size(int64_t K) { return K; }
@@ -406,7 +617,7 @@ INLINE void quantize_group(const float* __restrict x, int64_t num_k, int64_t siz
 static void quantize_row(const float* x, int64_t in_features, int64_t K, uint8_t* to) {
     const int64_t size = group_size(K);
     for (int64_t k = 0; k < K; k += size, to += size + 8) {
-        if (k + size <= in_features) {  // where groups are steps, the compiler knows how long whole ones are
+        if (k + size <= in_features) {  // where groups are steps, the compiler knows the length of complete ones
             quantize_group(x + k, size, size, to);
         } else {
             quantize_group(x + k, in_features - k, size, to);
@@ -491,24 +702,15 @@ extern "C" void linear_int8_avx512vnni_panel32(
     int64_t y_group_stride,
     int64_t in_features,
     int64_t out_features) {
-    const int64_t K = (in_features + K_STEP - 1) / K_STEP * K_STEP, bytes = K / group_size(K) * (group_size(K) + 8);
-    const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
-    const int64_t row_bytes = ((bytes / 64 + 1) | 1) * 64;  // an odd number of lines, so that rows share no cache sets
-    const int64_t num_prepared = num_rows * num_groups;  // a row's groups one after the other
-    auto prepare = [=](int64_t i) {
-        const float* from = x + i / num_groups * x_stride + i % num_groups * x_group_stride;
-        quantize_row(from, in_features, K, workspace + i * row_bytes);
-    };
-    if (num_prepared * in_features < 32768) {
-        for (int64_t i = 0; i < num_prepared; ++i) prepare(i);
-    } else {
-        parallel_for(num_prepared, prepare);
-    }
-    multiply({num_groups, K, out_features, num_panels, workspace, num_groups * row_bytes, weights, scale, bias, y, y_stride,
-              num_rows, row_bytes, y_group_stride});
+    const int64_t K = (in_features + K_STEP - 1) / K_STEP * K_STEP, num_panels = (out_features + PANEL - 1) / PANEL;
+    const int64_t bytes = K / group_size(K) * (group_size(K) + 8);
+    const Call call = {num_groups, K, out_features, num_panels, nullptr, 0, weights, scale, bias, y, y_stride,
+                       num_rows, 0, y_group_stride};
+    multiply_prepared(call, x, x_stride, x_group_stride, num_rows, in_features, bytes, workspace,
+                      [=](const float* row, uint8_t* to) { quantize_row(row, in_features, K, to); });
 }
 
-// The same for a tape, whose argument blocks have 8 bytes for each.
+// The same function for a tape, whose blocks have 8 bytes for each argument.
 extern "C" void linear_int8_avx512vnni_panel32_from_slots(const int64_t* slots) {
     linear_int8_avx512vnni_panel32(
         reinterpret_cast<const float*>(slots[0]), 

@@ -17,6 +17,7 @@
 // slot_stride: scalar i64
 // position_stride: scalar i64
 
+// Numbers of 16 bits.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -43,7 +44,6 @@ using fp16 = __fp16;  // the other name is known to g++ for Arm from 13 on, to c
 #else
 using fp16 = _Float16;
 #endif
-
 // Row i is the one new token of the sequence in slots[i]. So little work that sharing it out would take longer.
 extern "C" void next_decodes(
     const int64_t* __restrict token_ids,
@@ -76,7 +76,7 @@ extern "C" void next_decodes(
     }
 }
 
-// The same for a tape, whose argument blocks have 8 bytes for each.
+// The same function for a tape, whose blocks have 8 bytes for each argument.
 extern "C" void next_decodes_from_slots(const int64_t* slots) {
     next_decodes(
         reinterpret_cast<const int64_t*>(slots[0]), 

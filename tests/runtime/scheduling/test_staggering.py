@@ -1,4 +1,4 @@
-"""What decodes ask of the cache when they fill a block, spread over steps: nobody else can tell the difference."""
+"""What decodes ask of the cache when they fill a block, staggered over steps: decisions do not change."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 
 
-class Twins:
-    """Two schedulers that live through the same history, one of which spreads from the first decode on."""
+class Counterparts:
+    """Two schedulers that live through the same history, one of which staggers from the first decode on."""
 
     def __init__(self, seed: int):
         self.rng = rng = random.Random(seed)
@@ -88,20 +88,20 @@ def decisions(schedule: Schedule | None) -> object:
 def test_every_decision_is_what_it_would_be_without() -> None:
     num_lookahead = num_deferred = num_preemptions = 0
     for seed in range(12):
-        twins = Twins(seed)
+        both = Counterparts(seed)
         for _ in range(80):
-            if twins.rng.random() < 0.15:
-                twins.add()
-            if twins.open and twins.rng.random() < 0.03:
-                twins.finish(twins.rng.choice(twins.open))
-            num_preemptions += sum(first.num_preemptions for first, _ in twins.open)
-            twins.step()
-        while twins.open:
-            twins.step()
-        for scheduler in (twins.staggering, twins.plain):
+            if both.rng.random() < 0.15:
+                both.add()
+            if both.open and both.rng.random() < 0.03:
+                both.finish(both.rng.choice(both.open))
+            num_preemptions += sum(first.num_preemptions for first, _ in both.open)
+            both.step()
+        while both.open:
+            both.step()
+        for scheduler in (both.staggering, both.plain):
             assert scheduler.kv.pool.num_free == scheduler.kv.pool.capacity
-        num_lookahead += twins.num_lookahead
-        num_deferred += twins.num_deferred
+        num_lookahead += both.num_lookahead
+        num_deferred += both.num_deferred
     assert min(num_lookahead, num_deferred, num_preemptions) >= 5
 
 
@@ -134,7 +134,7 @@ def test_an_answer_is_found_when_it_has_ended(windows: tuple[int | None, ...]) -
     assert again.num_cached_tokens == 16  # of 18 computed
 
 
-def test_many_decodes_that_fill_blocks_together_are_looked_after_in_turn() -> None:
+def test_many_decodes_that_fill_blocks_together_are_served_in_turn() -> None:
     """With as many decodes as there are, in no step more than a few are given blocks, and all have theirs in time."""
     num_decodes = 128
     kv = KVCacheManager(100 * num_decodes, 16, max_chunk=8192, prefix_caching=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.backends.target import Target
+from fastgen.compile.backends.choose import backend_of
 from fastgen.compile.build.builder import BuiltKernel
 from fastgen.compile.build.loader import KernelLoader, make_builder
 from fastgen.compile.capture.cuda_graph import GraphPool
@@ -28,7 +28,7 @@ from tests.models.test_kernel_specs import published
 META, DTYPE = torch.device("meta"), torch.bfloat16
 # Rows of one tile of few-row kernels, of several, and for the library; of few and of many rows to an expert.
 SIZES, ROW_SIZES = (1, 70, 600), (1, 70)
-# Where a kernel is told how far tokens' queries lie apart, and where values are part of the keys.
+# A model whose kernel takes the stride between the queries of tokens, and one whose values are part of the keys.
 STRIDED = {"q", "v_cache"}
 
 
@@ -56,10 +56,10 @@ class Checked(BuiltKernel):
 def launches(model_spec: ModelSpec, weight_format: WeightOnlyFormat | None = None) -> list[KernelSpec]:
     """Of a captured step at each of the sizes, and of the sampling behind it."""
     loader = KernelLoader(make_builder("sm_90"))
-    target = Target(loader, max_rows=SIZES[-1], max_num_seqs=ROW_SIZES[-1], num_sms=132)
+    backend = backend_of(loader, max_rows=SIZES[-1], max_num_seqs=ROW_SIZES[-1], num_sms=132)
     groups, shapes, vocab_size = kv_groups(model_spec), kv_shapes(model_spec), model_spec.vocab_size
     model, _ = build(
-        model_spec, dtype=DTYPE, device=META, max_model_len=700, target=target, weight_format=weight_format
+        model_spec, dtype=DTYPE, device=META, max_model_len=700, backend=backend, weight_format=weight_format
     )
     inputs = InputBatch(
         token_budget=SIZES[-1],
@@ -70,10 +70,10 @@ def launches(model_spec: ModelSpec, weight_format: WeightOnlyFormat | None = Non
         block_size=16,
         device=META,
     )
-    slots = slot_sampler(target, vocab_size, inputs)
+    slots = slot_sampler(backend, vocab_size, inputs)
     assert slots is not None
     launched: list[KernelSpec] = []
-    for asked in target._asked.values():
+    for asked in backend.kernels._kernels.values():
         asked.kernel = Checked(asked.spec, launched)
     forward = CapturedForward(
         model,
@@ -109,6 +109,6 @@ def test_a_step_of_every_recipe_stays_on_its_device(models: dict[str, ModelSpec]
 
 
 @pytest.mark.parametrize("weight_format", ["int8_weight_only", "int4_weight_only", "fp8_weight_only"])
-def test_so_does_one_of_weights_in_few_bits(weight_format: WeightOnlyFormat, models: dict[str, ModelSpec]) -> None:
+def test_so_does_one_with_quantized_weights(weight_format: WeightOnlyFormat, models: dict[str, ModelSpec]) -> None:
     ops = {spec.op for spec in launches(models["llama"], weight_format)}
     assert ops >= {"few_row_linear", "dequantize"}
