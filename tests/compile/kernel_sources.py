@@ -75,8 +75,6 @@ READABLE: Final = {
     "linear_int8_avx512vnni.cpp": Readable("avx512vnni", "llama", "int8", "linear_i"),
     "qkv_avx2.cpp": Readable("avx2", "llama", _UNQUANTIZED, "qkv_"),
     "rms_norm_portable.cpp": Readable("portable", "llama", _UNQUANTIZED, "rms_norm_"),
-    "embedding_avx512bf16.cpp": Readable("avx512bf16", "gemma", _UNQUANTIZED, "embedding_"),
-    "next_decodes.cpp": Readable("portable", "llama", _UNQUANTIZED, "next_decodes"),
 }
 
 
