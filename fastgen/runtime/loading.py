@@ -27,7 +27,7 @@ def load(options: LoadOptions) -> LLM:
     policy = choose_policy(options.policy, options.itl_target_ms)
     device = devices.current(options.device)
     source = ModelSource.open(options)
-    name, sealed_arch = sealed_target(options.target, options.sealed, source.directory, device)
+    name, sealed_arch = sealed_target(options, source.directory, device)
     facts = target_facts(
         name,
         device,
@@ -41,7 +41,7 @@ def load(options: LoadOptions) -> LLM:
     policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(source.directory, source.checkpoint.config)
     about = bundle_flags(options, source.dtype, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
-    bundle = sealed_loader(options.sealed, source.directory, device, about)
+    bundle = sealed_loader(options, source.directory, device, about)
     backend = choose_backend(
         name,
         device,

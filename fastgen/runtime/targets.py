@@ -1,4 +1,4 @@
-"""What an engine's kernels come from and what its matrices are kept in, by the arguments of a load."""
+"""The sealed bundle that a load runs from, and the format that it quantizes matrices to."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.options import LoadOptions
 
 
-def sealed_loader(
-    sealed: bool | str | Path, weights: Path, device: Device, about: Mapping[str, str]
-) -> SealedLoader | None:
-    """Returns a loader of the bundle that ``sealed=`` names: ``True`` names the one in the directory of the
-    ``weights``, a path that one, ``False`` none. It must be ``about`` the same model and flags.
+def sealed_target(options: LoadOptions, weights: Path, device: Device) -> tuple[str, str | None]:
+    """Returns the name of the target, and the architecture of the sealed bundle where that is for this target.
 
-    Raises :class:`fastgen.errors.BundleError`.
+    The target ``"auto"`` becomes the target of the bundle, where there is one. ``weights`` is the model's directory.
     """
-    if sealed is False:
-        return None
-    place = bundle_beside(weights, device, about) if sealed is True else Path(sealed).expanduser()
-    return load_bundle(place, device, about)
-
-
-def sealed_target(name: str, sealed: bool | str | Path, weights: Path, device: Device) -> tuple[str, str | None]:
-    """The target of that name; of ``"auto"`` that of the bundle which ``sealed=`` asks for, where there is one. And the
-    architecture of the bundle, if it is one of that target."""
-    if sealed is False:
-        return name, None
-    place = find_beside(weights, device) if sealed is True else Path(sealed).expanduser()
+    if options.sealed is False:
+        return options.target, None
+    place = find_beside(weights, device) if options.sealed is True else Path(options.sealed).expanduser()
     found = bundle_target(place) if place else None
-    return found if found and name in ("auto", found[0]) else (name, None)
+    return found if found and options.target in ("auto", found[0]) else (options.target, None)
+
+
+def sealed_loader(options: LoadOptions, weights: Path, device: Device, about: Mapping[str, str]) -> SealedLoader | None:
+    """Returns a loader of the sealed bundle: the one beside the ``weights``, or the directory that ``options`` name.
+
+    The bundle must be ``about`` the same flags. Raises :class:`fastgen.errors.BundleError`.
+    """
+    if options.sealed is False:
+        return None
+    place = bundle_beside(weights, device, about) if options.sealed is True else Path(options.sealed).expanduser()
+    return load_bundle(place, device, about)
 
 
 def bundle_flags(
@@ -57,9 +56,9 @@ def bundle_flags(
 
 
 def parse_quantize(quantize: str | None, target: str) -> QuantizedFormat | None:
-    """The format that ``quantize=`` asks for, ``None`` for the model's dtype.
+    """Returns the format of this name; ``None`` stands for the model's dtype.
 
-    Raises :class:`InvalidArgumentError` for one that the ``target`` cannot multiply.
+    Raises :class:`InvalidArgumentError` for a format that the ``target`` cannot multiply.
     """
     if quantize is None:
         return None

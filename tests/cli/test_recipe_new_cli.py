@@ -53,7 +53,7 @@ def test_a_key_that_nothing_reads_keeps_the_model_from_being_loaded(run: Run, di
     for key in line.partition(": ")[2].split(", "):
         assert f"- {key} is not known to the recipe" in refused.err
     assert "- warp_factor is not known" in refused.err
-    assert refused.err.endswith("let pass once with --allow-config-key\n")
+    assert refused.err.endswith("or allow it once with --allow-config-key\n")
 
 
 def test_as_json(run: Run, directory: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_wrong_recipe_names_file_line_and_node(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["verify", str(file), "--configs", "2"])
     assert result.exit_code == 1, result.output
     assert f"✗ {file}:{line}: model.layers.residual.transform.mlp.gate" in result.output
-    assert "likely cause: mlp.up_proj and mlp.gate_proj change places" in result.output
+    assert "likely cause: mlp.up_proj and mlp.gate_proj are swapped" in result.output
     result = CliRunner().invoke(app, ["verify", str(file), "--configs", "2", "--json"])
     assert result.exit_code == 1
     assert json.loads(result.stdout)["finding"]["node"]["line"] == line
@@ -142,7 +142,7 @@ def test_a_cause_tells_that_only_a_key_is_left(checkpoint: Path, run: Run, tmp_p
         "model: {layers: {residual: {transform: {mlp: {gate: mlp.up_proj, up: mlp.gate_proj}}}}}\n"
     )
     printed = run("verify", str(directory), "--recipe", str(file), "--reference", f"{checkpoint}/good.py:load").out
-    assert "likely cause: mlp.up_proj and mlp.gate_proj change places" in printed
+    assert "likely cause: mlp.up_proj and mlp.gate_proj are swapped" in printed
     assert "what remains is that warp_factor is not known to the recipe" in printed
 
 
