@@ -122,7 +122,7 @@ print(out.unique().tolist())
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_manifest_says_what_it_is_and_who_built_it(written: Path) -> None:
+def test_the_manifest_says_what_it_is_and_what_built_it(written: Path) -> None:
     opened = Bundle.open(written)
     manifest = opened.manifest
     assert (opened.arch, opened.about, manifest["target"]) == ("portable", ABOUT, "cpp")
@@ -215,7 +215,7 @@ def add(place: Path) -> str:
 
 
 def point_nowhere(place: Path) -> str:
-    """A file that cannot be read, whoever asks."""
+    """Makes a file that no user can read."""
     file = next(place.rglob("*.cpp"))
     file.unlink()
     file.symlink_to("nowhere")
@@ -387,7 +387,7 @@ def test_a_launch_that_fails_leaves_nothing_in_the_bundle(place: Path, tmp_path:
     Bundle.open(place)
 
 
-def test_a_binary_that_the_system_cannot_load_is_told(place: Path) -> None:
+def test_a_binary_that_the_system_cannot_load_is_reported(place: Path) -> None:
     """Sealed as it is, but made against libraries that are not here, for one."""
     file = next(place.rglob("rms_norm*weight.so"))
     file.write_bytes(b"\x7fELF of another world")

@@ -1,4 +1,4 @@
-"""Weights in few bits: written by pieces, looked up, laid out whole, and multiplied by any number of rows."""
+"""Quantized weights: written in pieces, looked up, dequantized, and multiplied by any number of rows."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_quantized_weight_is_dequantized_for_the_library(
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_looked_up_by_id(loader: KernelLoader, weight_format: WeightOnlyFormat) -> None:
-    """Tokens of a table in few bits, scaled, plus positions of a plain one."""
+    """Tokens of a quantized table, scaled, plus positions of a plain one."""
     for size, dtype, offset in itertools.product((33, 1040), ("fp32", "fp16"), (None, 2)):
         spec = embedding_spec(size, dtype, table_dtype=weight_format, scale=1.5, position_offset=offset)
         table, places = quantized(drawn(9, size), weight_format), drawn(7, size, seed=1).to(torch_dtype(dtype))

@@ -68,7 +68,7 @@ class Builder(Protocol):
 
     target: Target
     arch: str
-    # Whether kernels are functions of the host, so that one native call can launch several.
+    # Tells if kernels are functions of the host, so that one native call can launch several.
     launches_natively: bool
     # The directory that :meth:`accompany` wrote in the bundle that kernels come from; else ``None``.
     modules: Path | None
