@@ -81,7 +81,7 @@ def _workspaces(model: Any) -> int:
         if isinstance(kernel, cpp.LinearKernel):
             found[id(kernel)] = kernel._workspace
         if isinstance(kernel, triton.LinearKernel):
-            rooms = [kernel._whole, *(few._workspace for few in kernel._few.values())]
+            rooms = [kernel._dequantized, *(few._workspace for few in kernel._few.values())]
             found |= {id(room): room for room in rooms if room is not None}
         if isinstance(module, Experts):
             for cut in module._cuts.values():

@@ -65,7 +65,7 @@ print("3.5e-03")
 
 ```console
 $ fastgen recipe show mine.yaml
-# Mistral 7B v0.1 to v0.3, NeMo, Zephyr …: a Llama whose tokens may see only a window.
+# Mistral 7B v0.1 to v0.3, NeMo, Zephyr …: a Llama whose tokens see only a window.
 ⋮
         attention:
 ⋮

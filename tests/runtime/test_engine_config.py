@@ -16,6 +16,7 @@ from fastgen.models.registry.registry import find_recipe
 from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, ModelSpec
 from fastgen.models.weight_sizes import ModelBuild
+from fastgen.options import LoadOptions
 from fastgen.runtime.config import EngineConfig, parse_bytes, parse_dtype, resolve_engine_config
 from fastgen.runtime.memory.ledger import MemoryModel
 
@@ -71,7 +72,9 @@ def config_of(
     spec: ModelSpec | None = None, *, kind: Any = "cpu", memory: int = 64 * GiB, dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> EngineConfig:  # fmt: skip
-    return resolve_engine_config(memory_of(spec, kind=kind, memory=memory, dtype=dtype), **options)
+    return resolve_engine_config(
+        memory_of(spec, kind=kind, memory=memory, dtype=dtype), LoadOptions("a model", **options)
+    )
 
 
 def test_defaults() -> None:
@@ -124,14 +127,14 @@ def test_by_default_the_cache_gets_its_share_of_what_all_else_leaves(
     spec, few = make_spec(max_positions), {"max_num_seqs": 60}
     for device_bytes in (48 << 20, 60 << 20):
         memory = memory_of(spec, memory=device_bytes, dtype=dtype)
-        config = resolve_engine_config(memory, **few)
+        config = resolve_engine_config(memory, LoadOptions("a model", **few))
         kv_bytes = config.num_blocks * memory.block_bytes(16)
         rest = memory.ledger(config).total_bytes - kv_bytes
         assert kv_bytes <= (device_bytes - rest) / 2
         assert kv_bytes > (device_bytes - rest) / 2 - 2 * memory.block_bytes(16)
     for device_bytes in (60 << 20, 80 << 20):
         memory = memory_of(spec, memory=device_bytes, dtype=dtype, kind="cuda")
-        config = resolve_engine_config(memory, max_num_seqs=400, token_budget=512)
+        config = resolve_engine_config(memory, LoadOptions("a model", max_num_seqs=400, token_budget=512))
         assert 0 <= 0.9 * device_bytes - memory.ledger(config).total_bytes < 2 * memory.block_bytes(16)
 
 

@@ -38,7 +38,7 @@ using fp16 = __fp16;  // the other name is known to g++ for Arm from 13 on, to c
 #else
 using fp16 = _Float16;
 #endif
-// How a kernel spreads its work over the pool of thread_pool.h, which is loaded before any kernel that uses it.
+// A kernel divides its work among the threads of thread_pool.h, which is loaded before any kernel that uses it.
 #include <cstdint>
 #include <type_traits>
 
@@ -51,11 +51,11 @@ static void parallel_for(int64_t num_chunks, Work&& work) {
     using Plain = std::remove_reference_t<Work>;
     fastgen_parallel_for([](void* job, int64_t chunk) { (*static_cast<Plain*>(job))(chunk); }, &work, num_chunks);
 }
-// What kernels between projections and attention do to heads in fp32.
+// Norms and rotation of heads in fp32, for kernels between projections and attention.
 // Functions of f32v that the C library has for single numbers only, within 2 units in the last place where the result is
 // not tiny.
-// Vectors of LANES 32-bit numbers, in the compiler's own vector types; an instruction is named only where there is no
-// other way to say what is meant. The template defines FASTGEN_LANES and FASTGEN_HAS_… by its instruction set.
+// Vectors of LANES 32-bit numbers, in the compiler's own vector types; intrinsics are used only where vector
+// types cannot express the operation. The template defines FASTGEN_LANES and FASTGEN_HAS_… by its instruction set.
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -182,10 +182,10 @@ INLINE i32v dot4(i32v sum, u32v w, int32_t x) {
 #elif FASTGEN_LANES > 4
     // In 16 bits: bytes 0 and 2 of a lane, then bytes 1 and 3. The compiler shares each half among its uses.
     typedef int16_t i16v __attribute__((vector_size(4 * LANES)));
-    typedef uint16_t pairs __attribute__((vector_size(4 * LANES)));
+    typedef uint16_t halves __attribute__((vector_size(4 * LANES)));
     const i16v x_all = i16v(all_lanes(x));
-    const i16v x_even = i16v(pairs(x_all) << 8) >> 8, x_odd = x_all >> 8;
-    const pairs w_even = pairs(w) & 0xff, w_odd = pairs(w) >> 8;
+    const i16v x_even = i16v(halves(x_all) << 8) >> 8, x_odd = x_all >> 8;
+    const halves w_even = halves(w) & 0xff, w_odd = halves(w) >> 8;
 #if FASTGEN_LANES == 16
     const u32v even = u32v(_mm512_madd_epi16(__m512i(w_even), __m512i(x_even)));
     const u32v odd = u32v(_mm512_madd_epi16(__m512i(w_odd), __m512i(x_odd)));
@@ -206,7 +206,7 @@ INLINE i32v dot4(i32v sum, u32v w, int32_t x) {
 // Moves the cache line at an address towards the core, as far as its second level.
 INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
-// The same address, which the compiler takes for another: what is read there is read again, not kept in a register.
+// The same address, which the compiler treats as another one: data is read again, not kept in registers.
 INLINE const uint8_t* again(const uint8_t* address) {
     asm volatile("" : "+r"(address));
     return address;
@@ -215,7 +215,7 @@ INLINE const uint8_t* again(const uint8_t* address) {
 constexpr float INFINITE = __builtin_inff();
 
 INLINE f32v select(i32v which, f32v yes, f32v no) { return which ? yes : no; }
-INLINE f32v larger(f32v a, f32v b) { return select(a > b, a, b); }  // b where one is no number
+INLINE f32v larger(f32v a, f32v b) { return select(a > b, a, b); }  // b where one is NaN
 INLINE f32v magnitude(f32v x) { return bits_of<f32v>(bits_of<u32v>(x) & 0x7fffffffu); }
 
 // The same numbers, those of lane i + BY in lane i.
@@ -245,9 +245,9 @@ INLINE float largest_of(f32v v) { return over_lanes(v, [](f32v a, f32v b) { retu
 // e to the x: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial for e to the r (Cephes), and n into the exponent.
 // 0 below -87.3, where the result would not be normal; infinite above 88.7.
 INLINE f32v exp(f32v x) {
-    const i32v below = x < all_lanes(-87.33654f), above = x > all_lanes(88.72283f);  // neither, where x is no number
+    const i32v below = x < all_lanes(-87.33654f), above = x > all_lanes(88.72283f);  // neither, where x is NaN
     const f32v within = select(below, all_lanes(-87.33654f), select(above, all_lanes(88.72283f), x));
-    // Adding and taking away 1.5 * 2^23 leaves the nearest whole number.
+    // Adding and subtracting 1.5 * 2^23 leaves the nearest integer.
     const f32v n = fma(within, all_lanes(1.44269504f), all_lanes(12582912.0f)) - all_lanes(12582912.0f);
     f32v r = fma(n, all_lanes(-0.693359375f), within);
     r = fma(n, all_lanes(2.12194440e-4f), r);
@@ -259,8 +259,8 @@ INLINE f32v exp(f32v x) {
     p = fma(p, r, all_lanes(5.0000001201e-1f));
     p = fma(p, r * r, r) + all_lanes(1.0f);
     // In two steps: 2 to the 128 is no float.
-    const i32v whole = __builtin_convertvector(n, i32v), half = whole >> 1;
-    const f32v scaled = p * bits_of<f32v>((half + 127) << 23) * bits_of<f32v>((whole - half + 127) << 23);
+    const i32v exponent = __builtin_convertvector(n, i32v), half = exponent >> 1;
+    const f32v scaled = p * bits_of<f32v>((half + 127) << 23) * bits_of<f32v>((exponent - half + 127) << 23);
     return select(below, all_lanes(0.0f), select(above, all_lanes(INFINITE), scaled));
 }
 
@@ -277,7 +277,7 @@ INLINE f32v tanh(f32v x) {
     return select(size < all_lanes(0.625f), near, select(x < all_lanes(0.0f), -far, far));
 }
 
-// 1 - erf(x) for x >= 0, whose square the caller may know more exactly: an exponential of a polynomial in 1 / (1 + x / 2)
+// 1 - erf(x) for x >= 0. The caller may know its square more exactly. An exponential of a polynomial in 1 / (1 + x / 2)
 // (Press et al., Numerical Recipes, erfcc).
 INLINE f32v erfc_positive(f32v x, f32v square) {
     const f32v t = all_lanes(1.0f) / fma(x, all_lanes(0.5f), all_lanes(1.0f));
@@ -294,7 +294,7 @@ INLINE f32v erfc_positive(f32v x, f32v square) {
     return t * exp(p - square);
 }
 
-// Some of a vector's numbers, zeros behind them; nothing behind them is touched.
+// Some of a vector's numbers, then zeros; memory after them is not accessed.
 INLINE f32v load_some(const float* from, int64_t count) {
     if (count >= LANES) return load<f32v>(from);
     float some[LANES] = {};
@@ -395,7 +395,7 @@ extern "C" void qkv_n4_k4_d64_p16_bf16_r64_avx2(
     });
 }
 
-// The same for a tape, whose argument blocks have 8 bytes for each.
+// The same function for a tape, whose blocks have 8 bytes for each argument.
 extern "C" void qkv_n4_k4_d64_p16_bf16_r64_avx2_from_slots(const int64_t* slots) {
     qkv_n4_k4_d64_p16_bf16_r64_avx2(
         reinterpret_cast<float*>(slots[0]), 

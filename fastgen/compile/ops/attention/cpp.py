@@ -1,4 +1,4 @@
-"""Paged attention on the ``cpp`` target: one kernel for chunks and decodes alike."""
+"""Paged attention in C++: one kernel for both chunks and decodes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from fastgen.compile.build.builder import Kernel
 from fastgen.compile.host.huge_pages import in_huge_pages
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.spec import Argument, KernelSpec, Value
-from fastgen.compile.weights.packed import ARCHES_WITH_PAIRS, LANES
+from fastgen.compile.weights.packed import ARCHES_WITH_BF16_DOT, LANES
 
 
 def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] = ()) -> KernelSpec:
-    """The kernel for :class:`AttentionKernel`. ``arch`` is one of the C++ builder's; ``shape.dtype`` is the cache's,
-    while queries and results are fp32. With a cache in bf16 an ``arch`` that adds two of its products at once does so,
-    with queries and weights rounded to bf16 too, unless ``head_dim`` is odd or keys hold the values.
+    """Returns the kernel for :class:`AttentionKernel`. ``arch`` is one of the C++ builder's; ``shape.dtype`` is the
+    cache's, while queries and results are fp32. With a cache in bf16, an ``arch`` with bf16 dots uses them: queries and
+    weights are rounded to bf16 too, unless ``head_dim`` is odd or keys hold the values.
     """
     dtype, has_v = shape.dtype, not shape.values_in_keys
-    in_pairs = arch in ARCHES_WITH_PAIRS and dtype == "bf16" and shape.head_dim % 2 == 0 and has_v
+    bf16_dot = arch in ARCHES_WITH_BF16_DOT and dtype == "bf16" and shape.head_dim % 2 == 0 and has_v
     arguments = (
         Argument("q", "fp32", "in"),
         *(Argument(name, dtype, "in") for name in ("k_cache", *(("v_cache",) if has_v else ()))),
@@ -34,7 +34,7 @@ def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] 
         "DV": shape.v_dim,
         "P": shape.block_size,
         "dtype": dtype,
-        "pairs": in_pairs,
+        "bf16_dot": bf16_dot,
         "v_in_k": shape.values_in_keys,
         "window": shape.sliding_window,
         "alibi": shape.alibi,
@@ -49,11 +49,12 @@ def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] 
 def empty_cache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, latent_dim: int | None, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """A cache as the kernel wants it, seen as everybody sees it: ``k [B, P, K, D]``, ``v [B, P, K, D]``, or with a
-    ``latent_dim`` the first so many features of the keys.
+    """Returns a zeroed cache in the kernel's memory layout: ``k [B, P, K, D]`` and ``v [B, P, K, D]``. With a
+    ``latent_dim`` ``v`` is a view of the first ``latent_dim`` features of the keys.
 
-    In memory a block's keys lie ``[K, D, P]``, so that a vector of keys is loaded at once, and values ``[K, P, D]``,
-    all in huge pages: a sequence's blocks lie anywhere, and in small pages finding one takes as long as reading it.
+    In memory a block's keys are ``[K, D, P]``, so that a vector of keys is loaded at once, and its values ``[K, P,
+    D]``. Both are in huge pages: a sequence's blocks are scattered, and in small pages address translation would take
+    as long as reading them.
     """
     size_bytes = num_blocks * num_kv_heads * head_dim * block_size * dtype.itemsize
     k = in_huge_pages(size_bytes).view(dtype).view(num_blocks, num_kv_heads, head_dim, block_size).permute(0, 3, 1, 2)
@@ -64,10 +65,11 @@ def empty_cache(
 
 
 def scratch_bytes(shape: AttentionShape, arch: str, *, num_threads: int, num_tokens: int, length: int) -> int:
-    """At most what a kernel of :func:`attention_spec` holds by itself, after steps of ``num_tokens`` tokens over
-    sequences of up to ``length``: what each thread works on, and the parts of sequences that threads share.
+    """Returns an upper bound on the bytes that a kernel of :func:`attention_spec` allocates itself, after steps of
+    ``num_tokens`` tokens over sequences of up to ``length``: each thread's scratch, and the parts of sequences that
+    threads share.
 
-    As the templates have it: a task of ``8 · MAX_ROWS`` rows is shared out by segments of ``8 · TILE`` keys where they
+    It follows the templates: a task of ``8 · MAX_ROWS`` rows is shared out by segments of ``8 · TILE`` keys where they
     are more than a quarter of a thread's share of all work, so fewer than ``4 · num_threads`` of them are.
     """
     lanes, most_rows = LANES[arch], 8 * {16: 6, 8: 2, 4: 4}[LANES[arch]]
@@ -80,7 +82,8 @@ def scratch_bytes(shape: AttentionShape, arch: str, *, num_threads: int, num_tok
 
 
 class AttentionKernel:
-    """:func:`fastgen.compile.ops.attention.reference.paged_attention` by a kernel of :func:`attention_spec`."""
+    """Launches a kernel of :func:`attention_spec`; see
+    :func:`fastgen.compile.ops.attention.reference.paged_attention`."""
 
     def __init__(self, kernel: Kernel, slopes: Tensor | None = None):
         self._kernel = kernel
@@ -97,8 +100,8 @@ class AttentionKernel:
         seq_lens: Tensor,
         out: Tensor,
     ) -> None:
-        """Shapes as there; caches of :func:`empty_cache`. ``q``'s tokens may lie apart, all else is contiguous.
-        ``q`` and ``out`` are fp32."""
+        """Takes the reference's shapes, with caches of :func:`empty_cache`. ``q``'s tokens may have any stride, the
+        other tensors are contiguous. ``q`` and ``out`` are fp32."""
         self._kernel((), *self.arguments(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, out))
 
     def arguments(
@@ -111,7 +114,7 @@ class AttentionKernel:
         seq_lens: Tensor,
         out: Tensor,
     ) -> list[Tensor | int]:
-        """The kernel's own arguments for these."""
+        """Returns the kernel's arguments for these tensors."""
         caches = (k_cache, v_cache) if self._takes_values else (k_cache,)
         tensors = (q, *caches, block_tables, cu_seqlens_q, seq_lens, *self._slopes, out)
         return [*tensors, len(seq_lens), len(q), block_tables.shape[1], q.stride(0)]
