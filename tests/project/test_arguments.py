@@ -15,6 +15,8 @@ from fastgen.arguments import Argument, arguments_of
 from fastgen.cli import app
 from fastgen.errors import InvalidArgumentError
 from fastgen.options import LoadOptions
+from fastgen.runtime import config
+from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
 from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.options import ServeOptions
 from tools.argument_tables import DOCS, TABLES, with_table
@@ -78,6 +80,16 @@ def test_options_check_themselves(given: dict[str, object], message: str) -> Non
 def test_flat_arguments_of_serving_are_checked_where_they_belong(given: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         sort_arguments({"model": "tiny-llama", **given})
+
+
+def test_defaults_in_words_are_those_of_the_engine() -> None:
+    words = {argument.name: argument.default_text for argument in arguments_of(LoadOptions)}
+    budget, seqs = config._DEFAULT_TOKEN_BUDGET, config._DEFAULT_MAX_NUM_SEQS
+    assert words["token_budget"] == f"{budget['cpu']} on a CPU, {budget['cuda']} on a GPU"
+    assert words["max_num_seqs"] == f"{seqs['cpu']} on a CPU, {seqs['cuda']} on a GPU"
+    assert words["block_size"] == str(config.DEFAULT_BLOCK_SIZE)
+    assert words["num_draft_tokens"] == str(config._DEFAULT_NUM_DRAFT_TOKENS)
+    assert LoadOptions("tiny-llama").aging_s == DEFAULT_AGING_S
 
 
 @pytest.mark.parametrize("argument", STATED, ids=lambda argument: argument.name)

@@ -92,8 +92,10 @@ def test_the_account_of_slow_requests_is_given_as_shown(tmp_path: Path, monkeypa
     )
     assert done.returncode == 0, done.stderr
     # Times differ, and with them the order of shares; what each line is about does not.
-    told = [re.split(r"[:,]", line)[0] for line in (shown.splitlines(), done.stdout.splitlines()[:-1]) for line in line]
-    subjects = [re.sub(r"[\d.,]+( µs| ms| s)?", "N", subject) for subject in told]
+    prefixes = [
+        re.split(r"[:,]", line)[0] for line in (shown.splitlines(), done.stdout.splitlines()[:-1]) for line in line
+    ]
+    subjects = [re.sub(r"[\d.,]+( µs| ms| s)?", "N", subject) for subject in prefixes]
     half = len(subjects) // 2
     assert subjects[:half] == subjects[half:]
     monkeypatch.chdir(tmp_path)

@@ -71,7 +71,7 @@ class Watched:
         self.collect(step)
         self.num_steps += 1
         self.num_drafts += sum(len(chunk.drafts) for chunk in step.schedule.chunks)
-        self.num_accepted += sum(step.num_accepted.values())
+        self.num_accepted += sum((step.num_accepted or {}).values())
 
 
 # Every sampling field, on kernels: the same bits
