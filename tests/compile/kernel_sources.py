@@ -75,6 +75,8 @@ READABLE: Final = {
     "linear_int8_avx512vnni.cpp": Readable("avx512vnni", "llama", "int8", "linear_i"),
     "sort_by_expert.cpp": Readable("avx2", "mixtral", _UNQUANTIZED, "sort_by_expert"),
     "rms_norm_portable.cpp": Readable("portable", "llama", _UNQUANTIZED, "rms_norm_"),
+    "embedding_avx512bf16.cpp": Readable("avx512bf16", "gemma", _UNQUANTIZED, "embedding_"),
+    "next_decodes.cpp": Readable("portable", "llama", _UNQUANTIZED, "next_decodes"),
 }
 
 
