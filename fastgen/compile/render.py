@@ -23,6 +23,8 @@ TEMPLATE_FOLDERS = tuple(sorted(_HERE.rglob("templates")))
 SUFFIXES = {"triton": ".py", "cpp": ".cpp"}
 _INCLUDE = re.compile(r'#include "([^"]+)"\n')
 _COMMENTS = {"triton": "#", "cpp": "//"}
+# The template of a second entry point, which takes the arguments as an array.
+_ENTRY_POINTS = {"triton": "", "cpp": "from_slots.cpp.j2"}
 _TRITON_TYPES = {
     **{short: f"tl.{torch_name}" for torch_name, short in DTYPES.items()},
     **{"fp8e4m3": "tl.float8e4nv", "fp8e5m2": "tl.float8e5", "i1": "tl.int1"},
@@ -68,10 +70,10 @@ def render_body(spec: KernelSpec) -> str:
     if unread:
         raise ValueError(f"{name} never reads {', '.join(sorted(unread))}, which {spec.name} needs")
     body = render_text(name, **spec.parameters, spec=spec)
-    if spec.target == "cpp":
-        body += render_text("from_slots.cpp.j2", spec=spec) if spec.arguments else ""
-        return inline_headers(body)
-    return body
+    entry_point = _ENTRY_POINTS[spec.target]
+    if entry_point and spec.arguments:
+        body += render_text(entry_point, spec=spec)
+    return inline_headers(body)
 
 
 def render_text(template: str, **context: object) -> str:
@@ -80,8 +82,8 @@ def render_text(template: str, **context: object) -> str:
 
 
 def inline_headers(text: str) -> str:
-    """Returns C++ with each ``#include "name.h"`` replaced by the text of that header, and nothing where the header was
-    included before. Raises ``jinja2.TemplateNotFound`` for a header that does not exist.
+    """Returns the source with each ``#include "name.h"`` replaced by the text of that header, and nothing where the
+    header was included before. Raises ``jinja2.TemplateNotFound`` for a header that does not exist.
     """
     lines, included = [], set[str]()
 

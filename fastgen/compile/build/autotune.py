@@ -181,7 +181,7 @@ def tuning_here(loader: Loader) -> Tuning:
 
     With ``FASTGEN_AUTOTUNE=0`` in the environment nothing is measured; known choices are taken nevertheless.
     """
-    if loader.builder.target != "triton" or not torch.cuda.is_available():
+    if loader.builder.launches_natively or not torch.cuda.is_available():
         return Tuning(loader)
     from fastgen.compile.build.triton import triton_arch
     from fastgen.compile.host.device import current
