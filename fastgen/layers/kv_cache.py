@@ -67,7 +67,13 @@ class PagedKVCache:
         def storage(shape: KVShape) -> tuple[Tensor, Tensor]:
             if feature_major:
                 return empty_cpp_cache(
-                    num_blocks, block_size, shape.num_heads, shape.head_dim, shape.latent_dim, dtype=dtype
+                    num_blocks,
+                    block_size,
+                    shape.num_heads,
+                    shape.head_dim,
+                    shape.latent_dim,
+                    dtype=dtype,
+                    device=device,
                 )
             k = torch.empty(num_blocks, block_size, shape.num_heads, shape.head_dim, dtype=dtype, device=device)
             return k, torch.empty_like(k) if shape.latent_dim is None else k[..., : shape.latent_dim]

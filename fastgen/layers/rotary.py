@@ -28,7 +28,10 @@ class Rotary(nn.Module):
     ):
         super().__init__()
         self.interleaved = interleaved
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq.float())
+        # Computed on the host, so that all devices have the same bits.
+        at = device if device.type == "meta" else torch.device("cpu")
+        positions = torch.arange(max_positions, dtype=torch.float32, device=at)
+        angles = torch.outer(positions, inv_freq.to(at, torch.float32))
         table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
         self.register_buffer("cos_sin", table.to(device), persistent=False)
 

@@ -157,7 +157,7 @@ class _Builder:
         weight_format = self.plain_format if exact else self.matrix_format
         kernel = self.target.kernel(linear_spec(weight_format, self.target.arch, needed_by=self.cpp.asking(node)))
         if weight_format not in self.linear_kernels:
-            launches = LinearKernel(kernel, self.target.max_rows, self.max_in_features)
+            launches = LinearKernel(kernel, self.target.max_rows, self.max_in_features, self.device)
             self.linear_kernels[weight_format] = launches
         return self.linear_kernels[weight_format]
 
@@ -169,7 +169,9 @@ class _Builder:
         kernel = self.target.kernel(linear_spec(self.matrix_format, self.target.arch, routed=True, needed_by=asking))
         if self.routed_kernel is None:
             choices = max(part.router.top_k for part in self.spec.parts() if isinstance(part, MoeSpec))
-            self.routed_kernel = RoutedLinearKernel(kernel, self.target.max_rows * choices, self.max_in_features)
+            self.routed_kernel = RoutedLinearKernel(
+                kernel, self.target.max_rows * choices, self.max_in_features, self.device
+            )
         return self.routed_kernel
 
     def model(self) -> CausalLM:

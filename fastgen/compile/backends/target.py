@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastgen.compile.build.builder import Kernel
+from fastgen.compile.capture.recording import recorder
 from fastgen.compile.build.loader import KernelLoader, Progress
 from fastgen.compile.spec import KernelSpec
 
@@ -86,6 +87,9 @@ class _AskedFor:
         self.kernel: Kernel | None = None
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        if self.kernel is None and (listener := recorder()) is not None:  # a step is described before kernels exist
+            listener.launch(self, grid, arguments)
+            return
         assert self.kernel is not None, f"{self.spec.name} is called before it is built"
         self.kernel(grid, *arguments)
 

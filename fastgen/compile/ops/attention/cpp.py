@@ -47,7 +47,14 @@ def cpp_attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, .
 
 
 def empty_cpp_cache(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, latent_dim: int | None, *, dtype: torch.dtype
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    latent_dim: int | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """A cache as the kernel wants it, seen as everybody sees it: ``k [B, P, K, D]``, ``v [B, P, K, D]``, or with a
     ``latent_dim`` the first so many features of the keys.
@@ -56,10 +63,15 @@ def empty_cpp_cache(
     all in huge pages: a sequence's blocks lie anywhere, and in small pages finding one takes as long as reading it.
     """
     size_bytes = num_blocks * num_kv_heads * head_dim * block_size * dtype.itemsize
-    k = in_huge_pages(size_bytes).view(dtype).view(num_blocks, num_kv_heads, head_dim, block_size).permute(0, 3, 1, 2)
+    k = (
+        in_huge_pages(size_bytes, device)
+        .view(dtype)
+        .view(num_blocks, num_kv_heads, head_dim, block_size)
+        .permute(0, 3, 1, 2)
+    )
     if latent_dim is not None:
         return k, k[..., :latent_dim]
-    v = in_huge_pages(size_bytes).view(dtype).view(num_blocks, num_kv_heads, block_size, head_dim)
+    v = in_huge_pages(size_bytes, device).view(dtype).view(num_blocks, num_kv_heads, block_size, head_dim)
     return k, v.transpose(1, 2)
 
 

@@ -18,6 +18,7 @@ from fastgen.compile.weights.quantized import QuantizedWeight, quantized_linear
 _IN_INTEGERS = ("int8", "int4")
 # Formats whose kernels quantise or round rows first.
 _PREPARED = (*_IN_INTEGERS, "bf16_pairs")
+_CPU = torch.device("cpu")
 _VOCAB_PIECE = 8192  # vocabulary rows widened to fp32 at a time, so that a head in 16 bits never needs a second copy
 
 
@@ -120,18 +121,20 @@ class LinearKernel:
     need a launcher each.
     """
 
-    def __init__(self, kernel: Kernel, max_rows: int, max_in_features: int):
+    def __init__(self, kernel: Kernel, max_rows: int, max_in_features: int, device: torch.device = _CPU):
         self._kernel = kernel
         self._format = cast(WeightFormat, kernel.spec.parameters["weight"])
         self._arch = str(kernel.spec.parameters["arch"])
         self._names = [argument.name for argument in kernel.spec.arguments]
-        self._max_rows, self._max_in_features = max_rows, max_in_features
+        self._max_rows, self._max_in_features, self._device = max_rows, max_in_features, device
         size_bytes = linear_workspace_bytes(self._format, max_rows, max_in_features)
-        self._workspace = torch.empty(size_bytes, dtype=torch.uint8)
+        self._workspace = torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def pack(self, out_features: int, in_features: int, *, num_groups: int = 1) -> PackedWeight:
         """An empty weight in the kernel's format."""
-        return PackedWeight(self._format, out_features, in_features, self._arch, num_groups=num_groups)
+        return PackedWeight(
+            self._format, out_features, in_features, self._arch, num_groups=num_groups, device=self._device
+        )
 
     def __call__(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None:
         """``x [T, in]`` and ``out [T, out]``, or ``[T, N, in]`` and ``[T, N, out]`` for a weight of ``N`` groups; fp32,
