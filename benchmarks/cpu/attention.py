@@ -33,8 +33,8 @@ from fastgen.compile.build.cpp import CppBuilder, CppKernel, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.attention.cpp import CppAttention, cpp_attention_spec, empty_cpp_cache
-from fastgen.compile.ops.attention.specs import AttentionShape
+from fastgen.compile.ops.attention.cpp import AttentionKernel, attention_spec, empty_cache
+from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.spec import torch_dtype
 
 _CACHE_BYTES = 128 << 20  # of keys, and as much of values
@@ -82,7 +82,7 @@ class Case:
         max_blocks = -(-workload.length // _BLOCK_SIZE)
         order = torch.randperm(len(caches[0])).int()
         num_tables = max(1, len(order) // (num_seqs * max_blocks))
-        attention = CppAttention(kernel)
+        attention = AttentionKernel(kernel)
         self._calls = []
         for tables in order.repeat(2)[: num_tables * num_seqs * max_blocks].view(num_tables, num_seqs, max_blocks):
             arguments = attention.arguments(q, *caches, tables.contiguous(), starts, lengths, out)
@@ -107,10 +107,10 @@ def make_cases(workloads: list[Workload], loader: KernelLoader, arch: str) -> li
         dtype = torch_dtype(workload.dtype)
         if (workload.heads, dtype) not in caches:
             num_blocks = _CACHE_BYTES // (_BLOCK_SIZE * num_kv_heads * head_dim * dtype.itemsize)
-            k, v = empty_cpp_cache(num_blocks, _BLOCK_SIZE, num_kv_heads, head_dim, None, dtype=dtype)
+            k, v = empty_cache(num_blocks, _BLOCK_SIZE, num_kv_heads, head_dim, None, dtype=dtype)
             caches[workload.heads, dtype] = k.normal_(), v.normal_()
         shape = AttentionShape(num_heads, num_kv_heads, head_dim, _BLOCK_SIZE, workload.dtype, head_dim**-0.5)
-        kernel = loader.load(cpp_attention_spec(shape, arch))
+        kernel = loader.load(attention_spec(shape, arch))
         assert isinstance(kernel, CppKernel)
         cases.append(Case(workload, kernel, caches[workload.heads, dtype]))
     return cases

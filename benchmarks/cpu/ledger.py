@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastgen.compile.ops.linear.reference import LinearKernel
-from fastgen.compile.ops.linear.triton import TritonLinear
+from fastgen.compile.ops.linear import cpp, triton
 from fastgen.compile.weights.packed import PackedWeight
 from fastgen.compile.weights.quantized import QuantizedWeight
 from fastgen.layers.embedding import EmbeddingTable
@@ -70,16 +69,18 @@ def _workspaces(model: Any) -> int:
     found: dict[int, Tensor] = {}
     for module in model.modules():
         kernel = getattr(module, "kernel", None)
-        if isinstance(kernel, LinearKernel):
+        if isinstance(kernel, cpp.LinearKernel):
             found[id(kernel)] = kernel._workspace
         plain = getattr(module, "plain_kernel", None)
-        if isinstance(plain, TritonLinear):
+        if isinstance(plain, triton.LinearKernel):
             rooms = [plain._whole, *(few._workspace for few in plain._few.values())]
             found |= {id(room): room for room in rooms if room is not None}
         mixture = getattr(module, "kernels", None)
         if isinstance(mixture, TritonMoe):
             for cut in mixture._cuts.values():
-                found |= {id(each): each for each in (cut.tiles.order, cut.tiles.tiles, cut.tiles.num_tiles)}
+                found |= {
+                    id(each): each for each in (cut.sort.tiles.order, cut.sort.tiles.tiles, cut.sort.tiles.num_tiles)
+                }
     plans = [each for plan in model.plans for each in vars(plan).values() if isinstance(each, Tensor)]
     return _bytes(found.values()) + _bytes(plans)
 

@@ -33,7 +33,7 @@ from fastgen.compile.build.cpp import CppBuilder, CppKernel, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.linear.reference import LinearKernel, linear_spec
+from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.compile.weights.packed import PackedWeight, WeightFormat, formats_of
 
 _FEW_ROWS = (1, 2, 4, 8, 16)

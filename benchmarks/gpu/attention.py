@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
-from fastgen.compile.ops.attention.reference import AttentionPlan, PagedAttention, paged_attention
-from fastgen.compile.ops.attention.specs import AttentionShape, attention_specs
+from fastgen.compile.ops.attention.reference import paged_attention
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, attention_specs
 from fastgen.compile.spec import torch_dtype
 
 GATE_TOLERANCE = 2e-2  # of bf16 answers of size 1
@@ -118,7 +119,7 @@ class Subject:
             num_sms=bench.num_sms,
             device=where,
         )
-        self.attention = PagedAttention(specs, loader.load, self.plan)
+        self.attention = AttentionKernel(specs, loader.load, self.plan)
         num_blocks = [-(-(cached + new) // shape.block_size) for cached, new in rows]
         order = (1 + torch.randperm(sum(num_blocks))).int().split(num_blocks)
         self.tables = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).to(where)

@@ -16,19 +16,16 @@ from torch import Tensor
 
 from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
 from fastgen.compile.ops.activation.reference import activate_and_multiply
-from fastgen.compile.ops.activation.triton import TritonActivation, triton_activation_spec
-from fastgen.compile.ops.embedding.reference import (
-    EmbeddingKernel,
-    RowGatherKernel,
-    embed,
-    embedding_spec,
-    resolve_token_ids,
-    row_gather_spec,
-)
+from fastgen.compile.ops.activation.triton import ActivationKernel, activation_spec
+from fastgen.compile.ops.embedding.reference import embed, resolve_token_ids
+from fastgen.compile.ops.embedding.triton import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
 from fastgen.compile.ops.kv_write.reference import write, write_kv
-from fastgen.compile.ops.norm.reference import NormKernel, norm_spec, rms_norm
-from fastgen.compile.ops.qkv.cpp import HeadNorm
-from fastgen.compile.ops.qkv.triton import LatentKv, TritonQkv, latent_kv_spec, triton_qkv_spec
+from fastgen.compile.ops.latent.triton import LatentKernel, latent_spec
+from fastgen.compile.ops.norm.reference import rms_norm
+from fastgen.compile.ops.norm.shape import NormShape
+from fastgen.compile.ops.norm.triton import NormKernel, norm_spec
+from fastgen.compile.ops.qkv.head_norm import HeadNorm
+from fastgen.compile.ops.qkv.triton import QkvKernel, qkv_spec
 from fastgen.compile.ops.rotary.reference import apply_rotary
 from fastgen.compile.spec import torch_dtype
 
@@ -102,7 +99,7 @@ class Maker:
 
     def norm(self) -> Subject:
         size, dtype = self.sizes.hidden, self.sizes.dtype
-        kernel = NormKernel(self.loader.load(norm_spec("triton", "rms", size, dtype, EPS, residual=True)))
+        kernel = NormKernel(self.loader.load(norm_spec(NormShape("rms", size, dtype, EPS, residual=True))))
         x, residual, out = (self.normal(self.num_tokens, size) for _ in range(3))
         weight = self.normal(size)
 
@@ -120,7 +117,7 @@ class Maker:
     def qkv(self, norm: HeadNorm | None = None) -> Subject:
         sizes, size = self.sizes, self.sizes.head_dim
         kv_heads, heads = sizes.num_kv_heads, sizes.num_heads
-        spec = triton_qkv_spec(
+        spec = qkv_spec(
             sizes.dtype,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -129,7 +126,7 @@ class Maker:
             q_norm=norm,
             k_norm=norm,
         )
-        kernel = TritonQkv(self.loader.load(spec))
+        kernel = QkvKernel(self.loader.load(spec))
         qkv = self.normal(self.num_tokens, (heads + 2 * kv_heads) * size)
         caches = [self.normal(-(-self.num_tokens // 16), 16, kv_heads, size) for _ in range(2)]
         given = {"cos_sin": self.angles(size)}
@@ -160,7 +157,7 @@ class Maker:
         latent, rotary, nope, heads = sizes.latent, sizes.rotary, sizes.nope, sizes.num_heads
         norm = HeadNorm("rms", EPS)
         fields = {"num_heads": heads, "latent_dim": latent, "nope_dim": nope, "rotary_dim": rotary}
-        kernel = LatentKv(self.loader.load(latent_kv_spec(sizes.dtype, norm, **fields)))
+        kernel = LatentKernel(self.loader.load(latent_spec(sizes.dtype, norm, **fields)))
         kv, q = self.normal(self.num_tokens, latent + rotary), self.normal(self.num_tokens, heads, nope + rotary)
         q_latent, weight = self.normal(self.num_tokens, heads, latent + rotary), self.normal(latent)
         cache, table = self.normal(-(-self.num_tokens // 16), 16, 1, latent + rotary), self.angles(rotary)
@@ -182,7 +179,7 @@ class Maker:
 
     def activation(self) -> Subject:
         size = self.sizes.features
-        kernel = TritonActivation(self.loader.load(triton_activation_spec("silu", size, self.sizes.dtype, gated=True)))
+        kernel = ActivationKernel(self.loader.load(activation_spec("silu", size, self.sizes.dtype, gated=True)))
         x, out = self.normal(self.num_tokens, 2 * size), self.normal(self.num_tokens, size)
         return Subject(
             "gated SiLU",

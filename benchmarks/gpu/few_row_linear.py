@@ -19,15 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
-from fastgen.compile.ops.linear.few_row import (
-    FewRowFormat,
-    FewRowLinear,
-    FewRowShape,
-    SplitK,
-    candidate_splits,
-    few_row_specs,
-)
 from fastgen.compile.ops.linear.reference import logits
+from fastgen.compile.ops.linear.tiling import FewRowFormat, FewRowShape, SplitK, candidate_splits
+from fastgen.compile.ops.linear.triton import FewRowKernel, few_row_specs
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized
@@ -106,7 +100,7 @@ class Subject:
         specs = few_row_specs(shape, num_rows, split)
         reduce = specs.reduce and loader.load(specs.reduce)
         workspace = torch.empty(specs.workspace_numel(num_rows), device=where) if reduce else None
-        self.kernel = FewRowLinear(loader.load(specs.main), reduce, workspace)
+        self.kernel = FewRowKernel(loader.load(specs.main), reduce, workspace)
         dtype = torch_dtype(shape.dtype)
         self.x = torch.randn(num_rows, shape.in_features, dtype=dtype, device=where)
         self.bias = torch.randn(shape.out_features, dtype=dtype, device=where) if shape.bias else None

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from benchmarks.gpu.measuring import Bench, GateError, Limits, Row, Rows
 from fastgen.compile.ops.activation.reference import activate_and_multiply
-from fastgen.compile.ops.activation.triton import TritonActivation, triton_activation_spec
+from fastgen.compile.ops.activation.triton import ActivationKernel, activation_spec
 from fastgen.compile.ops.experts.reference import combine, route, sort_by_expert
+from fastgen.compile.ops.experts.tiling import grouped_tiling
 from fastgen.compile.ops.experts.triton import (
-    Combine,
-    ExpertTiles,
-    Route,
-    TritonGroupedLinear,
+    CombineKernel,
+    GroupedLinearKernel,
+    RouteKernel,
+    SortKernel,
     combine_spec,
     grouped_linear_spec,
-    grouped_tiling,
     route_spec,
     sort_spec,
 )
@@ -71,15 +71,15 @@ class Subject:
             route_spec(num_experts, **self.options),
             sort_spec(num_experts, tiling.block_m),
             grouped_linear_spec(hidden, 2 * inner, shape.dtype, tiling, top_k=top_k),
-            triton_activation_spec("silu", inner, shape.dtype, gated=True),
+            activation_spec("silu", inner, shape.dtype, gated=True),
             grouped_linear_spec(inner, hidden, shape.dtype, tiling, scatters=True),
             combine_spec(hidden, top_k, shape.dtype),
         ]
         loader.build(specs)
         routing, sorting, inward, activation, down, summing = (loader.load(spec) for spec in specs)
-        router, activate, add = Route(routing), TritonActivation(activation), Combine(summing)
-        tiles = ExpertTiles(sorting, max_choices=num_choices, device=where)
-        to_inner, to_hidden = TritonGroupedLinear(inward), TritonGroupedLinear(down)
+        router, activate, add = RouteKernel(routing), ActivationKernel(activation), CombineKernel(summing)
+        sort = SortKernel(sorting, max_choices=num_choices, device=where)
+        to_inner, to_hidden = GroupedLinearKernel(inward), GroupedLinearKernel(down)
 
         def normal(*size: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(size, device=where) * scale).to(dtype)
@@ -93,10 +93,10 @@ class Subject:
         self.out = torch.empty_like(self.x)
         self.steps: dict[str, Callable[[], None]] = {
             "route": lambda: router(self.logits, None, experts, weights),
-            "sort": lambda: tiles(experts),
-            "inward": lambda: to_inner(self.x, self.inward, None, tiles, num_choices, both),
+            "sort": lambda: sort(experts),
+            "inward": lambda: to_inner(self.x, self.inward, None, sort.tiles, num_choices, both),
             "activation": lambda: activate(both, made),
-            "down": lambda: to_hidden(made, self.down, None, tiles, num_choices, outputs),
+            "down": lambda: to_hidden(made, self.down, None, sort.tiles, num_choices, outputs),
             "combine": lambda: add(outputs, weights, self.out),
         }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
 from fastgen.compile.ops.sampling.reference import Draws, gumbel_noise, log_weights
-from fastgen.compile.ops.sampling.triton import SamplingKernels, SlotSampling, sampling_specs
+from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling, sampling_specs
 
 ROWS, VOCABULARIES = (1, 32, 256), (32000, 128256)
 MARGIN = 1e-3  # of a perturbed logit, from which on tokens must be equal
@@ -39,7 +39,7 @@ class Subject:
         loader, where = bench.loader, bench.where
         specs = sampling_specs(vocab_size, num_top=min(21, vocab_size))
         loader.build([specs.scan, specs.draw, specs.choose])
-        self.kernels = SamplingKernels(specs, loader.load, max_rows=num_rows, max_slots=num_rows, device=where)
+        self.kernels = SamplingKernel(specs, loader.load, max_rows=num_rows, max_slots=num_rows, device=where)
         self.kernels.buffer("mask").fill_(-1)  # all are allowed
         ranks = torch.arange(1, vocab_size + 1, dtype=torch.float32, device=where)
         falling = -1.3 * ranks.log() + 12

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from fastgen.compile.ops.attention.alibi import Alibi
-from fastgen.compile.ops.attention.reference import paged_attention
+from fastgen.compile.ops.attention.reference import Alibi, paged_attention
 from fastgen.compile.ops.kv_write.reference import write_kv
 from fastgen.layers.kv_cache import LayerKVCache, PagedKVCache
 from fastgen.layers.linear import Linear

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.compile.ops.embedding.reference import embed, resolve_token_ids
-from fastgen.compile.ops.linear.reference import LinearKernel
+from fastgen.compile.ops.linear.cpp import LinearKernel
 from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.compile.weights.packed import PackedWeight
 from fastgen.compile.weights.quantized import QuantizedWeight

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.host.device import to_device
-from fastgen.compile.ops.attention.cpp import empty_cpp_cache
+from fastgen.compile.ops.attention.cpp import empty_cache
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PagedKVCache:
     ):
         def storage(shape: KVShape) -> tuple[Tensor, Tensor]:
             if feature_major:
-                return empty_cpp_cache(
+                return empty_cache(
                     num_blocks,
                     block_size,
                     shape.num_heads,

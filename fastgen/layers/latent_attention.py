@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from fastgen.compile.capture.recording import library_call
 from fastgen.compile.ops.attention.reference import paged_attention
 from fastgen.compile.ops.kv_write.reference import write
-from fastgen.compile.ops.linear.reference import LinearKernel, per_head_linear
+from fastgen.compile.ops.linear.cpp import LinearKernel
+from fastgen.compile.ops.linear.reference import per_head_linear
 from fastgen.layers.attention import Attend, Prepare
 from fastgen.layers.kv_cache import LayerKVCache, PagedKVCache
 from fastgen.layers.linear import Linear, PackedHeads

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.linear.reference import LinearKernel, linear, logits
+from fastgen.compile.ops.linear.cpp import LinearKernel
+from fastgen.compile.ops.linear.reference import linear, logits
 from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.compile.weights.packed import PackedWeight
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.experts.cpp import RoutedLinearKernel
+from fastgen.compile.ops.experts.cpp import GroupedLinearKernel
 from fastgen.compile.ops.experts.reference import Scoring, combine, route, sort_by_expert
 from fastgen.compile.ops.linear.reference import grouped_linear
 from fastgen.layers.linear import Linear, PackedRows
@@ -84,7 +84,7 @@ class GroupedLinear(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        kernel: RoutedLinearKernel | None = None,
+        kernel: GroupedLinearKernel | None = None,
     ):
         super().__init__()
         self.num_experts, self.out_features, self.kernel = num_experts, list(out_features), kernel

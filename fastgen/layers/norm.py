@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.ops.norm.reference import NormKernel, layer_norm, rms_norm
+from fastgen.compile.ops.norm import cpp, triton
+from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
 from fastgen.layers.residual import Residual, Stream, settled
 
 
@@ -28,8 +29,8 @@ class _Norm(nn.Module):
         offset: float = 0.0,
         dtype: torch.dtype,
         device: torch.device,
-        kernel: NormKernel | None = None,
-        adding_kernel: NormKernel | None = None,
+        kernel: cpp.NormKernel | triton.NormKernel | None = None,
+        adding_kernel: cpp.NormKernel | triton.NormKernel | None = None,
     ):
         super().__init__()
         self.eps, self.offset, self.kernel, self.adding_kernel = eps, offset, kernel, adding_kernel

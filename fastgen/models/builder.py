@@ -13,9 +13,9 @@ from torch import Tensor
 from fastgen.compile.backends.target import TORCH, Target
 from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.compile.ops.add.reference import scaled_add
-from fastgen.compile.ops.attention.alibi import Alibi
-from fastgen.compile.ops.experts.cpp import RoutedLinearKernel
-from fastgen.compile.ops.linear.reference import LinearKernel, linear_spec
+from fastgen.compile.ops.attention.reference import Alibi
+from fastgen.compile.ops.experts.cpp import GroupedLinearKernel
+from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.compile.spec import dtype_name
 from fastgen.compile.weights.formats import QuantizedFormat, WeightOnlyFormat
 from fastgen.compile.weights.packed import WeightFormat, matrix_format
@@ -125,7 +125,7 @@ class _Builder:
     slots: list[WeightSlot] = field(default_factory=list)
     rotaries: dict[tuple[object, ...], Rotary] = field(default_factory=dict)
     linear_kernels: dict[WeightFormat, LinearKernel] = field(default_factory=dict)
-    routed_kernel: RoutedLinearKernel | None = None
+    routed_kernel: GroupedLinearKernel | None = None
     num_attentions: int = 0
     # What the next reader of the stream has to add to it first, where kernels compute.
     unsettled: DeferredAdd | None = None
@@ -161,7 +161,7 @@ class _Builder:
             self.linear_kernels[weight_format] = launches
         return self.linear_kernels[weight_format]
 
-    def expert_kernel(self, node: NodeRef) -> RoutedLinearKernel | None:
+    def expert_kernel(self, node: NodeRef) -> GroupedLinearKernel | None:
         """For the experts at ``node``, as for those of all layers; a token is a row for each that it chooses."""
         if self.cpp is None:
             return None
@@ -169,7 +169,7 @@ class _Builder:
         kernel = self.target.kernel(linear_spec(self.matrix_format, self.target.arch, routed=True, needed_by=asking))
         if self.routed_kernel is None:
             choices = max(part.router.top_k for part in self.spec.parts() if isinstance(part, MoeSpec))
-            self.routed_kernel = RoutedLinearKernel(
+            self.routed_kernel = GroupedLinearKernel(
                 kernel, self.target.max_rows * choices, self.max_in_features, self.device
             )
         return self.routed_kernel

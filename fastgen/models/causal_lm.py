@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor, nn
 
 from fastgen.compile.ops.add.reference import scaled_add
-from fastgen.compile.ops.attention.reference import AttentionPlan
+from fastgen.compile.ops.attention.triton import AttentionPlan
 from fastgen.layers.attention import Attention
 from fastgen.layers.embedding import Embedding
 from fastgen.layers.head import Head

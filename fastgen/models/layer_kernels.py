@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.backends.target import Target
-from fastgen.compile.ops.activation.reference import ActivationKernel, activation_spec
-from fastgen.compile.ops.add.reference import AddKernel, add_spec
-from fastgen.compile.ops.attention.alibi import Alibi
-from fastgen.compile.ops.attention.cpp import CppAttention, cpp_attention_spec
-from fastgen.compile.ops.attention.specs import AttentionShape
-from fastgen.compile.ops.embedding.cpp import TableKernel, table_spec
+from fastgen.compile.ops.activation.cpp import ActivationKernel, activation_spec
+from fastgen.compile.ops.add.cpp import AddKernel, add_spec
+from fastgen.compile.ops.attention.cpp import AttentionKernel, attention_spec
+from fastgen.compile.ops.attention.reference import Alibi
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.embedding.cpp import EmbeddingKernel, embedding_spec
 from fastgen.compile.ops.experts.cpp import (
     CombineKernel,
     RouteKernel,
@@ -24,9 +24,11 @@ from fastgen.compile.ops.experts.cpp import (
     sort_spec,
 )
 from fastgen.compile.ops.latent.cpp import LatentKernel, latent_spec
-from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
-from fastgen.compile.ops.qkv.cpp import HeadNorm, QkvKernel, qkv_spec
-from fastgen.compile.ops.softcap.reference import SoftcapKernel, softcap_spec
+from fastgen.compile.ops.norm.cpp import NormKernel, norm_spec
+from fastgen.compile.ops.norm.shape import NormShape
+from fastgen.compile.ops.qkv.cpp import QkvKernel, qkv_spec
+from fastgen.compile.ops.qkv.head_norm import HeadNorm
+from fastgen.compile.ops.softcap.cpp import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import DTYPES, dtype_name
 from fastgen.compile.weights.packed import PackedWeight
 from fastgen.compile.weights.quantized import QuantizedWeight
@@ -116,17 +118,17 @@ class LayerKernels:
         plain, arch = dtype_name(self.dtype), self.target.arch
         packed = isinstance(tokens.stored, PackedWeight)
         table_format = str(tokens.stored.format) if isinstance(tokens.stored, PackedWeight) else plain
-        look_up = table_spec(arch, table_format, packed=packed, scale=scale, needed_by=self.asking(spec.node))
+        look_up = embedding_spec(arch, table_format, packed=packed, scale=scale, needed_by=self.asking(spec.node))
         if spec.positions is None:
-            return CppEmbedding(TableKernel(self.target.kernel(look_up)))
+            return CppEmbedding(EmbeddingKernel(self.target.kernel(look_up)))
         asking, offset = self.asking(spec.positions.node), spec.positions.offset
-        add = table_spec(arch, plain, packed=False, offset=offset, needed_by=asking)
-        return CppEmbedding(TableKernel(self.target.kernel(look_up)), TableKernel(self.target.kernel(add)))
+        add = embedding_spec(arch, plain, packed=False, offset=offset, needed_by=asking)
+        return CppEmbedding(EmbeddingKernel(self.target.kernel(look_up)), EmbeddingKernel(self.target.kernel(add)))
 
     def add_kernel(self, scale: float | None, node: NodeRef) -> AddKernel:
         return AddKernel(self.target.kernel(add_spec(self.target.arch, scale, needed_by=self.asking(node))))
 
-    def attention_kernels(self, spec: AttentionSpec, alibi: Alibi | None) -> tuple[QkvKernel, CppAttention]:
+    def attention_kernels(self, spec: AttentionSpec, alibi: Alibi | None) -> tuple[QkvKernel, AttentionKernel]:
         """What computes all between the projections."""
         asking = self.asking(spec.q.node)
         prepare = qkv_spec(
@@ -143,11 +145,11 @@ class LayerKernels:
             needed_by=asking,
         )
         shape = attention_shape(spec, self.dtype, self.block_size)
-        attend = cpp_attention_spec(shape, self.target.arch, asking)
+        attend = attention_spec(shape, self.target.arch, asking)
         slopes = None if alibi is None else alibi.slopes
-        return QkvKernel(self.target.kernel(prepare)), CppAttention(self.target.kernel(attend), slopes)
+        return QkvKernel(self.target.kernel(prepare)), AttentionKernel(self.target.kernel(attend), slopes)
 
-    def latent_kernels(self, spec: LatentAttentionSpec) -> tuple[LatentKernel, CppAttention]:
+    def latent_kernels(self, spec: LatentAttentionSpec) -> tuple[LatentKernel, AttentionKernel]:
         """What computes all between the projections but the maps of the heads."""
         asking = self.asking(spec.q.node)
         prepare = latent_spec(
@@ -164,8 +166,8 @@ class LayerKernels:
             needed_by=asking,
         )
         shape = attention_shape(spec, self.dtype, self.block_size)
-        attend = cpp_attention_spec(shape, self.target.arch, asking)
-        return LatentKernel(self.target.kernel(prepare)), CppAttention(self.target.kernel(attend))
+        attend = attention_spec(shape, self.target.arch, asking)
+        return LatentKernel(self.target.kernel(prepare)), AttentionKernel(self.target.kernel(attend))
 
     def softcap_kernel(self, spec: HeadSpec) -> SoftcapKernel:
         assert spec.softcap is not None
@@ -207,8 +209,7 @@ class LayerKernels:
 
     def norm_kernel(self, spec: NormSpec, added: DeferredAdd | None = None) -> NormKernel:
         """With what is ``added`` to the stream that it reads."""
-        kernel = norm_spec(
-            "cpp",
+        shape = NormShape(
             spec.kind,
             spec.size,
             "fp32",
@@ -218,9 +219,8 @@ class LayerKernels:
             offset=spec.offset,
             residual=added is not None,
             scale=1.0 if added is None or added.scale is None else added.scale,
-            needed_by=self.asking(spec.node),
         )
-        return NormKernel(self.target.kernel(kernel))
+        return NormKernel(self.target.kernel(norm_spec(shape, needed_by=self.asking(spec.node))))
 
 
 class CppEmbedding:
@@ -228,7 +228,7 @@ class CppEmbedding:
 
     dtype = torch.float32
 
-    def __init__(self, tokens: TableKernel, positions: TableKernel | None = None):
+    def __init__(self, tokens: EmbeddingKernel, positions: EmbeddingKernel | None = None):
         self._tokens, self._positions = tokens, positions
 
     def look_up(self, batch: RaggedBatch, tokens: Stored, positions: Stored | None, out: Tensor) -> None:

@@ -11,29 +11,31 @@ from torch import Tensor
 
 from fastgen.compile.backends.target import Target
 from fastgen.compile.capture.recording import library_call
-from fastgen.compile.ops.activation.triton import TritonActivation, triton_activation_spec
-from fastgen.compile.ops.attention.alibi import Alibi
-from fastgen.compile.ops.attention.reference import AttentionPlan, PagedAttention
-from fastgen.compile.ops.attention.specs import AttentionShape, Tiling, attention_specs
+from fastgen.compile.ops.activation.triton import ActivationKernel, activation_spec
+from fastgen.compile.ops.attention.reference import Alibi
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.attention.tiling import Tiling
+from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, attention_specs
 from fastgen.compile.ops.attention.tuning import tuned_tilings
-from fastgen.compile.ops.embedding.reference import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
+from fastgen.compile.ops.embedding.triton import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
+from fastgen.compile.ops.experts.tiling import GroupedTiling, grouped_tilings
 from fastgen.compile.ops.experts.triton import (
-    Combine,
-    ExpertTiles,
-    GroupedTiling,
-    Route,
-    TritonGroupedLinear,
+    CombineKernel,
+    GroupedLinearKernel,
+    RouteKernel,
+    SortKernel,
     combine_spec,
     grouped_linear_spec,
-    grouped_tilings,
     route_spec,
     sort_spec,
 )
-from fastgen.compile.ops.linear.few_row import FewRowShape, SplitK
-from fastgen.compile.ops.linear.triton import TritonLinear
+from fastgen.compile.ops.latent.triton import LatentKernel, latent_spec
+from fastgen.compile.ops.linear.tiling import FewRowShape, SplitK
+from fastgen.compile.ops.linear.triton import LinearKernel
 from fastgen.compile.ops.linear.tuning import tuned_split
-from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
-from fastgen.compile.ops.qkv.triton import LatentKv, TritonQkv, latent_kv_spec, triton_qkv_spec
+from fastgen.compile.ops.norm.shape import NormShape
+from fastgen.compile.ops.norm.triton import NormKernel, norm_spec
+from fastgen.compile.ops.qkv.triton import QkvKernel, qkv_spec
 from fastgen.compile.spec import dtype_name
 from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.compile.weights.quantized import QuantizedWeight
@@ -77,7 +79,7 @@ class TritonLayerKernels:
     _workspaces: dict[int, Tensor] = field(default_factory=dict)
     _splits: dict[tuple[FewRowShape, int], SplitK | None] = field(default_factory=dict)
     _tilings: dict[AttentionShape, tuple[Tiling, Tiling]] = field(default_factory=dict)
-    _expert_tiles: dict[tuple[int, int, int], ExpertTiles] = field(default_factory=dict)
+    _sorts: dict[tuple[int, int, int], SortKernel] = field(default_factory=dict)
 
     def asking(self, node: NodeRef) -> tuple[str, ...]:
         """What generated kernels say about who asked for them."""
@@ -121,19 +123,19 @@ class TritonLayerKernels:
 
     def linear_kernel(
         self, parts: Sequence[LinearSpec], weight_format: WeightOnlyFormat | None, out_dtype: str = ""
-    ) -> TritonLinear:
+    ) -> LinearKernel:
         """For parts stacked into one matrix; to the model's dtype unless another is named."""
         out_features, biased = sum(part.out_features for part in parts), any(part.bias for part in parts)
         sizes = (out_features, parts[0].in_features, self.dtype_name, weight_format or "plain")
         return self._linear(FewRowShape(*sizes, bias=biased, out_dtype=out_dtype), parts[0].node)
 
-    def head_kernel(self, table: EmbeddingTable, node: NodeRef) -> TritonLinear:
+    def head_kernel(self, table: EmbeddingTable, node: NodeRef) -> LinearKernel:
         """To logits, without their bias."""
         sizes = (table.num_rows, table.size, self.dtype_name, _weight_format(table) or "plain")
         return self._linear(FewRowShape(*sizes, out_dtype="fp32"), node)
 
-    def _linear(self, shape: FewRowShape, node: NodeRef) -> TritonLinear:
-        return TritonLinear(
+    def _linear(self, shape: FewRowShape, node: NodeRef) -> LinearKernel:
+        return LinearKernel(
             shape,
             self.target.kernel,
             self._workspace,
@@ -156,8 +158,7 @@ class TritonLayerKernels:
 
     def norm_kernel(self, spec: NormSpec, added: DeferredAdd | None = None) -> NormKernel:
         """With what is ``added`` to the stream that it reads."""
-        kernel = norm_spec(
-            "triton",
+        shape = NormShape(
             spec.kind,
             spec.size,
             self.dtype_name,
@@ -167,16 +168,15 @@ class TritonLayerKernels:
             offset=spec.offset,
             residual=added is not None,
             scale=1.0 if added is None or added.scale is None else added.scale,
-            needed_by=self.asking(spec.node),
         )
-        return NormKernel(self.target.kernel(kernel))
+        return NormKernel(self.target.kernel(norm_spec(shape, needed_by=self.asking(spec.node))))
 
     def activation_kernel(self, spec: MlpSpec) -> Activate:
         num_features, gated = spec.up.out_features, spec.gate is not None
-        kernel = triton_activation_spec(
+        kernel = activation_spec(
             spec.activation, num_features, self.dtype_name, gated=gated, needed_by=self.asking(spec.node)
         )
-        activation = TritonActivation(self.target.kernel(kernel))
+        activation = ActivationKernel(self.target.kernel(kernel))
 
         def activate(x: Tensor) -> Tensor:
             out = x.new_empty(len(x), num_features)
@@ -188,7 +188,7 @@ class TritonLayerKernels:
     def attention_kernels(self, spec: AttentionSpec, alibi: Alibi | None) -> tuple[Prepare, Attend]:
         """What computes all between the projections."""
         asking = self.asking(spec.q.node)
-        prepare = triton_qkv_spec(
+        prepare = qkv_spec(
             self.dtype_name,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -207,12 +207,12 @@ class TritonLayerKernels:
         def with_slopes(*given: Tensor) -> None:
             attend(*given, slopes=slopes)
 
-        return TritonQkv(self.target.kernel(prepare)), with_slopes
+        return QkvKernel(self.target.kernel(prepare)), with_slopes
 
     def latent_kernels(self, spec: LatentAttentionSpec) -> tuple[Prepare, Attend]:
         """What computes all between the projections but the maps of the heads."""
         asking = self.asking(spec.q.node)
-        prepare = latent_kv_spec(
+        prepare = latent_spec(
             self.dtype_name,
             head_norm(spec.kv_norm, over_all=False),
             num_heads=spec.num_heads,
@@ -223,9 +223,9 @@ class TritonLayerKernels:
             needed_by=asking,
         )
         shape = attention_shape(spec, self.dtype, self.block_size)
-        return LatentKv(self.target.kernel(prepare)), self._attend(shape, asking)
+        return LatentKernel(self.target.kernel(prepare)), self._attend(shape, asking)
 
-    def _attend(self, shape: AttentionShape, asking: tuple[str, ...]) -> PagedAttention:
+    def _attend(self, shape: AttentionShape, asking: tuple[str, ...]) -> AttentionKernel:
         loader, max_num_seqs = self.target.kernel_loader, self.target.max_num_seqs
         if shape not in self._tilings:
             tilings = tuned_tilings(shape, max_num_seqs, self.target.num_sms, loader, self.device)
@@ -245,7 +245,7 @@ class TritonLayerKernels:
                 num_sms=self.target.num_sms,
                 device=self.device,
             )
-        return PagedAttention(specs, self.target.kernel, self.plans[key])
+        return AttentionKernel(specs, self.target.kernel, self.plans[key])
 
     def route_kernel(self, spec: RouterSpec) -> Choose:
         kernel = route_spec(
@@ -259,7 +259,7 @@ class TritonLayerKernels:
             top_groups=spec.top_groups,
             needed_by=self.asking(spec.node),
         )
-        route = Route(self.target.kernel(kernel))
+        route = RouteKernel(self.target.kernel(kernel))
 
         def choose(logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
             weights = logits.new_empty(len(logits), spec.top_k)
@@ -273,7 +273,7 @@ class TritonLayerKernels:
         asking, first, top_k = self.asking(spec.router.node), spec.experts[0], spec.router.top_k
         inward = [first.gate, first.up] if first.gate else [first.up]
 
-        def product(parts: Sequence[LinearSpec], tiling: GroupedTiling, **rows: Any) -> TritonGroupedLinear:
+        def product(parts: Sequence[LinearSpec], tiling: GroupedTiling, **rows: Any) -> GroupedLinearKernel:
             kernel = grouped_linear_spec(
                 parts[0].in_features,
                 sum(part.out_features for part in parts),
@@ -283,26 +283,26 @@ class TritonLayerKernels:
                 needed_by=self.asking(parts[0].node),
                 **rows,
             )
-            return TritonGroupedLinear(self.target.kernel(kernel))
+            return GroupedLinearKernel(self.target.kernel(kernel))
 
         add_up = combine_spec(first.down.out_features, top_k, self.dtype_name, needed_by=asking)
         cuts = {
             rows: GroupedKernels(
-                self._tiles(len(spec.experts), tiling.block_m, top_k, asking),
+                self._sort(len(spec.experts), tiling.block_m, top_k, asking),
                 product(inward, tiling, top_k=top_k),
                 product([first.down], tiling, scatters=True),
             )
             for rows, tiling in grouped_tilings(self.dtype_name, self.target.arch).items()
         }
-        return TritonMoe(cuts, Combine(self.target.kernel(add_up)))
+        return TritonMoe(cuts, CombineKernel(self.target.kernel(add_up)))
 
-    def _tiles(self, num_experts: int, block_m: int, top_k: int, asking: tuple[str, ...]) -> ExpertTiles:
+    def _sort(self, num_experts: int, block_m: int, top_k: int, asking: tuple[str, ...]) -> SortKernel:
         kernel = self.target.kernel(sort_spec(num_experts, block_m, needed_by=asking))
         key = (num_experts, block_m, top_k)
-        if key not in self._expert_tiles:
+        if key not in self._sorts:
             max_choices = self.target.max_rows * top_k
-            self._expert_tiles[key] = ExpertTiles(kernel, max_choices=max_choices, device=self.device)
-        return self._expert_tiles[key]
+            self._sorts[key] = SortKernel(kernel, max_choices=max_choices, device=self.device)
+        return self._sorts[key]
 
     def softcap_kernel(self, spec: HeadSpec) -> Cap:
         """By the library: it is a small part of a head's work."""

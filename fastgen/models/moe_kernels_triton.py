@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.capture.recording import library_call
-from fastgen.compile.ops.experts.triton import Combine, ExpertTiles, TritonGroupedLinear
+from fastgen.compile.ops.experts.triton import CombineKernel, GroupedLinearKernel, SortKernel
 from fastgen.layers.mlp import Activation
 from fastgen.layers.moe import GroupedLinear
 
@@ -17,9 +17,9 @@ from fastgen.layers.moe import GroupedLinear
 class GroupedKernels:
     """A mixture cut into tiles of one height: what sorts its choices, and the products of its experts."""
 
-    tiles: ExpertTiles
-    inward: TritonGroupedLinear
-    down: TritonGroupedLinear
+    sort: SortKernel
+    inward: GroupedLinearKernel
+    down: GroupedLinearKernel
 
 
 class TritonMoe:
@@ -27,7 +27,7 @@ class TritonMoe:
     them back. ``cuts`` are by the rows that an expert gets on average, up to which each holds.
     """
 
-    def __init__(self, cuts: dict[int, GroupedKernels], combine: Combine):
+    def __init__(self, cuts: dict[int, GroupedKernels], combine: CombineKernel):
         self._cuts, self._combine = cuts, combine
 
     def expert_outputs(
@@ -35,12 +35,12 @@ class TritonMoe:
     ) -> Tensor:
         num_choices = experts.numel()
         cut = self._cuts[min(rows for rows in self._cuts if rows * inward.num_experts >= num_choices)]
-        cut.tiles(experts)
+        tiles = cut.sort(experts)
         inner = x.new_empty(num_choices, sum(inward.out_features))
-        cut.inward(x, inward.weight, inward.bias, cut.tiles, num_choices, inner)
+        cut.inward(x, inward.weight, inward.bias, tiles, num_choices, inner)
         inner = activation(inner)  # the outputs take the place of what it was made from
         outputs = x.new_empty(num_choices, sum(down.out_features))
-        cut.down(inner, down.weight, down.bias, cut.tiles, num_choices, outputs)
+        cut.down(inner, down.weight, down.bias, tiles, num_choices, outputs)
         return outputs
 
     def combine(self, outputs: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:

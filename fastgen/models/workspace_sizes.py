@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fastgen.compile.backends.target import Target
 from fastgen.compile.ops.attention.cpp import scratch_bytes
-from fastgen.compile.ops.attention.reference import AttentionPlan
-from fastgen.compile.ops.attention.specs import AttentionShape, attention_specs
-from fastgen.compile.ops.experts.triton import grouped_tilings
-from fastgen.compile.ops.linear.few_row import FewRowFormat, FewRowShape, few_row_specs
-from fastgen.compile.ops.linear.reference import linear_workspace_bytes
-from fastgen.compile.ops.linear.triton import row_tiles
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.attention.triton import AttentionPlan, attention_specs
+from fastgen.compile.ops.experts.tiling import grouped_tilings
+from fastgen.compile.ops.linear.cpp import linear_workspace_bytes
+from fastgen.compile.ops.linear.tiling import FewRowFormat, FewRowShape
+from fastgen.compile.ops.linear.triton import few_row_specs, row_tiles
 from fastgen.compile.spec import dtype_name
 from fastgen.models.layer_kernels import attention_shape
 from fastgen.models.spec import MoeSpec

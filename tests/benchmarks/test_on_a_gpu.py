@@ -20,9 +20,10 @@ from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder, triton_arch
 from fastgen.compile.host import device as devices
-from fastgen.compile.ops.attention.specs import AttentionShape, candidate_tilings, chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.attention.tiling import candidate_tilings, chunk_tiling, decode_tiling
 from fastgen.compile.ops.attention.tuning import tuned_tilings
-from fastgen.compile.ops.linear.few_row import FewRowShape
+from fastgen.compile.ops.linear.tiling import FewRowShape
 from fastgen.compile.ops.linear.tuning import tuned_split
 
 pytestmark = pytest.mark.gpu

@@ -15,12 +15,12 @@ from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader, make_builder
 from fastgen.compile.host.device import current
 from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.norm.reference import norm_spec
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec, dtype_name
 from fastgen.models import kernels
 from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.models.spec import ModelSpec
+from tests.compile.norms import norm_spec
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,10 @@ from torch import Tensor
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
-from fastgen.compile.ops.attention.alibi import Alibi
-from fastgen.compile.ops.attention.reference import AttentionPlan, PagedAttention, paged_attention
-from fastgen.compile.ops.attention.specs import AttentionShape, AttentionSpecs, Tiling, attention_specs
+from fastgen.compile.ops.attention.reference import Alibi, paged_attention
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.attention.tiling import Tiling
+from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, AttentionSpecs, attention_specs
 from fastgen.compile.spec import torch_dtype
 
 UNUSED = 2**30  # a block id that no cache has
@@ -164,7 +165,7 @@ class Subject:
         self.case, specs = case, specs_of(case, max_num_seqs)
         sizes = {"token_budget": case.num_tokens, "max_num_seqs": max_num_seqs, "num_sms": case.num_sms}
         self.plan = AttentionPlan(specs, _loader().load, **sizes, device=CPU)
-        self.attention = PagedAttention(specs, _loader().load, self.plan)
+        self.attention = AttentionKernel(specs, _loader().load, self.plan)
 
     def __call__(self, batch: Batch) -> Tensor:
         """Every buffer is poisoned first: what is read must have been written for this batch."""

@@ -12,12 +12,13 @@ import torch
 
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.activation.reference import ACTIVATIONS, ActivationKernel, activation_spec
-from fastgen.compile.ops.add.reference import AddKernel, add_spec
-from fastgen.compile.ops.embedding.cpp import TableKernel, table_spec
+from fastgen.compile.ops.activation.cpp import ActivationKernel, activation_spec
+from fastgen.compile.ops.activation.reference import ACTIVATIONS
+from fastgen.compile.ops.add.cpp import AddKernel, add_spec
+from fastgen.compile.ops.embedding.cpp import EmbeddingKernel, embedding_spec
 from fastgen.compile.ops.experts.cpp import (
     CombineKernel,
-    RoutedLinearKernel,
+    GroupedLinearKernel,
     RouteKernel,
     SortKernel,
     combine_spec,
@@ -26,12 +27,11 @@ from fastgen.compile.ops.experts.cpp import (
 )
 from fastgen.compile.ops.experts.reference import Scoring
 from fastgen.compile.ops.latent.cpp import LatentKernel, latent_spec
-from fastgen.compile.ops.linear.reference import LinearKernel, linear_spec
+from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel, next_decodes_spec
-from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
 from fastgen.compile.ops.qkv.cpp import QkvKernel
 from fastgen.compile.ops.sampling.cpp import RowSampling, SampledRow, SamplingKernel, sampling_spec
-from fastgen.compile.ops.softcap.reference import SoftcapKernel, softcap_spec
+from fastgen.compile.ops.softcap.cpp import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import DTYPES, torch_dtype
 from fastgen.compile.weights.packed import PackedWeight, WeightFormat, formats_of
 from tests.compile import test_cpp_attention as attention
@@ -39,6 +39,7 @@ from tests.compile import test_cpp_latent as latent
 from tests.compile import test_cpp_qkv as qkv
 from tests.compile import test_cpp_sampling as sampling
 from tests.compile.linear_cases import FORMATS, draw
+from tests.compile.norms import norm_kernel, norm_spec
 
 Run = Callable[[KernelLoader], None]
 
@@ -71,7 +72,7 @@ def run_routed(weight_format: WeightFormat, loader: KernelLoader) -> None:
         *((33, 4, 2, 31, 32, False), (101, 2, 8, 40, 2081, True)),
     ):
         num_rows = num_tokens * (top_k if has_row_per_choice else 1)
-        launcher = RoutedLinearKernel(kernel, num_rows, in_features)
+        launcher = GroupedLinearKernel(kernel, num_rows, in_features)
         packed = launcher.pack(out_features, in_features, num_groups=num_experts)
         for expert in range(num_experts):
             packed.group(expert).write(0, drawn(out_features, in_features, seed=expert))
@@ -104,7 +105,7 @@ def run_norms(loader: KernelLoader) -> None:
         for kind in ("rms", "layer"):
             has = {"bias": kind == "layer", "weight": size > 1, "residual": size != 37, "offset": float(size == 129)}
             scale = 0.22 if has["residual"] else 1.0
-            kernel = NormKernel(loader.load(norm_spec("cpp", kind, size, dtype, 1e-5, scale=scale, **has)))  # type: ignore[arg-type]
+            kernel = norm_kernel(loader.load(norm_spec("cpp", kind, size, dtype, 1e-5, scale=scale, **has)))  # type: ignore[arg-type]
             for num_rows in (0, 1, 9, 33):
                 x, residual, out = (drawn(num_rows, size, seed=seed, dtype=dtype) for seed in range(3))
                 kernel(x, drawn(size, dtype=dtype), drawn(size, dtype=dtype), out, residual)
@@ -128,7 +129,7 @@ def run_pointwise(loader: KernelLoader) -> None:
 def run_tables(weight_format: WeightFormat, loader: KernelLoader) -> None:
     """A packed table's rows, and where it is no table of integers a plain one's, and positions added to them."""
     arch, generator = loader.builder.arch, torch.Generator().manual_seed(1)
-    packed = TableKernel(loader.load(table_spec(arch, weight_format, packed=True, scale=8.0)))
+    packed = EmbeddingKernel(loader.load(embedding_spec(arch, weight_format, packed=True, scale=8.0)))
     for num_rows, size in ((1, 1), (33, 37), (70, 65)):
         ids, sampled = (torch.randint(num_rows, (count,), dtype=torch.int32, generator=generator) for count in (23, 4))
         source = torch.randint(-1, 4, (23,), dtype=torch.int32, generator=generator)
@@ -136,8 +137,8 @@ def run_tables(weight_format: WeightFormat, loader: KernelLoader) -> None:
         table.write(0, drawn(num_rows, size))
         packed(table, torch.empty(23, size), ids, source, sampled)
         if weight_format in DTYPES.values():
-            plain = TableKernel(loader.load(table_spec(arch, weight_format, packed=False)))
-            places = TableKernel(loader.load(table_spec(arch, weight_format, packed=False, offset=2)))
+            plain = EmbeddingKernel(loader.load(embedding_spec(arch, weight_format, packed=False)))
+            places = EmbeddingKernel(loader.load(embedding_spec(arch, weight_format, packed=False, offset=2)))
             plain(drawn(num_rows, size, dtype=weight_format), out := torch.empty(23, size), ids, source, sampled)
             places(drawn(num_rows + 2, size, dtype=weight_format), out, ids)
 

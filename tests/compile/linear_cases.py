@@ -15,16 +15,11 @@ from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import ThreadPool, load_thread_pool, thread_pool_spec
-from fastgen.compile.ops.linear.reference import LinearKernel, linear, linear_spec
+from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
+from fastgen.compile.ops.linear.reference import linear, linear_int4, linear_int8, linear_int8_weight_only
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec
-from fastgen.compile.weights.formats import (
-    linear_int4,
-    linear_int8,
-    linear_int8_weight_only,
-    quantize_channels,
-    quantize_groups,
-)
+from fastgen.compile.weights.formats import quantize_channels, quantize_groups
 from fastgen.compile.weights.packed import PackedWeight, WeightFormat, formats_of
 
 HERE = cpp_arch(device.current("cpu"))

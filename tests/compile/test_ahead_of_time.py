@@ -13,14 +13,16 @@ import pytest
 from fastgen.compile.build.cache import Entry, KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
-from fastgen.compile.ops.attention.specs import AttentionShape, attention_specs
-from fastgen.compile.ops.linear.few_row import FewRowShape, default_split, few_row_specs
-from fastgen.compile.ops.norm.reference import norm_spec
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.attention.triton import attention_specs
+from fastgen.compile.ops.linear.tiling import FewRowShape, default_split
+from fastgen.compile.ops.linear.triton import few_row_specs
 from fastgen.compile.spec import KernelSpec
 from fastgen.models.registry.registry import list_recipes
 from tests.compile import ahead_of_time
 from tests.compile.ahead_of_time import PAGE, RESULTS, Results, matrix_instruction, models, page, problems, wanted
 from tests.compile.golden import small
+from tests.compile.norms import norm_spec
 from tests.recipe_tools.published import CONFIGS
 
 GOOD = {"spill_bytes": 0, "shared_bytes": 100, "shared_limit_bytes": 100, "registers": 9, "occupancy": 0.5}

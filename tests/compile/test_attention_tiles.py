@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastgen.compile.ops.attention.specs import attention_specs, chunk_tiling
+from fastgen.compile.ops.attention.tiling import chunk_tiling
+from fastgen.compile.ops.attention.triton import attention_specs
 from tests.compile.attention_cases import SHIPPED
 
 

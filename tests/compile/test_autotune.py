@@ -21,14 +21,15 @@ from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.host.device import current
-from fastgen.compile.ops.attention.specs import AttentionShape, candidate_tilings, chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.attention.tiling import candidate_tilings, chunk_tiling, decode_tiling
 from fastgen.compile.ops.attention.tuning import tuned_tilings
-from fastgen.compile.ops.linear.few_row import FewRowShape, candidate_splits
-from fastgen.compile.ops.linear.triton import TritonLinear
+from fastgen.compile.ops.linear.tiling import FewRowShape, candidate_splits
+from fastgen.compile.ops.linear.triton import LinearKernel
 from fastgen.compile.ops.linear.tuning import tuned_split
-from fastgen.compile.ops.norm.reference import norm_spec
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import KernelError
+from tests.compile.norms import norm_spec
 
 CPU = torch.device("cpu")
 PROBLEM = "a sum of 4 numbers"
@@ -285,12 +286,12 @@ def falling_clock() -> autotune.Measure:
     return measure
 
 
-def linear_of(shape: FewRowShape, loader: KernelLoader, note: Callable[[KernelSpec], None]) -> TritonLinear:
+def linear_of(shape: FewRowShape, loader: KernelLoader, note: Callable[[KernelSpec], None]) -> LinearKernel:
     def load(spec: KernelSpec):
         note(spec)
         return loader.load(spec)
 
-    return TritonLinear(
+    return LinearKernel(
         shape, load, lambda numel: torch.empty(numel), lambda rows: tuned_split(shape, rows, loader, CPU)
     )
 

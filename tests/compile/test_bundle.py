@@ -26,9 +26,10 @@ from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.capture.tape import tape_spec
 from fastgen.compile.host.device import Device, current
 from fastgen.compile.host.thread_pool import thread_pool_spec
-from fastgen.compile.ops.norm.reference import NormKernel, norm_spec, rms_norm
+from fastgen.compile.ops.norm.reference import rms_norm
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import BundleError, KernelError
+from tests.compile.norms import norm_kernel, norm_spec
 
 CPU = current("cpu")
 H100 = Device("cuda", "NVIDIA H100", 80 << 30, index=0, capability=(9, 0), num_sms=132)
@@ -88,7 +89,7 @@ def test_a_kernel_of_a_bundle_computes_and_nothing_is_compiled(written: Path, no
     assert sealed.find(a_norm()) is not None
     assert sealed.find(a_norm(size=65)) is None
     x, weight, out = torch.randn(3, 64), torch.rand(64), torch.empty(3, 64)
-    NormKernel(kernel)(x, weight, None, out)
+    norm_kernel(kernel)(x, weight, None, out)
     torch.testing.assert_close(out, rms_norm(x, weight, 1e-5))
 
 
@@ -97,12 +98,13 @@ def test_it_runs_in_a_process_without_compiler_and_cache(written: Path, tmp_path
 import torch
 from fastgen.compile.build.bundle import load_bundle
 from fastgen.compile.capture.cuda_graph import GraphPool
-from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
+from fastgen.compile.ops.norm.cpp import NormKernel, norm_spec
+from fastgen.compile.ops.norm.shape import NormShape
 from fastgen.compile.host.thread_pool import load_thread_pool
 
 loader = load_bundle({str(written)!r})
 load_thread_pool(loader).resize(2)
-norm = NormKernel(loader.load(norm_spec("cpp", "rms", 64, "fp32", 1e-5)))
+norm = NormKernel(loader.load(norm_spec(NormShape("rms", 64, "fp32", 1e-5))))
 x, weight, out = torch.randn(3, 64), torch.ones(64), torch.empty(3, 64)
 pool = GraphPool(torch.device("cpu"), loader)
 with loader.fence.open():  # as an engine does while it starts
@@ -378,7 +380,7 @@ def test_an_edited_source_does_not_get_past_the_seal(written: Path, tmp_path: Pa
 
 def test_a_launch_that_fails_leaves_nothing_in_the_bundle(place: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path / "cache"))
-    kernel = NormKernel(load_bundle(place, CPU).load(a_norm()))
+    kernel = norm_kernel(load_bundle(place, CPU).load(a_norm()))
     with pytest.raises(KernelError, match=r"expected a torch\.float32 tensor") as caught:
         kernel(torch.zeros(2, 64), torch.zeros(64).double(), None, torch.zeros(2, 64))
     assert Path(caught.value.reproducer).is_relative_to(tmp_path / "cache")

@@ -12,13 +12,8 @@ from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.activation.reference import (
-    ACTIVATIONS,
-    ActivationKernel,
-    activate,
-    activate_and_multiply,
-    activation_spec,
-)
+from fastgen.compile.ops.activation.cpp import ActivationKernel, activation_spec
+from fastgen.compile.ops.activation.reference import ACTIVATIONS, activate, activate_and_multiply
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
 # The distinct functions, under one of their names.

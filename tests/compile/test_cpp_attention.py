@@ -18,10 +18,9 @@ from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool, thread_pool_spec
-from fastgen.compile.ops.attention.alibi import Alibi
-from fastgen.compile.ops.attention.cpp import CppAttention, cpp_attention_spec, empty_cpp_cache
-from fastgen.compile.ops.attention.reference import paged_attention
-from fastgen.compile.ops.attention.specs import AttentionShape
+from fastgen.compile.ops.attention.cpp import AttentionKernel, attention_spec, empty_cache
+from fastgen.compile.ops.attention.reference import Alibi, paged_attention
+from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.render import render
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.packed import ARCHES_WITH_PAIRS
@@ -71,7 +70,7 @@ class Batch:
         self.shape = shape
         latent_dim = shape.v_dim if shape.values_in_keys else None
         sizes = (size, shape.num_kv_heads, shape.head_dim)
-        self.k, self.v = empty_cpp_cache(sum(needed) + 4, *sizes, latent_dim, dtype=dtype)
+        self.k, self.v = empty_cache(sum(needed) + 4, *sizes, latent_dim, dtype=dtype)
         self.k.fill_(torch.nan)
         self.v.fill_(torch.nan)
         self.tables = torch.zeros(len(lengths), max([1, *needed]) + 1, dtype=torch.int32)
@@ -115,10 +114,10 @@ class Batch:
 
     def computed(self, loader: KernelLoader, num_threads: int = 1) -> Tensor:
         load_thread_pool(loader).resize(num_threads)
-        kernel = loader.load(cpp_attention_spec(self.shape, loader.builder.arch))
+        kernel = loader.load(attention_spec(self.shape, loader.builder.arch))
         self.rounds = bool(kernel.spec.parameters["pairs"])
         out = torch.full((len(self.q), self.shape.num_heads, self.shape.v_dim), torch.nan, dtype=self.q.dtype)
-        CppAttention(kernel, self.slopes)(self.q, self.k, self.v, self.tables, self.starts, self.seq_lens, out)
+        AttentionKernel(kernel, self.slopes)(self.q, self.k, self.v, self.tables, self.starts, self.seq_lens, out)
         return out
 
 
@@ -318,7 +317,7 @@ int main() {
 @pytest.mark.parametrize("feature", [None, *FEATURES])
 @pytest.mark.parametrize("checks", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing(tmp_path: Path, arch: str, feature: str | None, checks: str) -> None:
-    spec = cpp_attention_spec(with_features(*([feature] if feature else [])), arch)
+    spec = attention_spec(with_features(*([feature] if feature else [])), arch)
     arguments = ", ".join(
         f"{argument.name}.data()" if argument.is_pointer else argument.name for argument in spec.arguments
     )

@@ -10,8 +10,9 @@ from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.add.reference import AddKernel, add_spec, scaled_add
-from fastgen.compile.ops.embedding.cpp import TableKernel, table_spec
+from fastgen.compile.ops.add.cpp import AddKernel, add_spec
+from fastgen.compile.ops.add.reference import scaled_add
+from fastgen.compile.ops.embedding.cpp import EmbeddingKernel, embedding_spec
 from fastgen.compile.ops.embedding.reference import embed, resolve_token_ids
 from fastgen.compile.spec import KernelSpec, torch_dtype
 from fastgen.compile.weights.packed import PackedWeight, WeightFormat, formats_of
@@ -31,9 +32,9 @@ def loaders() -> dict[str, KernelLoader]:
     return {arch: KernelLoader(CppBuilder(arch)) for arch in ARCHES}
 
 
-def load(loader: KernelLoader, spec: KernelSpec) -> TableKernel:
+def load(loader: KernelLoader, spec: KernelSpec) -> EmbeddingKernel:
     load_thread_pool(loader)
-    return TableKernel(loader.load(spec))
+    return EmbeddingKernel(loader.load(spec))
 
 
 def some_ids(num_rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +50,7 @@ def test_rows_of_a_packed_table(loaders: dict[str, KernelLoader], weight_format:
     """The very numbers that the linear kernels multiply, scaled or not."""
     generator = torch.Generator().manual_seed(3)
     for scale in (None, 8.0):
-        kernel = load(loaders[arch], table_spec(arch, weight_format, packed=True, scale=scale))
+        kernel = load(loaders[arch], embedding_spec(arch, weight_format, packed=True, scale=scale))
         for num_rows, size in SIZES:
             weight = PackedWeight(weight_format, num_rows, size, arch)
             weight.write(0, torch.randn(num_rows, size, generator=generator))
@@ -65,8 +66,8 @@ def test_rows_of_a_packed_table(loaders: dict[str, KernelLoader], weight_format:
 def test_rows_of_a_table_as_it_is_stored(loaders: dict[str, KernelLoader], dtype: str) -> None:
     """Tokens looked up, positions added at their offset."""
     generator, arch = torch.Generator().manual_seed(4), ARCHES[0]
-    tokens = load(loaders[arch], table_spec(arch, dtype, packed=False))
-    positions = load(loaders[arch], table_spec(arch, dtype, packed=False, offset=2))
+    tokens = load(loaders[arch], embedding_spec(arch, dtype, packed=False))
+    positions = load(loaders[arch], embedding_spec(arch, dtype, packed=False, offset=2))
     for num_rows, size in SIZES:
         table, places = (torch.randn(rows, size, generator=generator).to(torch_dtype(dtype)) for rows in (num_rows, 42))
         ids = some_ids(num_rows, generator)

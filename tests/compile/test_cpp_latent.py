@@ -12,10 +12,10 @@ from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.attention.cpp import empty_cpp_cache
+from fastgen.compile.ops.attention.cpp import empty_cache
 from fastgen.compile.ops.latent.cpp import LatentKernel, latent_spec
 from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
-from fastgen.compile.ops.qkv.cpp import HeadNorm
+from fastgen.compile.ops.qkv.head_norm import HeadNorm
 from fastgen.compile.ops.rotary.reference import apply_rotary
 from fastgen.compile.spec import torch_dtype
 
@@ -84,10 +84,10 @@ class Case:
         num_blocks = -(-num_tokens // shape.block_size) + 2
         self.slots = torch.randperm(num_blocks * shape.block_size, generator=generator)[:num_tokens][rows]
         dtype = torch_dtype(shape.cache_dtype)
-        self.cache, _ = empty_cpp_cache(num_blocks, shape.block_size, 1, width, shape.kv_rank, dtype=dtype)
+        self.cache, _ = empty_cache(num_blocks, shape.block_size, 1, width, shape.kv_rank, dtype=dtype)
         self.cache.fill_(7)
         self.cos_sin = torch.randn(MAX_POSITIONS, shape.rotary_dim, generator=generator)
-        names = [argument.name for argument in shape.norm.arguments("kv")]
+        names = [argument.name for argument in shape.norm.arguments("kv", "fp32")]
         self.norm = {name: torch.randn(shape.kv_rank, generator=generator) for name in names}
         self.mapped = torch.full((len(self.q), shape.num_heads, width), 7.0)
 

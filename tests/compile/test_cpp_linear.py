@@ -16,7 +16,7 @@ import torch
 
 from fastgen.compile.build.cpp import CppBuilder, CppKernel
 from fastgen.compile.host.thread_pool import ThreadPool
-from fastgen.compile.ops.linear.reference import LinearKernel, linear_spec
+from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.compile.render import render
 from fastgen.compile.weights.formats import quantize_channels, quantize_groups
 from fastgen.compile.weights.packed import PackedWeight, WeightFormat

@@ -14,7 +14,8 @@ from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.compile.ops.experts.cpp import CombineKernel, RouteKernel, SortKernel, combine_spec, route_spec, sort_spec
 from fastgen.compile.ops.experts.reference import combine, route, sort_by_expert
-from fastgen.compile.ops.softcap.reference import SoftcapKernel, soft_cap, softcap_spec
+from fastgen.compile.ops.softcap.cpp import SoftcapKernel, softcap_spec
+from fastgen.compile.ops.softcap.reference import soft_cap
 
 HERE = cpp_arch(device.current("cpu"))
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]

@@ -13,9 +13,10 @@ from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.attention.cpp import empty_cpp_cache
+from fastgen.compile.ops.attention.cpp import empty_cache
 from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
-from fastgen.compile.ops.qkv.cpp import HeadNorm, QkvKernel, qkv_spec
+from fastgen.compile.ops.qkv.cpp import QkvKernel, qkv_spec
+from fastgen.compile.ops.qkv.head_norm import HeadNorm
 from fastgen.compile.ops.rotary.reference import apply_rotary
 from fastgen.compile.spec import KernelSpec, torch_dtype
 
@@ -100,7 +101,7 @@ def drawn_weights(shape: Shape, generator: torch.Generator) -> dict[str, Tensor]
     weights = {}
     for prefix, kind, heads in (("q", shape.q_norm, shape.num_heads), ("k", shape.k_norm, shape.num_kv_heads)):
         norm = NORMS[kind]
-        for name in [] if norm is None else [each.name for each in norm.arguments(prefix)]:
+        for name in [] if norm is None else [each.name for each in norm.arguments(prefix, "fp32")]:
             assert norm is not None
             size = (heads * shape.head_dim,) if norm.over_all else (shape.head_dim,)
             weights[name] = torch.randn((heads, *size) if norm.per_head else size, generator=generator)
@@ -120,7 +121,7 @@ class Case:
         self.slots = torch.randperm(num_blocks * shape.block_size, generator=generator)[:num_tokens]
         dtype = torch_dtype(shape.cache_dtype)
         sizes = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.k, self.v = empty_cpp_cache(*sizes, None, dtype=dtype)
+        self.k, self.v = empty_cache(*sizes, None, dtype=dtype)
         self.k.fill_(7)
         self.v.fill_(7)
         self.weights = drawn_weights(shape, generator)

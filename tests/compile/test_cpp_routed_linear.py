@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.host.thread_pool import ThreadPool
-from fastgen.compile.ops.experts.cpp import RoutedLinearKernel, SortedChoices
+from fastgen.compile.ops.experts.cpp import GroupedLinearKernel, SortedChoices
 from fastgen.compile.ops.experts.reference import sort_by_expert
-from fastgen.compile.ops.linear.reference import linear_spec
+from fastgen.compile.ops.linear.cpp import linear_spec
 from fastgen.compile.weights.packed import PackedWeight, WeightFormat
 from tests.compile.linear_cases import (
     ALL,
@@ -55,7 +55,7 @@ class Experts:
     def __init__(self, arch: str, weight_format: WeightFormat):
         self.one = Layer(arch, weight_format)
         spec = linear_spec(weight_format, arch, routed=True)
-        self.kernel = RoutedLinearKernel(loader(arch).load(spec), 4 * MAX_ROWS, MAX_IN)
+        self.kernel = GroupedLinearKernel(loader(arch).load(spec), 4 * MAX_ROWS, MAX_IN)
 
     def weights(self, seed: int, num_experts: int, out_features: int, in_features: int) -> Weights:
         drawn = [draw(1000 * seed + expert, 1, out_features, in_features)[1:] for expert in range(num_experts)]

@@ -20,11 +20,11 @@ from fastgen.compile.capture.recording import library_call, recording
 from fastgen.compile.capture.tape import LibraryCall, Tape
 from fastgen.compile.host.device import current
 from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.activation.reference import ActivationKernel, activation_spec
-from fastgen.compile.ops.activation.triton import TritonActivation, triton_activation_spec
-from fastgen.compile.ops.linear.reference import LinearKernel, linear_spec
-from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
+from fastgen.compile.ops.activation import cpp as activation_cpp
+from fastgen.compile.ops.activation import triton as activation_triton
+from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.errors import CaptureError, KernelError
+from tests.compile.norms import norm_kernel, norm_spec
 
 CPU = torch.device("cpu")
 ROWS, H, F = 6, 32, 48
@@ -69,9 +69,10 @@ class Buffers:
 def cpp_step(loader: KernelLoader, buffers: Buffers, rows: int = ROWS) -> Step:
     """norm(residual += x) → up → gated activation → down, with intermediate results that are made in the step."""
     arch = loader.builder.arch
-    norm = NormKernel(loader.load(norm_spec("cpp", "rms", H, "fp32", 1e-5, residual=True)))
+    norm = norm_kernel(loader.load(norm_spec("cpp", "rms", H, "fp32", 1e-5, residual=True)))
     linear = LinearKernel(loader.load(linear_spec("fp32", arch)), ROWS, max(H, F))
-    activate = ActivationKernel(loader.load(activation_spec("silu", arch, gated=True)))
+    activation = activation_cpp.activation_spec("silu", arch, gated=True)
+    activate = activation_cpp.ActivationKernel(loader.load(activation))
     up, down = linear.pack(2 * F, H), linear.pack(H, F)
     up.write(0, buffers.up)
     down.write(0, buffers.down)
@@ -90,8 +91,10 @@ def cpp_step(loader: KernelLoader, buffers: Buffers, rows: int = ROWS) -> Step:
 
 def triton_step(loader: KernelLoader, buffers: Buffers, rows: int = ROWS) -> Step:
     """The same for a GPU, interpreted: GEMMs are a library's."""
-    norm = NormKernel(loader.load(norm_spec("triton", "rms", H, "fp32", 1e-5, residual=True)))
-    activate = TritonActivation(loader.load(triton_activation_spec("silu", F, "fp32", gated=True)))
+    norm = norm_kernel(loader.load(norm_spec("triton", "rms", H, "fp32", 1e-5, residual=True)))
+    activate = activation_triton.ActivationKernel(
+        loader.load(activation_triton.activation_spec("silu", F, "fp32", gated=True))
+    )
 
     def step() -> None:
         x, residual, out = buffers.x[:rows], buffers.residual[:rows], buffers.out[:rows]
@@ -360,7 +363,7 @@ def test_tapes_of_an_arena_share_its_memory(cpp: KernelLoader) -> None:
 def test_a_step_is_captured_and_replayed_on_a_gpu(tmp_path: Path) -> None:
     device = current("cuda")
     loader = KernelLoader(TritonBuilder("sm_{}{}".format(*device.capability or ())), cache=KernelCache(tmp_path))
-    norm = NormKernel(loader.load(norm_spec("triton", "rms", H, "bf16", 1e-5)))
+    norm = norm_kernel(loader.load(norm_spec("triton", "rms", H, "bf16", 1e-5)))
     a, weight, out = (torch.ones(ROWS, H, dtype=torch.bfloat16, device="cuda") for _ in range(3))
 
     def step() -> None:

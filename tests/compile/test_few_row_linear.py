@@ -14,18 +14,16 @@ from torch import Tensor
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
-from fastgen.compile.ops.linear.few_row import (
+from fastgen.compile.ops.linear.reference import logits
+from fastgen.compile.ops.linear.tiling import (
     FewRowFormat,
-    FewRowLinear,
     FewRowShape,
-    FewRowSpecs,
     SplitK,
     candidate_splits,
     default_split,
-    few_row_specs,
     row_tile,
 )
-from fastgen.compile.ops.linear.reference import logits
+from fastgen.compile.ops.linear.triton import FewRowKernel, FewRowSpecs, few_row_specs
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized, quantized_bytes
@@ -40,12 +38,12 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> KernelLoader:
     return KernelLoader(TritonBuilder("interpret"), cache=KernelCache(tmp_path_factory.mktemp("kernels")))
 
 
-def launcher(loader: KernelLoader, specs: FewRowSpecs, max_rows: int) -> FewRowLinear:
+def launcher(loader: KernelLoader, specs: FewRowSpecs, max_rows: int) -> FewRowKernel:
     """With a workspace that is poisoned and not a number too small."""
     if specs.reduce is None:
-        return FewRowLinear(loader.load(specs.main), None, None)
+        return FewRowKernel(loader.load(specs.main), None, None)
     workspace = torch.full((specs.workspace_numel(max_rows),), torch.nan)
-    return FewRowLinear(loader.load(specs.main), loader.load(specs.reduce), workspace)
+    return FewRowKernel(loader.load(specs.main), loader.load(specs.reduce), workspace)
 
 
 def drawn(shape: FewRowShape, num_rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,7 +229,7 @@ def test_a_workspace_is_given_exactly_where_features_are_split(loader: KernelLoa
     whole = few_row_specs(FewRowShape(16, 64, "fp32"), 1, WHOLE)
     assert whole.workspace_numel(64) == 0
     with pytest.raises(ValueError, match="a workspace"):
-        FewRowLinear(loader.load(whole.main), None, torch.empty(4))
+        FewRowKernel(loader.load(whole.main), None, torch.empty(4))
 
 
 # Built for GPUs that are not here

@@ -19,9 +19,9 @@ from fastgen.compile.build.loader import KernelLoader, make_builder, target_of
 from fastgen.compile.build.triton import TritonBuilder, TritonKernel, triton_arch
 from fastgen.compile.host.device import Device
 from fastgen.compile.ops.experts.triton import sort_spec
-from fastgen.compile.ops.norm.reference import norm_spec
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError, KernelError
+from tests.compile.norms import norm_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -150,8 +150,10 @@ import sys, json, torch, triton
 from pathlib import Path
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader, make_builder
-from fastgen.compile.ops.linear.few_row import FewRowShape, SplitK, few_row_specs
-from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
+from fastgen.compile.ops.linear.tiling import FewRowShape, SplitK
+from fastgen.compile.ops.linear.triton import few_row_specs
+from fastgen.compile.ops.norm.shape import NormShape
+from fastgen.compile.ops.norm.triton import NormKernel, norm_spec
 from fastgen.compile.build.triton_worker import StandInDriver, parse_arch
 from fastgen.errors import KernelError
 
@@ -177,7 +179,7 @@ def failure(action):
 
 triton.runtime.driver.set_active(Driver(parse_arch("sm_90")))
 triton.knobs.runtime.jit_cache_hook = lambda **given: earlier.append(given["fn"].name)
-spec = norm_spec("triton", "rms", 64, "bf16", 1e-5)
+spec = norm_spec(NormShape("rms", 64, "bf16", 1e-5))
 too_large = few_row_specs(FewRowShape(64, 512, "bf16"), 16, SplitK(64, 128, 4, 8)).main
 loader = KernelLoader(make_builder("sm_90"), cache=KernelCache(Path(sys.argv[1])))
 entry, _ = loader.build([spec, too_large])

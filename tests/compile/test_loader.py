@@ -21,10 +21,11 @@ from fastgen.compile.build.fence import Fence
 from fastgen.compile.build.loader import KernelLoader, make_builder
 from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.host.device import current
-from fastgen.compile.ops.norm.reference import NormKernel, norm_spec, rms_norm
+from fastgen.compile.ops.norm.reference import rms_norm
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import KernelError
+from tests.compile.norms import norm_kernel, norm_spec
 
 SEED = 20
 RUNNABLE = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(current("cpu"))) :]
@@ -224,13 +225,13 @@ def test_the_first_failure_of_a_batch_is_raised_and_the_rest_stays_usable(tmp_pa
     with pytest.raises(KernelError, match=bad.name):
         loader.build([good, bad])
     x, weight, out = torch.randn(2, 8), torch.rand(8), torch.empty(2, 8)
-    NormKernel(loader.load(good))(x, weight, None, out)
+    norm_kernel(loader.load(good))(x, weight, None, out)
     torch.testing.assert_close(out, rms_norm(x, weight, 1e-5))
 
 
 def test_a_launch_with_wrong_tensors_in_cpp(tmp_path) -> None:
     loader = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path))
-    kernel = NormKernel(loader.load(a_norm(needed_by=(NODE,))))
+    kernel = norm_kernel(loader.load(a_norm(needed_by=(NODE,))))
     x, weight = torch.zeros(3, 64), torch.zeros(64, dtype=torch.float64)
     with pytest.raises(KernelError, match=r"x: float32\[3, 64\] on cpu, weight: float64\[64\] on cpu") as caught:
         kernel(x, weight, None, x.clone())
@@ -277,7 +278,7 @@ def test_an_edited_source_takes_the_place_of_the_rendered_one(tmp_path, monkeypa
     (tmp_path / f"{spec.name}.cpp").write_text(text)
     monkeypatch.setenv("FASTGEN_KERNEL_SOURCES", str(tmp_path))
     with pytest.warns(UserWarning, match=f"kernel {spec.name} is taken from .*{spec.name}.cpp"):
-        kernel = NormKernel(loader.load(spec))
+        kernel = norm_kernel(loader.load(spec))
     x, weight, out = torch.randn(2, 64), torch.rand(64), torch.empty(2, 64)
     kernel(x, weight, None, out)
     torch.testing.assert_close(out, -rms_norm(x, weight, 1e-5))

@@ -12,7 +12,8 @@ from torch import Tensor
 from fastgen.compile.build.cpp import CppBuilder, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
-from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel, next_decodes, next_decodes_spec
+from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel, next_decodes_spec
+from fastgen.compile.ops.next_decodes.reference import next_decodes
 
 NUM_SLOTS, MAX_BLOCKS = 7, 5
 

@@ -14,8 +14,10 @@ from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
 from fastgen.compile.host.device import current
 from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.norm.reference import NormKernel, layer_norm, norm_spec, rms_norm
+from fastgen.compile.ops.norm import cpp, triton
+from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
 from fastgen.compile.spec import KernelSpec, torch_dtype
+from tests.compile.norms import norm_kernel, norm_spec
 
 SEED = 20
 RUNNABLE = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(current("cpu"))) :]
@@ -48,7 +50,7 @@ def drawn_norms(target: str, arch: str, count: int) -> list[KernelSpec]:
     return specs
 
 
-def check_norm(kernel: NormKernel, spec: KernelSpec, num_rows: int) -> None:
+def check_norm(kernel: cpp.NormKernel | triton.NormKernel, spec: KernelSpec, num_rows: int) -> None:
     """Against the reference in fp32: equal up to the order of summation, and to what the kernel rounds to 16 bits."""
     generator = torch.Generator().manual_seed(SEED)
     has, dtype = spec.parameters, torch_dtype(str(spec.parameters["dtype"]))
@@ -90,14 +92,14 @@ def test_norms_in_cpp_compute_what_the_reference_does(cache, arch) -> None:
     loader.build(specs)
     for spec in specs:
         for num_rows in (0, 1, 5):
-            check_norm(NormKernel(loader.load(spec)), spec, num_rows)
+            check_norm(norm_kernel(loader.load(spec)), spec, num_rows)
 
 
 def test_norms_in_triton_compute_what_the_reference_does(cache) -> None:
     loader = KernelLoader(TritonBuilder("interpret"), cache=cache)
     for spec in drawn_norms("triton", "interpret", 40):
         for num_rows in (0, 1, 5):
-            check_norm(NormKernel(loader.load(spec)), spec, num_rows)
+            check_norm(norm_kernel(loader.load(spec)), spec, num_rows)
 
 
 @pytest.mark.parametrize("given", [{"kind": "rms", "bias": True}, {"scale": 0.5}])

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.ops.attention.alibi import Alibi, alibi_bias
-from fastgen.compile.ops.attention.reference import paged_attention
+from fastgen.compile.ops.attention.reference import Alibi, alibi_bias, paged_attention
 from fastgen.compile.ops.kv_write.reference import write_kv
 from fastgen.compile.ops.softcap.reference import soft_cap
 

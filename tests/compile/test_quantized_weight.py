@@ -13,20 +13,15 @@ from torch import Tensor
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
-from fastgen.compile.ops.embedding.reference import EmbeddingKernel, embed, embedding_spec
-from fastgen.compile.ops.linear.few_row import FewRowShape, SplitK
+from fastgen.compile.ops.embedding.reference import embed
+from fastgen.compile.ops.embedding.triton import EmbeddingKernel, embedding_spec
 from fastgen.compile.ops.linear.reference import linear, logits
-from fastgen.compile.ops.linear.triton import TritonLinear
+from fastgen.compile.ops.linear.tiling import FewRowShape, SplitK
+from fastgen.compile.ops.linear.triton import DequantizeKernel, LinearKernel, dequantize_spec
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights import quantized as quantized_weight
 from fastgen.compile.weights.formats import QUANTIZED, WeightOnlyFormat
-from fastgen.compile.weights.quantized import (
-    DequantizeKernel,
-    QuantizedWeight,
-    dequantize_spec,
-    quantized,
-    quantized_bytes,
-)
+from fastgen.compile.weights.quantized import QuantizedWeight, quantized, quantized_bytes
 
 FORMATS: tuple[WeightOnlyFormat, ...] = get_args(WeightOnlyFormat)
 CPU = torch.device("cpu")
@@ -109,7 +104,7 @@ def test_any_number_of_rows(loader: KernelLoader, weight_format: WeightOnlyForma
     shape = FewRowShape(20, 70, "fp32", weight_format, bias=True)
     whole = torch.full((30 * 70,), torch.nan)
     split = None if by_library else SplitK(32, 32, 4, 1, 2)
-    layer = TritonLinear(shape, loader.load, torch.empty, lambda rows: split, whole=whole)
+    layer = LinearKernel(shape, loader.load, torch.empty, lambda rows: split, whole=whole)
     stored, bias = quantized(drawn(20, 70), weight_format), drawn(20, seed=1)
     for num_rows, reads_whole in ((1, by_library), (64, by_library), (65, by_library), (192, by_library), (193, True)):
         x, out = drawn(num_rows, 70, seed=num_rows), torch.full((num_rows + 1, 20), torch.nan)
@@ -122,7 +117,7 @@ def test_any_number_of_rows(loader: KernelLoader, weight_format: WeightOnlyForma
 
 def test_a_head_is_never_laid_out(loader: KernelLoader) -> None:
     shape = FewRowShape(40, 32, "fp32", "int8_weight_only", out_dtype="fp32")
-    layer = TritonLinear(shape, loader.load, torch.empty, lambda rows: SplitK(32, 32, 4, 1))
+    layer = LinearKernel(shape, loader.load, torch.empty, lambda rows: SplitK(32, 32, 4, 1))
     stored, x, out = quantized(drawn(40, 32), "int8_weight_only"), drawn(200, 32), torch.empty(200, 40)
     layer(x, stored, None, out)
     torch.testing.assert_close(out, logits(x, stored), rtol=1e-5, atol=1e-5)

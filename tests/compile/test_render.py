@@ -12,9 +12,9 @@ import jinja2
 import pytest
 
 from fastgen.compile import render as module
-from fastgen.compile.ops.norm.reference import norm_spec
 from fastgen.compile.render import SUFFIXES, render, render_body, template_name
 from fastgen.compile.spec import Argument, KernelSpec
+from tests.compile.norms import norm_spec
 
 NODES = ("llama: model.layers.residual.attend.norm", "llama: model.final_norm")
 
@@ -55,9 +55,10 @@ def test_whoever_asks_the_body_starts_at_the_same_line(nodes) -> None:
 
 def test_rendering_is_the_same_in_another_process_under_another_hash_seed() -> None:
     code = """
-from fastgen.compile.ops.norm.reference import norm_spec
+from fastgen.compile.ops.norm.cpp import norm_spec
+from fastgen.compile.ops.norm.shape import NormShape
 from fastgen.compile.render import render
-print(render(norm_spec("cpp", "layer", 96, "fp16", 1e-5, bias=True, residual=True, scale=0.22)), end="")
+print(render(norm_spec(NormShape("layer", 96, "fp16", 1e-5, bias=True, residual=True, scale=0.22))), end="")
 """
     run = [sys.executable, "-c", code]
     texts = {

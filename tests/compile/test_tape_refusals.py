@@ -14,8 +14,8 @@ from fastgen.compile.build.cpp import CppBuilder
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.capture.cuda_graph import GraphPool
 from fastgen.compile.capture.recording import recorder
-from fastgen.compile.ops.norm.reference import NormKernel, norm_spec
 from fastgen.errors import CaptureError, KernelError
+from tests.compile.norms import norm_kernel, norm_spec
 
 CPU = torch.device("cpu")
 ROWS, H = 6, 32
@@ -40,8 +40,8 @@ class Buffers:
 
 def cpp_step(loader: KernelLoader, buffers: Buffers) -> Callable[[], None]:
     """Two norms, the first of the sum with the residual."""
-    add_and_norm = NormKernel(loader.load(norm_spec("cpp", "rms", H, "fp32", 1e-5, residual=True)))
-    norm = NormKernel(loader.load(norm_spec("cpp", "rms", H, "fp32", 1e-5)))
+    add_and_norm = norm_kernel(loader.load(norm_spec("cpp", "rms", H, "fp32", 1e-5, residual=True)))
+    norm = norm_kernel(loader.load(norm_spec("cpp", "rms", H, "fp32", 1e-5)))
     weight = torch.ones(H)
 
     def step() -> None:

@@ -18,15 +18,10 @@ import torch
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
-from fastgen.compile.ops.attention.reference import AttentionPlan, PagedAttention, paged_attention
-from fastgen.compile.ops.attention.specs import (
-    MAX_DECODE_QUERIES,
-    AttentionShape,
-    Tiling,
-    attention_specs,
-    chunk_tiling,
-    decode_tiling,
-)
+from fastgen.compile.ops.attention.reference import paged_attention
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.attention.tiling import Tiling, chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention.triton import MAX_DECODE_QUERIES, AttentionKernel, AttentionPlan, attention_specs
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec
 from tests.compile.attention_cases import (
@@ -310,7 +305,7 @@ def test_launches_are_the_same_whatever_a_batch_holds() -> None:
         num_sms=132,
         device=torch.device("meta"),
     )
-    attention = PagedAttention(specs, lambda spec: recording(spec, launches), plan)
+    attention = AttentionKernel(specs, lambda spec: recording(spec, launches), plan)
     starts, seq_lens = torch.zeros(17, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
     q = torch.zeros(512, 32, 128, dtype=torch.bfloat16)
     cache, tables = torch.zeros(4, 64, 8, 128, dtype=torch.bfloat16), torch.zeros(16, 9, dtype=torch.int32)

@@ -14,15 +14,9 @@ from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
 from fastgen.compile.ops.activation.reference import ACTIVATIONS
-from fastgen.compile.ops.activation.triton import TritonActivation, triton_activation_spec
-from fastgen.compile.ops.embedding.reference import (
-    EmbeddingKernel,
-    RowGatherKernel,
-    embed,
-    embedding_spec,
-    resolve_token_ids,
-    row_gather_spec,
-)
+from fastgen.compile.ops.activation.triton import ActivationKernel, activation_spec
+from fastgen.compile.ops.embedding.reference import embed, resolve_token_ids
+from fastgen.compile.ops.embedding.triton import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
 from fastgen.compile.spec import torch_dtype
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, and right: 1 / inf is 0
@@ -53,13 +47,13 @@ def check_activation(
     loader: KernelLoader, kind: str, size: int, dtype: str, *, gated: bool, gap: int, rows: int
 ) -> None:
     width = size * (2 if gated else 1)
-    spec = triton_activation_spec(kind, size, dtype, gated=gated, x_stride=width + gap if gap else 0)
+    spec = activation_spec(kind, size, dtype, gated=gated, x_stride=width + gap if gap else 0)
     generator = torch.Generator().manual_seed(size)
     between = torch.full((rows, width + gap), torch.nan, dtype=torch_dtype(dtype))
     x = between[:, :width]
     x.copy_(4 * torch.randn(rows, width, generator=generator))
     out = torch.full((rows + 1, size), torch.nan, dtype=x.dtype)
-    TritonActivation(loader.load(spec))(x, out[:-1])
+    ActivationKernel(loader.load(spec))(x, out[:-1])
     want = ACTIVATIONS[kind](x[:, :size].float())
     if gated:
         want = want * x[:, size:].float()
@@ -81,7 +75,7 @@ def test_activations_of_large_numbers(loader: KernelLoader) -> None:
     x = torch.tensor([[0.0, -0.0, 20.0, -20.0, 90.0, -90.0, 1e4, -1e4, 3e4, -3e4, torch.nan]])
     for kind, function in ACTIVATIONS.items():
         out = torch.empty_like(x)
-        TritonActivation(loader.load(triton_activation_spec(kind, 11, "fp32", gated=False)))(x, out)
+        ActivationKernel(loader.load(activation_spec(kind, 11, "fp32", gated=False)))(x, out)
         where = f"{kind}: "
         torch.testing.assert_close(
             out, function(x), rtol=1e-5, atol=1e-5, equal_nan=True, msg=lambda text, where=where: where + text
@@ -89,10 +83,10 @@ def test_activations_of_large_numbers(loader: KernelLoader) -> None:
 
 
 def test_kinds_of_one_function_share_a_kernel() -> None:
-    names = {triton_activation_spec(kind, 64, "bf16", gated=True).name for kind in ACTIVATIONS}
+    names = {activation_spec(kind, 64, "bf16", gated=True).name for kind in ACTIVATIONS}
     assert len(names) == len(set(ACTIVATIONS.values())) == 6
     with pytest.raises(ValueError, match="x_stride=100: rows of 128 features would overlap"):
-        triton_activation_spec("silu", 64, "bf16", gated=True, x_stride=100)
+        activation_spec("silu", 64, "bf16", gated=True, x_stride=100)
 
 
 # Embeddings
@@ -150,9 +144,9 @@ def test_rows_beyond_32_bits(loader: KernelLoader) -> None:
 # Built for GPUs that are not here
 
 SHIPPED = [
-    *(triton_activation_spec(kind, 14336, "bf16", gated=True) for kind in ("silu", "gelu", "gelu_new", "quick_gelu")),
-    *(triton_activation_spec(kind, 16384, "fp32", gated=False) for kind in ("relu", "relu2", "gelu")),
-    triton_activation_spec("silu", 1408, "fp16", gated=True, x_stride=4096),
+    *(activation_spec(kind, 14336, "bf16", gated=True) for kind in ("silu", "gelu", "gelu_new", "quick_gelu")),
+    *(activation_spec(kind, 16384, "fp32", gated=False) for kind in ("relu", "relu2", "gelu")),
+    activation_spec("silu", 1408, "fp16", gated=True, x_stride=4096),
     embedding_spec(4096, "bf16", scale=64.0, position_offset=2),
     embedding_spec(2560, "bf16", table_dtype="fp32"),
     row_gather_spec(4096, "bf16"),

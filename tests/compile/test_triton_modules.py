@@ -17,8 +17,8 @@ from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.build.triton_modules import stand_in_for_driver
-from fastgen.compile.ops.norm.reference import norm_spec
 from fastgen.compile.spec import KernelSpec
+from tests.compile.norms import norm_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"model": "tiny-llama"}
@@ -70,7 +70,8 @@ from pathlib import Path
 from triton.backends.nvidia.driver import CudaDriver
 from fastgen.compile.build.bundle import load_bundle
 from fastgen.compile.host.device import Device
-from fastgen.compile.ops.norm.reference import norm_spec
+from fastgen.compile.ops.norm.shape import NormShape
+from fastgen.compile.ops.norm.triton import norm_spec
 from fastgen.compile.build.triton_worker import parse_arch
 
 logging.basicConfig(level=logging.WARNING)
@@ -93,7 +94,7 @@ class Driver(CudaDriver):
 
 triton.backends.backends["nvidia"] = dataclasses.replace(triton.backends.backends["nvidia"], driver=Driver)
 h100 = Device("cuda", "NVIDIA H100", 80 << 30, index=0, capability=(9, 0), num_sms=132)
-spec = norm_spec("triton", "rms", 64, "bf16", 1e-5)
+spec = norm_spec(NormShape("rms", 64, "bf16", 1e-5))
 loader = load_bundle(sys.argv[1], h100)
 kernel = loader.load(spec)
 entry = loader.find(spec)

@@ -16,15 +16,15 @@ from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
 from fastgen.compile.ops.experts.reference import combine, route, sort_by_expert
+from fastgen.compile.ops.experts.tiling import GroupedTiling, grouped_tiling
 from fastgen.compile.ops.experts.triton import (
-    Combine,
+    CombineKernel,
     ExpertTiles,
-    GroupedTiling,
-    Route,
-    TritonGroupedLinear,
+    GroupedLinearKernel,
+    RouteKernel,
+    SortKernel,
     combine_spec,
     grouped_linear_spec,
-    grouped_tiling,
     route_spec,
     sort_spec,
 )
@@ -60,7 +60,7 @@ def routed(
     loader: KernelLoader, logits: Tensor, correction: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
-    kernel = Route(loader.load(route_spec(num_experts, corrected=correction is not None, **options)))
+    kernel = RouteKernel(loader.load(route_spec(num_experts, corrected=correction is not None, **options)))
     experts = torch.full((num_tokens + 1, options["top_k"]), UNWRITTEN, dtype=torch.int32)
     weights = torch.full((num_tokens + 1, options["top_k"]), float(UNWRITTEN))
     kernel(logits, correction, experts[:-1], weights[:-1])
@@ -150,11 +150,11 @@ def draw_experts(rng: Random, num_tokens: int, top_k: int, num_experts: int) -> 
 
 def sorted_tiles(loader: KernelLoader, experts: Tensor, num_experts: int, block_m: int, room: int = 0) -> ExpertTiles:
     spec = sort_spec(num_experts, block_m, block=32)
-    tiles = ExpertTiles(loader.load(spec), max_choices=experts.numel() + room, device=CPU)
+    sort = SortKernel(loader.load(spec), max_choices=experts.numel() + room, device=CPU)
+    tiles = sort.tiles
     for buffer in (tiles.order, tiles.tiles, tiles.num_tiles):
         buffer.fill_(UNWRITTEN)
-    tiles(experts)
-    return tiles
+    return sort(experts)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -179,10 +179,11 @@ def test_choices_are_sorted_and_cut_into_tiles(loader: KernelLoader, seed: int) 
 def test_no_choice_finds_more_tiles_than_there_is_room_for(loader: KernelLoader) -> None:
     """The bound is reached: every expert has one row more than fills its tiles."""
     experts = torch.tensor([e for e in range(4) for _ in range(5)], dtype=torch.int32).view(20, 1)
-    tiles = sorted_tiles(loader, experts, 4, 4)
+    sort = SortKernel(loader.load(sort_spec(4, 4, block=32)), max_choices=20, device=CPU)
+    tiles = sort(experts)
     assert int(tiles.num_tiles) == 8 <= tiles.most_tiles(20) == 9
     with pytest.raises(ValueError, match="at most 20 choices"):
-        tiles(torch.zeros(7, 3, dtype=torch.int32))
+        sort(torch.zeros(7, 3, dtype=torch.int32))
 
 
 # Products
@@ -217,7 +218,7 @@ def check_linear(loader: KernelLoader, seed: int, dtype: str, **fixed: Any) -> N
     spec = grouped_linear_spec(
         in_features, out_features, dtype, tiling, top_k=top_k if gathers else None, scatters=scatters, bias=biased
     )
-    kernel = TritonGroupedLinear(loader.load(spec))
+    kernel = GroupedLinearKernel(loader.load(spec))
     kernel(x, weight, bias, tiles, len(order), out)
     rows = (x[order // top_k] if gathers else x[: len(order)]).float()
     expected = grouped_linear(rows, weight.float(), None if bias is None else bias.float(), counts)
@@ -248,7 +249,7 @@ def test_experts_beyond_32_bits(loader: KernelLoader) -> None:
     weight[-1] = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
     tiles = sorted_tiles(loader, torch.zeros(3, 1, dtype=torch.int32), 1, 16)
     tiles.tiles[0, 0] = num_experts - 1
-    kernel = TritonGroupedLinear(loader.load(grouped_linear_spec(64, 64, "fp16", GroupedTiling(16, 64, 64, 4, 1))))
+    kernel = GroupedLinearKernel(loader.load(grouped_linear_spec(64, 64, "fp16", GroupedTiling(16, 64, 64, 4, 1))))
     x, out = torch.randn(3, 64).half(), torch.zeros(3, 64).half()
     kernel(x, weight, None, tiles, 3, out)
     torch.testing.assert_close(out.float(), x.float() @ weight[-1].float().T, rtol=2e-3, atol=1e-2)
@@ -256,7 +257,7 @@ def test_experts_beyond_32_bits(loader: KernelLoader) -> None:
 
 def test_tiles_of_another_height_are_refused(loader: KernelLoader) -> None:
     tiles = sorted_tiles(loader, torch.zeros(1, 1, dtype=torch.int32), 2, 32)
-    kernel = TritonGroupedLinear(loader.load(grouped_linear_spec(16, 16, "fp32", GroupedTiling(16, 16, 16, 4, 1))))
+    kernel = GroupedLinearKernel(loader.load(grouped_linear_spec(16, 16, "fp32", GroupedTiling(16, 16, 16, 4, 1))))
     with pytest.raises(ValueError, match="tiles of 32 rows"):
         kernel(torch.zeros(1, 16), torch.zeros(2, 16, 16), None, tiles, 1, torch.zeros(1, 16))
 
@@ -268,7 +269,7 @@ def test_combining(loader: KernelLoader, num_tokens: int, num_features: int, top
     outputs = torch.randn(num_tokens * top_k, num_features, generator=generator).to(torch_dtype(dtype))
     weights = torch.rand(num_tokens, top_k, generator=generator)
     out = torch.full((num_tokens + 1, num_features), UNWRITTEN, dtype=outputs.dtype)
-    Combine(loader.load(combine_spec(num_features, top_k, dtype)))(outputs, weights, out[:-1])
+    CombineKernel(loader.load(combine_spec(num_features, top_k, dtype)))(outputs, weights, out[:-1])
     expected = combine(outputs, torch.arange(len(outputs)), weights)
     torch.testing.assert_close(out[:-1], expected, rtol=1e-3 if dtype == "fp16" else 1e-5, atol=1e-6)
     assert (out[-1] == UNWRITTEN).all()
@@ -286,11 +287,11 @@ def test_a_whole_mixture_in_the_same_buffers(loader: KernelLoader, crowded: bool
 
     inward, down = drawn(num_experts, inner, hidden), drawn(num_experts, hidden, inner)
     options: dict[str, Any] = {"top_k": top_k, "scoring": "softmax", "normalize": True}
-    router = Route(loader.load(route_spec(num_experts, **options)))
-    tiles = ExpertTiles(loader.load(sort_spec(num_experts, 16)), max_choices=40, device=CPU)
-    first = TritonGroupedLinear(loader.load(grouped_linear_spec(hidden, inner, "fp32", tiling, top_k=top_k)))
-    second = TritonGroupedLinear(loader.load(grouped_linear_spec(inner, hidden, "fp32", tiling, scatters=True)))
-    add = Combine(loader.load(combine_spec(hidden, top_k, "fp32")))
+    router = RouteKernel(loader.load(route_spec(num_experts, **options)))
+    sort = SortKernel(loader.load(sort_spec(num_experts, 16)), max_choices=40, device=CPU)
+    first = GroupedLinearKernel(loader.load(grouped_linear_spec(hidden, inner, "fp32", tiling, top_k=top_k)))
+    second = GroupedLinearKernel(loader.load(grouped_linear_spec(inner, hidden, "fp32", tiling, scatters=True)))
+    add = CombineKernel(loader.load(combine_spec(hidden, top_k, "fp32")))
 
     def run(x: Tensor, logits: Tensor) -> Tensor:
         num_tokens = len(x)
@@ -301,7 +302,7 @@ def test_a_whole_mixture_in_the_same_buffers(loader: KernelLoader, crowded: bool
         )
         out = torch.full((num_tokens, hidden), math.nan)
         router(logits, None, experts, weights)
-        tiles(experts)
+        tiles = sort(experts)
         first(x, inward, None, tiles, num_tokens * top_k, made)
         made.relu_()
         second(made, down, None, tiles, num_tokens * top_k, outputs)

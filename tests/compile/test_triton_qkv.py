@@ -19,9 +19,10 @@ from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
 from fastgen.compile.ops.kv_write.reference import write, write_kv
+from fastgen.compile.ops.latent.triton import LatentKernel, latent_spec
 from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
-from fastgen.compile.ops.qkv.cpp import HeadNorm
-from fastgen.compile.ops.qkv.triton import LatentKv, TritonQkv, latent_kv_spec, triton_qkv_spec
+from fastgen.compile.ops.qkv.head_norm import HeadNorm
+from fastgen.compile.ops.qkv.triton import QkvKernel, qkv_spec
 from fastgen.compile.ops.rotary.reference import apply_rotary
 from fastgen.compile.spec import KernelSpec, torch_dtype
 
@@ -124,7 +125,7 @@ def check(found: Tensor, want: Tensor, dtype: str, where: object) -> None:
 def check_qkv(
     loader: KernelLoader, fields: dict[str, Any], num_tokens: int, num_padding: int = 0, seed: int = 0
 ) -> None:
-    spec = triton_qkv_spec(**fields)
+    spec = qkv_spec(**fields)
     heads, kv_heads, size = fields["num_heads"], fields["num_kv_heads"], fields["head_dim"]
     draw = Draw(seed, fields["dtype"])
     slots, num_blocks = draw.slots(num_tokens, num_padding)
@@ -147,7 +148,7 @@ def check_qkv(
     out = torch.full((num_tokens + 1, heads, size), torch.nan, dtype=draw.dtype)
     given |= {} if in_place else {"q_out": out[:-1]}
 
-    TritonQkv(loader.load(spec))(qkv[:-1], positions, *caches[:2], slots, **given)
+    QkvKernel(loader.load(spec))(qkv[:-1], positions, *caches[:2], slots, **given)
     where = f"{num_tokens} tokens, seed {seed}, {fields}"
     if in_place:
         before[:-1, : heads * size] = q.flatten(1)
@@ -198,7 +199,7 @@ def test_numbers_of_tokens(loader: KernelLoader, num_tokens: int) -> None:
 
 def test_heads_in_several_tiles(loader: KernelLoader) -> None:
     fields = fields_of("rms", num_heads=39, num_kv_heads=13, head_dim=256, rotary_dim=64)
-    assert triton_qkv_spec(**fields).parameters["tiles"] == 5 + 2 + 2
+    assert qkv_spec(**fields).parameters["tiles"] == 5 + 2 + 2
     check_qkv(loader, fields, 2)
     check_qkv(loader, fields_of("rms over all", num_heads=39, num_kv_heads=13, head_dim=128), 1)
     check_qkv(loader, fields_of(num_heads=71, num_kv_heads=1, head_dim=64, rotary_dim=64), 1)  # Falcon-7B
@@ -206,7 +207,7 @@ def test_heads_in_several_tiles(loader: KernelLoader) -> None:
 
 def test_slots_beyond_32_bits(loader: KernelLoader) -> None:
     """A cache of more than 2³¹ numbers, of which only these few are ever touched."""
-    spec = triton_qkv_spec("fp16", num_heads=2, num_kv_heads=2, head_dim=64, rotary_dim=64)
+    spec = qkv_spec("fp16", num_heads=2, num_kv_heads=2, head_dim=64, rotary_dim=64)
     num_blocks = 2**31 // (64 * 128) + 4
     cache = torch.empty(num_blocks, 64, 2, 64, dtype=torch.float16)
     assert cache.numel() > 2**31
@@ -214,19 +215,19 @@ def test_slots_beyond_32_bits(loader: KernelLoader) -> None:
     cache.flatten(0, 1)[slots] = torch.nan
     qkv, table = torch.randn(3, 6 * 64).half(), torch.tensor([[1.0] * 32 + [0.0] * 32])
     before, positions = qkv.clone(), torch.zeros(3, dtype=torch.int32)
-    TritonQkv(loader.load(spec))(qkv, positions, cache, torch.empty_like(cache), slots, cos_sin=table)
+    QkvKernel(loader.load(spec))(qkv, positions, cache, torch.empty_like(cache), slots, cos_sin=table)
     assert torch.equal(cache.flatten(0, 1)[slots].flatten(1), before[:, 128:256])
 
 
 @pytest.mark.parametrize("rotary_dim", [3, -2, 18])
 def test_impossible_rotary_is_refused(rotary_dim: int) -> None:
     with pytest.raises(ValueError, match=f"rotary_dim={rotary_dim}"):
-        triton_qkv_spec(**fields_of(rotary_dim=rotary_dim))
+        qkv_spec(**fields_of(rotary_dim=rotary_dim))
 
 
 def test_without_anything_to_do_queries_have_no_programs(loader: KernelLoader) -> None:
-    assert triton_qkv_spec(**fields_of()).parameters["q_tiles"] == 0
-    assert triton_qkv_spec(**fields_of("queries elsewhere")).parameters["q_tiles"] == 1
+    assert qkv_spec(**fields_of()).parameters["q_tiles"] == 0
+    assert qkv_spec(**fields_of("queries elsewhere")).parameters["q_tiles"] == 1
 
 
 # Latent attention
@@ -235,7 +236,7 @@ def test_without_anything_to_do_queries_have_no_programs(loader: KernelLoader) -
 def check_latent(
     loader: KernelLoader, norm: HeadNorm, num_tokens: int, dtype: str, seed: int = 0, **fields: Any
 ) -> None:
-    spec = latent_kv_spec(dtype, norm, **fields)
+    spec = latent_spec(dtype, norm, **fields)
     heads, latent, rotary, nope = (fields[name] for name in ("num_heads", "latent_dim", "rotary_dim", "nope_dim"))
     draw = Draw(seed, dtype)
     slots, num_blocks = draw.slots(num_tokens, num_tokens // 3)
@@ -251,7 +252,7 @@ def check_latent(
     write(torch.cat([normed(c, norm, "kv", given), key], dim=2), want_cache, slots)
     want_q[:, :, latent:] = apply_rotary(q[:, :, nope:], positions, table, interleaved=interleaved)
 
-    LatentKv(loader.load(spec))(kv, q, q_latent, positions, cache, slots, cos_sin=table, **given)
+    LatentKernel(loader.load(spec))(kv, q, q_latent, positions, cache, slots, cos_sin=table, **given)
     where = f"{num_tokens} tokens, seed {seed}, {spec}"
     check(cache[1:], want_cache[1:], dtype, where)
     check(q_latent, want_q, dtype, where)
@@ -276,26 +277,18 @@ def test_latent_kv(loader: KernelLoader) -> None:
 # Built for GPUs that are not here
 
 SHIPPED: dict[str, KernelSpec] = {
-    "Llama 3": triton_qkv_spec("bf16", num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128),
-    "fp32": triton_qkv_spec("fp32", num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128, q_norm=RMS, k_norm=RMS),
-    "OLMo 2": triton_qkv_spec(
-        "bf16", num_heads=40, num_kv_heads=40, head_dim=128, rotary_dim=128, **FEATURES["rms over all"]
-    ),
-    "Qwen 3": triton_qkv_spec(
-        "fp16", num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128, q_norm=RMS, k_norm=RMS
-    ),
-    "Gemma 3": triton_qkv_spec(
-        "bf16", num_heads=16, num_kv_heads=8, head_dim=256, rotary_dim=256, **FEATURES["offset"]
-    ),
-    "GLM": triton_qkv_spec("bf16", num_heads=32, num_kv_heads=2, head_dim=128, rotary_dim=64, interleaved=True),
-    "Phi": triton_qkv_spec(
+    "Llama 3": qkv_spec("bf16", num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128),
+    "fp32": qkv_spec("fp32", num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128, q_norm=RMS, k_norm=RMS),
+    "OLMo 2": qkv_spec("bf16", num_heads=40, num_kv_heads=40, head_dim=128, rotary_dim=128, **FEATURES["rms over all"]),
+    "Qwen 3": qkv_spec("fp16", num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128, q_norm=RMS, k_norm=RMS),
+    "Gemma 3": qkv_spec("bf16", num_heads=16, num_kv_heads=8, head_dim=256, rotary_dim=256, **FEATURES["offset"]),
+    "GLM": qkv_spec("bf16", num_heads=32, num_kv_heads=2, head_dim=128, rotary_dim=64, interleaved=True),
+    "Phi": qkv_spec(
         "bf16", num_heads=32, num_kv_heads=32, head_dim=80, rotary_dim=32, **FEATURES["a weight for each head"]
     ),
-    "Falcon": triton_qkv_spec("bf16", num_heads=71, num_kv_heads=1, head_dim=64, rotary_dim=64, in_place=False),
-    "OPT": triton_qkv_spec("fp16", num_heads=32, num_kv_heads=32, head_dim=128),
-    "DeepSeek": latent_kv_spec(
-        "bf16", RMS, num_heads=128, latent_dim=512, nope_dim=128, rotary_dim=64, interleaved=True
-    ),
+    "Falcon": qkv_spec("bf16", num_heads=71, num_kv_heads=1, head_dim=64, rotary_dim=64, in_place=False),
+    "OPT": qkv_spec("fp16", num_heads=32, num_kv_heads=32, head_dim=128),
+    "DeepSeek": latent_spec("bf16", RMS, num_heads=128, latent_dim=512, nope_dim=128, rotary_dim=64, interleaved=True),
 }
 
 

@@ -25,7 +25,7 @@ from fastgen.compile.ops.sampling.reference import (
     sample,
 )
 from fastgen.compile.ops.sampling.reference import row_status as reference_status
-from fastgen.compile.ops.sampling.triton import SamplingKernels, SlotSampling, row_status, sampling_specs
+from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling, sampling_specs, token_status
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -56,7 +56,7 @@ class Subject:
         options = {"block": 64, "chunk": 128} | options
         self.vocab_size, self.max_rows = vocab_size, max_rows
         specs = sampling_specs(vocab_size, **options)
-        self.kernels = SamplingKernels(specs, loader.load, max_rows=max_rows, max_slots=max_rows, device=CPU)
+        self.kernels = SamplingKernel(specs, loader.load, max_rows=max_rows, max_slots=max_rows, device=CPU)
         self.rng = torch.Generator().manual_seed(vocab_size)
         for name in ("uses", "mask", "bias"):
             if options.get({"uses": "penalties"}.get(name, name), True):
@@ -262,7 +262,7 @@ def test_rows_that_cannot_be_sampled_say_so_and_disturb_no_other(loader: KernelL
     for row in (0, 13):
         first = [not_finite, not_finite, nothing_left, 99, not_finite, 63, nothing_left, 69, nothing_left, 40]
         assert found[row : row + 10] == first
-    assert [row_status(token) for token in (7, -1, -2)] == list(RowStatus)
+    assert [token_status(token) for token in (7, -1, -2)] == list(RowStatus)
 
 
 def test_rows_of_nobody_are_left_alone(loader: KernelLoader) -> None:
@@ -306,7 +306,7 @@ def test_answers_do_not_depend_on_how_rows_are_cut(loader: KernelLoader) -> None
 @pytest.mark.parametrize("without", ["penalties", "mask", "bias"])
 def test_what_kernels_leave_out_cannot_be_asked_for(loader: KernelLoader, without: str) -> None:
     specs = sampling_specs(10, **{without: False})
-    kernels = SamplingKernels(specs, loader.load, max_rows=2, max_slots=2, device=CPU)
+    kernels = SamplingKernel(specs, loader.load, max_rows=2, max_slots=2, device=CPU)
     asked = {"penalties": {"presence": 1.0}, "mask": {"masked": True}, "bias": {"biased": True}}[without]
     with pytest.raises(ValueError, match="were made without"):
         kernels.write(0, SlotSampling(**asked))
@@ -328,7 +328,7 @@ def test_slots_beyond_32_bits(loader: KernelLoader, monkeypatch: pytest.MonkeyPa
     specs = sampling_specs(vocab_size, mask=False, bias=False, block=vocab_size, chunk=4)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", torch.empty)
-        kernels = SamplingKernels(specs, loader.load, max_rows=1, max_slots=slot + 1, device=CPU)
+        kernels = SamplingKernel(specs, loader.load, max_rows=1, max_slots=slot + 1, device=CPU)
     kernels.write(slot, SlotSampling(presence=3.0))
     kernels.buffer("uses")[slot] = 0
     kernels.buffer("uses")[slot, 200_000] = 4

@@ -15,7 +15,7 @@ from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.ops.sampling.reference import gumbel_noise, uniforms
-from fastgen.compile.ops.sampling.triton import SamplingKernels, SlotSampling, sampling_specs
+from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling, sampling_specs
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def chi_square(observed: Tensor, expected: Tensor) -> tuple[float, float]:
     return statistic, freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-def frequencies(kernels: SamplingKernels, logits: Tensor, num_draws: int) -> Iterator[Tensor]:
+def frequencies(kernels: SamplingKernel, logits: Tensor, num_draws: int) -> Iterator[Tensor]:
     """Of the tokens drawn for one row's logits, by slot, at positions in turn."""
     slots = torch.arange(kernels.max_slots, dtype=torch.int32).repeat_interleave(num_draws)
     positions = torch.arange(num_draws, dtype=torch.int32).repeat(kernels.max_slots)
@@ -80,7 +80,7 @@ def frequencies(kernels: SamplingKernels, logits: Tensor, num_draws: int) -> Ite
 def check_distribution(loader: KernelLoader, num_draws: int) -> None:
     logits = torch.tensor([0.3, 1.1, -9.0, 0.0])
     specs = sampling_specs(4, penalties=False, mask=False, bias=False, chunk=4)
-    kernels = SamplingKernels(specs, loader.load, max_rows=2 * num_draws, max_slots=2, device=torch.device("cpu"))
+    kernels = SamplingKernel(specs, loader.load, max_rows=2 * num_draws, max_slots=2, device=torch.device("cpu"))
     kernels.write(0, SlotSampling(temperature=0.8, min_p=0.1, seed=3))
     kernels.write(1, SlotSampling(temperature=1.5, top_k=3, top_p=0.7, seed=4))
     for found, kept, temperature in zip(

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
-from fastgen.compile.ops.attention.alibi import alibi_bias
+from fastgen.compile.ops.attention.reference import alibi_bias
 from fastgen.models.resolve.parts import alibi_slopes
 from tests.matrix import Record
 from tests.reference import check_family, rounding_errors

@@ -73,33 +73,5 @@ def quantize_activations(x: Tensor, group: int | None = None) -> Quantized:
     return Quantized(codes.to(torch.int8).flatten(1), largest / 127)
 
 
-def linear_int8(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + b``, ``weight`` of :func:`quantize_channels` and rows of ``x [T, in]`` quantised: fp32 ``[T, out]``."""
-    rows = quantize_activations(x)
-    sums = (rows.codes.double() @ weight.codes.double().T).float()
-    out = sums * rows.scale * weight.scale.T
-    return out if bias is None else out + bias.float()
-
-
-def linear_int4(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + b`` with ``weight`` of :func:`quantize_groups` and ``x [T, in]`` quantised in the same groups.
-
-    The groups' sums are added in fp32, in order. Returns fp32 ``[T, out]``.
-    """
-    rows = quantize_activations(x, GROUP)
-    out = x.new_zeros(len(x), len(weight.codes), dtype=torch.float32)
-    for group in range(weight.scale.shape[1]):
-        part = slice(group * GROUP, (group + 1) * GROUP)
-        sums = rows.codes[:, part].float() @ weight.codes[:, part].float().T
-        out += sums * (rows.scale[:, group, None] * weight.scale[:, group])
-    return out if bias is None else out + bias.float()
-
-
-def linear_int8_weight_only(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + b`` with ``weight`` of :func:`quantize_channels`, in fp32; ``x [T, in]``, returns fp32 ``[T, out]``."""
-    out = (x.float() @ weight.codes.float().T) * weight.scale.T
-    return out if bias is None else out + bias.float()
-
-
 def _pad(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP))

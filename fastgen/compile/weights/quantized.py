@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from fastgen.compile.build.builder import Kernel
-from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 from fastgen.compile.weights.formats import GROUP, WeightOnlyFormat, quantize_channels, quantize_groups
 
 # By format, the short name of the dtype of what holds the codes.
@@ -20,7 +17,6 @@ CODES = {"int8_weight_only": "i8", "int4_weight_only": "u8", "fp8_weight_only": 
 SCALES = {"int8_weight_only": "fp32", "int4_weight_only": "fp16", "fp8_weight_only": "fp32"}
 _LARGEST_FP8 = 448.0
 _PIECE = 4 << 20  # weights widened at a time
-_BLOCK = 1024  # weights of a program, eight for each of its threads
 
 
 class QuantizedWeight:
@@ -98,53 +94,3 @@ def quantized(weight: Tensor, weight_format: WeightOnlyFormat) -> QuantizedWeigh
 def quantized_bytes(weight_format: WeightOnlyFormat, out_features: int, in_features: int) -> int:
     """What a :class:`QuantizedWeight` holds."""
     return QuantizedWeight(weight_format, out_features, in_features, torch.device("meta")).size_bytes
-
-
-def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + b``: ``x [T, in]``, ``bias [out]``; summed and returned in fp32, ``[T, out]``.
-
-    Scales of whole outputs are applied to the sums. Those of groups are applied to the weights, which are then rounded
-    to ``x``'s dtype.
-    """
-    wide, step = x.float(), max(1, _PIECE // weight.in_features)
-    out = torch.empty(len(x), weight.out_features, device=x.device)
-    for start in range(0, weight.out_features, step):
-        piece = slice(start, start + step)
-        if weight.format == "int4_weight_only":
-            out[:, piece] = linear(wide, weight.rows(piece).to(x.dtype).float())
-        else:
-            out[:, piece] = linear(wide, weight.numbers(piece)) * weight.scale[piece]
-    return out if bias is None else out.add_(bias)
-
-
-def dequantize_spec(
-    in_features: int, weight: WeightOnlyFormat, dtype: str, *, needed_by: tuple[str, ...] = ()
-) -> KernelSpec:
-    """The Triton kernel that lays a weight of ``in_features`` out whole, rounded to ``dtype``, for
-    :class:`DequantizeKernel`."""
-    block = min(_BLOCK, max(32, power_of_2(in_features)))
-    parameters: dict[str, Value] = {"IN": in_features, "weight": weight, "dtype": dtype}
-    return KernelSpec(
-        "dequantize",
-        "triton",
-        parameters | {"block": block, "tiles": -(-in_features // block)},
-        (
-            Argument("codes", CODES[weight], "in"),
-            Argument("scale", SCALES[weight], "in"),
-            Argument("out", dtype, "out"),
-        ),
-        {"num_warps": max(1, block // 256)},
-        needed_by=needed_by,
-    )
-
-
-class DequantizeKernel:
-    """Launches a kernel of :func:`dequantize_spec`."""
-
-    def __init__(self, kernel: Kernel):
-        self._kernel, self._tiles = kernel, kernel.spec.parameters["tiles"]
-
-    def __call__(self, weight: QuantizedWeight, out: Tensor) -> None:
-        """``out [out, in]``, contiguous."""
-        assert isinstance(self._tiles, int)
-        self._kernel((weight.out_features * self._tiles,), weight.codes, weight.scale, out)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgen.compile.backends.target import Target
 from fastgen.compile.host.device import to_device
 from fastgen.compile.ops.sampling.cpp import Biases, Uses
-from fastgen.compile.ops.sampling.triton import SamplingKernels, SlotSampling
+from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling
 from fastgen.models.kernels import MAX_LOGPROBS, sampler_specs
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.sampled_rows import RowHistory, is_plain, penalises
@@ -32,7 +32,7 @@ EndingIds = Callable[[Sequence], frozenset[int]]
 class SlotSampler:
     """Launches ``kernels`` on the rows of ``inputs``, and keeps each slot's parameters up to date."""
 
-    def __init__(self, kernels: SamplingKernels, inputs: InputBatch):
+    def __init__(self, kernels: SamplingKernel, inputs: InputBatch):
         self._kernels, self._inputs = kernels, inputs
         self._settings: list[SlotSampling | None] = [None] * kernels.max_slots
         # Where a slot knows all of its next token: the sequence, its preemptions so far, the position.
@@ -132,8 +132,8 @@ def slot_sampler_bytes(vocab_size: int, *, max_rows: int, max_num_seqs: int) -> 
     return _kernels(Target(), vocab_size, max_rows, sampled_ids).size_bytes
 
 
-def _kernels(target: Target, vocab_size: int, max_rows: int, sampled_ids: Tensor) -> SamplingKernels:
-    return SamplingKernels(
+def _kernels(target: Target, vocab_size: int, max_rows: int, sampled_ids: Tensor) -> SamplingKernel:
+    return SamplingKernel(
         sampler_specs(vocab_size),
         target.kernel,
         max_rows=max_rows,

@@ -13,7 +13,7 @@ from fastgen.compile.backends.target import Target
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
-from fastgen.compile.ops.sampling.triton import SamplingKernels
+from fastgen.compile.ops.sampling.triton import SamplingKernel
 from fastgen.models.kernels import MAX_LOGPROBS
 from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.response_format import ResponseFormat
@@ -147,7 +147,7 @@ def test_rows_that_cannot_be_sampled_disturb_no_other(bench: Bench) -> None:
 
 def test_a_slot_is_told_of_its_sequence_once(loader: KernelLoader, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    monkeypatch.setattr(SamplingKernels, "write", lambda self, slot, sampling: told.append(slot))
+    monkeypatch.setattr(SamplingKernel, "write", lambda self, slot, sampling: told.append(slot))
     bench, draw = Bench(loader), random.Random(1)
     company = [sequence(0, draw), sequence(1, draw, temperature=0.7), sequence(3, draw, **PENALTIES)]
     for step in range(3):

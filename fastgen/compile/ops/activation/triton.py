@@ -11,7 +11,7 @@ from fastgen.compile.spec import Argument, KernelSpec, power_of_2
 _BLOCK = 1024  # outputs of a program, eight for each of its threads
 
 
-def triton_activation_spec(
+def activation_spec(
     kind: str,
     num_features: int,
     dtype: str,
@@ -51,8 +51,8 @@ def triton_activation_spec(
     )
 
 
-class TritonActivation:
-    """Launches a kernel of :func:`triton_activation_spec`."""
+class ActivationKernel:
+    """Launches a kernel of :func:`activation_spec`."""
 
     def __init__(self, kernel: Kernel):
         self._kernel, self._tiles = kernel, kernel.spec.parameters["tiles"]

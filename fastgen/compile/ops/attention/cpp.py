@@ -7,13 +7,15 @@ from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.host.huge_pages import in_huge_pages
-from fastgen.compile.ops.attention.specs import AttentionShape
+from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.spec import Argument, KernelSpec, Value
 from fastgen.compile.weights.packed import ARCHES_WITH_PAIRS, LANES
 
+_CPU = torch.device("cpu")
 
-def cpp_attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] = ()) -> KernelSpec:
-    """The kernel for :class:`CppAttention`. ``arch`` is one of the C++ builder's; ``shape.dtype`` is the cache's,
+
+def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] = ()) -> KernelSpec:
+    """The kernel for :class:`AttentionKernel`. ``arch`` is one of the C++ builder's; ``shape.dtype`` is the cache's,
     while queries and results are fp32. With a cache in bf16 an ``arch`` that adds two of its products at once does so,
     with queries and weights rounded to bf16 too, unless ``head_dim`` is odd or keys hold the values.
     """
@@ -46,7 +48,7 @@ def cpp_attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, .
     return KernelSpec("attention", "cpp", parameters, arguments, needed_by=needed_by)
 
 
-def empty_cpp_cache(
+def empty_cache(
     num_blocks: int,
     block_size: int,
     num_kv_heads: int,
@@ -54,7 +56,7 @@ def empty_cpp_cache(
     latent_dim: int | None,
     *,
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device = _CPU,
 ) -> tuple[Tensor, Tensor]:
     """A cache as the kernel wants it, seen as everybody sees it: ``k [B, P, K, D]``, ``v [B, P, K, D]``, or with a
     ``latent_dim`` the first so many features of the keys.
@@ -76,7 +78,7 @@ def empty_cpp_cache(
 
 
 def scratch_bytes(shape: AttentionShape, arch: str, *, num_threads: int, num_tokens: int, length: int) -> int:
-    """At most what a kernel of :func:`cpp_attention_spec` holds by itself, after steps of ``num_tokens`` tokens over
+    """At most what a kernel of :func:`attention_spec` holds by itself, after steps of ``num_tokens`` tokens over
     sequences of up to ``length``: what each thread works on, and the parts of sequences that threads share.
 
     As the templates have it: a task of ``8 · MAX_ROWS`` rows is shared out by segments of ``8 · TILE`` keys where they
@@ -91,8 +93,8 @@ def scratch_bytes(shape: AttentionShape, arch: str, *, num_threads: int, num_tok
     return num_threads * thread + -(-length // (8 * tile)) * num_rows * state
 
 
-class CppAttention:
-    """:func:`fastgen.compile.ops.attention.reference.paged_attention` by a kernel of :func:`cpp_attention_spec`."""
+class AttentionKernel:
+    """:func:`fastgen.compile.ops.attention.reference.paged_attention` by a kernel of :func:`attention_spec`."""
 
     def __init__(self, kernel: Kernel, slopes: Tensor | None = None):
         self._kernel = kernel
@@ -109,7 +111,7 @@ class CppAttention:
         seq_lens: Tensor,
         out: Tensor,
     ) -> None:
-        """Shapes as there; caches of :func:`empty_cpp_cache`. ``q``'s tokens may lie apart, all else is contiguous.
+        """Shapes as there; caches of :func:`empty_cache`. ``q``'s tokens may lie apart, all else is contiguous.
         ``q`` and ``out`` are fp32."""
         self._kernel((), *self.arguments(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, out))
 

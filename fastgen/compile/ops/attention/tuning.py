@@ -11,16 +11,9 @@ from torch import Tensor
 
 from fastgen.compile.build.autotune import Way
 from fastgen.compile.build.loader import KernelLoader
-from fastgen.compile.ops.attention.reference import AttentionPlan, PagedAttention
-from fastgen.compile.ops.attention.specs import (
-    AttentionShape,
-    AttentionSpecs,
-    Tiling,
-    attention_specs,
-    candidate_tilings,
-    chunk_tiling,
-    decode_tiling,
-)
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.attention.tiling import Tiling, candidate_tilings, chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, AttentionSpecs, attention_specs
 from fastgen.compile.spec import torch_dtype
 
 _NUM_DECODES, _KV_BYTES = 16, 256 << 20  # more keys and values than caches hold
@@ -86,7 +79,7 @@ def _start(
     plan = AttentionPlan(
         specs, loader.load, token_budget=len(q), max_num_seqs=max_num_seqs, num_sms=num_sms, device=device
     )
-    attention = PagedAttention(specs, loader.load, plan)
+    attention = AttentionKernel(specs, loader.load, plan)
     plan(starts, seq_lens)
 
     def run() -> None:

@@ -9,7 +9,7 @@ from fastgen.compile.spec import Argument, KernelSpec, Value
 from fastgen.compile.weights.packed import LANES, PANELS, PackedWeight
 
 
-def table_spec(
+def embedding_spec(
     arch: str,
     table_format: str,
     *,
@@ -18,7 +18,7 @@ def table_spec(
     scale: float | None = None,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The kernel for :class:`TableKernel`, from a table in ``table_format``: a dtype's short name or, ``packed``, a
+    """The kernel for :class:`EmbeddingKernel`, from a table in ``table_format``: a dtype's short name or, ``packed``, a
     weight format.
 
     Without an ``offset`` it looks up ``scale * table[id]``, the ids being
@@ -40,8 +40,8 @@ def table_spec(
     return KernelSpec("embedding", "cpp", parameters, tuple(arguments), needed_by=needed_by)
 
 
-class TableKernel:
-    """Launches a kernel of :func:`table_spec`."""
+class EmbeddingKernel:
+    """Launches a kernel of :func:`embedding_spec`."""
 
     def __init__(self, kernel: Kernel):
         self._kernel = kernel

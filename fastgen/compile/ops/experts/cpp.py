@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.ops.experts.reference import Scoring
-from fastgen.compile.ops.linear.reference import LinearKernel
+from fastgen.compile.ops.linear.cpp import LinearKernel
 from fastgen.compile.spec import Argument, KernelSpec
 from fastgen.compile.weights.packed import PackedWeight
 
@@ -103,11 +103,11 @@ class SortKernel:
         return choices
 
 
-class RoutedLinearKernel(LinearKernel):
-    """Launches a ``routed`` kernel of :func:`fastgen.compile.ops.linear.reference.linear_spec`: every expert's linear
+class GroupedLinearKernel(LinearKernel):
+    """Launches a ``routed`` kernel of :func:`fastgen.compile.ops.linear.cpp.linear_spec`: every expert's linear
     layer at once, each for the choices of it. The weights of an expert that nobody chose are not read.
 
-    What :class:`~fastgen.compile.ops.linear.reference.LinearKernel` says of bits and bounds holds here too.
+    What :class:`~fastgen.compile.ops.linear.cpp.LinearKernel` says of bits and bounds holds here too.
     """
 
     def route(self, x: Tensor, choices: SortedChoices, weight: PackedWeight) -> Tensor:

@@ -18,60 +18,10 @@ from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.ops.experts.reference import Scoring
+from fastgen.compile.ops.experts.tiling import GroupedTiling
 from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 
 _COMBINED = 1024  # features that a program combines
-_ANY_ROWS = 1 << 30
-
-
-@dataclass(frozen=True)
-class GroupedTiling:
-    """How a grouped product is cut: rows, outputs and features of a tile, and what Triton is told."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-# By architecture, and by the rows that an expert gets on average, up to which a tiling holds: few rows read weights as
-# fast as they come, many compute. All build without spilling registers. None of this is measured yet.
-_TILINGS: dict[str, dict[int, GroupedTiling]] = {
-    "sm_80": {
-        16: GroupedTiling(16, 64, 128, 4, 3),
-        64: GroupedTiling(64, 128, 64, 8, 3),
-        _ANY_ROWS: GroupedTiling(128, 128, 32, 8, 4),
-    },
-    "sm_90": {
-        16: GroupedTiling(16, 64, 128, 4, 4),
-        64: GroupedTiling(64, 128, 64, 4, 4),
-        _ANY_ROWS: GroupedTiling(128, 128, 64, 8, 4),
-    },
-    "gfx942": {
-        16: GroupedTiling(16, 64, 128, 4, 2),
-        64: GroupedTiling(64, 64, 64, 4, 2),
-        _ANY_ROWS: GroupedTiling(128, 128, 32, 8, 2),
-    },
-    "interpret": {_ANY_ROWS: GroupedTiling(16, 32, 32, 4, 1)},
-}
-_TILINGS |= {"sm_86": _TILINGS["sm_80"], "sm_89": _TILINGS["sm_80"], "sm_100": _TILINGS["sm_90"]}
-# fp32 products are exact, without tensor cores, and their operands lie in registers.
-_TILING_FP32 = GroupedTiling(16, 32, 32, 4, 1)
-
-
-def grouped_tilings(dtype: str, arch: str) -> dict[int, GroupedTiling]:
-    """The defaults, by the rows that experts get on average, up to which each holds; an unknown architecture gets
-    NVIDIA's oldest."""
-    if dtype == "fp32" and arch != "interpret":
-        return {_ANY_ROWS: _TILING_FP32}
-    return _TILINGS.get(arch, _TILINGS["sm_80"])
-
-
-def grouped_tiling(dtype: str, arch: str, rows_per_expert: float) -> GroupedTiling:
-    """That of :func:`grouped_tilings` where experts get so many rows on average."""
-    tilings = grouped_tilings(dtype, arch)
-    return tilings[min(rows for rows in tilings if rows >= rows_per_expert)]
 
 
 def route_spec(
@@ -86,7 +36,7 @@ def route_spec(
     top_groups: int = 1,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The kernel of :func:`fastgen.compile.ops.experts.reference.route`, for :class:`Route`.
+    """The kernel of :func:`fastgen.compile.ops.experts.reference.route`, for :class:`RouteKernel`.
 
     Raises ``ValueError`` where groups do not divide the experts, or have fewer than ``top_k``.
     """
@@ -109,7 +59,7 @@ def route_spec(
     return KernelSpec("moe_route", "triton", parameters, arguments, {"num_warps": 4}, needed_by=needed_by)
 
 
-class Route:
+class RouteKernel:
     """Launches a kernel of :func:`route_spec`."""
 
     def __init__(self, kernel: Kernel):
@@ -125,7 +75,7 @@ class Route:
 
 
 def sort_spec(num_experts: int, block_m: int, *, block: int = 2048, needed_by: tuple[str, ...] = ()) -> KernelSpec:
-    """The kernel that sorts choices by expert and lists tiles of ``block_m`` rows, for :class:`ExpertTiles`."""
+    """The kernel that sorts choices by expert and lists tiles of ``block_m`` rows, for :class:`SortKernel`."""
     arguments = (
         Argument("experts", "i32", "in"),
         *(Argument(name, "i32", "out") for name in ("order", "tiles", "num_tiles")),
@@ -135,32 +85,56 @@ def sort_spec(num_experts: int, block_m: int, *, block: int = 2048, needed_by: t
     return KernelSpec("moe_sort", "triton", parameters, arguments, {"num_warps": 8}, needed_by=needed_by)
 
 
+@dataclass(frozen=True)
 class ExpertTiles:
-    """The choices of a step, expert by expert; by a kernel of :func:`sort_spec`. For ``max_choices`` at most.
+    """The choices of a step, expert by expert, in static buffers.
 
     ``order [T·k]`` i32 are the choices, numbered ``token · k + place``, sorted by expert and stable. ``tiles [·, 3]``
     i32 are an expert, the first of its rows in ``order`` that is the tile's, and the end of the expert's rows;
     ``num_tiles [1]`` says how many there are.
     """
 
-    def __init__(self, kernel: Kernel, *, max_choices: int, device: torch.device):
-        self._kernel = kernel
-        self.num_experts = int(kernel.spec.parameters["E"] or 0)
-        self.block_m = int(kernel.spec.parameters["block_m"] or 0)
-        self.order = torch.zeros(max_choices, dtype=torch.int32, device=device)
-        self.tiles = torch.zeros(self.most_tiles(max_choices), 3, dtype=torch.int32, device=device)
-        self.num_tiles = torch.zeros(1, dtype=torch.int32, device=device)
+    num_experts: int
+    block_m: int
+    order: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
 
     def most_tiles(self, num_choices: int) -> int:
         """As many as there can be, however tokens choose."""
-        return num_choices // self.block_m + min(self.num_experts, num_choices)
+        return _most_tiles(num_choices, self.block_m, self.num_experts)
 
-    def __call__(self, experts: Tensor) -> None:
-        """``experts [T, k]`` i32, each below ``E``. Raises ``ValueError`` for more choices than there is room for."""
-        if experts.numel() > len(self.order):
-            raise ValueError(f"experts {tuple(experts.shape)}: made for at most {len(self.order)} choices")
-        grid = (self.num_experts if experts.numel() else 0,)
-        self._kernel(grid, experts, self.order, self.tiles, self.num_tiles, experts.numel())
+
+class SortKernel:
+    """Launches a kernel of :func:`sort_spec` for up to ``max_choices`` choices; fills its :class:`ExpertTiles`."""
+
+    def __init__(self, kernel: Kernel, *, max_choices: int, device: torch.device):
+        self._kernel = kernel
+        num_experts, block_m = (int(kernel.spec.parameters[name] or 0) for name in ("E", "block_m"))
+        most_tiles = _most_tiles(max_choices, block_m, num_experts)
+        self.tiles = ExpertTiles(
+            num_experts,
+            block_m,
+            order=torch.zeros(max_choices, dtype=torch.int32, device=device),
+            tiles=torch.zeros(most_tiles, 3, dtype=torch.int32, device=device),
+            num_tiles=torch.zeros(1, dtype=torch.int32, device=device),
+        )
+
+    def __call__(self, experts: Tensor) -> ExpertTiles:
+        """``experts [T, k]`` i32, each below ``E``. Returns the same tiles each time.
+
+        Raises ``ValueError`` for more choices than there is room for.
+        """
+        tiles = self.tiles
+        if experts.numel() > len(tiles.order):
+            raise ValueError(f"experts {tuple(experts.shape)}: made for at most {len(tiles.order)} choices")
+        grid = (tiles.num_experts if experts.numel() else 0,)
+        self._kernel(grid, experts, tiles.order, tiles.tiles, tiles.num_tiles, experts.numel())
+        return tiles
+
+
+def _most_tiles(num_choices: int, block_m: int, num_experts: int) -> int:
+    return num_choices // block_m + min(num_experts, num_choices)
 
 
 def grouped_linear_spec(
@@ -174,7 +148,7 @@ def grouped_linear_spec(
     bias: bool = False,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The kernel of :func:`fastgen.compile.ops.linear.reference.grouped_linear`, for :class:`TritonGroupedLinear`.
+    """The kernel of :func:`fastgen.compile.ops.linear.reference.grouped_linear`, for :class:`GroupedLinearKernel`.
 
     With ``top_k`` it reads for each choice its token's row of ``x``, ``choice // top_k``; else rows lie sorted. Where
     it ``scatters``, it writes row ``choice``; else sorted rows.
@@ -194,7 +168,7 @@ def grouped_linear_spec(
     return KernelSpec("grouped_linear", "triton", parameters, arguments, options, needed_by=needed_by)
 
 
-class TritonGroupedLinear:
+class GroupedLinearKernel:
     """Launches a kernel of :func:`grouped_linear_spec`."""
 
     def __init__(self, kernel: Kernel):
@@ -220,7 +194,7 @@ class TritonGroupedLinear:
 
 
 def combine_spec(num_features: int, top_k: int, dtype: str, *, needed_by: tuple[str, ...] = ()) -> KernelSpec:
-    """The kernel that weighs and sums the ``k`` rows of each token, for :class:`Combine`."""
+    """The kernel that weighs and sums the ``k`` rows of each token, for :class:`CombineKernel`."""
     block = min(_COMBINED, max(32, power_of_2(num_features)))
     arguments = (
         Argument("outputs", dtype, "in"),
@@ -232,7 +206,7 @@ def combine_spec(num_features: int, top_k: int, dtype: str, *, needed_by: tuple[
     return KernelSpec("moe_combine", "triton", parameters, arguments, options, needed_by=needed_by)
 
 
-class Combine:
+class CombineKernel:
     """Launches a kernel of :func:`combine_spec`."""
 
     def __init__(self, kernel: Kernel):

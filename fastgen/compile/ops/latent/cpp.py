@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
-from fastgen.compile.ops.qkv.cpp import HeadNorm
+from fastgen.compile.ops.qkv.head_norm import HeadNorm
 from fastgen.compile.spec import Argument, KernelSpec, Value
 
 
@@ -42,7 +42,7 @@ def latent_spec(
         (
             Argument("kv", "fp32", "out"),
             Argument("q", "fp32", "in"),
-            *norm.arguments("kv"),
+            *norm.arguments("kv", "fp32"),
             Argument("cos_sin", "fp32", "in"),
             Argument("positions", "i32", "in"),
             Argument("mapped", "fp32", "out"),
@@ -65,7 +65,7 @@ class LatentKernel:
         self, kv: Tensor, q: Tensor, mapped: Tensor, positions: Tensor, cache: Tensor, slots: Tensor, **given: Tensor
     ) -> None:
         """Norm the latent vectors and rotate the keys of ``kv [T, rank + rope]`` in place, and write both to ``slots
-        [T]`` i64 of ``cache``, as :func:`~fastgen.compile.ops.attention.cpp.empty_cpp_cache` makes it. Rotate the last
+        [T]`` i64 of ``cache``, as :func:`~fastgen.compile.ops.attention.cpp.empty_cache` makes it. Rotate the last
         ``rope`` features of each head of ``q [T, N, nope + rope]`` into the last of ``mapped [T, N, rank + rope]``.
 
         ``positions [T]`` i32; ``given`` are ``cos_sin [max_positions, R]``, ``kv_norm_weight`` and ``kv_norm_bias``.

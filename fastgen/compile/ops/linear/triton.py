@@ -1,30 +1,163 @@
-"""Linear layers on the ``triton`` target: few rows by kernels of our own, many by the library that torch calls."""
+"""Linear layers on a GPU: few rows by kernels of our own, many by the library that torch calls.
+
+A kernel for few rows, 1 to 64, is as fast as the weights can be read, whole or in few bits. Programs share the outputs,
+and where those are too few to keep the device busy the features too: then each leaves its part in fp32, and a second
+kernel adds the parts in a fixed order, so that the same call gives the same bits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.capture.recording import library_call
-from fastgen.compile.ops.linear.few_row import (
-    MAX_ROWS,
-    FewRowLinear,
-    FewRowShape,
-    SplitK,
-    default_split,
-    few_row_specs,
-    row_tile,
-    usual_num_sms,
-)
-from fastgen.compile.spec import KernelSpec
-from fastgen.compile.weights.quantized import DequantizeKernel, QuantizedWeight, dequantize_spec
+from fastgen.compile.ops.linear.tiling import MAX_ROWS, FewRowShape, SplitK, default_split, row_tile, usual_num_sms
+from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
+from fastgen.compile.weights.formats import GROUP, WeightOnlyFormat
+from fastgen.compile.weights.quantized import CODES, SCALES, QuantizedWeight
 
 _TILES = (16, 32, 64)
 # Of 64 rows that read weights in few bits again, before laying them out whole for the library moves fewer bytes.
 _MOST_PIECES = 3
+_BLOCK = 1024  # weights that a program dequantizes, eight for each of its threads
+
+
+@dataclass(frozen=True)
+class FewRowSpecs:
+    """The kernels of one layer for up to ``row_tile`` rows, in the order in which they are launched."""
+
+    main: KernelSpec
+    reduce: KernelSpec | None
+    num_splits: int
+    out_features: int
+
+    def workspace_numel(self, num_rows: int) -> int:
+        """Numbers in fp32 that the parts of ``num_rows`` take; 0 where there are none."""
+        return 0 if self.reduce is None else self.num_splits * num_rows * self.out_features
+
+
+def few_row_specs(shape: FewRowShape, num_rows: int, split: SplitK, *, needed_by: tuple[str, ...] = ()) -> FewRowSpecs:
+    """The kernels for up to ``row_tile(num_rows)`` rows. Splits that would have nothing to do are left out.
+
+    Raises ``ValueError`` for sizes that are not positive, for more than 64 rows, and for tiles that cut through groups.
+    """
+    if min(shape.out_features, shape.in_features) < 1:
+        raise ValueError(f"{shape}: sizes must be positive")
+    if shape.weight == "int4_weight_only" and split.block_k % GROUP:
+        raise ValueError(f"{split}: int4 weights come in groups of {GROUP} features")
+    steps = -(-shape.in_features // split.block_k)
+    share = -(-steps // split.num_splits)
+    num_splits = -(-steps // share)
+    out_dtype = shape.out_dtype or shape.dtype
+    parameters: dict[str, Value] = {
+        "OUT": shape.out_features,
+        "IN": shape.in_features,
+        "dtype": shape.dtype,
+        "weight": shape.weight,
+        "bias": shape.bias and num_splits == 1,
+        "out_dtype": out_dtype if num_splits == 1 else "fp32",
+        "block_m": row_tile(num_rows),
+        "block_n": split.block_n,
+        "block_k": split.block_k,
+        "splits": num_splits,
+        "share": share,
+    }
+    bias = [Argument("bias", shape.dtype, "in")] if shape.bias else []
+    rows = Argument("num_rows", "i32", "scalar")
+    arguments = [Argument("x", shape.dtype, "in"), Argument("weight", shape.weight_dtype, "in")]
+    if shape.weight != "plain":
+        arguments.append(Argument("scale", SCALES[shape.weight], "in"))
+    arguments += bias if num_splits == 1 else []
+    arguments += [Argument("out", out_dtype if num_splits == 1 else "fp32", "out"), rows]
+    options: dict[str, Value] = {"num_warps": split.num_warps, "num_stages": split.num_stages}
+    main = KernelSpec("few_row_linear", "triton", parameters, tuple(arguments), options, needed_by=needed_by)
+    if num_splits == 1:
+        return FewRowSpecs(main, None, 1, shape.out_features)
+    block = min(512, max(32, power_of_2(shape.out_features)))
+    reduce = KernelSpec(
+        "few_row_reduce",
+        "triton",
+        {"OUT": shape.out_features, "splits": num_splits, "dtype": out_dtype, "bias": shape.bias, "block": block},
+        (Argument("part", "fp32", "in"), *bias, Argument("out", out_dtype, "out"), rows),
+        {"num_warps": max(1, block // 128)},
+        needed_by=needed_by,
+    )
+    return FewRowSpecs(main, reduce, num_splits, shape.out_features)
+
+
+class FewRowKernel:
+    """Launches kernels of :func:`few_row_specs`. ``workspace`` is fp32 and holds ``workspace_numel`` numbers for the
+    rows it is called with; layers may share one, since each call is done with it when the next begins."""
+
+    def __init__(self, main: Kernel, reduce: Kernel | None, workspace: Tensor | None):
+        if (reduce is None) != (workspace is None):
+            raise ValueError("a workspace is needed where features are split, and nowhere else")
+        self._main, self._reduce, self._workspace = main, reduce, workspace
+        out_features, self._max_rows = _number(main, "OUT"), _number(main, "block_m")
+        self._grid = -(-out_features // _number(main, "block_n")), _number(main, "splits")
+        self._reduce_tiles = 0 if reduce is None else -(-out_features // _number(reduce, "block"))
+
+    def __call__(self, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+        """``x [T, in]``, ``weight [out, in]``, ``bias [out]``, ``out [T, out]``, contiguous. A bias that the kernel was
+        not made for is not looked at. Raises ``ValueError`` for more rows than the kernels compute.
+        """
+        num_rows = len(x)
+        if num_rows > self._max_rows:
+            raise ValueError(f"{num_rows} rows: these kernels compute up to {self._max_rows}")
+        if num_rows == 0:
+            return
+        target = out if self._workspace is None else self._workspace
+        given = {"x": x, "weight": weight, "bias": bias, "out": target}
+        if isinstance(weight, QuantizedWeight):
+            given |= {"weight": weight.codes, "scale": weight.scale}
+        self._main(self._grid, *(given[each.name] for each in self._main.spec.arguments[:-1]), num_rows)
+        if self._reduce is not None:
+            given = {"part": target, "bias": bias, "out": out}
+            names = [each.name for each in self._reduce.spec.arguments[:-1]]
+            self._reduce((num_rows * self._reduce_tiles,), *(given[name] for name in names), num_rows)
+
+
+def _number(kernel: Kernel, name: str) -> int:
+    value = kernel.spec.parameters[name]
+    assert isinstance(value, int)
+    return value
+
+
+def dequantize_spec(
+    in_features: int, weight: WeightOnlyFormat, dtype: str, *, needed_by: tuple[str, ...] = ()
+) -> KernelSpec:
+    """The Triton kernel that lays a weight of ``in_features`` out whole, rounded to ``dtype``, for
+    :class:`DequantizeKernel`."""
+    block = min(_BLOCK, max(32, power_of_2(in_features)))
+    parameters: dict[str, Value] = {"IN": in_features, "weight": weight, "dtype": dtype}
+    return KernelSpec(
+        "dequantize",
+        "triton",
+        parameters | {"block": block, "tiles": -(-in_features // block)},
+        (
+            Argument("codes", CODES[weight], "in"),
+            Argument("scale", SCALES[weight], "in"),
+            Argument("out", dtype, "out"),
+        ),
+        {"num_warps": max(1, block // 256)},
+        needed_by=needed_by,
+    )
+
+
+class DequantizeKernel:
+    """Launches a kernel of :func:`dequantize_spec`."""
+
+    def __init__(self, kernel: Kernel):
+        self._kernel, self._tiles = kernel, kernel.spec.parameters["tiles"]
+
+    def __call__(self, weight: QuantizedWeight, out: Tensor) -> None:
+        """``out [out, in]``, contiguous."""
+        assert isinstance(self._tiles, int)
+        self._kernel((weight.out_features * self._tiles,), weight.codes, weight.scale, out)
 
 
 def row_tiles(shape: FewRowShape, arch: str) -> list[tuple[int, SplitK]]:
@@ -32,7 +165,7 @@ def row_tiles(shape: FewRowShape, arch: str) -> list[tuple[int, SplitK]]:
     return [(rows, default_split(shape, rows, arch, usual_num_sms(arch))) for rows in _TILES]
 
 
-class TritonLinear:
+class LinearKernel:
     """``x Wᵀ + b`` for any number of rows, the weights as they are stored.
 
     Which kernel computes a call depends on its number of rows alone. ``split_for(rows)`` says how those for up to so
@@ -57,7 +190,7 @@ class TritonLinear:
             self._whole = whole[: shape.out_features * shape.in_features].view(shape.out_features, shape.in_features)
             spec = dequantize_spec(shape.in_features, shape.weight, shape.dtype, needed_by=needed_by)
             self._dequantize = DequantizeKernel(load(spec))
-        self._few: dict[int, FewRowLinear] = {}
+        self._few: dict[int, FewRowKernel] = {}
         for rows in _TILES:
             if (split := split_for(rows)) is None:
                 assert shape.library_serves, f"{shape}: the library cannot compute it"
@@ -66,7 +199,7 @@ class TritonLinear:
             reduce, workspace = None, None
             if specs.reduce is not None:
                 reduce, workspace = load(specs.reduce), get_workspace(specs.workspace_numel(rows))
-            self._few[rows] = FewRowLinear(load(specs.main), reduce, workspace)
+            self._few[rows] = FewRowKernel(load(specs.main), reduce, workspace)
 
     def __call__(self, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
         """``x [T, in]``, ``weight [out, in]``, ``bias [out]``, ``out [T, out]``, contiguous."""

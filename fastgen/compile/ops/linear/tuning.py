@@ -13,18 +13,10 @@ from torch import Tensor
 
 from fastgen.compile.build.autotune import Way
 from fastgen.compile.build.loader import KernelLoader
-from fastgen.compile.ops.linear.few_row import (
-    FewRowLinear,
-    FewRowShape,
-    FewRowSpecs,
-    SplitK,
-    candidate_splits,
-    few_row_specs,
-    usual_num_sms,
-)
-from fastgen.compile.ops.linear.triton import TritonLinear
+from fastgen.compile.ops.linear.tiling import FewRowShape, SplitK, candidate_splits, usual_num_sms
+from fastgen.compile.ops.linear.triton import FewRowKernel, FewRowSpecs, LinearKernel, dequantize_spec, few_row_specs
 from fastgen.compile.spec import torch_dtype
-from fastgen.compile.weights.quantized import QuantizedWeight, dequantize_spec, quantized
+from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 
 _READ_BYTES = 128 << 20  # of weights, one copy after the other, so that caches do not hold them
 
@@ -57,7 +49,7 @@ def _start_kernels(
 ) -> tuple[Callable[[], None], Tensor]:
     reduce = None if specs.reduce is None else loader.load(specs.reduce)
     workspace = torch.empty(specs.workspace_numel(num_rows), device=device) if reduce else None
-    kernel = FewRowLinear(loader.load(specs.main), reduce, workspace)
+    kernel = FewRowKernel(loader.load(specs.main), reduce, workspace)
     x, weights, bias = _inputs(shape, num_rows, device)
     out = torch.empty(num_rows, shape.out_features, dtype=torch_dtype(shape.out_dtype or shape.dtype), device=device)
 
@@ -73,7 +65,7 @@ def _start_library(
 ) -> tuple[Callable[[], None], Tensor]:
     x, weights, bias = _inputs(shape, num_rows, device)
     whole = torch.empty(shape.out_features * shape.in_features, dtype=x.dtype, device=device)
-    linear = TritonLinear(shape, loader.load, torch.empty, lambda rows: None, whole=whole)
+    linear = LinearKernel(shape, loader.load, torch.empty, lambda rows: None, whole=whole)
     out = torch.empty(num_rows, shape.out_features, dtype=x.dtype, device=device)
 
     def run() -> None:

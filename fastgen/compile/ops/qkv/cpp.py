@@ -6,42 +6,11 @@ The reference is :mod:`~fastgen.compile.ops.norm.reference`, :mod:`~fastgen.comp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
+from fastgen.compile.ops.qkv.head_norm import HeadNorm, norm_arguments, norm_parameters
 from fastgen.compile.spec import Argument, KernelSpec, Value
-
-
-@dataclass(frozen=True)
-class HeadNorm:
-    """A norm of queries or keys: of each head by itself, or ``over_all`` laid together; ``per_head`` where each has a
-    weight of its own."""
-
-    kind: Literal["rms", "layer"]
-    eps: float
-    offset: float = 0.0
-    over_all: bool = False
-    per_head: bool = False
-    weight: bool = True
-    bias: bool = False
-
-    def parameters(self, prefix: str) -> dict[str, Value]:
-        return {
-            f"{prefix}_norm": self.kind,
-            f"{prefix}_over": "all" if self.over_all else "head",
-            f"{prefix}_per_head": self.per_head,
-            f"{prefix}_weight": self.weight,
-            f"{prefix}_bias": self.bias,
-            f"{prefix}_eps": self.eps,
-            f"{prefix}_offset": self.offset or None,
-        }
-
-    def arguments(self, prefix: str) -> list[Argument]:
-        names = [name for name, there in (("weight", self.weight), ("bias", self.bias)) if there]
-        return [Argument(f"{prefix}_norm_{name}", "fp32", "in") for name in names]
 
 
 def qkv_spec(
@@ -63,9 +32,8 @@ def qkv_spec(
     parameters |= {"dtype": cache_dtype, "R": rotary_dim or None, "interleaved": interleaved}
     arguments = [Argument("qkv", "fp32", "out")]
     for prefix, norm in (("q", q_norm), ("k", k_norm)):
-        absent = dict.fromkeys(HeadNorm("rms", 0.0).parameters(prefix))
-        parameters |= absent if norm is None else norm.parameters(prefix)
-        arguments += [] if norm is None else norm.arguments(prefix)
+        parameters |= norm_parameters(norm, prefix)
+        arguments += norm_arguments(norm, prefix, "fp32")
     if rotary_dim:
         arguments += [Argument("cos_sin", "fp32", "in"), Argument("positions", "i32", "in")]
     arguments += [Argument("k_cache", cache_dtype, "out"), Argument("v_cache", cache_dtype, "out")]
@@ -84,7 +52,7 @@ class QkvKernel:
         self, qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **given: Tensor
     ) -> None:
         """Norm and rotate the queries in ``qkv [T, (N + 2K) * D]`` in place, and write its keys and values, normed and
-        rotated too, to ``slots [T]`` i64 of caches as :func:`~fastgen.compile.ops.attention.cpp.empty_cpp_cache` makes
+        rotated too, to ``slots [T]`` i64 of caches as :func:`~fastgen.compile.ops.attention.cpp.empty_cache` makes
         them. ``positions [T]`` i32; ``given`` are ``cos_sin [max_positions, R]`` and the norms' weights and biases.
         """
         given |= {"qkv": qkv, "positions": positions, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}

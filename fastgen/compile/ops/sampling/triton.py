@@ -95,7 +95,7 @@ def sampling_specs(
     chunk: int = 1024,
     needed_by: tuple[str, ...] = (),
 ) -> SamplingSpecs:
-    """The kernels for a vocabulary, for :class:`SamplingKernels`.
+    """The kernels for a vocabulary, for :class:`SamplingKernel`.
 
     ``num_top`` is how many of the likeliest tokens' log-probabilities are computed where a slot asks for them; with 0
     only those of the tokens themselves, with ``None`` none. What ``penalties``, ``mask`` or ``bias`` leave out no slot
@@ -155,7 +155,7 @@ def sampling_specs(
     )
 
 
-class SamplingKernels:
+class SamplingKernel:
     """Samples up to ``max_rows`` rows by the parameters of ``max_slots`` slots.
 
     Its buffers are what callers write to: ``reals [S, 6]``, ``integers [S, 4]`` and ``seeds [S]`` by :meth:`write`;
@@ -250,7 +250,7 @@ class SamplingKernels:
 _TORCH = {"fp32": torch.float32, "i32": torch.int32, "i64": torch.int64}
 
 
-def row_status(token_id: int) -> RowStatus:
+def token_status(token_id: int) -> RowStatus:
     """Of a row, by what it has in ``token_ids``."""
     return RowStatus(max(-token_id, 0))
 

@@ -1,0 +1,136 @@
+"""How the Triton kernels of paged attention are cut: tile sizes by architecture and head size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.spec import power_of_2
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a kernel is cut: rows of a query tile, keys of a KV tile, Triton's options, and how many programs a
+    multiprocessor holds at once, which matters for decodes
+    (see :class:`fastgen.compile.ops.attention.triton.AttentionPlan`).
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 1
+
+    @property
+    def maxnreg(self) -> int:
+        """Registers that a thread may have, for so many programs to fit one of NVIDIA's multiprocessors.
+
+        Left to itself the assembler takes more where it can, and spills some where that makes room for one program
+        more, which nothing is planned for.
+        """
+        return min(255, _SM_REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
+
+
+_SM_REGISTERS = 65536  # of a multiprocessor, given out eight a thread at a time
+
+
+# Tile sizes, by architecture and by the features of the larger of a key and a value, up to which they hold: the largest
+# that build without spilling registers and fit shared memory (99 KiB on sm_86 and sm_89, 64 KiB on gfx942). On Hopper,
+# 128 rows take two warp groups and halve what is read of keys and values against 64. None of this is measured yet.
+# Of n stages Triton has (n - 1) // 2 for keys and values, since where they lie is loaded first. With five, the next
+# tile is on its way while one is computed on; with three it is fetched in between, which only other programs of the
+# same multiprocessor hide, and tiles of chunks leave room for none. So these would rather be smaller than have three.
+_CHUNKS: dict[str, dict[int, Tiling]] = {
+    "sm_80": {
+        80: Tiling(128, 64, 8, 5),
+        128: Tiling(128, 32, 8, 5),
+        192: Tiling(64, 64, 8, 5),
+        256: Tiling(64, 32, 8, 5),
+        576: Tiling(32, 32, 8, 5),
+    },
+    "sm_86": {
+        80: Tiling(128, 64, 8, 5),
+        192: Tiling(128, 32, 8, 5),
+        256: Tiling(64, 16, 8, 5),
+        576: Tiling(32, 16, 8, 5),
+    },
+    "sm_90": {192: Tiling(128, 64, 8, 5), 256: Tiling(64, 64, 8, 5), 576: Tiling(32, 64, 8, 5)},
+    "gfx942": {128: Tiling(128, 32, 4, 2), 256: Tiling(64, 32, 4, 2), 576: Tiling(16, 32, 4, 1)},
+    "interpret": {1024: Tiling(32, 16, 4, 1)},
+}
+_CHUNKS |= {"sm_89": _CHUNKS["sm_86"], "sm_100": {**_CHUNKS["sm_90"], 576: Tiling(32, 32, 8, 5)}}
+# Query tiles of decodes have 16 rows, the least that tensor cores take; more where more heads share a KV head, so that
+# its keys and values are not read again for each 16 of them: up to 64 rows, or 32 where a head is large.
+_DECODES: dict[str, dict[int, Tiling]] = {
+    "sm_80": {
+        64: Tiling(16, 64, 4, 3, programs_per_sm=4),
+        80: Tiling(16, 64, 4, 3, programs_per_sm=2),
+        128: Tiling(16, 64, 4, 3, programs_per_sm=3),
+        256: Tiling(16, 32, 4, 3, programs_per_sm=2),
+        576: Tiling(16, 32, 4, 2, programs_per_sm=2),
+    },
+    "sm_86": {
+        64: Tiling(16, 64, 4, 3, programs_per_sm=4),
+        80: Tiling(16, 64, 4, 3, programs_per_sm=2),
+        128: Tiling(16, 32, 4, 3, programs_per_sm=3),
+        256: Tiling(16, 32, 4, 3, programs_per_sm=2),
+        576: Tiling(16, 32, 4, 2, programs_per_sm=1),
+    },
+    "gfx942": {
+        128: Tiling(16, 64, 4, 2, programs_per_sm=2),
+        256: Tiling(16, 32, 4, 2, programs_per_sm=2),
+        576: Tiling(16, 16, 4, 1, programs_per_sm=1),
+    },
+    "interpret": {1024: Tiling(16, 16, 4, 1, programs_per_sm=2)},
+}
+_DECODES |= {"sm_89": _DECODES["sm_86"], "sm_100": _DECODES["sm_80"]}
+# Three programs, which gathered keys leave room for, would make whole blocks spill.
+_DECODES |= {"sm_90": {**_DECODES["sm_80"], 128: Tiling(16, 64, 4, 3, programs_per_sm=2)}}
+# Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise,
+# by Triton 3.6 or by later ones.
+_CHUNKS_GATHERED = {"sm_90": {256: Tiling(64, 32, 8, 5), 576: Tiling(32, 32, 8, 5)}}
+_CHUNKS_GATHERED |= {"sm_100": _CHUNKS_GATHERED["sm_90"]}
+_DECODES_GATHERED = {"sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4)}, "sm_90": {128: _DECODES["sm_80"][128]}}
+# fp32 dots are exact, without tensor cores, and their operands lie in registers.
+_CHUNKS_FP32, _DECODES_FP32 = Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1, programs_per_sm=1)
+
+
+def chunk_tiling(shape: AttentionShape, arch: str) -> Tiling:
+    """The default; an architecture that is not listed gets the smallest of NVIDIA's."""
+    if shape.dtype == "fp32" and arch != "interpret":
+        return _CHUNKS_FP32
+    return _smallest_that_holds(_CHUNKS.get(arch, _CHUNKS["sm_86"]), _CHUNKS_GATHERED.get(arch, {}), shape)
+
+
+def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
+    """The default; an architecture that is not listed gets the smallest of NVIDIA's."""
+    if shape.dtype == "fp32" and arch != "interpret":
+        return _DECODES_FP32
+    tiling = _smallest_that_holds(_DECODES.get(arch, _DECODES["sm_86"]), _DECODES_GATHERED.get(arch, {}), shape)
+    largest = 64 if shape.head_dim <= 128 else 32
+    block_m = min(max(16, power_of_2(shape.group_size)), largest)
+    if block_m == tiling.block_m:
+        return tiling
+    return replace(tiling, block_m=block_m, num_warps=2 * tiling.num_warps, programs_per_sm=1)
+
+
+def candidate_tilings(default: Tiling) -> list[Tiling]:
+    """What is worth measuring beside a default, which comes first: KV tiles halved and doubled, one less and one more
+    of them on its way, and query tiles of half as many rows by half as many warps."""
+    found = [default]
+    if default.block_n > 16:
+        found.append(replace(default, block_n=default.block_n // 2))
+    found.append(replace(default, block_n=default.block_n * 2))
+    step = 2 if default.num_stages > 2 else 1  # NVIDIA's: see the table
+    found += [replace(default, num_stages=default.num_stages + change) for change in (-step, step)]
+    if default.block_m > 32:
+        found.append(replace(default, block_m=default.block_m // 2, num_warps=max(4, default.num_warps // 2)))
+    return [tiling for tiling in found if tiling.num_stages > 0]
+
+
+def _smallest_that_holds(tilings: dict[int, Tiling], gathered: dict[int, Tiling], shape: AttentionShape) -> Tiling:
+    size = max(shape.head_dim, shape.v_dim)
+    if size > max(tilings):
+        raise ValueError(f"{shape}: heads of more than {max(tilings)} features do not fit")
+    limit = min(limit for limit in tilings if limit >= size)
+    return gathered.get(limit, tilings[limit]) if shape.block_size < tilings[limit].block_n else tilings[limit]

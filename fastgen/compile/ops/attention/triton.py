@@ -1,0 +1,280 @@
+"""Paged attention on a GPU: one kernel for chunks, one for decodes, and one that joins the parts of decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fastgen.compile.build.builder import Kernel
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.attention.tiling import Tiling, chunk_tiling, decode_tiling
+from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
+
+# A sequence with at most so many new tokens is a decode (a token and its drafts), one with more is a chunk.
+MAX_DECODE_QUERIES = 8
+
+# KV tiles that a program is started for at least: fewer would take less time than their parts take to combine.
+_MIN_SHARE = 2
+
+
+@dataclass(frozen=True)
+class AttentionSpecs:
+    """The kernels of one attention, in the order in which they are launched, and how they are cut."""
+
+    shape: AttentionShape
+    chunk: Tiling
+    decode: Tiling
+    plan: KernelSpec
+    chunks: KernelSpec
+    decodes: KernelSpec
+    combine: KernelSpec
+
+
+def attention_specs(
+    shape: AttentionShape,
+    *,
+    max_num_seqs: int,
+    arch: str,
+    chunk: Tiling | None = None,
+    decode: Tiling | None = None,
+    needed_by: tuple[str, ...] = (),
+) -> AttentionSpecs:
+    """The kernels for batches of at most ``max_num_seqs`` sequences; tile sizes are ``arch``'s unless given."""
+    chunk = chunk or chunk_tiling(shape, arch)
+    decode = decode or decode_tiling(shape, arch)
+    return AttentionSpecs(
+        shape,
+        chunk,
+        decode,
+        _plan(shape, chunk, decode, max_num_seqs, needed_by),
+        _attend("chunks", shape, chunk, arch, needed_by),
+        _attend("decodes", shape, decode, arch, needed_by),
+        _combine(shape, decode, needed_by),
+    )
+
+
+def _plan(
+    shape: AttentionShape, chunk: Tiling, decode: Tiling, max_num_seqs: int, needed_by: tuple[str, ...]
+) -> KernelSpec:
+    parameters = {
+        "G": shape.group_size,
+        "chunk_m": chunk.block_m,
+        "decode_m": decode.block_m,
+        "decode_n": decode.block_n,
+        "window": shape.sliding_window,
+        "block_s": power_of_2(max_num_seqs),
+        "max_decode": MAX_DECODE_QUERIES,
+        "min_share": _MIN_SHARE,
+    }
+    arguments = (
+        *(Argument(name, "i32", "in") for name in ("cu_seqlens_q", "seq_lens")),
+        *(Argument(name, "i32", "out") for name in ("chunk_tiles", "decode_tiles", "shares", "counts")),
+        *(Argument(name, "i32", "scalar") for name in ("num_seqs", "num_programs")),
+    )
+    return KernelSpec("attention_plan", "triton", parameters, arguments, {"num_warps": 4}, needed_by=needed_by)
+
+
+def _attend(
+    kind: Literal["chunks", "decodes"], shape: AttentionShape, tiling: Tiling, arch: str, needed_by: tuple[str, ...]
+) -> KernelSpec:
+    d_parts, v_parts = _parts(shape.head_dim), _parts(shape.v_dim)
+    v_is_k = shape.values_in_keys and (shape.v_dim == d_parts[0] or v_parts == d_parts)
+    parameters: dict[str, Value] = {
+        "kind": kind,
+        "N": shape.num_heads,
+        "K": shape.num_kv_heads,
+        "D": shape.head_dim,
+        "DV": shape.v_dim,
+        "P": shape.block_size,
+        "dtype": shape.dtype,
+        "window": shape.sliding_window,
+        "alibi": shape.alibi,
+        "alibi_dtype": shape.alibi_dtype if shape.alibi else None,
+        "softcap": shape.softcap,
+        "sinks": shape.sinks,
+        "block_m": tiling.block_m,
+        "block_n": tiling.block_n,
+        "d_high": d_parts[0],
+        "d_low": d_parts[1],
+        "v_high": v_parts[0],
+        "v_low": v_parts[1],
+        "v_is_k": v_is_k,
+        "v_stride": shape.head_dim if shape.values_in_keys else shape.v_dim,
+        "q_stride": shape.q_stride,
+        "scale": float(shape.scale),
+    }
+    lists = ("chunk_tiles",) if kind == "chunks" else ("decode_tiles", "shares")
+    arguments = (
+        *(Argument(name, shape.dtype, "in") for name in ("q", "k_cache", *(() if v_is_k else ("v_cache",)))),
+        *(Argument(name, "i32", "in") for name in ("block_tables", "cu_seqlens_q", "seq_lens")),
+        *([Argument("slopes", shape.alibi_dtype, "in")] if shape.alibi else []),
+        *([Argument("sinks", "fp32", "in")] if shape.sinks else []),
+        *(Argument(name, "i32", "in") for name in (*lists, "counts")),
+        Argument("out", shape.dtype, "out"),
+        *(Argument(name, "fp32", "out") for name in _PARTS if kind == "decodes"),
+        Argument("max_blocks", "i32", "scalar"),
+    )
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    if arch.startswith("sm_"):
+        options["maxnreg"] = tiling.maxnreg
+    return KernelSpec("attention", "triton", parameters, arguments, options, needed_by=needed_by)
+
+
+_PARTS = ("part", "part_best", "part_total")
+
+
+def _combine(shape: AttentionShape, decode: Tiling, needed_by: tuple[str, ...]) -> KernelSpec:
+    block_d = power_of_2(shape.v_dim)
+    rows = 4 if block_d <= 256 else 1
+    parameters: dict[str, Value] = {
+        "N": shape.num_heads,
+        "K": shape.num_kv_heads,
+        "DV": shape.v_dim,
+        "dtype": shape.dtype,
+        "block_m": decode.block_m,
+        "block_d": block_d,
+        "rows": rows,
+        "parts": max(1, 4096 // (rows * block_d)),
+    }
+    arguments = (
+        *(Argument(name, "i32", "in") for name in ("cu_seqlens_q", "decode_tiles", "shares", "counts")),
+        *(Argument(name, "fp32", "in") for name in _PARTS),
+        Argument("out", shape.dtype, "out"),
+        *(Argument(name, "i32", "scalar") for name in ("num_seqs", "num_tokens")),
+    )
+    return KernelSpec("attention_combine", "triton", parameters, arguments, {"num_warps": 4}, needed_by=needed_by)
+
+
+def _parts(size: int) -> tuple[int, int | None]:
+    """The powers of two, 16 at least, that a head is cut into: two that make it up exactly, or one that holds it."""
+    high = 1 << (size.bit_length() - 1)
+    low = size - high
+    return (high, low) if low >= 16 and low.bit_count() == 1 else (max(16, power_of_2(size)), None)
+
+
+class AttentionPlan:
+    """The work lists of a step and the room for parts, in static buffers; serves every layer of the same shape.
+
+    Filled on the device, from lengths that never come to the host. A *query tile* is ``block_m`` (query, head) pairs of
+    one sequence and one KV head.
+
+    ================  ===================  ========================================================================
+    buffer            shape                what it holds
+    ================  ===================  ========================================================================
+    ``counts``        ``[3]``              query tiles of chunks; KV tiles of all decodes; a program's share of these
+    ``chunk_tiles``   ``[…, 2]``           a query tile of a chunk: its sequence, its first row
+    ``decode_tiles``  ``[…, 4]``           a query tile of a decode: sequence, first row, KV tiles before it, its own
+    ``shares``        ``[programs, 2]``    the query tiles in which a program's share begins and ends
+    ``part`` …        ``[2 programs, …]``  what a program computed of a query tile that it shares with others
+    ================  ===================  ========================================================================
+
+    Worked example: one KV head, KV tiles of 64 keys, 3 programs, decodes at lengths 200, 64 and 500. They are 4 + 1 + 8
+    KV tiles, so a share is 5. Program 0 does the first two sequences, program 1 the first five tiles of the third,
+    program 2 the last three; their two parts are combined.
+
+    Why shares rather than a number of splits: with P programs and W KV tiles, whole sequences leave programs idle when
+    there are fewer of them than P or when their number is a little above a multiple of P, and any fixed number of
+    splits is wrong for some batch. Even shares of the whole line end at the same time for every batch; the price is at
+    most P − 1 cuts, whose parts are a static 2 P slots whatever the batch. P is what the multiprocessors hold at once
+    (``Tiling.programs_per_sm``), over the KV heads. (After Sanovar et al., "Lean Attention", 2024.)
+    """
+
+    def __init__(
+        self,
+        specs: AttentionSpecs,
+        load: Callable[[KernelSpec], Kernel],
+        *,
+        token_budget: int,
+        max_num_seqs: int,
+        num_sms: int,
+        device: torch.device,
+    ):
+        self.shape, self.token_budget, self.max_num_seqs = specs.shape, token_budget, max_num_seqs
+        self.chunk_m, self.decode_m = specs.chunk.block_m, specs.decode.block_m
+        self.num_programs = max(1, num_sms * specs.decode.programs_per_sm // self.shape.num_kv_heads)
+        self._kernel = load(specs.plan)
+
+        def lists(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        def parts(*size: int) -> Tensor:
+            size = (2 * self.num_programs, self.shape.num_kv_heads, self.decode_m, *size)
+            return torch.zeros(size, dtype=torch.float32, device=device)
+
+        self.counts, self.shares = lists(3), lists(self.num_programs, 2)
+        self.chunk_tiles = lists(max(1, self.max_chunk_tiles(token_budget)), 2)
+        self.decode_tiles = lists(self.max_decode_tiles(token_budget), 4)
+        self.part, self.part_best, self.part_total = parts(self.shape.v_dim), parts(), parts()
+
+    def max_chunk_tiles(self, num_tokens: int) -> int:
+        """Query tiles of chunks, for one KV head, that ``num_tokens`` can make at most."""
+        max_chunks = min(self.max_num_seqs, num_tokens // (MAX_DECODE_QUERIES + 1))
+        return num_tokens * self.shape.group_size // self.chunk_m + max_chunks if max_chunks else 0
+
+    def max_decode_tiles(self, num_tokens: int) -> int:
+        """Query tiles of decodes, for one KV head, that ``num_tokens`` can make at most."""
+        group_size, max_decodes = self.shape.group_size, min(self.max_num_seqs, num_tokens)
+        of_tokens = num_tokens * -(-group_size // self.decode_m)
+        of_rows = num_tokens * group_size // self.decode_m + max_decodes
+        of_sequences = max_decodes * -(-MAX_DECODE_QUERIES * group_size // self.decode_m)
+        return min(of_tokens, of_rows, of_sequences)
+
+    def __call__(self, cu_seqlens_q: Tensor, seq_lens: Tensor) -> None:
+        """Fill the lists for a step: ``cu_seqlens_q [S+1]``, ``seq_lens [S]``, with ``S`` at most ``max_num_seqs``."""
+        assert len(seq_lens) <= self.max_num_seqs, f"{len(seq_lens)} sequences, room for {self.max_num_seqs}"
+        lists = (self.chunk_tiles, self.decode_tiles, self.shares, self.counts)
+        self._kernel((len(seq_lens),), cu_seqlens_q, seq_lens, *lists, len(seq_lens), self.num_programs)
+
+
+class AttentionKernel:
+    """Launches the three kernels of :func:`~fastgen.compile.ops.attention.reference.paged_attention`: for chunks, for
+    decodes, and for joining the parts of decodes.
+
+    All are launched for every batch, on grids that depend on the number of tokens, padding included, and on nothing
+    that a batch holds; what they do is in the plan's lists. So a captured graph serves any mix.
+    """
+
+    def __init__(self, specs: AttentionSpecs, load: Callable[[KernelSpec], Kernel], plan: AttentionPlan):
+        self._plan = plan
+        self._chunks, self._decodes, self._combine = load(specs.chunks), load(specs.decodes), load(specs.combine)
+        self._takes_values = any(argument.name == "v_cache" for argument in specs.chunks.arguments)
+        # one for each border between two programs' shares, KV head, and few rows of a query tile
+        rows = int(specs.combine.parameters["rows"] or 1)
+        self._num_combines = max(1, plan.num_programs - 1) * plan.shape.num_kv_heads * (plan.decode_m // rows)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        out: Tensor,
+        *,
+        slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Writes ``out [T, N, Dv]``, zeros in rows of no sequence; shapes as for
+        :func:`~fastgen.compile.ops.attention.reference.paged_attention`.
+
+        The plan must have been filled for this batch. ``q``'s tokens lie ``q_stride`` apart, all else is contiguous,
+        and ``v_cache`` a view of ``k_cache`` where the shape says so. ``sinks [N]`` are fp32.
+        """
+        plan, num_kv_heads = self._plan, self._plan.shape.num_kv_heads
+        assert len(q) <= plan.token_budget, f"{len(q)} tokens, room for {plan.token_budget}"
+        caches = (k_cache, v_cache) if self._takes_values else (k_cache,)
+        extras = [tensor for tensor in (slopes, sinks) if tensor is not None]
+        inputs = (q, *caches, block_tables, cu_seqlens_q, seq_lens, *extras)
+        parts = (plan.part, plan.part_best, plan.part_total)
+        max_blocks = block_tables.shape[1]
+        chunk_grid = (plan.max_chunk_tiles(len(q)) * num_kv_heads,)
+        self._chunks(chunk_grid, *inputs, plan.chunk_tiles, plan.counts, out, max_blocks)
+        decode_grid = (plan.num_programs * num_kv_heads,)
+        lists = (plan.decode_tiles, plan.shares, plan.counts)
+        self._decodes(decode_grid, *inputs, *lists, out, *parts, max_blocks)
+        self._combine((self._num_combines,), cu_seqlens_q, *lists, *parts, out, len(seq_lens), len(q))

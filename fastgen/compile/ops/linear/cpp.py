@@ -1,0 +1,130 @@
+"""The C++ kernels of :mod:`~fastgen.compile.ops.linear.reference`, one for each weight format, for any size."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fastgen.compile.build.builder import Kernel
+from fastgen.compile.spec import Argument, KernelSpec
+from fastgen.compile.weights.formats import GROUP
+from fastgen.compile.weights.packed import PANELS, PackedWeight, WeightFormat
+
+_CPU = torch.device("cpu")
+_IN_INTEGERS = ("int8", "int4")
+# Formats whose kernels quantise or round rows first.
+_PREPARED = (*_IN_INTEGERS, "bf16_pairs")
+
+
+def linear_spec(
+    weight: WeightFormat, arch: str, *, routed: bool = False, needed_by: tuple[str, ...] = ()
+) -> KernelSpec:
+    """The kernel for every layer whose weights have this format, of any size, for :class:`LinearKernel`, or where it is
+    ``routed`` for :class:`fastgen.compile.ops.experts.cpp.GroupedLinearKernel`.
+
+    ``arch`` is the instruction set, one of :data:`fastgen.compile.build.cpp.CPP_ARCHES`. The kernel runs on the pool:
+    :func:`fastgen.compile.host.thread_pool.load_thread_pool` comes first.
+    """
+    prepares = weight in _PREPARED
+    arguments = [
+        Argument("x", "fp32", "in"),
+        Argument("x_stride", "i64", "scalar"),
+        *([] if routed else [Argument("x_group_stride", "i64", "scalar")]),
+        *([] if routed and not prepares else [Argument("num_rows", "i64", "scalar")]),
+        *([Argument(name, "i64", "in") for name in ("order", "first_rows")] if routed else []),
+        *([Argument("choices_per_row", "i64", "scalar")] if routed else []),
+        Argument("num_groups", "i64", "scalar"),
+        *([Argument("workspace", "u8", "out")] if prepares else []),
+        Argument("weights", "u8", "in"),
+        Argument("scale", "fp32", "in"),
+        Argument("bias", "fp32", "in"),
+        Argument("y", "fp32", "out"),
+        Argument("y_stride", "i64", "scalar"),
+        *([] if routed else [Argument("y_group_stride", "i64", "scalar")]),
+        Argument("in_features", "i64", "scalar"),
+        Argument("out_features", "i64", "scalar"),
+    ]
+    return KernelSpec(
+        op="linear",
+        target="cpp",
+        parameters={"weight": weight, "arch": arch, "panel": PANELS[arch], "routed": routed},
+        arguments=tuple(arguments),
+        template="linear_int" if weight in _IN_INTEGERS else "linear_float",
+        needed_by=needed_by,
+    )
+
+
+def linear_workspace_bytes(weight: WeightFormat, max_rows: int, max_in_features: int) -> int:
+    """Where a :class:`LinearKernel` quantises rows or rounds them to bf16; formats in fp32 need none."""
+    if weight not in _PREPARED:
+        return 0
+    row_bytes = (max_in_features // GROUP + 1) * (GROUP + 8) if weight in _IN_INTEGERS else 2 * (max_in_features + 1)
+    return max_rows * (row_bytes + 128)
+
+
+class LinearKernel:
+    """Launches a kernel of :func:`linear_spec`: ``x Wᵀ + b``, ``x`` and ``y`` in fp32.
+
+    An output's bits depend on its row of ``x``, its weights and the instruction set alone. ``max_rows`` and
+    ``max_in_features`` bound the rows, those of each group counted, that are quantised or rounded at once. Two threads
+    need a launcher each.
+    """
+
+    def __init__(self, kernel: Kernel, max_rows: int, max_in_features: int, device: torch.device = _CPU):
+        self._kernel = kernel
+        self._format = cast(WeightFormat, kernel.spec.parameters["weight"])
+        self._arch = str(kernel.spec.parameters["arch"])
+        self._names = [argument.name for argument in kernel.spec.arguments]
+        self._max_rows, self._max_in_features, self._device = max_rows, max_in_features, device
+        size_bytes = linear_workspace_bytes(self._format, max_rows, max_in_features)
+        self._workspace = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+    def pack(self, out_features: int, in_features: int, *, num_groups: int = 1) -> PackedWeight:
+        """An empty weight in the kernel's format."""
+        return PackedWeight(
+            self._format, out_features, in_features, self._arch, num_groups=num_groups, device=self._device
+        )
+
+    def __call__(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None:
+        """``x [T, in]`` and ``out [T, out]``, or ``[T, N, in]`` and ``[T, N, out]`` for a weight of ``N`` groups; fp32,
+        rows contiguous in themselves. Raises ``ValueError``."""
+        if len(x):
+            self._kernel((), *self.arguments(x, weight, out))
+
+    def arguments(self, x: Tensor, weight: PackedWeight, out: Tensor) -> list[Tensor | int]:
+        """The kernel's own arguments for these. Raises ``ValueError`` where they do not fit it."""
+        rows = (len(x),) if x.ndim == 2 and weight.num_groups == 1 else (len(x), weight.num_groups)
+        groups = {"x_group_stride": x.stride(-2), "y_group_stride": out.stride(-2)}
+        return self.fitting(x, weight, out, rows, rows, num_rows=len(x), **groups)
+
+    def fitting(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        out: Tensor,
+        x_rows: tuple[int, ...],
+        out_rows: tuple[int, ...],
+        **given: Tensor | int,
+    ) -> list[Tensor | int]:
+        """The kernel's arguments, those that are not of ``x``, ``weight`` and ``out`` as they are given.
+
+        Raises ``ValueError`` where ``x`` is not ``[*x_rows, in]`` or ``out`` not ``[*out_rows, out]``, and where the
+        kernel was made for something else.
+        """
+        expected, expected_out = (*x_rows, weight.in_features), (*out_rows, weight.out_features)
+        is_contiguous = x.stride(-1) == 1 and out.stride(-1) == 1
+        if x.shape != expected or out.shape != expected_out or not is_contiguous:
+            found = f"x {tuple(x.shape)}, out {tuple(out.shape)}"
+            raise ValueError(f"{found}: expected {expected} and {expected_out}, their rows contiguous")
+        if weight.format != self._format or weight.arch != self._arch:
+            raise ValueError(f"weights in {weight.format} for {weight.arch}, the kernel is {self._kernel.spec.name}")
+        is_too_large = math.prod(x_rows) > self._max_rows or weight.in_features > self._max_in_features
+        if is_too_large and self._format in _PREPARED:
+            raise ValueError(f"x {tuple(x.shape)}: made for at most {self._max_rows} x {self._max_in_features}")
+        given |= {"x": x, "x_stride": x.stride(0), "y": out, "y_stride": out.stride(0), "workspace": self._workspace}
+        given |= {"weights": weight.panels, "scale": weight.scale, "bias": weight.bias, "num_groups": weight.num_groups}
+        given |= {"in_features": weight.in_features, "out_features": weight.out_features}
+        return [given[name] for name in self._names]

@@ -1,0 +1,124 @@
+"""How the Triton kernels of linear layers for a few rows are cut: tile sizes by architecture, splits by shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fastgen.compile.spec import power_of_2
+from fastgen.compile.weights.formats import GROUP, WeightOnlyFormat
+from fastgen.compile.weights.quantized import CODES
+
+FewRowFormat = Literal["plain"] | WeightOnlyFormat
+MAX_ROWS = 64
+_NUM_SMS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_100": 148, "gfx942": 304, "interpret": 2}
+
+
+@dataclass(frozen=True)
+class FewRowShape:
+    """A linear layer: sizes, short names of dtypes, format of the weights. ``out_dtype`` is ``dtype`` unless given."""
+
+    out_features: int
+    in_features: int
+    dtype: str
+    weight: FewRowFormat = "plain"
+    bias: bool = False
+    out_dtype: str = ""
+
+    @property
+    def weight_dtype(self) -> str:
+        return self.dtype if self.weight == "plain" else CODES[self.weight]
+
+    @property
+    def library_serves(self) -> bool:
+        """Whether the library that torch calls can compute it. It rounds to the dtype of what it multiplies, and
+        weights in few bits are laid out whole for it, which layers with an ``out_dtype`` of their own are too large
+        for: heads."""
+        return self.out_dtype == "" or (self.out_dtype == self.dtype and self.weight == "plain")
+
+
+@dataclass(frozen=True)
+class SplitK:
+    """How a kernel is cut: outputs of a program, features that it takes at a time, what Triton is told, and how many
+    programs share an output's features."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    num_splits: int = 1
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Defaults. ``programs_per_sm`` is how many a multiprocessor should have at once, of those with whole weights."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+# By architecture and by rows: the largest tiles that build without spills and leave room for two programs or more on a
+# multiprocessor (of 99 KiB on sm_86 and sm_89, 64 KiB on gfx942). None of this is measured yet.
+_TILES: dict[str, dict[int, _Tiles]] = {
+    "sm_80": {16: _Tiles(64, 128, 4, 4, 2), 32: _Tiles(64, 128, 4, 3, 2), 64: _Tiles(64, 64, 4, 4, 2)},
+    "sm_86": {16: _Tiles(64, 64, 4, 4, 2), 32: _Tiles(64, 64, 4, 3, 2), 64: _Tiles(64, 64, 4, 3, 2)},
+    "gfx942": {16: _Tiles(64, 64, 8, 2, 2), 32: _Tiles(64, 64, 8, 2, 2), 64: _Tiles(64, 64, 8, 2, 2)},
+    "interpret": {16: _Tiles(16, 32, 4, 1, 2), 32: _Tiles(32, 32, 4, 1, 2), 64: _Tiles(16, 64, 4, 1, 2)},
+}
+_TILES |= {"sm_89": _TILES["sm_86"], "sm_90": _TILES["sm_80"], "sm_100": _TILES["sm_80"]}
+_TILES_FP32 = _Tiles(16, 32, 4, 2, 2)  # exact dots, without tensor cores, with operands in registers
+# What the rule for splits weighs against each other, in the time of one step of a program over its features.
+_START, _ADDING, _ADDING_A_SPLIT = 3, 3, 0.25
+_MOST_SPLITS = 32
+
+
+def row_tile(num_rows: int) -> int:
+    """Rows that a kernel computes for ``num_rows``: 16, 32 or 64. Raises ``ValueError`` for more than 64."""
+    if not 0 <= num_rows <= MAX_ROWS:
+        raise ValueError(f"{num_rows} rows: few-row kernels take up to {MAX_ROWS}")
+    return max(16, power_of_2(max(1, num_rows)))
+
+
+def usual_num_sms(arch: str) -> int:
+    """Multiprocessors of a usual GPU of ``arch``, by which the default splits features: the same for all of them."""
+    return _NUM_SMS.get(arch, _NUM_SMS["sm_80"])
+
+
+def default_split(shape: FewRowShape, num_rows: int, arch: str, num_sms: int) -> SplitK:
+    """Tiles from the table; an architecture that is not listed gets the smallest of NVIDIA's. As many splits as the
+    estimate likes best: rounds of programs over the device, times a program's steps and its start, plus the adding.
+    """
+    tiles = _TILES.get(arch, _TILES["sm_86"])[row_tile(num_rows)]
+    if shape.dtype == "fp32" and arch != "interpret":
+        tiles = _TILES_FP32
+    split = SplitK(tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages)
+    # Weights in few bits leave room for more programs, and it takes more to have as many bytes on their way.
+    slots = num_sms * tiles.programs_per_sm * (1 if shape.weight == "plain" else 2)
+    steps = -(-shape.in_features // split.block_k)
+    programs = -(-shape.out_features // split.block_n)
+
+    def cost(num_splits: int) -> float:
+        rounds = -(-programs * num_splits // slots)
+        adding = _ADDING + _ADDING_A_SPLIT * num_splits if num_splits > 1 else 0.0
+        return rounds * (-(-steps // num_splits) + _START) + adding
+
+    return replace(split, num_splits=min(range(1, min(steps, _MOST_SPLITS) + 1), key=cost))
+
+
+def candidate_splits(shape: FewRowShape, num_rows: int, arch: str, num_sms: int) -> list[SplitK]:
+    """What is worth measuring for this shape, the default first: its splits and its outputs halved and doubled, its
+    features halved with a stage more."""
+    default = default_split(shape, num_rows, arch, num_sms)
+    steps = -(-shape.in_features // default.block_k)
+    twice = min(2 * default.num_splits, steps)
+    found = [default]
+    found += [replace(default, num_splits=each) for each in (1, default.num_splits // 2, twice) if each]
+    found.append(replace(default, block_n=default.block_n * 2, num_warps=default.num_warps * 2, num_splits=twice))
+    if default.block_n > 16:
+        found.append(replace(default, block_n=default.block_n // 2, num_splits=-(-default.num_splits // 2)))
+    if default.block_k > GROUP:
+        found.append(replace(default, block_k=default.block_k // 2, num_stages=default.num_stages + 1))
+    return list(dict.fromkeys(found))
