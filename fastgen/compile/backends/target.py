@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fastgen.compile.build.builder import Kernel
-from fastgen.compile.capture.recording import recorder
 from fastgen.compile.build.loader import KernelLoader, Progress
+from fastgen.compile.capture.recording import recorder
 from fastgen.compile.spec import KernelSpec
 
 

@@ -184,6 +184,6 @@ def _meta_tensors(value: Any) -> list[Tensor]:
         return [value] if value.is_meta else []
     if isinstance(value, dict):
         value = value.values()
-    if isinstance(value, (list, tuple)) or not isinstance(value, (str, bytes)) and hasattr(value, "__iter__"):
+    if isinstance(value, (list, tuple)) or (not isinstance(value, (str, bytes)) and hasattr(value, "__iter__")):
         return [tensor for each in value for tensor in _meta_tensors(each)]
     return []
