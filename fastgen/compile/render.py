@@ -1,7 +1,14 @@
-"""From a kernel spec to source text: one strict Jinja environment, pure and deterministic."""
+"""Renders a kernel spec to source text: one strict Jinja environment, pure and deterministic.
+
+A template lies in the folder ``templates`` beside the module whose specs it renders; templates and headers that several
+ops share lie in ``compile/templates``. A file is known by its name alone, wherever it lies. C++ without choices is a
+header, which a template includes as C++ does: ``#include "vectors.h"``. The rendered text has the header's text in that
+place, so every source is complete by itself.
+"""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -10,8 +17,11 @@ from jinja2 import meta
 
 from fastgen.compile.spec import DTYPES, Argument, KernelSpec, power_of_2
 
-TEMPLATES = Path(__file__).with_name("templates")
+_HERE = Path(__file__).parent
+# Where templates and headers are looked for.
+TEMPLATE_FOLDERS = tuple(sorted(_HERE.rglob("templates")))
 SUFFIXES = {"triton": ".py", "cpp": ".cpp"}
+_INCLUDE = re.compile(r'#include "([^"]+)"\n')
 _COMMENTS = {"triton": "#", "cpp": "//"}
 _TRITON_TYPES = {
     **{short: f"tl.{torch_name}" for torch_name, short in DTYPES.items()},
@@ -57,25 +67,52 @@ def render_body(spec: KernelSpec) -> str:
     if unread:
         raise ValueError(f"{name} never reads {', '.join(sorted(unread))}, which {spec.name} asks for")
     body = render_text(name, **spec.parameters, spec=spec)
-    if spec.target == "cpp" and spec.arguments:
-        body += render_text("cpp/from_slots.cpp.j2", spec=spec)
+    if spec.target == "cpp":
+        body += render_text("from_slots.cpp.j2", spec=spec) if spec.arguments else ""
+        return inline_headers(body)
     return body
 
 
 def render_text(template: str, **context: object) -> str:
-    """Any template, by its name relative to ``templates/``."""
+    """Renders any template, by its file's name."""
     return _environment().get_template(template).render(context)
 
 
+def inline_headers(text: str) -> str:
+    """Returns C++ with each ``#include "name.h"`` replaced by the text of that header, and nothing where the header was
+    included before. Raises ``jinja2.TemplateNotFound`` for a header that does not exist.
+    """
+    lines, included = [], set[str]()
+
+    def add(part: str) -> None:
+        for line in part.splitlines(keepends=True):
+            if line == "#pragma once\n":
+                continue
+            if (found := _INCLUDE.fullmatch(line)) is None:
+                lines.append(line)
+            elif found[1] not in included:
+                included.add(found[1])
+                add(_source(found[1]))
+
+    add(text)
+    return "".join(lines)
+
+
 def template_name(spec: KernelSpec) -> str:
-    """The spec's template, relative to ``templates/``."""
-    return f"{spec.target}/{spec.template}{SUFFIXES[spec.target]}.j2"
+    """Returns the name of the spec's template."""
+    return f"{spec.template}{SUFFIXES[spec.target]}.j2"
+
+
+def _source(name: str) -> str:
+    environment = _environment()
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
 
 
 @cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader(TEMPLATE_FOLDERS),
         undefined=jinja2.StrictUndefined,
         autoescape=False,
         trim_blocks=True,
@@ -111,7 +148,6 @@ def _unpack(argument: Argument, index: int) -> str:
 @cache
 def _names_read(template: str) -> frozenset[str]:
     """Every variable that a template, or one that it includes or imports, may read."""
-    environment = _environment()
-    tree = environment.parse((TEMPLATES / template).read_text(encoding="utf-8"))
+    tree = _environment().parse(_source(template))
     others = [_names_read(other) for other in meta.find_referenced_templates(tree) if other]
     return frozenset(meta.find_undeclared_variables(tree)).union(*others)

@@ -61,7 +61,7 @@ class KernelSpec:
 
     ``parameters`` are what its template may branch on and write down; ``arguments`` are the parameters of the function
     it renders, in order; ``options`` are for the compiler (Triton's ``num_warps``, ``num_stages``). ``template`` is the
-    file under ``templates/<target>/``, without suffix, where it is not the op's name. ``needed_by`` lists the recipe
+    template's file without suffixes, where it is not the op's name. ``needed_by`` lists the recipe
     nodes that asked for it; two specs that differ in nothing else are equal.
 
     Raises ``TypeError`` or ``ValueError`` for values that are not plain or names that are no identifiers.

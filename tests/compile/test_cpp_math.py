@@ -34,7 +34,7 @@ def build(arch: str, directory: Path) -> ctypes.CDLL:
         for name in ("sum", "largest")
     )
     source = directory / "functions.cpp"
-    headers = [render_text(f"cpp/{name}.h.j2", arch=arch, lanes=LANES[arch]) for name in ("vectors", "math")]
+    headers = [render_text(f"{name}.h.j2", arch=arch, lanes=LANES[arch]) for name in ("vectors", "math")]
     source.write_text("\n".join([*headers, functions]))
     builder = CppBuilder(arch)
     subprocess.run([builder.compiler, *builder.flags, "-o", str(directory / "functions.so"), str(source)], check=True)

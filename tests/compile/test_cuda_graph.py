@@ -179,14 +179,11 @@ def test_numbers_of_every_type_reach_a_kernel_as_by_a_plain_call(cache: KernelCa
     from fastgen.compile import render
     from fastgen.compile.spec import Argument, KernelSpec
 
-    (tmp_path / "cpp").mkdir()
-    for name in ("kernel.j2", "from_slots.cpp.j2", "tape.cpp.j2"):
-        (tmp_path / "cpp" / name).write_text((render.TEMPLATES / "cpp" / name).read_text())
-    (tmp_path / "cpp" / "numbers.cpp.j2").write_text(
-        '{% from "cpp/kernel.j2" import prelude, signature %}{{ prelude() }}{{ signature(spec) }}\n'
+    (tmp_path / "numbers.cpp.j2").write_text(
+        '{% from "kernel.cpp.j2" import prelude, signature %}{{ prelude() }}{{ signature(spec) }}\n'
         "    out[0] = a; out[1] = b; out[2] = c; out[3] = i[1];\n}\n"
     )
-    monkeypatch.setattr(render, "TEMPLATES", tmp_path)
+    monkeypatch.setattr(render, "TEMPLATE_FOLDERS", (*render.TEMPLATE_FOLDERS, tmp_path))
     for cached in (render._environment, render._names_read):
         monkeypatch.setattr(render, cached.__name__, cached.__wrapped__)
     scalars = [Argument(name, dtype, "scalar") for name, dtype in (("a", "fp32"), ("b", "i32"), ("c", "i64"))]

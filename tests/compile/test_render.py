@@ -22,11 +22,10 @@ NODES = ("llama: model.layers.residual.attend.norm", "llama: model.final_norm")
 @pytest.fixture
 def templates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty folder of templates in the place of the package's."""
-    monkeypatch.setattr(module, "TEMPLATES", tmp_path)
+    monkeypatch.setattr(module, "TEMPLATE_FOLDERS", (tmp_path,))
     for cached in (module._environment, module._names_read):
         monkeypatch.setattr(module, cached.__name__, cached.__wrapped__)
-    (tmp_path / "triton").mkdir()
-    return tmp_path / "triton"
+    return tmp_path
 
 
 def toy(**parameters) -> KernelSpec:
@@ -41,7 +40,7 @@ def test_the_heading_says_what_it_is_and_who_asked(target) -> None:
     assert lines[0] == mark + "rms_norm_h4096_bf16_eps1e_05_weight_residual"
     assert lines[1].startswith(mark + "rms_norm(H=4096, dtype=bf16, eps=1e-05, weight=True")
     assert lines[2] == mark + "needed by " + ", ".join(NODES)
-    assert lines[3].startswith(f"{mark}rendered from {target}/norm{SUFFIXES[target]}.j2")
+    assert lines[3].startswith(f"{mark}rendered from norm{SUFFIXES[target]}.j2")
     assert lines[4] == ""
 
 
@@ -79,8 +78,8 @@ def test_a_triton_kernel_is_python_with_one_function_of_its_name_and_arguments()
 
 
 def test_triton_never_specialises_on_scalars(templates) -> None:
-    (templates / "kernel.j2").write_text((Path(module.__file__).parent / "templates/triton/kernel.j2").read_text())
-    (templates / "toy.py.j2").write_text('{% from "triton/kernel.j2" import signature %}{{ signature(spec) }}')
+    (templates / "kernel.py.j2").write_text((Path(module.__file__).parent / "templates/kernel.py.j2").read_text())
+    (templates / "toy.py.j2").write_text('{% from "kernel.py.j2" import signature %}{{ signature(spec) }}')
     arguments = (Argument("x", "fp32", "in"), Argument("n", "i32", "scalar"), Argument("scale", "fp32", "scalar"))
     text = render_body(KernelSpec("toy", "triton", {}, arguments))
     assert text.strip() == "@triton.jit(do_not_specialize=['n', 'scale'])\ndef toy(x_ptr, n, scale):"
@@ -96,13 +95,13 @@ def test_a_name_that_the_spec_lacks_is_an_error(templates) -> None:
 def test_a_parameter_that_the_template_never_reads_is_an_error(templates) -> None:
     (templates / "toy.py.j2").write_text("{% if False %}{{ H }}{% endif %}")
     assert render_body(toy(H=3)) == ""
-    with pytest.raises(ValueError, match=r"triton/toy.py.j2 never reads softcap, window, which toy_h3_window"):
+    with pytest.raises(ValueError, match=r"toy.py.j2 never reads softcap, window, which toy_h3_window"):
         render_body(toy(H=3, window=True, softcap=None))
 
 
 def test_what_an_included_template_reads_is_read(templates) -> None:
-    (templates / "toy.py.j2").write_text('{% include "triton/part.j2" %}')
-    (templates / "part.j2").write_text('{% import "triton/deeper.j2" as deeper with context %}{{ deeper.show() }}')
+    (templates / "toy.py.j2").write_text('{% include "part.j2" %}')
+    (templates / "part.j2").write_text('{% import "deeper.j2" as deeper with context %}{{ deeper.show() }}')
     (templates / "deeper.j2").write_text("{% macro show() %}{{ H }}{% endmacro %}")
     assert render_body(toy(H=3)) == "3"
     with pytest.raises(ValueError, match="never reads W"):
@@ -119,13 +118,26 @@ def test_a_template_that_does_not_exist(templates) -> None:
         render_body(toy())
 
 
-def test_every_template_is_named_after_its_target() -> None:
-    folder = Path(module.__file__).parent / "templates"
-    for target, suffix in SUFFIXES.items():
-        assert list((folder / target).glob(f"*{suffix}.j2"))
-        others = [path.name for path in (folder / target).iterdir() if not path.name.endswith((f"{suffix}.j2", ".j2"))]
-        assert others == []
-    assert template_name(norm_spec("cpp", "rms", 8, "fp32", 1e-5)) == "cpp/norm.cpp.j2"
+def test_every_template_has_a_name_of_its_own_that_says_its_language() -> None:
+    names = [
+        file.relative_to(folder).as_posix()
+        for folder in module.TEMPLATE_FOLDERS
+        for file in folder.rglob("*")
+        if file.is_file()
+    ]
+    assert len(names) > 50
+    assert len(set(names)) == len(names)
+    assert [name for name in names if not name.endswith((".py.j2", ".cpp.j2", ".h", ".h.j2"))] == []
+    assert template_name(norm_spec("cpp", "rms", 8, "fp32", 1e-5)) == "norm.cpp.j2"
+
+
+def test_headers_are_inlined_once_and_with_what_they_include(templates) -> None:
+    (templates / "outer.h").write_text('#pragma once\n#include <cmath>\n#include "inner.h"\nint outer;\n')
+    (templates / "inner.h").write_text("#pragma once\nint inner = {{1}}[0];\n")
+    text = module.inline_headers('#include "inner.h"\n#include "outer.h"\n#include "inner.h"\nint own;\n')
+    assert text == "int inner = {{1}}[0];\n#include <cmath>\nint outer;\nint own;\n"
+    with pytest.raises(jinja2.TemplateNotFound, match=r"other\.h"):
+        module.inline_headers('#include "other.h"\n')
 
 
 def test_c_declares_what_is_only_read_and_that_nothing_overlaps() -> None:

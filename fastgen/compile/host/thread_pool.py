@@ -1,6 +1,6 @@
 """The process's one pool of threads, which every kernel of the ``cpp`` target shares.
 
-It is a library of its own, built like a kernel (``templates/cpp/thread_pool.cpp.j2`` tells how it works) and loaded so
+It is a library of its own, built like a kernel (``templates/thread_pool.cpp.j2`` tells how it works) and loaded so
 that the libraries of kernels find it. Between kernels its threads look for work for a moment and then sleep. Torch has
 a pool of its own, whose threads do the same: whoever runs kernels keeps torch to one thread.
 """

@@ -4,7 +4,7 @@
 ``reference.py``    the executable torch reference: what is computed, with shapes, rounding and source
 ``cpp.py``          the C++ kernels: ``<op>_spec()`` builds the kernel spec, ``<Op>Kernel`` launches the built kernel
 ``triton.py``       the Triton kernels, by the same names; ``<op>_specs()`` where an op takes several launches
-``templates/``      what the specs are rendered from
+``templates/``      what the specs are rendered from, see :mod:`fastgen.compile.render`
 ``shape.py`` …      what both targets share, or how Triton's kernels are cut (``tiling.py``); named by what it holds
 ``tuning.py``       which way of cutting the kernel is the fastest on this device
 ==================  ================================================================================================

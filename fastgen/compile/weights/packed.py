@@ -51,8 +51,8 @@ class PackedWeight:
     its tensors do.
 
     ``panels`` holds bytes, ``[num_groups * num_panels, bytes]``, in the order that ``linear_float.cpp.j2`` and
-    ``linear_int.cpp.j2`` of ``templates/cpp`` describe; ``scale`` and ``bias`` fp32, one for each output, the padding
-    of each group's last panel included.
+    ``linear_int.cpp.j2`` of ``ops/linear/templates`` describe; ``scale`` and ``bias`` fp32, one for each output, the
+    padding of each group's last panel included.
     """
 
     def __init__(
