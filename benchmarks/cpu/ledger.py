@@ -11,16 +11,25 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastgen.compile.backends.modules import cpp as packed
+from fastgen.compile.backends.modules import stored
+from fastgen.compile.backends.modules.triton import Experts
+from fastgen.compile.backends.triton import TritonOps
 from fastgen.compile.ops.linear import cpp, triton
 from fastgen.compile.weights.packed import PackedWeight
 from fastgen.compile.weights.quantized import QuantizedWeight
-from fastgen.layers.embedding import EmbeddingTable
-from fastgen.layers.latent_attention import HeadLinear
-from fastgen.layers.linear import Linear
-from fastgen.layers.moe import GroupedLinear
 from fastgen.layers.rotary import Rotary
-from fastgen.models.moe_kernels_triton import TritonMoe
 from fastgen.runtime.engine import Engine
+
+# The modules that hold matrices.
+MATRICES = (
+    stored.StoredLinear,
+    stored.StoredGroups,
+    stored.StoredHeadMaps,
+    packed.Linear,
+    packed.Groups,
+    packed.HeadMaps,
+)
 
 
 def held_bytes(engine: Engine) -> dict[str, int]:
@@ -53,9 +62,9 @@ def _weights(model: nn.Module) -> dict[str, int]:
         for name in ("packed", "weight"):
             weight = getattr(module, name, None)
             size += weight.size_bytes if isinstance(weight, PackedWeight | QuantizedWeight) else 0
-        if isinstance(module, EmbeddingTable):
+        if isinstance(module, stored.StoredTable | packed.PackedTable):
             held["embedding and head"] += size
-        elif isinstance(module, Linear | GroupedLinear | HeadLinear):
+        elif isinstance(module, MATRICES):
             held["matrices"] += size
         elif isinstance(module, Rotary):
             held["rotary tables"] += size
@@ -68,20 +77,20 @@ def _workspaces(model: Any) -> int:
     """Of tensors; what the C++ kernels hold by themselves nobody sees from here."""
     found: dict[int, Tensor] = {}
     for module in model.modules():
-        kernel = getattr(module, "kernel", None)
+        kernel = getattr(module, "kernel", getattr(module, "_kernel", None))
         if isinstance(kernel, cpp.LinearKernel):
             found[id(kernel)] = kernel._workspace
-        plain = getattr(module, "plain_kernel", None)
-        if isinstance(plain, triton.LinearKernel):
-            rooms = [plain._whole, *(few._workspace for few in plain._few.values())]
+        if isinstance(kernel, triton.LinearKernel):
+            rooms = [kernel._whole, *(few._workspace for few in kernel._few.values())]
             found |= {id(room): room for room in rooms if room is not None}
-        mixture = getattr(module, "kernels", None)
-        if isinstance(mixture, TritonMoe):
-            for cut in mixture._cuts.values():
+        if isinstance(module, Experts):
+            for cut in module._cuts.values():
                 found |= {
                     id(each): each for each in (cut.sort.tiles.order, cut.sort.tiles.tiles, cut.sort.tiles.num_tiles)
                 }
-    plans = [each for plan in model.plans for each in vars(plan).values() if isinstance(each, Tensor)]
+    ops = model.plan_step.__self__
+    step_plans = ops.plans.values() if isinstance(ops, TritonOps) else ()
+    plans = [each for plan in step_plans for each in vars(plan).values() if isinstance(each, Tensor)]
     return _bytes(found.values()) + _bytes(plans)
 
 

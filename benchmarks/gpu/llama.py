@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.host.device import Device
 from fastgen.models.checkpoint.checkpoint import Checkpoint
 from fastgen.models.checkpoint.tensor_files import TensorHeader
@@ -41,7 +42,7 @@ from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
-from fastgen.runtime.targets import choose_target, target_facts
+from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 from fastgen.runtime.text.codec import TextCodec
 
 
@@ -195,7 +196,14 @@ def llama_engine(
         TextCodec(None, eos_token_ids=frozenset(), default_sampling=SamplingParams()),
         shape.dtype,
         device.torch_device,
-        choose_target(target, device, config, num_threads=None),
+        choose_backend(
+            target,
+            device,
+            token_budget=config.token_budget,
+            max_num_seqs=config.max_num_seqs,
+            max_prompt_rows=PROMPT_LOGITS_ROWS,
+            num_threads=None,
+        ),
         None,
         ledger=memory.ledger(config),
         policy=SplitFuse(),

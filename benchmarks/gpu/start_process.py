@@ -9,7 +9,7 @@ import sys  # noqa: E402
 
 from benchmarks.gpu.llama import LLAMA_2_7B, TOY, llama_engine, submit  # noqa: E402
 from benchmarks.gpu.measuring import clocked  # noqa: E402
-from fastgen.compile.backends.target import Target  # noqa: E402
+from fastgen.compile.backends.backend import Backend  # noqa: E402
 from fastgen.compile.host import device as devices  # noqa: E402
 from fastgen.runtime import assembly  # noqa: E402
 from fastgen.runtime.step.forward import CapturedForward  # noqa: E402
@@ -21,7 +21,7 @@ def main(*, toy: bool) -> dict[str, float]:
     sizes = {"max_num_seqs": 2, "token_budget": 4} if toy else {"max_num_seqs": 256, "token_budget": 2048}
     start = time.perf_counter()
     with (
-        clocked(Target, "build", seconds),
+        clocked(Backend, "build", seconds),
         clocked(assembly, "load_weights", seconds),
         clocked(CapturedForward, "capture", seconds),
     ):

@@ -133,11 +133,12 @@ def _ledger(
     sizes: dict[str, Any],
 ) -> Ledger:
     """Of an engine that ``fastgen.load`` would make with these arguments."""
+    from fastgen.compile.backends.choose import target_facts
     from fastgen.compile.host.device import current
     from fastgen.models.weight_sizes import ModelBuild
     from fastgen.runtime.config import resolve_engine_config
     from fastgen.runtime.memory.ledger import MemoryModel
-    from fastgen.runtime.targets import parse_quantize, target_facts
+    from fastgen.runtime.targets import parse_quantize
 
     device = current(device_name)
     facts = target_facts(target, device, num_threads=num_threads)

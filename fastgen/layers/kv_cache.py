@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgen.compile.backends.backend import Backend
+from fastgen.compile.backends.modules.paged_view import PagedView
+from fastgen.compile.backends.reference import REFERENCE
 from fastgen.compile.host.device import to_device
-from fastgen.compile.ops.attention.cpp import empty_cache
+from fastgen.layers.ragged_batch import RaggedBatch
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class LayerKVCache:
     v: Tensor
     group: int
 
+    def view(self, batch: RaggedBatch) -> PagedView:
+        """Returns the cache as attention sees it in the step of ``batch``."""
+        slots, tables = batch.slot_mapping[self.group], batch.block_tables[self.group]
+        return PagedView(self.k, self.v, slots, tables, batch.cu_seqlens_q, batch.seq_lens)
+
 
 def storage_places(groups: Sequence[int], shapes: Sequence[KVShape]) -> list[tuple[KVShape, int]]:
     """For each layer, which storage it uses: its shape, and how many layers of its group stand before it.
@@ -50,7 +58,7 @@ def storage_places(groups: Sequence[int], shapes: Sequence[KVShape]) -> list[tup
 class PagedKVCache:
     """Keys and values of every layer in blocks of ``P`` tokens; see :func:`storage_places`.
 
-    ``feature_major`` lays them out in memory as kernels of the ``cpp`` target read them.
+    The ``backend`` that reads them says how they lie in memory.
     """
 
     def __init__(
@@ -62,21 +70,11 @@ class PagedKVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        feature_major: bool = False,
+        backend: Backend = REFERENCE,
     ):
         def storage(shape: KVShape) -> tuple[Tensor, Tensor]:
-            if feature_major:
-                return empty_cache(
-                    num_blocks,
-                    block_size,
-                    shape.num_heads,
-                    shape.head_dim,
-                    shape.latent_dim,
-                    dtype=dtype,
-                    device=device,
-                )
-            k = torch.empty(num_blocks, block_size, shape.num_heads, shape.head_dim, dtype=dtype, device=device)
-            return k, torch.empty_like(k) if shape.latent_dim is None else k[..., : shape.latent_dim]
+            sizes = (num_blocks, block_size, shape.num_heads, shape.head_dim, shape.latent_dim)
+            return backend.kv_storage(*sizes, dtype=dtype, device=device)
 
         places = storage_places(groups, shapes)
         storages = {place: storage(place[0]) for place in dict.fromkeys(places)}

@@ -1,49 +1,60 @@
-"""The residual stream where kernels compute: what a branch adds, the next norm adds while it reads the stream."""
+"""The residual stream. What a branch adds to it stays pending, and the next reader adds it: kernels do that and the
+norm that follows in one pass over memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-# ``x + scale * y``, which may be in ``x`` itself.
-Add = Callable[[Tensor, Tensor], Tensor]
+from fastgen.compile.backends.ops import AddNormOp, AddOp, NormOp
 
 
 @dataclass
-class Residual:
-    """The stream ``x [T, H]`` and what is still to be ``added [T, H]`` to it, by ``add`` if no norm does it."""
+class Stream:
+    """The residual stream ``x [T, H]``, and ``pending [T, H]`` if something is still to be added to it."""
 
     x: Tensor
-    added: Tensor | None
-    add: Add | None
-
-    def settle(self) -> Tensor:
-        """The stream with nothing left to add."""
-        if self.added is not None:
-            assert self.add is not None, "no kernel for a sum was asked for, since a norm is to make it"
-            self.x, self.added = self.add(self.x, self.added), None
-        return self.x
+    pending: Tensor | None = None
 
 
-Stream = Tensor | Residual
+class ReadStream(nn.Module):
+    """Reads a stream on which nothing is pending, through a ``norm`` if there is one."""
+
+    def __init__(self, norm: NormOp | None = None):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, stream: Stream) -> Tensor:
+        return stream.x if self.norm is None else self.norm(stream.x)
 
 
-def settled(stream: Stream) -> Tensor:
-    """The stream as a tensor."""
-    return stream.settle() if isinstance(stream, Residual) else stream
+class FlushStream(nn.Module):
+    """Adds what is pending to the stream, and reads the sum."""
+
+    def __init__(self, add: AddOp):
+        super().__init__()
+        self.add = add
+
+    def forward(self, stream: Stream) -> Tensor:
+        assert stream.pending is not None
+        stream.x, stream.pending = self.add(stream.x, stream.pending), None
+        return stream.x
 
 
-@dataclass
-class DeferredAdd:
-    """Adds to the stream later: ``scale`` times what it is given, by a norm's kernel, or by ``kernel`` where the next
-    reader is no norm. ``node`` of the recipe asks for it."""
+class FlushAndNorm(nn.Module):
+    """Adds what is pending to the stream, and reads the sum through a norm."""
 
-    scale: float | None
-    node: Any
-    kernel: Add | None = None
+    def __init__(self, add_norm: AddNormOp):
+        super().__init__()
+        self.add_norm = add_norm
 
-    def __call__(self, x: Tensor, y: Tensor) -> Residual:
-        return Residual(x, y, self.kernel)
+    def forward(self, stream: Stream) -> Tensor:
+        assert stream.pending is not None
+        stream.x, normed = self.add_norm(stream.x, stream.pending)
+        stream.pending = None
+        return normed
+
+
+# How the stream is read at one place of a model.
+Reader = ReadStream | FlushStream | FlushAndNorm

@@ -6,31 +6,29 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-from fastgen.compile.ops.add.reference import scaled_add
-from fastgen.compile.ops.attention.triton import AttentionPlan
+from fastgen.compile.backends.ops import AddOp, NormOp
 from fastgen.layers.attention import Attention
 from fastgen.layers.embedding import Embedding
 from fastgen.layers.head import Head
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.layers.latent_attention import LatentAttention
-from fastgen.layers.mlp import GatedMlp, Mlp
+from fastgen.layers.mlp import Mlp
 from fastgen.layers.moe import Moe
-from fastgen.layers.norm import Norm
 from fastgen.layers.ragged_batch import RaggedBatch
-from fastgen.layers.residual import Add, Stream, settled
+from fastgen.layers.residual import Reader, Stream
 
-Module = Attention | LatentAttention | Mlp | GatedMlp | Moe
+Module = Attention | LatentAttention | Mlp | Moe
 
 
 class Part(nn.Module):
-    """``module(norm(x))``; the norm may be absent."""
+    """``module(x)`` of what ``read`` reads."""
 
-    def __init__(self, norm: Norm | None, module: Module):
+    def __init__(self, read: Reader, module: Module):
         super().__init__()
-        self.norm, self.module = norm, module
+        self.read, self.module = read, module
 
     def forward(self, stream: Stream, batch: RaggedBatch, kv_cache: PagedKVCache) -> Tensor:
-        x = settled(stream) if self.norm is None else self.norm(stream)
+        x = self.read(stream)
         attends = isinstance(self.module, Attention | LatentAttention)
         out: Tensor = self.module(x, batch, kv_cache) if attends else self.module(x)
         return out
@@ -39,33 +37,34 @@ class Part(nn.Module):
 class Branch(nn.Module):
     """``sum_norm(x + scale * output_norm(part1(norm(x)) + part2(norm(x)) …))``; norms and scale may be absent.
 
-    ``add(x, out)`` is ``x + scale * out``, now or later, and ``add_part`` the sum of two parts.
+    ``read`` reads the stream for all parts; without it each part reads the stream itself. The sum stays pending on the
+    stream; ``read_sum``, if there is one, adds and norms it at once, and the stream continues with the result.
+    ``add_part`` sums the results of two parts.
     """
 
     def __init__(
         self,
-        norm: Norm | None,
+        read: Reader | None,
         parts: Iterable[Part],
         *,
-        output_norm: Norm | None = None,
-        sum_norm: Norm | None = None,
-        add: Callable[[Tensor, Tensor], Stream] = scaled_add,
-        add_part: Add = scaled_add,
+        add_part: AddOp | None = None,
+        output_norm: NormOp | None = None,
+        read_sum: Reader | None = None,
     ):
         super().__init__()
-        self.norm, self.parts, self.output_norm = norm, nn.ModuleList(parts), output_norm
-        self.sum_norm, self.add, self.add_part = sum_norm, add, add_part
+        self.read, self.parts = read, nn.ModuleList(parts)
+        self.add_part, self.output_norm, self.read_sum = add_part, output_norm, read_sum
 
-    def forward(self, stream: Stream, batch: RaggedBatch, kv_cache: PagedKVCache) -> Stream:
-        inner = stream if self.norm is None else self.norm(stream)
+    def forward(self, stream: Stream, batch: RaggedBatch, kv_cache: PagedKVCache) -> None:
+        inner = stream if self.read is None else Stream(self.read(stream))
         first, *parallel = self.parts
         out: Tensor = first(inner, batch, kv_cache)
         for part in parallel:
+            assert self.add_part is not None
             out = self.add_part(out, part(inner, batch, kv_cache))
-        if self.output_norm is not None:
-            out = self.output_norm(out)
-        stream = self.add(settled(stream), out)
-        return stream if self.sum_norm is None else self.sum_norm(stream)
+        stream.pending = out if self.output_norm is None else self.output_norm(out)
+        if self.read_sum is not None:
+            stream.x = self.read_sum(stream)
 
 
 class Layer(nn.Module):
@@ -75,40 +74,39 @@ class Layer(nn.Module):
         super().__init__()
         self.branches = nn.ModuleList(branches)
 
-    def forward(self, stream: Stream, batch: RaggedBatch, kv_cache: PagedKVCache) -> Stream:
+    def forward(self, stream: Stream, batch: RaggedBatch, kv_cache: PagedKVCache) -> None:
         for branch in self.branches:
-            stream = branch(stream, batch, kv_cache)
-        return stream
+            branch(stream, batch, kv_cache)
 
 
 class CausalLM(nn.Module):
     """Embedding, layers, final norm; :meth:`logits` is apart, for only some rows reach the head.
 
-    ``plans`` look at a step's lengths before its layers do.
+    ``plan_step`` looks at a step's lengths before its layers do; ``read_last`` reads the stream behind them.
     """
 
     def __init__(
         self,
         embedding: Embedding,
         layers: Iterable[Layer],
-        final_norm: Norm | None,
+        read_last: Reader,
         head: Head,
-        plans: Iterable[AttentionPlan] = (),
+        plan_step: Callable[[Tensor, Tensor], None],
     ):
         super().__init__()
-        self.plans = list(plans)
-        self.embedding, self.layers, self.final_norm, self.head = embedding, nn.ModuleList(layers), final_norm, head
+        self.embedding, self.layers, self.read_last, self.head = embedding, nn.ModuleList(layers), read_last, head
+        self.plan_step = plan_step
 
     def forward(self, batch: RaggedBatch, kv_cache: PagedKVCache) -> Tensor:
-        """Hidden states ``[T, H]`` of the batch; writes its keys and values into ``kv_cache``."""
-        for plan in self.plans:
-            plan(batch.cu_seqlens_q, batch.seq_lens)
-        stream: Stream = self.embedding(batch)
+        """Returns hidden states ``[T, H]`` of the batch; writes its keys and values into ``kv_cache``."""
+        self.plan_step(batch.cu_seqlens_q, batch.seq_lens)
+        stream = Stream(self.embedding(batch))
         for layer in self.layers:
-            stream = layer(stream, batch, kv_cache)
-        return settled(stream) if self.final_norm is None else self.final_norm(stream)
+            layer(stream, batch, kv_cache)
+        hidden: Tensor = self.read_last(stream)
+        return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``hidden [R, H] -> [R, V]`` in fp32; where kernels compute it in ``out``, if that is given."""
+        """Returns logits ``[R, V]`` in fp32 of ``hidden [R, H]``. Kernels write them to ``out`` if it is given."""
         logits: Tensor = self.head(hidden, out)
         return logits

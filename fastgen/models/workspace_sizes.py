@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fastgen.compile.backends.target import Target
+from fastgen.compile.backends.kernels import KernelSet
 from fastgen.compile.ops.attention.cpp import scratch_bytes
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.attention.triton import AttentionPlan, attention_specs
@@ -18,7 +18,7 @@ from fastgen.compile.ops.linear.cpp import linear_workspace_bytes
 from fastgen.compile.ops.linear.tiling import FewRowFormat, FewRowShape
 from fastgen.compile.ops.linear.triton import few_row_specs, row_tiles
 from fastgen.compile.spec import dtype_name
-from fastgen.models.layer_kernels import attention_shape
+from fastgen.models.shapes import attention_shape
 from fastgen.models.spec import MoeSpec
 from fastgen.models.weight_sizes import ModelBuild, stacked_linears, whole_numel
 
@@ -59,7 +59,7 @@ class WorkspaceSizes:
             specs = attention_specs(shape, max_num_seqs=max_num_seqs, arch=self._target.arch)
             plans[(specs.plan, shape.num_kv_heads, shape.v_dim, specs.decode)] = AttentionPlan(
                 specs,
-                Target().kernel,
+                KernelSet(None).kernel,
                 token_budget=max_rows,
                 max_num_seqs=max_num_seqs,
                 num_sms=self._target.num_sms,

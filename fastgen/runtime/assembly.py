@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastgen.compile.backends.target import Target
-from fastgen.compile.capture.cuda_graph import GraphPool
-from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel, next_decodes_spec
+from fastgen.compile.backends.backend import Backend
 from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import build, kv_groups, kv_shapes, kv_windows
@@ -19,7 +16,7 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.memory.ledger import Ledger
 from fastgen.runtime.progress import progress_bar
-from fastgen.runtime.sampling.sampler import Sampler, sampling_kernel
+from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.sampling.slot_sampler import SlotSampler, slot_sampler
 from fastgen.runtime.sampling.structured_output import Grammars
 from fastgen.runtime.scheduling.drafts import NgramDrafter
@@ -40,22 +37,22 @@ def build_engine(
     codec: TextCodec,
     dtype: torch.dtype,
     device: torch.device,
-    target: Target,
+    backend: Backend,
     weight_format: QuantizedFormat | None,
     *,
     ledger: Ledger,
     policy: Policy,
     aging_s: float,
 ) -> Engine:
-    """The engine of the model in ``checkpoint``, which runs on ``target`` and takes what its ``ledger`` says; progress
-    is shown on a terminal."""
+    """The engine of the model in ``checkpoint``, whose ops ``backend`` computes. It takes what its ``ledger`` says;
+    progress is shown on a terminal."""
     model, slots = build(
         spec,
         dtype=dtype,
         device=device,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
-        target=target,
+        backend=backend,
         weight_format=weight_format,
     )
     input_batch = InputBatch(
@@ -66,16 +63,16 @@ def build_engine(
         max_blocks=config.max_blocks,
         block_size=config.block_size,
         device=device,
-        pads=target.name != "cpp",
+        pads=backend.pads_batches,
     )
     sampler = Sampler(
         codec.eos_token_ids,
-        sampling_kernel(target, spec.vocab_size, max_rows=config.max_rows),
-        slot_sampler(target, spec.vocab_size, input_batch),
+        backend.row_sampling(spec.vocab_size, max_rows=config.max_rows),
+        slot_sampler(backend, spec.vocab_size, input_batch),
     )
-    next_decodes = target.kernel(next_decodes_spec(needed_by=("every engine",))) if target.name == "cpp" else None
-    with progress_bar("kernels", enabled=bool(target.specs())) as kernel_progress:
-        target.build(kernel_progress)
+    next_decodes = backend.next_decodes()
+    with progress_bar("kernels", enabled=bool(backend.specs())) as kernel_progress:
+        backend.build(kernel_progress)
     with progress_bar("weights", unit="B") as progress:
         load_weights(checkpoint, slots, ignored=spec.ignored_tensors, progress=progress)
     kv_cache = PagedKVCache(
@@ -85,22 +82,20 @@ def build_engine(
         block_size=config.block_size,
         dtype=dtype,
         device=device,
-        feature_major=target.name == "cpp",
+        backend=backend,
     )
-    results = Results(spec.hidden_size, spec.vocab_size, target.activation_dtype(dtype), device)
+    results = Results(spec.hidden_size, spec.vocab_size, backend.activation_dtype(dtype), device)
     drafter = _drafter(config, sampler.slots)
     between = ledger.size_bytes("activations")
-    forward = _forward(model, kv_cache, input_batch, results, config, target, sampler.slots, between)
+    forward = _forward(model, kv_cache, input_batch, results, config, backend, sampler.slots, between)
     if policy.observes:  # how long steps take, so none is to last longer for being the first of its kind
         kv_cache.touch()
         if isinstance(forward, TapedForward):
             forward.record_sizes()
     steady = None
     if next_decodes is not None and sampler.kernel is not None and isinstance(forward, TapedForward):
-        advance = NextDecodesKernel(next_decodes)
-        assert target.loader is not None
-        pool = load_thread_pool(target.loader)
-        steady = SteadyDecodes(forward, input_batch, sampler.kernel, advance, sampler.rows, pool)
+        pool = backend.thread_pool()
+        steady = SteadyDecodes(forward, input_batch, sampler.kernel, next_decodes, sampler.rows, pool)
         steady.record(1)
     return Engine(
         ModelRunner(forward, input_batch, sampler, steady),
@@ -146,22 +141,22 @@ def _forward(
     input_batch: InputBatch,
     results: Results,
     config: EngineConfig,
-    target: Target,
+    backend: Backend,
     slots: SlotSampler | None,
     activation_bytes: int,
 ) -> Forward:
-    if target.loader is None:
+    if backend.steps == "called":
         return Forward(model, kv_cache)
-    pool = GraphPool(results.device, target.loader, expected_bytes=activation_bytes)
+    pool = backend.graph_pool(results.device, expected_bytes=activation_bytes)
     sizes, row_sizes = captured_sizes(config.token_budget), captured_sizes(config.max_rows)
-    if target.name == "cpp":
+    if backend.steps == "taped":
         return TapedForward(model, kv_cache, pool, input_batch.views, results, sizes=sizes, max_rows=config.max_rows)
     assert slots is not None
     forward = CapturedForward(
         model, kv_cache, pool, input_batch.views, results, sizes=sizes, row_sizes=row_sizes, sample=slots.launch
     )
     # A sealed bundle's fence is closed from the start; its loader builds nothing in here either.
-    with progress_bar("graphs") as progress, torch.inference_mode(), target.loader.fence.open():
+    with progress_bar("graphs") as progress, torch.inference_mode(), pool.fence.open():
         forward.capture(progress)
-    target.loader.fence.close()
+    pool.fence.close()
     return forward

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.host import device as devices
 from fastgen.errors import InvalidArgumentError, RecipeError
 from fastgen.models.checkpoint import hub
@@ -19,14 +20,8 @@ from fastgen.runtime.llm import LLM
 from fastgen.runtime.memory.ledger import MemoryModel
 from fastgen.runtime.scheduling.policies import Policy, choose_policy
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S, check_aging_s
-from fastgen.runtime.targets import (
-    bundle_flags,
-    choose_target,
-    parse_quantize,
-    sealed_loader,
-    sealed_target,
-    target_facts,
-)
+from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
+from fastgen.runtime.targets import bundle_flags, parse_quantize, sealed_loader, sealed_target
 from fastgen.runtime.text.codec import TextCodec
 
 
@@ -138,7 +133,15 @@ def load(
         allow_config_keys=allow_config_keys,
     )
     bundle = sealed_loader(sealed, directory, found_device, about)
-    kernels = choose_target(target, found_device, config, num_threads=num_threads, sealed=bundle)
+    backend = choose_backend(
+        target,
+        found_device,
+        token_budget=config.token_budget,
+        max_num_seqs=config.max_num_seqs,
+        max_prompt_rows=PROMPT_LOGITS_ROWS,
+        num_threads=num_threads,
+        sealed=bundle,
+    )
     ledger = memory.ledger(config)
     with devices.being_current(found_device.torch_device):
         engine = build_engine(
@@ -148,7 +151,7 @@ def load(
             codec,
             torch_dtype,
             found_device.torch_device,
-            kernels,
+            backend,
             weight_format,
             ledger=ledger,
             policy=chosen_policy,

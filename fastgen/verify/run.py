@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from torch import nn
 
+from fastgen.compile.backends.choose import kernel_targets
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.checkpoint import hub
 from fastgen.models.checkpoint.builtins import BUILTINS
@@ -19,7 +20,6 @@ from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.registry import registry
 from fastgen.models.resolve.config_keys import HARMLESS, INERT
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
-from fastgen.runtime.targets import kernel_targets
 from fastgen.verify.cases import Case, Cases, draw_prompts
 from fastgen.verify.causes import find_cause
 from fastgen.verify.compare import Comparer

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgen.layers.latent_attention import HeadLinear
+from fastgen.compile.backends.modules.reference import HeadMaps
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.builder import build
 from fastgen.models.recipe.recipe import Recipe
@@ -94,7 +94,7 @@ def trace_subject(llm: LLM, prompts: Prompts) -> SubjectTrace:
     model = llm.model
     recorder = _Recorder(prompts)
     # a map for each head has no counterpart: it is given queries, where references give the latent
-    modules = {name: module for name, module in model.named_modules() if not isinstance(module, HeadLinear)}
+    modules = {name: module for name, module in model.named_modules() if not isinstance(module, HeadMaps)}
     owners = {name: parts for name, parts in _owners(llm.spec).items() if name in modules}
     with recorder.on(model, {name: modules[name] for name in owners}):
         llm.generate([list(prompt) for prompt in prompts], temperature=0, max_new_tokens=1, ignore_eos=True)

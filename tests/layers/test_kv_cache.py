@@ -10,6 +10,10 @@ import sys
 import pytest
 import torch
 
+from fastgen.compile.backends.backend import Backend
+from fastgen.compile.backends.cpp import CppBackend
+from fastgen.compile.backends.reference import REFERENCE
+from fastgen.compile.backends.target import TargetFacts
 from fastgen.layers.kv_cache import KVShape, PagedKVCache
 
 CPU = torch.device("cpu")
@@ -59,11 +63,9 @@ def test_what_one_layer_writes_in_a_block_of_its_group_no_other_changes() -> Non
         assert (cache.layers[layer].v[block] == -number).all()
 
 
-@pytest.mark.parametrize("feature_major", [False, True])
+@pytest.mark.parametrize("backend", [REFERENCE, CppBackend(TargetFacts("cpp"))], ids=["reference", "cpp"])
 @pytest.mark.parametrize("latent_dim", [None, 4])
-def test_copies_reach_every_layer_of_their_group_and_no_other_block(
-    feature_major: bool, latent_dim: int | None
-) -> None:
+def test_copies_reach_every_layer_of_their_group_and_no_other_block(backend: Backend, latent_dim: int | None) -> None:
     """Against a copy made block by block of what was there before, so that a chain or a swap of blocks comes out."""
     groups, pairs = [0, 1, 0, 1, 1], [(2, 3), (3, 4), (5, 6), (6, 5), (2, 7)]
     cache = PagedKVCache(
@@ -73,7 +75,7 @@ def test_copies_reach_every_layer_of_their_group_and_no_other_block(
         block_size=4,
         dtype=torch.bfloat16,
         device=CPU,
-        feature_major=feature_major,
+        backend=backend,
     )
     for k, v in cache.storage:
         for tensor in (v, k):  # of latent layers the values are part of the keys
@@ -105,15 +107,15 @@ def resident_share(tensors: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-@pytest.mark.parametrize("feature_major", [False, True])
-def test_touched_it_has_all_of_its_memory(feature_major: bool) -> None:
+@pytest.mark.parametrize("backend", [REFERENCE, CppBackend(TargetFacts("cpp"))], ids=["reference", "cpp"])
+def test_touched_it_has_all_of_its_memory(backend: Backend) -> None:
     cache = PagedKVCache(
         [0, 0], [KVShape(4, 64)], num_blocks=1000, block_size=16, dtype=torch.float32, device=CPU,
-        feature_major=feature_major,
+        backend=backend,
     )  # fmt: skip
     assert cache.size_bytes > 60e6
     tensors = [tensor for pair in cache.storage for tensor in pair]
-    if feature_major:  # the other's memory may be some that this process had before
+    if backend is not REFERENCE:  # the other's memory may be some that this process had before
         assert resident_share(tensors) < 0.2
     cache.touch()
     assert resident_share(tensors) > 0.99

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.backends.target import Target
+from fastgen.compile.backends.choose import backend_of
+from fastgen.compile.backends.cpp import CppBackend
+from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.build.cpp import CppBuilder, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.capture.cuda_graph import GraphPool
@@ -50,20 +52,20 @@ def loader() -> KernelLoader:
 def model(weight_format: WeightFormat) -> tuple[CausalLM, ModelSpec]:
     """One layer of latent attention and experts, a shared one among them."""
     spec = resolve(named_recipe("deepseek_v3"), CONFIG)
-    target = Target(loader(), max_rows=8)
+    backend = backend_of(loader(), max_rows=8)
     built, slots = build(
         *(spec,),
         dtype=torch.float32,
         device=CPU,
         max_model_len=64,
         block_size=BLOCK_SIZE,
-        target=target,
+        backend=backend,
         weight_format=weight_format,
     )
     generator = torch.Generator().manual_seed(1)
     for slot in slots:
         slot.target.copy_(torch.randn(slot.spec.shape, generator=generator) / 4)
-    target.build()
+    backend.build()
     return built, spec
 
 
@@ -122,7 +124,7 @@ def test_latent_attention(weight_format: WeightFormat, num_tokens: int) -> None:
     built, spec = model(weight_format)
     attention: LatentAttention = module(built, LatentAttention)
     sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": torch.float32, "device": CPU}
-    kv_cache = PagedKVCache(kv_groups(spec), kv_shapes(spec), feature_major=True, **sizes)
+    kv_cache = PagedKVCache(kv_groups(spec), kv_shapes(spec), backend=CppBackend(TargetFacts("cpp")), **sizes)
     x, nothing = torch.empty(num_tokens, HIDDEN), torch.empty(0, dtype=torch.int32)
     batch = RaggedBatch(
         **dict.fromkeys(("input_ids", "token_source", "logits_indices", "sampled_ids"), nothing),

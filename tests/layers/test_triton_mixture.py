@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.compile.backends.target import TORCH, Target
+from fastgen.compile.backends.backend import Backend
+from fastgen.compile.backends.choose import backend_of
+from fastgen.compile.backends.reference import REFERENCE
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
@@ -40,14 +42,14 @@ model:
 """
 
 
-def mixture(recipe: Path, target: Target, dtype: torch.dtype) -> Moe:
-    """The same weights whatever the target."""
+def mixture(recipe: Path, backend: Backend, dtype: torch.dtype) -> Moe:
+    """Returns a mixture that has the same weights whatever the backend."""
     spec = resolve(load_recipe(recipe), CONFIG)
-    model, slots = build(spec, dtype=dtype, device=CPU, max_model_len=64, target=target)
+    model, slots = build(spec, dtype=dtype, device=CPU, max_model_len=64, backend=backend)
     generator = torch.Generator().manual_seed(1)
     for slot in slots:
         slot.target.copy_(torch.randn(slot.spec.shape, generator=generator) / 4)
-    target.build()
+    backend.build()
     (moe,) = (module for module in model.modules() if isinstance(module, Moe))
     return moe
 
@@ -56,8 +58,8 @@ def mixture(recipe: Path, target: Target, dtype: torch.dtype) -> Moe:
 def test_a_shared_expert_with_a_gate_and_biases(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
     (tmp_path / "mixed.yaml").write_text(RECIPE)
     loader = KernelLoader(TritonBuilder("interpret"), cache=KernelCache(tmp_path / "kernels"))
-    moe = mixture(tmp_path / "mixed.yaml", Target(loader, max_rows=MAX_TOKENS, max_num_seqs=4, num_sms=2), dtype)
-    reference = mixture(tmp_path / "mixed.yaml", TORCH, dtype)
+    moe = mixture(tmp_path / "mixed.yaml", backend_of(loader, max_rows=MAX_TOKENS, max_num_seqs=4, num_sms=2), dtype)
+    reference = mixture(tmp_path / "mixed.yaml", REFERENCE, dtype)
     assert moe.shared_gate is not None
     x, out = torch.empty(MAX_TOKENS, HIDDEN, dtype=dtype), torch.empty(MAX_TOKENS, HIDDEN, dtype=dtype)
 

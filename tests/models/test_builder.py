@@ -129,12 +129,18 @@ def test_an_unknown_activation_is_a_recipe_error_with_its_place() -> None:
 def test_numbers_of_the_spec_reach_the_layers() -> None:
     """Those too that every published model of a family has alike."""
     spec = change_parts(mistral(), lambda layer, part: replace(part, scale=layer + 0.5) if is_attention(part) else part)
-    assert [attention.scale for attention in attentions(build_on_cpu(spec)[0])] == [0.5, 1.5, 2.5, 3.5, 4.5]
+    assert [attention.attend.shape.scale for attention in attentions(build_on_cpu(spec)[0])] == [
+        0.5,
+        1.5,
+        2.5,
+        3.5,
+        4.5,
+    ]
     spec = opt()
     assert spec.embedding.positions is not None
     positions = replace(spec.embedding.positions, offset=5)
     model, _ = build_on_cpu(replace(spec, embedding=replace(spec.embedding, positions=positions)))
-    assert model.embedding.position_offset == 5
+    assert model.embedding.tokens.positions.offset == 5
 
 
 # What layers share
@@ -177,7 +183,7 @@ def test_layers_share_a_rotary_table_where_they_rotate_alike() -> None:
 def test_layers_with_the_same_window_share_a_kv_group(windows: list[int | None], groups: list[int]) -> None:
     spec = with_windows(mistral(), windows)
     assert kv_groups(spec) == groups
-    assert [attention.sliding_window for attention in attentions(build_on_cpu(spec)[0])] == windows
+    assert [attention.attend.shape.sliding_window for attention in attentions(build_on_cpu(spec)[0])] == windows
 
 
 # Layers of different windows, against transformers

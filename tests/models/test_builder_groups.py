@@ -204,25 +204,25 @@ def test_latent_attention_equals_its_expanded_form() -> None:
 
     branch = model.layers[0].branches[0]
     module = branch.parts[0].module
-    stream = model.embedding.tokens.weight[ids]
-    x = branch.norm(stream)
+    stream = model.embedding.tokens.tokens.weight[ids]
+    x = branch.read.norm(stream)
     q = (x @ module.q.weight.T).view(9, 3, 9)
     latent, shared = (x @ module.kv_down.weight.T).split([6, 4], dim=1)
-    latent = module.kv_norm(latent)
+    latent = module.attend.kv_norm(latent)
 
     def turned(heads: Tensor) -> Tensor:
         angles = torch.arange(9)[:, None] * 100.0 ** (-torch.arange(0, 4, 2) / 4)
         pairs = torch.view_as_complex(heads.reshape(9, -1, 2, 2).contiguous())
         return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(2)
 
-    keys = torch.cat([(latent @ module.k_up.weight.T).view(9, 3, 5), turned(shared).expand(9, 3, 4)], dim=-1)
-    values = (latent @ module.v_up.weight.T).view(9, 3, 7)
+    keys = torch.cat([(latent @ module.attend.k_up.weight.T).view(9, 3, 5), turned(shared).expand(9, 3, 4)], dim=-1)
+    values = (latent @ module.attend.v_up.weight.T).view(9, 3, 7)
     queries = torch.cat([q[..., :5], turned(q[..., 5:])], dim=-1)
     scores = torch.einsum("qhd,khd->hqk", queries, keys) * 0.4
     probs = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf")).softmax(-1)
     mixed_values = torch.einsum("hqk,khd->qhd", probs, values).flatten(1)
     stream = stream + mixed_values @ module.output.weight.T
-    expected = model.final_norm(stream) @ model.head.table.weight.T
+    expected = model.read_last.add_norm.norm(stream) @ model.head.logits.table.weight.T
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -287,4 +287,4 @@ def test_the_embedding_scale_is_rounded_to_the_dtype_of_the_model() -> None:
     spec = replace(spec, embedding=replace(spec.embedding, scale=3072**0.5))
     for dtype, scale in ((torch.bfloat16, 55.5), (torch.float32, float(torch.tensor(3072**0.5)))):
         model, _ = build(spec, dtype=dtype, device=torch.device("cpu"), max_model_len=8)
-        assert model.embedding.scale == scale
+        assert model.embedding.tokens.scale == scale

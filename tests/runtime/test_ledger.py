@@ -13,6 +13,7 @@ import torch
 
 import fastgen
 from benchmarks.cpu.ledger import AllocationPeak, held_bytes
+from fastgen.compile.backends.choose import target_facts
 from fastgen.compile.host.device import current
 from fastgen.compile.ops.sampling.reference import REFERENCE_BYTES_PER_LOGIT
 from fastgen.models.weight_sizes import ModelBuild
@@ -22,7 +23,6 @@ from fastgen.runtime.llm import LLM
 from fastgen.runtime.memory.ledger import Ledger, LedgerRow, MemoryModel
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.step.forward import Forward
-from fastgen.runtime.targets import target_facts
 from tests.runtime.checkpoints import save_checkpoint
 from tests.runtime.test_same_answer_cpp import FAMILIES, checkpoint
 

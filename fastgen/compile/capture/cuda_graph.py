@@ -38,7 +38,7 @@ class GraphPool:
     intermediate results are expected to take ``expected_bytes``."""
 
     def __init__(self, device: torch.device, loader: KernelLoader, *, expected_bytes: int = 0):
-        self._device, self._fence = device, loader.fence
+        self._device, self.fence = device, loader.fence
         self._graphs: list[Graph] = []
         self._arena = Arena(0 if device.type == "cuda" else expected_bytes)
         self._runner: CppKernel | None = None
@@ -57,7 +57,7 @@ class GraphPool:
         Raises :class:`KernelError` behind a closed fence, :class:`CaptureError` for a step that cannot be captured, and
         what ``step`` raises.
         """
-        self._fence.check("capture", name)
+        self.fence.check("capture", name)
         graph: Graph
         if self._device.type == "cuda":
             graph = self._capture_cuda(name, step)

@@ -16,8 +16,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from fastgen.compile.weights.rows import Rows
 from fastgen.errors import CheckpointError, RecipeError
-from fastgen.layers.linear import Rows
 from fastgen.models.checkpoint.files import WEIGHT_FILES, is_index, read_index, read_json_object, weights_entry
 from fastgen.models.checkpoint.tensor_files import TensorHeader, read_headers, stream_tensors
 from fastgen.models.spec import Layout, TensorSpec

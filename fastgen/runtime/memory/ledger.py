@@ -140,9 +140,7 @@ class MemoryModel:
         target, vocab_size = self.build.target, self.build.spec.vocab_size
         if target.name == "cpp":
             return sampling_bytes(vocab_size, max_rows=config.max_rows, max_threads=target.num_threads)
-        if target.name == "triton":
-            return slot_sampler_bytes(vocab_size, max_rows=config.max_rows, max_num_seqs=config.max_num_seqs)
-        return 0
+        return slot_sampler_bytes(target, vocab_size, max_rows=config.max_rows, max_num_seqs=config.max_num_seqs)
 
     def _largest_temporary(self, config: EngineConfig) -> LedgerRow:
         logits = self.build.spec.vocab_size * _FP32

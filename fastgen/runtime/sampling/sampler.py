@@ -17,10 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.compile.backends.target import Target
 from fastgen.compile.host.device import to_device
-from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.sampling.cpp import RowLogprobs, SampledRow, SamplingKernel, sampling_spec
+from fastgen.compile.ops.sampling.cpp import RowLogprobs, SampledRow, SamplingKernel
 from fastgen.compile.ops.sampling.reference import (
     Adjustments,
     Draws,
@@ -60,18 +58,6 @@ class SampledToken(NamedTuple):
     is_damaged: bool = False
     # Of a beam; which of them follow is for its search to say, not for ``token_id``.
     candidates: list[Candidate] | None = None
-
-
-def sampling_kernel(target: Target, vocab_size: int, *, max_rows: int) -> SamplingKernel | None:
-    """The kernel that a :class:`Sampler` of this model needs, to be asked for before ``target.build()``; ``None`` where
-    torch samples.
-    """
-    if target.name != "cpp":
-        return None
-    assert target.loader is not None
-    kernel = target.kernel(sampling_spec(target.arch, needed_by=("the sampler",)))
-    num_threads = load_thread_pool(target.loader).num_threads
-    return SamplingKernel(kernel, vocab_size, max_rows=max_rows, max_threads=num_threads)
 
 
 class Sampler:

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.compile.backends.target import Target
+from fastgen.compile.backends.backend import MAX_LOGPROBS, Backend
+from fastgen.compile.backends.choose import backend_for
+from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.host.device import to_device
 from fastgen.compile.ops.sampling.cpp import Biases, Uses
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling
-from fastgen.models.kernels import MAX_LOGPROBS, sampler_specs
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.sampling.sampled_rows import RowHistory, is_plain, penalises
 from fastgen.runtime.sampling.sampling_params import SamplingParams
@@ -119,28 +120,17 @@ def gives_logprobs(sampling: SamplingParams) -> bool:
     return sampling.logprobs is not None and sampling.logprobs <= MAX_LOGPROBS and sampling.beam_width == 1
 
 
-def slot_sampler(target: Target, vocab_size: int, inputs: InputBatch) -> SlotSampler | None:
-    """What samples for the slots of ``inputs``, its kernels asked for; ``None`` on a target that samples otherwise."""
-    if target.name != "triton":
-        return None
-    return SlotSampler(_kernels(target, vocab_size, inputs.max_rows, inputs.sampled_ids), inputs)
+def slot_sampler(backend: Backend, vocab_size: int, inputs: InputBatch) -> SlotSampler | None:
+    """Returns the sampler for the slots of ``inputs``, its kernels asked for; ``None`` if the backend has none."""
+    kernels = backend.slot_sampling(vocab_size, max_rows=inputs.max_rows, sampled_ids=inputs.sampled_ids)
+    return None if kernels is None else SlotSampler(kernels, inputs)
 
 
-def slot_sampler_bytes(vocab_size: int, *, max_rows: int, max_num_seqs: int) -> int:
-    """What the buffers of a :func:`slot_sampler` take; described, not made."""
+def slot_sampler_bytes(facts: TargetFacts, vocab_size: int, *, max_rows: int, max_num_seqs: int) -> int:
+    """Returns the bytes that the buffers of a :func:`slot_sampler` take; none are allocated."""
     sampled_ids = torch.empty(max_num_seqs, dtype=torch.int32, device="meta")
-    return _kernels(Target(), vocab_size, max_rows, sampled_ids).size_bytes
-
-
-def _kernels(target: Target, vocab_size: int, max_rows: int, sampled_ids: Tensor) -> SamplingKernel:
-    return SamplingKernel(
-        sampler_specs(vocab_size),
-        target.kernel,
-        max_rows=max_rows,
-        max_slots=len(sampled_ids),
-        device=sampled_ids.device,
-        sampled_ids=sampled_ids,
-    )
+    kernels = backend_for(facts).slot_sampling(vocab_size, max_rows=max_rows, sampled_ids=sampled_ids)
+    return 0 if kernels is None else kernels.size_bytes
 
 
 def _slot(sequence: Sequence) -> int:

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastgen.compile.backends.target import Target
+from fastgen.compile.backends.choose import backend_of
+from fastgen.compile.backends.reference import REFERENCE
 from fastgen.compile.build.cpp import CppBuilder, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
@@ -19,7 +20,7 @@ from fastgen.errors import GenerationError
 from fastgen.runtime.requests.request import Request
 from fastgen.runtime.sampling import sampler
 from fastgen.runtime.sampling.response_format import ResponseFormat
-from fastgen.runtime.sampling.sampler import Sampler, prompt_logprobs, sampling_kernel
+from fastgen.runtime.sampling.sampler import Sampler, prompt_logprobs
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from tests.runtime.scripted_matcher import ScriptedMatcher
 
@@ -28,16 +29,16 @@ EOS = 7
 
 
 @cache
-def cpp_target():
+def cpp_backend():
     loader = KernelLoader(CppBuilder(cpp_arch(device.current("cpu"))))
     load_thread_pool(loader)
-    return Target(loader)
+    return backend_of(loader, max_rows=32)
 
 
 def cpp_kernel(vocab_size):
-    target = cpp_target()
-    kernel = sampling_kernel(target, vocab_size, max_rows=32)
-    target.build()
+    backend = cpp_backend()
+    kernel = backend.row_sampling(vocab_size, max_rows=32)
+    backend.build()
     return kernel
 
 
@@ -362,8 +363,8 @@ def test_tokens_that_the_head_does_not_reach_are_left_out(new_sampler):
     assert found == Sampler([EOS]).sample(logits_of(11), [reachable])
 
 
-def test_only_kernels_targets_sample_by_kernel():
-    assert sampling_kernel(Target(), VOCAB, max_rows=4) is None
+def test_the_reference_has_no_kernel_that_samples():
+    assert REFERENCE.row_sampling(VOCAB, max_rows=4) is None
 
 
 def test_on_a_device_a_step_without_rows_is_waited_for_too(monkeypatch):

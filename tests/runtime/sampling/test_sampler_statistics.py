@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.compile.backends.target import Target
+from fastgen.compile.backends.choose import backend_of
 from fastgen.compile.build.cpp import CppBuilder, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
@@ -23,7 +23,7 @@ from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.response_format import ResponseFormat
-from fastgen.runtime.sampling.sampler import Sampler, sampling_kernel
+from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.sampling.slot_sampler import slot_sampler
 from fastgen.runtime.step.input_batch import InputBatch
@@ -98,8 +98,8 @@ def sampler(target: str) -> Sampler:
         return Sampler()
     loader = KernelLoader(CppBuilder(cpp_arch(device.current("cpu"))))
     load_thread_pool(loader)
-    made = Target(loader)
-    kernel = sampling_kernel(made, VOCAB, max_rows=MAX_ROWS)
+    made = backend_of(loader, max_rows=MAX_ROWS)
+    kernel = made.row_sampling(VOCAB, max_rows=MAX_ROWS)
     made.build()
     return Sampler(kernel=kernel)
 
@@ -116,7 +116,7 @@ def drawn_on_slots(sequences: list[Sequence]) -> list[int]:
         block_size=4,
         device=torch.device("cpu"),
     )
-    made = Target(KernelLoader(TritonBuilder("interpret")), max_rows=count, max_num_seqs=count)
+    made = backend_of(KernelLoader(TritonBuilder("interpret")), max_rows=count, max_num_seqs=count)
     slots = slot_sampler(made, VOCAB, inputs)
     assert slots is not None
     made.build()

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.backends.target import Target
+from fastgen.compile.backends.backend import MAX_LOGPROBS
+from fastgen.compile.backends.choose import backend_of
+from fastgen.compile.backends.reference import REFERENCE
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.ops.sampling.triton import SamplingKernel
-from fastgen.models.kernels import MAX_LOGPROBS
 from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.runtime.sampling.sampler import SampledToken, Sampler
@@ -52,11 +53,11 @@ class Bench:
     def __init__(self, loader: KernelLoader) -> None:
         sizes = dict.fromkeys(("token_budget", "max_num_seqs", "max_rows"), NUM_SLOTS)
         self.inputs = InputBatch(num_groups=1, max_blocks=1, block_size=4, device=CPU, **sizes)
-        target = Target(loader, max_rows=NUM_SLOTS, max_num_seqs=NUM_SLOTS)
-        slots = slot_sampler(target, VOCAB, self.inputs)
+        backend = backend_of(loader, max_rows=NUM_SLOTS, max_num_seqs=NUM_SLOTS)
+        slots = slot_sampler(backend, VOCAB, self.inputs)
         assert slots is not None
         self.slots, self.sampler = slots, Sampler([EOS], slots=slots)
-        target.build()
+        backend.build()
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         self.launch(logits, sequences)
@@ -177,4 +178,4 @@ def test_sequences_may_draft_once_what_their_slot_knows_no_longer_changes() -> N
 def test_only_the_triton_target_samples_by_slots() -> None:
     ones = ("token_budget", "max_num_seqs", "max_rows", "num_groups", "max_blocks", "block_size")
     inputs = InputBatch(device=CPU, **dict.fromkeys(ones, 1))
-    assert slot_sampler(Target(), VOCAB, inputs) is None
+    assert slot_sampler(REFERENCE, VOCAB, inputs) is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.backends.target import Target
+from fastgen.compile.backends.choose import backend_of
 from fastgen.compile.build.builder import BuiltKernel
 from fastgen.compile.build.loader import KernelLoader, make_builder
 from fastgen.compile.capture.cuda_graph import GraphPool
@@ -56,10 +56,10 @@ class Checked(BuiltKernel):
 def launches(model_spec: ModelSpec, weight_format: WeightOnlyFormat | None = None) -> list[KernelSpec]:
     """Of a captured step at each of the sizes, and of the sampling behind it."""
     loader = KernelLoader(make_builder("sm_90"))
-    target = Target(loader, max_rows=SIZES[-1], max_num_seqs=ROW_SIZES[-1], num_sms=132)
+    backend = backend_of(loader, max_rows=SIZES[-1], max_num_seqs=ROW_SIZES[-1], num_sms=132)
     groups, shapes, vocab_size = kv_groups(model_spec), kv_shapes(model_spec), model_spec.vocab_size
     model, _ = build(
-        model_spec, dtype=DTYPE, device=META, max_model_len=700, target=target, weight_format=weight_format
+        model_spec, dtype=DTYPE, device=META, max_model_len=700, backend=backend, weight_format=weight_format
     )
     inputs = InputBatch(
         token_budget=SIZES[-1],
@@ -70,10 +70,10 @@ def launches(model_spec: ModelSpec, weight_format: WeightOnlyFormat | None = Non
         block_size=16,
         device=META,
     )
-    slots = slot_sampler(target, vocab_size, inputs)
+    slots = slot_sampler(backend, vocab_size, inputs)
     assert slots is not None
     launched: list[KernelSpec] = []
-    for asked in target._asked.values():
+    for asked in backend.kernels._kernels.values():
         asked.kernel = Checked(asked.spec, launched)
     forward = CapturedForward(
         model,

@@ -1,0 +1,315 @@
+"""C++ kernels for one instruction set of CPUs: activations in fp32, weights packed, threads of a pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fastgen.compile.backends.backend import Backend
+from fastgen.compile.backends.modules import fused
+from fastgen.compile.backends.modules.cpp import (
+    Embedding,
+    Experts,
+    Groups,
+    Head,
+    HeadMaps,
+    Linear,
+    PackedTable,
+    PlainTable,
+    Positions,
+    Router,
+    Table,
+)
+from fastgen.compile.backends.modules.reference import router_correction
+from fastgen.compile.backends.modules.stored import NormParameters
+from fastgen.compile.backends.ops import Ops
+from fastgen.compile.backends.ops import Table as AnyTable
+from fastgen.compile.backends.shapes import (
+    ActivationShape,
+    ExpertsShape,
+    FeatureNorm,
+    HeadShape,
+    LatentShape,
+    LinearShape,
+    ModelShape,
+    QkNorm,
+    RotaryShape,
+    RouterShape,
+    TableShape,
+)
+from fastgen.compile.backends.target import TargetFacts
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.capture.tape import tape_spec
+from fastgen.compile.host.thread_pool import ThreadPool, load_thread_pool, thread_pool_spec
+from fastgen.compile.ops.activation.cpp import ActivationKernel, activation_spec
+from fastgen.compile.ops.add.cpp import AddKernel, add_spec
+from fastgen.compile.ops.attention.cpp import AttentionKernel, attention_spec, empty_cache
+from fastgen.compile.ops.attention.reference import Alibi
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.embedding.cpp import EmbeddingKernel, embedding_spec
+from fastgen.compile.ops.experts.cpp import (
+    CombineKernel,
+    GroupedLinearKernel,
+    RouteKernel,
+    SortKernel,
+    combine_spec,
+    route_spec,
+    sort_spec,
+)
+from fastgen.compile.ops.latent.cpp import LatentKernel, latent_spec
+from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
+from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel, next_decodes_spec
+from fastgen.compile.ops.norm.cpp import NormKernel, norm_spec
+from fastgen.compile.ops.qkv.cpp import QkvKernel, qkv_spec
+from fastgen.compile.ops.sampling.cpp import SamplingKernel, sampling_spec
+from fastgen.compile.ops.softcap.cpp import SoftcapKernel, softcap_spec
+from fastgen.compile.spec import KernelSpec, dtype_name
+from fastgen.compile.weights.packed import WeightFormat, matrix_format
+
+_EVERY_ENGINE = ("every engine",)
+_SAMPLER = ("the sampler",)
+
+
+class CppBackend(Backend):
+    """Runs C++ kernels on a CPU. A step has at most ``max_rows`` rows."""
+
+    steps = "taped"
+    pads_batches = False
+
+    def __init__(self, facts: TargetFacts, loader: KernelLoader | None = None, *, max_rows: int = 0):
+        super().__init__(facts, loader)
+        self.max_rows = max_rows
+
+    def ops(self, model: ModelShape) -> CppOps:
+        """Returns what makes the ops of a model."""
+        return CppOps(self, model)
+
+    def kv_storage(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_heads: int,
+        head_dim: int,
+        latent_dim: int | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns room for keys and values that lie feature by feature, in huge pages."""
+        return empty_cache(num_blocks, block_size, num_heads, head_dim, latent_dim, dtype=dtype)
+
+    def row_sampling(self, vocab_size: int, *, max_rows: int) -> SamplingKernel:
+        """Returns the kernel that samples rows which the host describes in every step."""
+        kernel = self.kernels.kernel(sampling_spec(self.facts.arch, needed_by=_SAMPLER))
+        return SamplingKernel(kernel, vocab_size, max_rows=max_rows, max_threads=self._num_threads)
+
+    @property
+    def _num_threads(self) -> int:
+        return self.facts.num_threads if self.loader is None else load_thread_pool(self.loader).num_threads
+
+    def next_decodes(self) -> NextDecodesKernel:
+        """Returns the kernel that makes the inputs of a step of decodes of the step before."""
+        return NextDecodesKernel(self.kernels.kernel(next_decodes_spec(needed_by=_EVERY_ENGINE)))
+
+    def thread_pool(self) -> ThreadPool:
+        """Returns the threads on which kernels run."""
+        assert self.loader is not None, "the threads come with kernels, which a loader loads"
+        return load_thread_pool(self.loader)
+
+    def engine_specs(self, vocab_size: int) -> list[KernelSpec]:
+        """Returns the sampler's kernel, and the libraries that run kernels."""
+        pool = replace(thread_pool_spec(), needed_by=("every kernel that runs on several threads",))
+        sampling = sampling_spec(self.facts.arch, needed_by=_SAMPLER)
+        return [sampling, next_decodes_spec(needed_by=_EVERY_ENGINE), pool, tape_spec()]
+
+
+class CppOps(Ops):
+    """Makes ops of C++ kernels. Linear layers of a weight format share a kernel and its workspace."""
+
+    def __init__(self, backend: CppBackend, model: ModelShape):
+        self._model, self._arch, self._max_rows = model, backend.facts.arch, backend.max_rows
+        self._kernel = backend.kernels.kernel
+        self._dtype_name = dtype_name(model.dtype)
+        self._plain_format = cast(WeightFormat, self._dtype_name)
+        chosen = model.weight_format or matrix_format(self._plain_format, self._arch)
+        self._matrix_format = cast(WeightFormat, chosen)
+        self._linear_kernels: dict[WeightFormat, LinearKernel] = {}
+        self._grouped_kernel: GroupedLinearKernel | None = None
+
+    def table(self, shape: TableShape) -> Table:
+        if shape.multiplies:
+            return PackedTable(self._linear_kernel(self._matrix_format, shape.needed_by), shape.num_rows, shape.size)
+        return PlainTable(shape.num_rows, shape.size, dtype=self._model.dtype, device=self._model.device)
+
+    def _linear_kernel(self, weight_format: WeightFormat, needed_by: tuple[str, ...]) -> LinearKernel:
+        kernel = self._kernel(linear_spec(weight_format, self._arch, needed_by=needed_by))
+        if weight_format not in self._linear_kernels:
+            self._linear_kernels[weight_format] = LinearKernel(kernel, self._max_rows, self._model.max_in_features)
+        return self._linear_kernels[weight_format]
+
+    def embedding(
+        self,
+        tokens: AnyTable,
+        *,
+        scale: float | None = None,
+        positions: AnyTable | None = None,
+        offset: int = 0,
+        needed_by: tuple[str, ...] = (),
+        positions_needed_by: tuple[str, ...] = (),
+    ) -> Embedding:
+        table = cast(Table, tokens)
+        packed = isinstance(table, PackedTable)
+        table_format = str(table.packed.format) if isinstance(table, PackedTable) else self._dtype_name
+        spec = embedding_spec(self._arch, table_format, packed=packed, scale=scale, needed_by=needed_by)
+        kernel = EmbeddingKernel(self._kernel(spec))
+        added = None if positions is None else self.positions(positions, offset, needed_by=positions_needed_by)
+        return Embedding(table, kernel, added)
+
+    def positions(self, table: AnyTable, offset: int, *, needed_by: tuple[str, ...] = ()) -> Positions:
+        spec = embedding_spec(self._arch, self._dtype_name, packed=False, offset=offset, needed_by=needed_by)
+        return Positions(cast(PlainTable, table), EmbeddingKernel(self._kernel(spec)))
+
+    def linear(self, shape: LinearShape) -> Linear:
+        return self._linear(shape, self._matrix_format)
+
+    def _linear(self, shape: LinearShape, weight_format: WeightFormat) -> Linear:
+        return Linear(self._linear_kernel(weight_format, shape.needed_by), shape.in_features, shape.out_features)
+
+    def norm(self, shape: FeatureNorm) -> fused.Norm:
+        return fused.Norm(self._norm_kernel(shape), self._norm_weights(shape))
+
+    def add_norm(self, shape: FeatureNorm, scale: float | None = None) -> fused.AddNorm:
+        kernel = self._norm_kernel(shape, residual=True, scale=1.0 if scale is None else scale)
+        return fused.AddNorm(kernel, self._norm_weights(shape))
+
+    def _norm_kernel(self, norm: FeatureNorm, *, residual: bool = False, scale: float = 1.0) -> NormKernel:
+        shape = norm.of_rows("fp32", residual=residual, scale=scale)
+        return NormKernel(self._kernel(norm_spec(shape, needed_by=norm.needed_by)))
+
+    def _norm_weights(self, norm: FeatureNorm) -> NormParameters:
+        device = self._model.device
+        return NormParameters(norm.shape, weight=norm.weight, bias=norm.bias, dtype=torch.float32, device=device)
+
+    def add(self, scale: float | None = None, *, needed_by: tuple[str, ...] = ()) -> AddKernel:
+        return AddKernel(self._kernel(add_spec(self._arch, scale, needed_by=needed_by)))
+
+    def activation(self, shape: ActivationShape) -> ActivationKernel:
+        spec = activation_spec(shape.kind, self._arch, gated=shape.gated, needed_by=shape.needed_by)
+        return ActivationKernel(self._kernel(spec))
+
+    def attention(
+        self,
+        shape: AttentionShape,
+        *,
+        rotary: RotaryShape | None = None,
+        q_norm: QkNorm | None = None,
+        k_norm: QkNorm | None = None,
+        alibi: Alibi | None = None,
+        needed_by: tuple[str, ...] = (),
+    ) -> fused.Attention:
+        prepare = qkv_spec(
+            self._arch,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
+            cache_dtype=shape.dtype,
+            rotary_dim=rotary.dim if rotary else 0,
+            interleaved=rotary is not None and rotary.interleaved,
+            q_norm=q_norm.of_heads if q_norm else None,
+            k_norm=k_norm.of_heads if k_norm else None,
+            needed_by=needed_by,
+        )
+        return fused.Attention(
+            QkvKernel(self._kernel(prepare)),
+            self._attend(shape, needed_by, alibi),
+            num_heads=shape.num_heads,
+            head_dim=shape.head_dim,
+            q_norm=self._norm_weights(q_norm.norm) if q_norm else None,
+            k_norm=self._norm_weights(k_norm.norm) if k_norm else None,
+        )
+
+    def _attend(self, shape: AttentionShape, needed_by: tuple[str, ...], alibi: Alibi | None = None) -> AttentionKernel:
+        kernel = self._kernel(attention_spec(shape, self._arch, needed_by))
+        return AttentionKernel(kernel, None if alibi is None else alibi.slopes)
+
+    def latent_attention(self, shape: LatentShape) -> fused.LatentAttention:
+        attention = shape.attention
+        k_up = self._head_maps(shape, shape.nope_dim, shape.k_up_needed_by, transposed=True)
+        v_up = self._head_maps(shape, shape.v_head_dim, shape.v_up_needed_by, transposed=False)
+        prepare = latent_spec(
+            self._arch,
+            num_heads=attention.num_heads,
+            nope_dim=shape.nope_dim,
+            rope_dim=shape.rope_dim,
+            kv_rank=shape.kv_rank,
+            block_size=attention.block_size,
+            cache_dtype=attention.dtype,
+            rotary_dim=shape.rotary.dim,
+            interleaved=shape.rotary.interleaved,
+            norm=shape.kv_norm.of_heads(),
+            needed_by=shape.needed_by,
+        )
+        return fused.LatentAttention(
+            LatentKernel(self._kernel(prepare)),
+            self._attend(attention, shape.needed_by),
+            self._norm_weights(shape.kv_norm),
+            k_up,
+            v_up,
+            nope_dim=shape.nope_dim,
+            rank=shape.kv_rank,
+        )
+
+    def _head_maps(
+        self, shape: LatentShape, out_features: int, needed_by: tuple[str, ...], *, transposed: bool
+    ) -> HeadMaps:
+        kernel, num_heads = self._linear_kernel(self._plain_format, needed_by), shape.attention.num_heads
+        return HeadMaps(kernel, num_heads, (num_heads * out_features, shape.kv_rank), transposed=transposed)
+
+    def router(self, shape: RouterShape) -> Router:
+        linear = self._linear(shape.linear, self._plain_format)
+        spec = route_spec(
+            self._arch,
+            shape.num_experts,
+            top_k=shape.top_k,
+            scoring=shape.scoring,
+            normalize=shape.normalize,
+            corrected=shape.corrected,
+            scale=shape.scale,
+            num_groups=shape.num_groups,
+            top_groups=shape.top_groups,
+            needed_by=shape.needed_by,
+        )
+        correction = router_correction(shape.num_experts, self._model.device) if shape.corrected else None
+        return Router(linear, RouteKernel(self._kernel(spec)), correction)
+
+    def experts(self, shape: ExpertsShape) -> Experts:
+        sort = sort_spec(shape.num_experts, needed_by=shape.needed_by)
+        combine = combine_spec(
+            self._arch, top_k=shape.top_k, shared=shape.shared, gated=shape.gated, needed_by=shape.needed_by
+        )
+        return Experts(
+            self._groups(shape.num_experts, shape.inward),
+            self.activation(shape.activation),
+            self._groups(shape.num_experts, shape.down),
+            SortKernel(self._kernel(sort)),
+            CombineKernel(self._kernel(combine)),
+        )
+
+    def _groups(self, num_experts: int, shape: LinearShape) -> Groups:
+        spec = linear_spec(self._matrix_format, self._arch, routed=True, needed_by=shape.needed_by)
+        kernel = self._kernel(spec)
+        if self._grouped_kernel is None:
+            max_rows = self._max_rows * self._model.max_choices
+            self._grouped_kernel = GroupedLinearKernel(kernel, max_rows, self._model.max_in_features)
+        return Groups(self._grouped_kernel, num_experts, shape.in_features, shape.out_features)
+
+    def head(self, table: AnyTable, shape: HeadShape) -> Head:
+        softcap = None
+        if shape.softcap is not None:
+            spec = softcap_spec(shape.softcap, self._arch, needed_by=shape.needed_by)
+            softcap = SoftcapKernel(self._kernel(spec))
+        return Head(cast(PackedTable, table), scale=shape.scale, softcap=softcap)

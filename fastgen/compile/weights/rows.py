@@ -1,0 +1,133 @@
+"""Where rows of a checkpoint's weights are written: tensors as they are, or weights that are kept in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.compile.weights.formats import WeightOnlyFormat
+from fastgen.compile.weights.packed import PackedWeight
+from fastgen.compile.weights.quantized import QuantizedWeight, quantized
+
+
+class Rows(Protocol):
+    """A weight that is written by rows ``[out, in]`` and kept in another way than a tensor."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which rows that are written must be finite."""
+
+    def copy_(self, rows: Tensor) -> None: ...
+
+    def holds(self, rows: Tensor) -> bool:
+        """Tells if the weight holds exactly these rows, rounded and packed."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows ``start .. start + shape[0] - 1`` of a packed weight, written as ``[out, in]``."""
+
+    weight: PackedWeight
+    start: int
+    shape: tuple[int, int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which rows that are written must be finite."""
+        return torch.float16 if self.weight.format == "fp16" else torch.float32
+
+    def copy_(self, rows: Tensor) -> None:
+        self.weight.write(self.start, rows)
+
+    def holds(self, rows: Tensor) -> bool:
+        """Tells if the weight holds exactly these rows, packed."""
+        there = self.weight.rows(torch.arange(self.start, self.start + len(rows)))
+        packed = PackedWeight(self.weight.format, *self.shape, self.weight.arch)
+        packed.write(0, rows)
+        return torch.equal(there, packed.rows(torch.arange(len(rows))))
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Rows ``start .. start + shape[0] - 1`` of a quantized weight, written as ``[out, in]`` in a model of
+    ``dtype``."""
+
+    weight: QuantizedWeight
+    start: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def copy_(self, rows: Tensor) -> None:
+        self.weight.write(self.start, rows)
+
+    def holds(self, rows: Tensor) -> bool:
+        """Tells if the weight holds exactly these rows, rounded."""
+        place, other = slice(self.start, self.start + self.shape[0]), quantized(rows, self.weight.format)
+        codes, scale = self.weight.codes[place].to(rows.device), self.weight.scale[place].to(rows.device)
+        return torch.equal(codes, other.codes) and torch.equal(scale, other.scale)
+
+
+@dataclass(frozen=True)
+class PackedHeads:
+    """A packed weight for each head, written as one ``[heads * out, in]``; ``transposed`` ones hold
+    their own part transposed."""
+
+    heads: Sequence[PackedWeight]
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        first = self.heads[0]
+        rows, width = (
+            (first.in_features, first.out_features) if self.transposed else (first.out_features, first.in_features)
+        )
+        return len(self.heads) * rows, width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which rows that are written must be finite."""
+        return self._parts()[0].dtype
+
+    def copy_(self, rows: Tensor) -> None:
+        for part, its_rows in zip(self._parts(), self._cut(rows), strict=True):
+            part.copy_(its_rows)
+
+    def holds(self, rows: Tensor) -> bool:
+        """Tells if the weight holds exactly these rows, packed."""
+        return all(part.holds(its_rows) for part, its_rows in zip(self._parts(), self._cut(rows), strict=True))
+
+    def _parts(self) -> list[PackedRows]:
+        return [PackedRows(head, 0, (head.out_features, head.in_features)) for head in self.heads]
+
+    def _cut(self, rows: Tensor) -> list[Tensor]:
+        parts = rows.view(len(self.heads), -1, rows.shape[1])
+        return list(parts.transpose(1, 2).contiguous() if self.transposed else parts)
+
+
+def empty_weight(
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_format: WeightOnlyFormat | None,
+) -> nn.Parameter | QuantizedWeight:
+    """Returns an empty weight ``[out, in]``, in ``dtype`` unless there is a ``weight_format``."""
+    if weight_format is not None:
+        return QuantizedWeight(weight_format, out_features, in_features, device)
+    return nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False)
+
+
+def weight_rows(
+    weight: nn.Parameter | QuantizedWeight, start: int, num_rows: int, dtype: torch.dtype
+) -> Tensor | QuantizedRows:
+    """Returns the place of ``num_rows`` rows of ``weight`` from ``start`` on, in a model of ``dtype``."""
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedRows(weight, start, (num_rows, weight.in_features), dtype)
+    return weight.data[start : start + num_rows]
