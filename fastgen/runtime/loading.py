@@ -10,10 +10,10 @@ from fastgen.compile.host import device as devices
 from fastgen.errors import InvalidArgumentError, RecipeError
 from fastgen.models.checkpoint import hub
 from fastgen.models.checkpoint.checkpoint import Checkpoint, checkpoint_dtype
+from fastgen.models.measure import ModelBuild
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.registry import registry
 from fastgen.models.resolve.resolve import resolve
-from fastgen.models.weight_sizes import ModelBuild
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import parse_dtype, resolve_engine_config
 from fastgen.runtime.llm import LLM

@@ -12,12 +12,13 @@ from transformers import MistralConfig
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.host.device import Device
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
+from fastgen.models.measure import ModelBuild
 from fastgen.models.registry.registry import find_recipe
 from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, ModelSpec
-from fastgen.models.weight_sizes import ModelBuild
-from fastgen.runtime.config import EngineConfig, parse_bytes, parse_dtype, resolve_engine_config
+from fastgen.runtime.config import parse_bytes, parse_dtype, resolve_engine_config
 from fastgen.runtime.memory.ledger import MemoryModel
+from fastgen.runtime.memory.sizes import EngineConfig
 
 GiB = 2**30
 MAX_POSITIONS = 1000

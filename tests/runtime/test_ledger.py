@@ -16,7 +16,7 @@ from benchmarks.cpu.ledger import AllocationPeak, held_bytes
 from fastgen.compile.backends.choose import target_facts
 from fastgen.compile.host.device import current
 from fastgen.compile.ops.sampling.reference import REFERENCE_BYTES_PER_LOGIT
-from fastgen.models.weight_sizes import ModelBuild
+from fastgen.models.measure import ModelBuild
 from fastgen.runtime.config import parse_dtype
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.host.device import Device
 from fastgen.errors import OutOfMemoryError
-from fastgen.models.weight_sizes import ModelBuild
+from fastgen.models.measure import ModelBuild
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.memory.ledger import MemoryModel
 from tests.runtime.test_engine_config import make_spec

@@ -144,7 +144,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in _meta_tensors(result):
             storage = each.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self._alive and storage.nbytes():
-                self._alive[storage._cdata] = StorageWeakRef(storage), len(self.sizes)
+                self._alive[storage._cdata] = StorageWeakRef(storage), len(self.sizes)  # type: ignore[no-untyped-call]
                 self.events.append(len(self.sizes))
                 self.sizes.append(storage.nbytes())
         return result
@@ -164,7 +164,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_freed(self) -> None:
         for key, (storage, index) in list(self._alive.items()):
-            if storage.expired():
+            if storage.expired():  # type: ignore[no-untyped-call]
                 del self._alive[key]
                 self.events.append(~index)
 

@@ -195,17 +195,6 @@ class PackedWeight:
         return numbers.view(count, -1, panel, self._step).transpose(1, 2)
 
 
-def packed_bytes(
-    weight_format: WeightFormat, out_features: int, in_features: int, arch: str, *, num_groups: int = 1
-) -> tuple[int, int]:
-    """What a :class:`PackedWeight` holds, told without making one: bytes of ``panels``, and of ``scale`` and ``bias``
-    together."""
-    panel = PANELS[arch]
-    num_panels = num_groups * -(-out_features // panel)
-    num_vectors = 2 if weight_format in _SCALED else 1
-    return num_panels * _panel_bytes(weight_format, in_features, panel), 4 * num_vectors * num_panels * panel
-
-
 def _panel_bytes(weight_format: WeightFormat, in_features: int, panel: int) -> int:
     step = _STEPS.get(weight_format, 1)
     step_bytes = 18 if weight_format == "int4" else step * _FLOATS.get(weight_format, torch.int8).itemsize

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastgen.compile.weights.formats import QUANTIZED, QuantizedFormat
 from fastgen.errors import FastgenError
 from fastgen.models.builder import kv_windows
 from fastgen.runtime.kv_cache.block_tables import max_blocks_held
 from fastgen.runtime.memory.ledger import MemoryModel, in_gib
-
-if TYPE_CHECKING:
-    from fastgen.runtime.config import AskedSizes, EngineConfig
+from fastgen.runtime.memory.sizes import AskedSizes, EngineConfig
 
 # The engine's sizes, or a :class:`FastgenError`.
-Resolve = Callable[[MemoryModel, "AskedSizes"], "EngineConfig"]
+Resolve = Callable[[MemoryModel, AskedSizes], EngineConfig]
 
 # Fields of :class:`AskedSizes`, integers.
 Sizes = dict[str, Any]

@@ -88,15 +88,13 @@ class InputBuffers:
         # The ids last sampled for each slot.
         self.sampled_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
 
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The tensors that hold a step's inputs, block tables aside."""
-        return [self.packed, *self.staging, self.sampled_ids]
+    def inputs(self, *, on_host: bool = True) -> list[Tensor]:
+        """Returns what holds a step's inputs, block tables aside; ``on_host`` also what is copied to the device."""
+        return [self.packed, self.sampled_ids, *(self.staging if on_host else ())]
 
-    @property
-    def tables(self) -> list[Tensor]:
-        """The tensors that hold block tables."""
-        return [self.flat_tables, self.host_tables]
+    def tables(self, *, on_host: bool = True) -> list[Tensor]:
+        """Returns what holds block tables; ``on_host`` also those that the host knows."""
+        return [self.flat_tables, *([self.host_tables] if on_host else [])]
 
 
 def _input_layout(

@@ -176,6 +176,10 @@ class SamplingKernel:
         self._no_logprobs = torch.empty(0), torch.empty(0, dtype=torch.int64)
         self._held_reals, self._held_integers = self._greedy[0].clone(), self._greedy[1].clone()
 
+    def tensors(self) -> list[Tensor]:
+        """Returns the workspaces, and rows of parameters and tokens."""
+        return [self._workspaces, self.token_ids, *self._greedy, self._held_reals, self._held_integers]
+
     def greedy(self, logits: Tensor) -> list[int]:
         """The likeliest token of each row of ``logits [R, V]`` fp32, or ``-status`` of its :class:`RowStatus`."""
         self._launch(logits, *self._greedy, *self._no_logprobs)
