@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fastgen.compile.backends.backend import Backend
 from fastgen.compile.backends.choose import backend_for
 from fastgen.compile.backends.target import TargetFacts
-from fastgen.compile.capture.allocations import Allocations, LinearAllocations, allocations_of
+from fastgen.compile.capture.allocations import META, Allocations, LinearAllocations, allocations_of
 from fastgen.compile.spec import dtype_name
 from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.compile.weights.packed import PackedWeight, WeightFormat, matrix_format
@@ -32,7 +32,6 @@ from fastgen.models.builder import build, kv_groups, kv_shapes, kv_windows
 from fastgen.models.causal_lm import CausalLM
 from fastgen.models.spec import ModelSpec, MoeSpec, NodeRef, TensorSpec
 
-META = torch.device("meta")
 # By what a module of a backend says of its weights.
 _ROWS = {"table": "tables", "matrix": "matrices"}
 _BLOCK_SIZE = 16  # of models whose sizes do not depend on it
@@ -129,19 +128,31 @@ class MeasuredModel:
         return max(found, key=lambda each: each.peak_bytes)
 
     def head(self, num_rows: int) -> Allocations:
-        """Returns what the head allocates for the logits of ``num_rows`` rows in a step that is captured."""
-        return self._line_of_rows(num_rows)
+        """Returns what the head allocates for ``num_rows`` rows in a step that is captured, beside the logits."""
+        return self._captured_head(num_rows)
+
+    def logits(self, num_rows: int) -> Allocations:
+        """Returns what the head allocates for ``num_rows`` rows, the logits included."""
+        return self._head(num_rows)
 
     @cached_property
-    def _line_of_rows(self) -> LinearAllocations:
-        spec, model = self.build.spec, self.model()
-
+    def _captured_head(self) -> LinearAllocations:
         def record(num_rows: int) -> Allocations:
-            rows = torch.empty(num_rows, spec.hidden_size, dtype=self.build.activation_dtype, device=META)
-            logits = torch.empty(num_rows, spec.vocab_size, device=META)
-            return allocations_of(lambda: model.logits(rows.new_empty(rows.shape), out=logits))
+            hidden, out = self._hidden(num_rows), torch.empty(num_rows, self.build.spec.vocab_size, device=META)
+            return allocations_of(lambda: self.model().logits(hidden.new_empty(hidden.shape), out=out))
 
         return LinearAllocations.through(record, *_FEW)
+
+    @cached_property
+    def _head(self) -> LinearAllocations:
+        def record(num_rows: int) -> Allocations:
+            hidden = self._hidden(num_rows)
+            return allocations_of(lambda: self.model().logits(hidden))
+
+        return LinearAllocations.through(record, *_FEW)
+
+    def _hidden(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self.build.spec.hidden_size, dtype=self.build.activation_dtype, device=META)
 
     @property
     def runs_kernels(self) -> bool:

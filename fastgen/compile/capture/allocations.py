@@ -1,27 +1,26 @@
-"""Tells what memory a function takes without taking it: the function runs once on tensors of the ``meta`` device.
+"""Records what memory a function takes: the order in which it makes tensors and frees them.
 
-What is recorded is the order in which tensors are made and freed. From it follow the most bytes alive at once and the
-memory of an arena that serves the same requests. Tensors on other devices, such as the lengths of sequences that the
-function reads, are not counted.
+From that follow the most bytes alive at once, and the memory of an arena that serves the same requests. On tensors of
+the ``meta`` device nothing is computed, and no memory is taken. Only tensors on one device are counted, so that a
+function may read lengths of sequences on the host meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgen.compile.capture.arena import SLAB, Space, aligned
 from fastgen.compile.capture.recording import recording
 
 _ATEN = torch.ops.aten
-_META = torch.device("meta")
+META = torch.device("meta")
 _MAKES = {
     *(_ATEN.empty.memory_format, _ATEN.empty_like.default, _ATEN.empty_strided.default),
     *(_ATEN.new_empty.default, _ATEN.new_empty_strided.default),
@@ -96,15 +95,14 @@ class LinearAllocations:
         return Allocations(tuple(sizes), self.base.events)
 
 
-def allocations_of(function: Callable[[], Any], *, number: int = 0) -> Allocations:
-    """Returns what ``function`` allocates; nothing is computed and no kernel runs.
+def allocations_of(function: Callable[[], Any], *, device: torch.device = META, at_least: int = 1) -> Allocations:
+    """Returns what ``function`` allocates on ``device``, tensors of ``at_least`` so many bytes; no kernel runs.
 
-    Where the function asks for what depends on data, it gets the answer that takes most memory: all entries are not
-    zero (``nonzero``), all rows fall into one bin (``bincount``), a number read on the host is ``number``, and lists
-    read there hold zeros.
+    On ``meta``, where a function asks how many rows fall into each bin (``bincount``), all are in the first: what an
+    expert takes is most when it gets them all.
     """
-    recorder = _Recorder(number)
-    with torch.inference_mode(False), torch.no_grad(), recording(_NoLaunches()), _ZeroLists(), recorder:
+    recorder = _Recorder(device, at_least)
+    with torch.inference_mode(False), torch.no_grad(), recording(_NoLaunches()), recorder:
         result = function()
     del result
     return Allocations(tuple(recorder.sizes), tuple(recorder.events))
@@ -125,11 +123,11 @@ class _NoLaunches:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, number: int) -> None:
+    def __init__(self, device: torch.device, at_least: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sizes: list[int] = []
         self.events: list[int] = []
-        self._number = number
+        self._device, self._at_least = device, at_least
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @classmethod
@@ -138,29 +136,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {each.untyped_storage()._cdata for each in _meta_tensors((args, kwargs))}
-        result = self._result(func, args, kwargs or {}, reads_meta=bool(given))
+        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {})) if self._device != META else _described(func, args, kwargs or {})
         self._note_freed()
-        for each in _meta_tensors(result):
+        for each in _tensors(result):
             storage = each.untyped_storage()
-            if storage._cdata not in given and storage._cdata not in self._alive and storage.nbytes():
+            is_new = storage._cdata not in given and storage._cdata not in self._alive
+            if is_new and storage.nbytes() >= self._at_least and storage.device == self._device:
                 self._alive[storage._cdata] = StorageWeakRef(storage), len(self.sizes)  # type: ignore[no-untyped-call]
                 self.events.append(len(self.sizes))
                 self.sizes.append(storage.nbytes())
         return result
-
-    def _result(self, func: Any, args: Any, kwargs: dict[str, Any], *, reads_meta: bool) -> Any:
-        if func in _MAKES:
-            return func(*args, **{**kwargs, "device": _META, "pin_memory": False})
-        if reads_meta and func is _ATEN.nonzero.default:
-            return torch.empty(args[0].numel(), args[0].ndim, dtype=torch.int64, device=_META)
-        if reads_meta and func is _ATEN.bincount.default:
-            counts = torch.zeros(max(kwargs.get("minlength", 0), *args[2:3], 1), dtype=torch.int64)
-            counts[0] = args[0].numel()
-            return counts
-        if reads_meta and func is _ATEN._local_scalar_dense.default:
-            return float(self._number) if args[0].is_floating_point() else self._number
-        return func(*args, **kwargs)
 
     def _note_freed(self) -> None:
         for key, (storage, index) in list(self._alive.items()):
@@ -169,21 +155,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.events.append(~index)
 
 
-class _ZeroLists(TorchFunctionMode):
-    """Reads of lists from ``meta`` give zeros."""
+def _described(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Returns what ``func`` makes, on ``meta``: what it makes on the host without an argument there, too. Functions
+    whose results torch would describe in Python, for which it imports its compiler, are described here."""
+    if func is _ATEN.empty_like.default and kwargs.get("memory_format") in (None, torch.contiguous_format):
+        return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=META)
+    if func in _MAKES:
+        return func(*args, **{**kwargs, "device": META, "pin_memory": False})
+    if func is _ATEN.bincount.default and args[0].is_meta:
+        counts = torch.zeros(kwargs["minlength"], dtype=torch.int64)
+        counts[0] = args[0].numel()
+        return counts
+    return func(*args, **kwargs)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "tolist" and args[0].device.type == "meta":
-            with torch._C.DisableTorchFunction():
-                return torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
-        return func(*args, **(kwargs or {}))
 
-
-def _meta_tensors(value: Any) -> list[Tensor]:
+def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        return [value] if value.is_meta else []
-    if isinstance(value, dict):
-        value = value.values()
-    if isinstance(value, (list, tuple)) or (not isinstance(value, (str, bytes)) and hasattr(value, "__iter__")):
-        return [tensor for each in value for tensor in _meta_tensors(each)]
-    return []
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.backends.backend import Backend
-from fastgen.models.measure import META, ModelBuild
+from fastgen.compile.capture.allocations import META
+from fastgen.models.measure import ModelBuild
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.step.forward import Results
 from fastgen.runtime.step.input_buffers import InputBuffers

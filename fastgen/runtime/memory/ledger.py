@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
+from fastgen.compile.capture.allocations import META
 from fastgen.compile.host.device import Device
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import kv_groups, kv_shapes
-from fastgen.models.measure import META, MeasuredModel, ModelBuild
+from fastgen.models.measure import MeasuredModel, ModelBuild
 from fastgen.runtime.memory.held import input_buffers, results, sampling_tensors, storage_bytes
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.memory.temporaries import Temporaries
