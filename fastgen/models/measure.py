@@ -137,17 +137,21 @@ class MeasuredModel:
 
     @cached_property
     def _captured_head(self) -> LinearAllocations:
+        model = self.model()
+
         def record(num_rows: int) -> Allocations:
             hidden, out = self._hidden(num_rows), torch.empty(num_rows, self.build.spec.vocab_size, device=META)
-            return allocations_of(lambda: self.model().logits(hidden.new_empty(hidden.shape), out=out))
+            return allocations_of(lambda: model.logits(hidden.new_empty(hidden.shape), out=out))
 
         return LinearAllocations.through(record, *_FEW)
 
     @cached_property
     def _head(self) -> LinearAllocations:
+        model = self.model()
+
         def record(num_rows: int) -> Allocations:
             hidden = self._hidden(num_rows)
-            return allocations_of(lambda: self.model().logits(hidden))
+            return allocations_of(lambda: model.logits(hidden))
 
         return LinearAllocations.through(record, *_FEW)
 

@@ -163,7 +163,7 @@ def _described(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in _MAKES:
         return func(*args, **{**kwargs, "device": META, "pin_memory": False})
     if func is _ATEN.bincount.default and args[0].is_meta:
-        counts = torch.zeros(kwargs["minlength"], dtype=torch.int64)
+        counts = torch.zeros(kwargs.get("minlength") or args[2], dtype=torch.int64)
         counts[0] = args[0].numel()
         return counts
     return func(*args, **kwargs)

@@ -27,16 +27,16 @@ from fastgen.runtime.step.input_batch import InputBatch
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 
 _CPU = torch.device("cpu")
-_FEW_ROWS, _SMALL_VOCABS = (16, 17), (512, 1024)
+_FEW_ROWS, _SMALL_VOCABS = (16, 17), (640, 1280)
 # Random numbers are drawn for whole groups of so many tokens.
 _DRAWN_TOGETHER = 4
 # More alternatives than kernels report, so that torch computes them. Requests that ask for hundreds take more.
 _MOST_LOGPROBS = MAX_LOGPROBS + 1
-_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {0: 1.0}}
+_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "logit_bias": {0: 1.0}}
 _FILTERS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "seed": 1}
 
 
-def _demanding(vocab_size: int) -> list[SamplingParams]:
+def demanding(vocab_size: int) -> list[SamplingParams]:
     """Returns the requests that take most memory, each in its own way."""
     common: dict[str, Any] = {"max_new_tokens": 2, "logprobs": _MOST_LOGPROBS}
     return [
@@ -56,14 +56,14 @@ class Temporaries:
     def phases(self, config: EngineConfig) -> dict[str, int]:
         """Returns the most bytes that each phase takes, by the phase's name."""
         budget, rows, pieces = config.token_budget, config.max_rows, min(PROMPT_LOGITS_ROWS, config.token_budget)
-        forward = self._model.forward(budget, config.max_model_len, config.block_size)
+        forward = self._model.forward(budget, config.max_cached_len, config.block_size)
         hidden, logits = (each.nbytes for each in results(self._build, config))
         row = hidden // budget
-        sampling = max(rows * row + self._logits_bytes(rows), logits + self._peak(self._sampling, rows))
+        sampling = max(rows * row + self._logits_bytes(rows), logits + self._peak(self.sampling, rows))
         if (
             self._backend.steps == "captured"
         ):  # whose results are in static buffers, which others use for sizes that recur
-            hidden, logits, sampling = 0, 0, self._peak(self._sampling, rows)
+            hidden, logits, sampling = 0, 0, self._peak(self.sampling, rows)
         scores = pieces * 4 * self._build.spec.vocab_size
         scoring = max(self._logits_bytes(pieces), scores + self._peak([self._prompt_logprobs], pieces))
         return {
@@ -81,13 +81,13 @@ class Temporaries:
         return max(each(num_rows, vocab_size).peak_bytes for each in recorded)
 
     @cached_property
-    def _sampling(self) -> list[_ByVocab]:
+    def sampling(self) -> list[_ByVocab]:
         """What choosing tokens by logits takes, by the kind of request."""
-        return [_ByVocab(partial(self._record_sampling, kind)) for kind in range(len(_demanding(2)))]
+        return [_ByVocab(partial(self._record_sampling, kind)) for kind in range(len(demanding(2)))]
 
     def _record_sampling(self, kind: int, num_rows: int, vocab_size: int) -> Allocations:
         sampler = _sampler(self._backend, vocab_size)
-        sequences = [_sequence(_demanding(vocab_size)[kind]) for _ in range(num_rows)]
+        sequences = [_sequence(demanding(vocab_size)[kind]) for _ in range(num_rows)]
         logits = torch.randn(num_rows, vocab_size)
         return _of_logits(logits, lambda: sampler.launch(logits, sequences)())
 
@@ -116,9 +116,8 @@ class _ByVocab:
 
 
 def _of_logits(logits: Tensor, function: Callable[[], Any]) -> Allocations:
-    """Returns what ``function`` allocates in tensors of a byte or more for each of the ``logits``. What belongs to a
-    row, or to the vocabulary of one row at a time, hardly counts."""
-    return allocations_of(function, device=_CPU, at_least=logits.numel())
+    """Returns what ``function`` allocates in tensors of a byte or more for each token of the vocabulary."""
+    return allocations_of(function, device=_CPU, at_least=logits.shape[1])
 
 
 def _swapped(record: Callable[[int, int], Allocations], vocab_size: int, num_rows: int) -> Allocations:
