@@ -2,7 +2,7 @@
 # `make PYTHON=python3.12 …` chooses the Python it is made with.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup clients demo test test-all matrix check format clean
+.PHONY: help setup clients demo test test-all matrix status check lint types imports format clean
 bin := .venv/bin
 # A process a core, not more than eight: each holds torch and transformers in memory.
 parallel := -n auto --maxprocesses 8 --dist worksteal
@@ -32,13 +32,22 @@ test-all: check  ## the same, and the long tests
 matrix: setup  ## prove every recipe and write docs/recipe-matrix.md from what was measured
 	@$(bin)/python -m tests.matrix
 
-check: setup  ## lint, format, types and the import contracts
+status: setup  ## write docs/status.md from benchmarks/results
+	@$(bin)/python -m tools.status
+
+check: lint types imports  ## lint, format, types and the import contracts
+
+lint: setup  ## lint and format, changing nothing
 	@$(bin)/python -m ruff check --quiet . && echo "check: lint passed"
 	@$(bin)/python -m ruff format --quiet --check . && echo "check: format passed"
+
+types: setup  ## the types of the package
 	@$(bin)/python -m mypy --no-error-summary && echo "check: types passed"
+
+imports: setup  ## the import contracts of pyproject.toml
 	@$(bin)/lint-imports >.venv/imports.log 2>&1 || { cat .venv/imports.log; exit 1; }; echo "check: imports passed"
 
-format: setup  ## format the code and mend what the linter can
+format: setup  ## format the code, and fix what the linter can
 	@$(bin)/python -m ruff format --quiet . && $(bin)/python -m ruff check --fix --quiet .
 
 clean:  ## remove the virtual environment, caches and builds

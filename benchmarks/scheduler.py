@@ -1,9 +1,10 @@
-"""What scheduling costs on the host: a step with 256 decodes, with few and with many requests queued, and queueing.
+"""The cost of scheduling on the host: steps with 256 decodes, with few and many requests queued, and queueing itself.
 
 ``python -m benchmarks.scheduler [--output FILE]`` prints the figures and, with ``--output``, keeps them as JSON with
-the machine and the date. The two queue lengths take turns, so that a change of the machine's speed meets both. The
-prompts are of one length, so all decodes come to a new block in the same step, which is the worst case; with a prefix
-cache each full block is published too. No model and no device are needed.
+the machine and the date. The two queue lengths take turns, so that a change of the machine's speed affects both. The
+prompts have one length, so all decodes need a new block in the same step, which is the worst case; with a prefix cache
+each full block is published too. The same steps are timed without staggering, in turns with it, to show what it gains.
+No model and no device are needed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
 NUM_DECODES = 256
@@ -32,12 +34,14 @@ PROMPT = list(range(24))
 
 
 class Steps:
-    """A scheduler with ``NUM_DECODES`` sequences that decode, and requests queued behind them; its steps are timed."""
+    """Holds a scheduler with ``NUM_DECODES`` decoding sequences and requests queued behind them; times its steps."""
 
-    def __init__(self, num_queued: int, num_classes: int, *, prefix_caching: bool = True):
+    def __init__(self, num_queued: int, num_classes: int, *, prefix_caching: bool = True, staggers: bool = True):
         num_blocks = 1 + NUM_DECODES * (2 + (NUM_STEPS + len(PROMPT)) // BLOCK_SIZE)
         kv = KVCacheManager(num_blocks, BLOCK_SIZE, max_chunk=8192, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(kv, token_budget=8192, max_num_seqs=NUM_DECODES)
+        if not staggers:
+            self.scheduler.staggering.starts_from = NUM_DECODES + 1
         self.times_s: list[float] = []
         for request_id in range(NUM_DECODES):
             self.scheduler.add(Request(request_id, [request_id, *PROMPT], SAMPLING, 0.0))
@@ -61,16 +65,25 @@ class Steps:
 
 
 def step_times_us(num_classes: int = 1, *, prefix_caching: bool = True) -> dict[int, dict[str, float]]:
-    """Of ``schedule`` and ``commit`` together, by how many requests are queued."""
-    steps = {num_queued: Steps(num_queued, num_classes, prefix_caching=prefix_caching) for num_queued in QUEUED}
+    """Returns the times of ``schedule`` and ``commit`` together, by how many requests are queued."""
+    return _in_turns({queued: Steps(queued, num_classes, prefix_caching=prefix_caching) for queued in QUEUED})
+
+
+def staggering_step_us(*, prefix_caching: bool) -> dict[str, dict[str, float]]:
+    """Returns the times of the same steps with and without staggering."""
+    ways = {"with": True, "without": False}
+    return _in_turns({way: Steps(QUEUED[0], 1, prefix_caching=prefix_caching, staggers=ways[way]) for way in ways})
+
+
+def _in_turns(steps: dict[Any, Steps]) -> dict[Any, dict[str, float]]:
     for _ in range(NUM_STEPS):
         for each in steps.values():
             each.step()
     figures = {}
-    for num_queued, each in steps.items():
+    for key, each in steps.items():
         assert len(each.scheduler.running.decodes) == NUM_DECODES
         centiles = statistics.quantiles(each.times_s, n=100)
-        figures[num_queued] = {
+        figures[key] = {
             "median_us": round(1e6 * statistics.median(each.times_s), 2),
             "p95_us": round(1e6 * centiles[94], 2),
             "p99_us": round(1e6 * centiles[98], 2),
@@ -80,7 +93,7 @@ def step_times_us(num_classes: int = 1, *, prefix_caching: bool = True) -> dict[
 
 
 def requests_per_s(make_queue: Callable[[], Callable[[int], object]], *, num_requests: int = 20_000) -> float:
-    """How many requests a second are queued, in the median of some rounds; ``make_queue()`` gives what queues one."""
+    """Returns requests queued a second, the median of some rounds; ``make_queue()`` returns a call that queues one."""
     rates = []
     for _ in range(7):
         queue = make_queue()
@@ -98,7 +111,7 @@ def scheduler_add() -> Callable[[int], object]:
 
 
 def engine_submit(make_sampling: Callable[[], SamplingParams]) -> Callable[[], Callable[[int], object]]:
-    """With ``NUM_DECODES`` sequences that run, and as many requests queued as there are in the longer queue."""
+    """Returns a call that queues a request in an engine with ``NUM_DECODES`` running sequences and the longer queue."""
     from fastgen.runtime.simulated import CostModel, SimulatedServer
 
     def make_queue() -> Callable[[int], object]:
@@ -131,6 +144,8 @@ def main() -> None:
         "num_decodes": NUM_DECODES,
         "step_us_by_queued": step_us,
         "step_us_by_queued_without_prefix_cache": step_times_us(prefix_caching=False),
+        "staggering_step_us": staggering_step_us(prefix_caching=True),
+        "staggering_step_us_without_prefix_cache": staggering_step_us(prefix_caching=False),
         "step_ratio": round(step_us[QUEUED[1]]["median_us"] / step_us[QUEUED[0]]["median_us"], 3),
         "step_us_by_queued_in_100_classes": step_times_us(num_classes=100),
         "scheduler_add_per_s": requests_per_s(scheduler_add),

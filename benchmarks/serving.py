@@ -1,17 +1,16 @@
-"""What HTTP adds to the library: throughput and the time to the first token of both, in one run.
+"""Measures what HTTP costs beside the library: throughput and the time to the first token of both, in one run.
 
 ``python -m benchmarks.serving [--models MODELS] [--rounds N] [--output FILE]`` starts two processes in every round, for
 where in memory a process comes to lie makes it a little faster or slower for as long as it runs: ``LLM``, and ``fastgen
-serve``, asked over bare sockets. They take turns, in an order of each round's own, while the other sleeps, so that a
-machine whose speed moves from minute to minute moves for all. Both get the same token ids and one thread for kernels,
-so that the server and its client have the other core of a small machine. Every answer of the one is compared with the
-other's.
+serve``, called over bare sockets. They take turns while the other sleeps, in an order that each round draws anew, so
+that a change of the machine's speed affects both. Both get the same token ids and one thread for kernels, so that the
+server and its client have the other core of a small machine. Every answer of the one is compared with the other's.
 
-Throughput is that of requests of 64 tokens of prompt and 128 of answer each, 32 of which run at a time, from the first
-request to the last answer. There are 128 of them, or as many more as take ``LLM`` five seconds; a client of HTTP has
-128 connections open at a time. The time to the first token is that of single requests to an idle engine, of which
-``LLM`` and the server get one each in turn. What is told of throughput is the median over rounds of what it came to
-beside the library's in the same round; of first tokens, the median over rounds of the median of these pairs.
+Throughput is measured from the first request to the last answer. Each request has 64 tokens of prompt and 128 of
+answer, and 32 run at a time. There are 128 of them, or as many more as take ``LLM`` five seconds. The HTTP client keeps
+128 connections open. The time to the first token is that of single requests to an idle engine: ``LLM`` and the server
+get one each in turn. The printed throughput is the median over rounds of its ratio to the library's in the same round.
+The printed first-token time is the median over rounds of the median over these pairs.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ SIDES = ("library", "http", "http stream")
 
 @dataclass
 class Throughput:
-    """One side's, once."""
+    """Holds one measurement of one side."""
 
     num_requests: int
     # The answers, for the gate.
@@ -69,13 +68,13 @@ class Throughput:
 
 
 def prompts(number: int) -> list[list[int]]:
-    """``number`` prompts; ids that every model here has."""
+    """Returns ``number`` prompts of ids that every model here has."""
     rng = random.Random(0)
     return [[rng.randrange(10, 250) for _ in range(NUM_PROMPT)] for _ in range(number)]
 
 
 def serve_library(model: str) -> None:
-    """Measure ``LLM`` in this process: each line that comes is a method of :class:`Library` and its arguments."""
+    """Measures ``LLM`` in this process: each line of input is a method of :class:`Library` and its arguments."""
     fields: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     with fastgen.load(model, **LOAD) as llm:
 
@@ -122,7 +121,7 @@ class Library:
 
 @contextmanager
 def library(model: str) -> Iterator[Library]:
-    """The model loaded in a process of its own."""
+    """Loads the model in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.serving", "--library", model]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -140,7 +139,7 @@ def request_body(model: str, prompt: list[int], max_tokens: int, *, is_stream: b
 
 
 def http_throughput(port: int, model: str, num_requests: int, *, is_stream: bool) -> Throughput:
-    """That of the server at ``port``, after the same prompts have warmed it up."""
+    """Measures the server at ``port``, after the same prompts have warmed it up."""
     measured = Throughput(num_requests)
     bodies = [request_body(model, each, NUM_ANSWER, is_stream=is_stream) for each in prompts(num_requests)]
     ask_all(port, [request_body(model, each, 4, is_stream=is_stream) for each in prompts(NUM_AT_A_TIME)])
@@ -152,7 +151,7 @@ def http_throughput(port: int, model: str, num_requests: int, *, is_stream: bool
 
 
 def http_first_token_s(port: int, model: str, prompt: list[int]) -> float:
-    """From before the connection is made to the first piece of the stream."""
+    """Returns the seconds from before the connection is made to the first piece of the stream."""
     body = request_body(model, prompt, 4, is_stream=True)
     began_s = time.perf_counter()
     (answer,) = ask_all(port, [body])
@@ -160,7 +159,7 @@ def http_first_token_s(port: int, model: str, prompt: list[int]) -> float:
 
 
 class Answer:
-    """A response as it comes over ``socket``, a connection of its own."""
+    """Reads one response from ``socket``, a connection of its own."""
 
     def __init__(self, port: int, body: bytes):
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -171,7 +170,7 @@ class Answer:
         self.socket.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
 
     def take(self) -> bool:
-        """Take what has come; whether that was the last of it."""
+        """Reads what has arrived; returns true if that was the end of the response."""
         piece = self.socket.recv(1 << 18)
         self._pieces.append(piece)
         if not self.first_s and (len(self._pieces) > 1 or not piece.endswith(b"\r\n\r\n") or b"data: " in piece):
@@ -180,7 +179,7 @@ class Answer:
 
     @property
     def body(self) -> bytes:
-        """Undone of its chunks. Raises ``RuntimeError`` where it is an error."""
+        """Returns the body with chunks joined. Raises ``RuntimeError`` where the response is an error."""
         head, _, rest = b"".join(self._pieces).partition(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200 "):
             raise RuntimeError(f"the server answers {head!r} {rest!r}")
@@ -188,8 +187,9 @@ class Answer:
 
 
 def ask_all(port: int, bodies: list[bytes]) -> list[Answer]:
-    """The answers to requests, so many of which are open at a time. It looks at nothing but whether they have ended:
-    what a client costs is not what is measured, and it has the same core as the server.
+    """Returns the answers to requests, of which a given number are open at a time.
+
+    It only looks whether they have ended: the client's cost is not measured, and it shares its core with the server.
     """
     answers: list[Answer] = []
     with selectors.DefaultSelector() as selector:
@@ -211,7 +211,7 @@ def ask_all(port: int, bodies: list[bytes]) -> list[Answer]:
 
 
 def text_of(body: bytes) -> str:
-    """The answer in the body of a response, streamed or whole."""
+    """Returns the answer in the body of a response, streamed or not."""
     if body.startswith(b"{"):
         text: str = json.loads(body)["choices"][0]["text"]
         return text
@@ -221,7 +221,7 @@ def text_of(body: bytes) -> str:
 
 @contextmanager
 def served(model: str, flags: Sequence[str] = FLAGS, *, says: bool = False) -> Iterator[int]:
-    """The port of a server of its own; what it ``says`` on standard error is let through, or else dropped."""
+    """Starts a server and yields its port; its standard error is passed on if ``says`` and dropped otherwise."""
     command = [sys.executable, "-m", "fastgen", "serve", model, "--port", "0", *flags]
     errors = None if says else subprocess.DEVNULL
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
@@ -238,9 +238,9 @@ def served(model: str, flags: Sequence[str] = FLAGS, *, says: bool = False) -> I
 
 
 def compare(model: str, name: str, num_rounds: int) -> dict[str, Any]:
-    """All sides in turns. Raises ``RuntimeError`` where answers differ."""
+    """Measures all sides in turns. Raises ``RuntimeError`` where answers differ."""
     rounds: list[dict[str, Throughput]] = []
-    # By round, the first tokens of the library and of HTTP.
+    # By round: the first-token times of the library and of HTTP.
     pairs_s: list[list[tuple[float, float]]] = []
     with library(model) as llm:
         rate = llm.throughput(NUM_AT_A_TIME).tokens_per_s / NUM_ANSWER

@@ -1,8 +1,8 @@
-"""What a long prompt does to the gaps between the tokens of running streams, with and without ``itl_target_ms``.
+"""Measures how a long prompt changes the gaps between tokens of running streams, with and without ``itl_target_ms``.
 
-``python -m benchmarks.token_gaps [--model MODEL] [--output FILE]``: streams run on a real model; then a prompt comes.
-Kept of each run: the gaps of the streams before the prompt came and while it was computed, and how long that took. What
-the model says does not matter; by default it is a random one that takes prompts of 60,000 tokens.
+``python -m benchmarks.token_gaps [--model MODEL] [--output FILE]`` runs streams on a real model; then a prompt arrives.
+Each run records the gaps of the streams before the prompt and while it was computed, and how long that took. The text
+does not matter: by default the model has random weights and takes prompts of 60,000 tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def make_model(directory: Path) -> Path:
-    """A random Llama of 4 layers of 256, for 65,536 positions."""
+    """Writes a random Llama of 4 layers, 256 features and 65,536 positions."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,7 +52,7 @@ def make_model(directory: Path) -> Path:
 def run(
     model: str | Path, *, itl_target_ms: float | None, num_streams: int, num_prompt: int, **options: Any
 ) -> dict[str, Any]:
-    """The figures of one run, in milliseconds and seconds."""
+    """Returns the figures of one run, in milliseconds and seconds."""
     rng = random.Random(0)
     with fastgen.load(model, max_num_seqs=num_streams + 1, itl_target_ms=itl_target_ms, **options) as llm:
         limit = llm.config.max_model_len

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fastgen.runtime.llm import LLM
     from fastgen.runtime.loading import load
     from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
-    from fastgen.runtime.sampling.sampling_params import SamplingParams
+    from fastgen.runtime.requests.sampling_params import SamplingParams
     from fastgen.serving.clients.client import async_client, client
     from fastgen.serving.clients.detached import serve
     from fastgen.version import __version__
@@ -37,7 +37,7 @@ _HOMES = {
     "load": "fastgen.runtime.loading",
     "GenerationChunk": "fastgen.runtime.requests.outputs",
     "GenerationOutput": "fastgen.runtime.requests.outputs",
-    "SamplingParams": "fastgen.runtime.sampling.sampling_params",
+    "SamplingParams": "fastgen.runtime.requests.sampling_params",
     "client": "fastgen.serving.clients.client",
     "async_client": "fastgen.serving.clients.client",
     "serve": "fastgen.serving.clients.detached",

@@ -99,13 +99,13 @@ PROOFS: dict[str, Proof] = {
     "shuffled": Proof(
         "names shuffled",
         _largest,
-        "parity again, all recipes, architectures and model types under one another's names: largest difference "
+        "parity again, with the names of recipes, architectures and model types exchanged: largest difference "
         "(drawn models)",
     ),
     "mutations": Proof(
         "mistakes caught",
         _caught,
-        "single mistakes made by machine that `fastgen verify` rejects, and at the node that was touched",
+        "single mistakes made by machine that `fastgen verify` rejects, and how many at the changed node or near it",
     ),
 }
 
@@ -129,13 +129,13 @@ def render(results: Mapping[str, Any], mutations: Mapping[str, Any]) -> str:
     lines = [
         "# Recipes and their proofs",
         "",
-        "Every shipped recipe, and what the tests measured of it. `make matrix` makes this page of what they recorded:",
+        "This page lists every shipped recipe and what the tests measured. `make matrix` writes it from their records:",
         f"{made['date']}, {made['machine']}, torch {made['torch']}, transformers {made['transformers']}.",
         "",
         *(f"- **{proof.heading}**: {proof.meaning}." for proof in PROOFS.values()),
         "",
-        "A dash: not measured. InternLM2's model is not part of transformers; its parity is that of a Llama whose",
-        "weights are stored as InternLM2 stores them, and `fastgen verify` has nothing to compare it with.",
+        "A dash means not measured. InternLM2 is not part of transformers. Its parity is that of a Llama whose weights",
+        "are stored as InternLM2 stores them, and `fastgen verify` has nothing to compare it with.",
         "",
         f"| recipe | {' | '.join(proof.heading for proof in PROOFS.values())} |",
         f"|---|{'---|' * len(PROOFS)}",

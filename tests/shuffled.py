@@ -1,7 +1,7 @@
-"""The shipped recipes under one another's names: same recipes, files, ``extends:`` and all, every name another's.
+"""The shipped recipes with their names shuffled among them: same content, other names.
 
-A name is only a name. Recipes, architectures and ``model_type``s are each turned among themselves, so that whatever
-asks for one of them by name gets another's.
+The names of recipes, architectures and ``model_type``s are each permuted, so that code that looks one of them up by
+name gets another one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import transformers
 
-from fastgen.models.registry import registry
+from fastgen.models.recipe import search_path
 from fastgen.models.spec import ModelSpec
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -35,13 +35,13 @@ def shipped_architectures() -> list[str]:
 
 
 def model_types() -> list[str]:
-    """The ``model_type`` of every shipped architecture that transformers knows."""
+    """Returns the ``model_type`` of every shipped architecture that transformers knows."""
     classes = [getattr(transformers, name, None) for name in shipped_architectures()]
     return sorted({cls.config_class.model_type for cls in classes if cls is not None})
 
 
 def turned(names: Iterable[str], rng: random.Random) -> dict[str, str]:
-    """Each name's new one: none keeps its own."""
+    """Returns a new name for each name; none keeps its own."""
     names = sorted(names)
     rng.shuffle(names)
     return dict(zip(names, names[1:] + names[:1], strict=True))
@@ -49,7 +49,7 @@ def turned(names: Iterable[str], rng: random.Random) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """The shipped recipes in ``directory`` under other names; each mapping leads from an old name to the new one."""
+    """The shipped recipes in ``directory`` under other names; each mapping goes from an old name to the new one."""
 
     directory: Path
     recipes: Mapping[str, str]
@@ -57,7 +57,7 @@ class Shuffled:
     model_types: Mapping[str, str]
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """``config`` of a checkpoint as its makers would have written it under the new names."""
+        """Returns ``config`` as it would be written under the new names."""
         changed = dict(config)
         if "architectures" in config:
             changed["architectures"] = [self.architectures.get(name, name) for name in config["architectures"]]
@@ -70,7 +70,7 @@ class Shuffled:
         file.write_text(json.dumps(self.config(json.loads(file.read_text()))))
 
     def with_old_names(self, spec: ModelSpec) -> str:
-        """All that ``spec`` says, with the names that were turned turned back."""
+        """Returns ``spec`` with the old names restored."""
         text = without_names(spec)
         old = {new: name for name, new in self.recipes.items()}
         found = re.escape(f"{self.directory}/") + r"([\w.-]+)\.yaml"
@@ -78,12 +78,12 @@ class Shuffled:
 
 
 def without_names(spec: ModelSpec) -> str:
-    """All that ``spec`` says, places in the recipes included, but not what recipe and architecture are called."""
+    """Returns ``spec`` with locations but without the names of recipe and architecture."""
     return repr(replace(spec, recipe="", architecture=""))
 
 
 def shuffle(directory: Path, seed: int) -> Shuffled:
-    """Write the shipped recipes into ``directory``, their names turned as ``seed`` draws it."""
+    """Writes the shipped recipes into ``directory`` with their names permuted by ``seed``."""
     rng = random.Random(seed)
     texts = shipped_texts()
     shuffled = Shuffled(
@@ -104,7 +104,7 @@ def _renamed(listed: str, names: Mapping[str, str]) -> str:
 
 
 def ship(shuffled: Shuffled, patch: pytest.MonkeyPatch) -> None:
-    """Let ``shuffled`` be the built-in recipes, and the only ones."""
-    patch.setattr(registry, "_built_in_directory", lambda: shuffled.directory)
-    patch.setattr(registry, "_entry_point_directories", lambda: iter(()))
-    patch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
+    """Makes ``shuffled`` the built-in recipes, and the only ones."""
+    patch.setattr(search_path, "_built_in_directory", lambda: shuffled.directory)
+    patch.setattr(search_path, "_entry_point_directories", lambda: iter(()))
+    patch.delenv(search_path.ENVIRONMENT_VARIABLE, raising=False)

@@ -1,15 +1,15 @@
-"""Paged attention beside the machine's own limits: ``python -m benchmarks.cpu.attention --help``.
+"""Compares paged attention with the machine's own limits: ``python -m benchmarks.cpu.attention --help``.
 
 Keys and values come from memory: blocks lie in random order in a cache that exceeds the processor's, and each call
-takes others. Rounds alternate over everything, and the machine's limits are measured before and after each call. A
-sample counts where these are the same, since neighbours on a shared machine take bandwidth and cores for seconds at a
-time. Medians are printed, of the native call alone, as from a step that is one native call:
+reads other blocks. Rounds alternate over all cases. The machine's limits are measured before and after each call, and a
+sample counts if both are the same, since neighbours on a shared machine take bandwidth and cores for seconds at a time.
+Medians of the native call alone are printed, as in a step that is one native call:
 
     read     bytes of keys and values a second, over the read bandwidth
     peak     operations a second (two for a product added), over the fp32 rate
 
-A decode of few query heads a KV head is bound by memory; one of many, and a chunk, by arithmetic. Of a call of a few
-microseconds most is what it takes to start, and the first bytes to come.
+A decode with few query heads for each KV head is bound by memory; one with many, and a chunk, by arithmetic. A call of
+a few microseconds mostly consists of its start and of the latency of the first bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Workload:
-    """``num_seqs`` sequences of ``length`` tokens, of which ``num_new`` are new, for heads ``(N, K, D)``."""
+    """Describes ``num_seqs`` sequences of ``length`` tokens, of which ``num_new`` are new, for heads ``(N, K, D)``."""
 
     heads: tuple[int, int, int]
     dtype: str
@@ -70,7 +70,7 @@ class Workload:
 
 
 class Case:
-    """A workload's kernel, and block tables that take turns in a cache which all workloads of these heads share."""
+    """Holds a workload's kernel, and block tables that alternate in a cache shared by all workloads of these heads."""
 
     def __init__(
         self, workload: Workload, kernel: CppKernel, caches: tuple[torch.Tensor, torch.Tensor], num_threads: int
@@ -122,7 +122,7 @@ def make_cases(workloads: list[Workload], loader: KernelLoader, arch: str) -> li
 
 @dataclass(frozen=True)
 class Sample:
-    """The better of two calls in a row, and the limits before and after them."""
+    """Holds the better of two consecutive calls, and the limits before and after them."""
 
     seconds: float
     limits: tuple[Limits, Limits]

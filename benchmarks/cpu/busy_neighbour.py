@@ -1,11 +1,11 @@
-"""What a process that keeps one core busy costs one stream of a whole model.
+"""Measures what a process that keeps one core busy costs one stream of a whole model.
 
     python -m benchmarks.cpu.busy_neighbour MODELS/llama-110m --json FILE
 
-The same engine decodes one request, some tokens with the neighbour and some without it in turn. Two processes that want
-one core get half of it each, so on ``C`` cores ``C - 1/2`` are left: what is bound by them takes at best
-``C / (C - 1/2)`` times as long, 1.33 times on two. A pool whose threads wait for one another takes a multiple, unless
-whoever is there does the work.
+One engine decodes one request, alternating between some tokens with the neighbour and some without. Two processes that
+want the same core get half of it each, so of ``C`` cores ``C - 1/2`` are left. Work that is bound by cores then takes
+at best ``C / (C - 1/2)`` times as long, 1.33 times on two. A pool whose threads wait for one another takes a multiple
+of that, unless a thread that runs takes over the work of one that does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUM_UNTIMED = 16
 
 
 def measure(model: Path, weight_format: str, neighbour: Neighbour, num_rounds: int, num_tokens: int) -> dict[str, Any]:
-    """Seconds a token takes at the median, ``alone_s`` and ``beside_s``, with those of every round."""
+    """Returns the median seconds a token takes, ``alone_s`` and ``beside_s``, and those of every round."""
     dtype, quantize = OPTIONS[weight_format]
     with fastgen.load(model, device="cpu", dtype=dtype, quantize=quantize, kv_cache_memory="512MiB") as llm:
         engine = llm._engine

@@ -1,4 +1,4 @@
-"""The machine's limits, and the rate of torch's own matrix product, as they are at this moment."""
+"""The machine's current limits, and the current rate of torch's own matrix product."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROWS, _SIZE, _NUM_PRODUCTS = 512, 2048, 3
 
 
 class Calibration:
-    """Takes about a fifth of a second; its threads sleep in between."""
+    """Measures the limits in about a fifth of a second; its threads sleep in between."""
 
     def __init__(self, num_threads: int):
         arch = cpp_arch(device.current("cpu"))
@@ -28,7 +28,7 @@ class Calibration:
         self._x, self._weight = torch.randn(_ROWS, _SIZE), torch.randn(_SIZE, _SIZE)
 
     def measure(self) -> dict[str, float]:
-        """``read`` in bytes a second; ``fp32``, ``int8`` and ``mkl``, the product's, in operations a second."""
+        """Returns ``read`` in bytes a second; ``fp32``, ``int8`` and ``mkl`` (torch's own) in operations a second."""
         samples = [vars(self._machine.measure()) for _ in range(_NUM_SAMPLES)]
         limits = {name: statistics.median(each[name] for each in samples) for name in samples[0]}
         torch.set_num_threads(self._num_threads)

@@ -1,4 +1,4 @@
-"""The random models in the files of other engines: ``python -m benchmarks.cpu.convert gguf DIRECTORY llama-110m``.
+"""Converts the random models for other engines: ``python -m benchmarks.cpu.convert gguf DIRECTORY llama-110m``.
 
     gguf      for llama.cpp; needs the package ``gguf``, and ``--quantize`` llama.cpp's program of that name
     openvino  for OpenVINO; needs ``--optimum-cli``, the program of the package ``optimum-intel``
@@ -32,7 +32,7 @@ _INT4 = ("--group-size", "64", "--ratio", "1.0", "--sym")
 
 
 def write_gguf(model: Path, path: Path, float_type: str) -> None:
-    """``float_type`` is ``f32``, ``f16`` or ``bf16``; vectors stay fp32."""
+    """Writes a GGUF file. ``float_type`` is ``f32``, ``f16`` or ``bf16``; vectors stay fp32."""
     import gguf
     import torch
     from safetensors import safe_open
@@ -84,7 +84,7 @@ def _write_sizes(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _write_tokens(writer: Any, tokenizer: dict[str, Any], vocab_size: int) -> None:
-    """Tokens that are no whole characters get names of their own, or the server holds them back while it streams."""
+    """Writes the vocabulary. Tokens that are partial characters get made-up names, or the server would delay them."""
     import gguf
 
     names = {place: name for name, place in tokenizer["model"]["vocab"].items()}
@@ -107,7 +107,7 @@ def _write_tokens(writer: Any, tokenizer: dict[str, Any], vocab_size: int) -> No
 
 
 def convert_gguf(model: Path, quantize: str | None) -> list[Path]:
-    """What the adapter looks for; without ``quantize`` the float types alone."""
+    """Writes the files that the adapter looks for; without ``quantize`` only the float types."""
     written = []
     base = model.with_name(f"{model.name}.f32.gguf")
     for suffix in ADAPTERS["llama.cpp"].formats.values():

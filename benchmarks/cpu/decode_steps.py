@@ -1,11 +1,11 @@
-"""Decode steps of one model in one weight format, beside what memory allows in the same moment; prints JSON.
+"""Measures decode steps of one model in one weight format beside the memory's limit at the time; prints JSON.
 
     python -m benchmarks.cpu.decode_steps MODEL FORMAT
 
-Cases are numbers of requests at a time and of tokens already cached. Between two measurements of the machine's limits
-are three steps in a row, of which the first does not count, since its kernels may have been begun before; of the others
-the better one does. What lies between is steady where the limits before and after agree. Also printed: the share of a
-step during which no kernel runs, and how much memory loading took.
+A case is a number of concurrent requests and of tokens already cached. Between two measurements of the machine's limits
+three consecutive steps run. The first does not count, since its kernels may have started before; of the others the
+better one counts. A sample is steady where the limits before and after agree. Also printed are the share of a step
+during which no kernel runs, and how much memory loading took.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ _NUM_UNTIMED = 20  # steps after the prompts are read
 
 
 class KernelClock:
-    """Adds up the seconds since :meth:`reset` during which kernels run that are loaded while it is there: the calls
-    alone, not what prepares them, and what runs begun early, while the host has something else to do.
+    """Adds up the seconds since :meth:`reset` during which kernels run.
+
+    It counts kernels that are loaded while it is active: the calls alone without their preparation, and steps that
+    started early while the host does something else.
     """
 
     def __init__(self) -> None:
@@ -68,7 +70,7 @@ class KernelClock:
 
     @property
     def seconds(self) -> float:
-        """What was begun and has not been ended is taken to run."""
+        """Returns the seconds so far; a step that started and has not ended counts as running."""
         runs_s = 0.0 if self._begun_s is None else time.perf_counter() - max(self._begun_s, self._since_s)
         return self._seconds + runs_s
 
@@ -85,7 +87,7 @@ class KernelClock:
 def measure(model: Path, weight_format: str, num_threads: int, num_pairs: int) -> dict[str, Any]:
     dtype, quantize = OPTIONS[weight_format]
     clock = KernelClock()
-    fastgen.load("tiny-llama", device="cpu").close()  # all that is imported is there before memory is looked at
+    fastgen.load("tiny-llama", device="cpu").close()  # imports everything before memory is measured
     with MemoryWatch() as memory:
         llm = fastgen.load(
             model,
@@ -112,7 +114,7 @@ def measure(model: Path, weight_format: str, num_threads: int, num_pairs: int) -
 
 
 def weight_bytes(engine: Engine) -> int:
-    """What a decode step reads of the matrices."""
+    """Returns the bytes of the matrices that a decode step reads."""
     packed: list[Any] = [each.packed for each in engine.runner.model.modules() if hasattr(each, "packed")]
     return sum({id(each): int(each.size_bytes) for each in packed}.values())
 
@@ -120,7 +122,9 @@ def weight_bytes(engine: Engine) -> int:
 def measure_case(
     engine: Engine, machine: Machine, clock: KernelClock, num_requests: int, num_cached: int, num_pairs: int
 ) -> dict[str, Any]:
-    """``pairs`` are limits before and after, bytes and operations a second, and seconds of a step and in kernels."""
+    """Measures a case. ``pairs`` are limits before and after, in bytes and operations a second, and seconds of a step
+    and in kernels.
+    """
     generator = random.Random(0)
     num_new = _NUM_UNTIMED + 3 * num_pairs + 1
     sampling = fastgen.SamplingParams(max_new_tokens=num_new, min_new_tokens=num_new, temperature=0, ignore_eos=True)
@@ -134,7 +138,7 @@ def measure_case(
     pairs = []
     assert engine.runner.steady is not None
     for _ in range(num_pairs):
-        engine.runner.steady.wait()  # what was begun is not to run while the machine is measured
+        engine.runner.steady.wait()  # no started step may run while the machine is measured
         before = machine.measure()
         engine.step()
         step_s, kernel_s = min(_time_step(engine, clock) for _ in range(2))

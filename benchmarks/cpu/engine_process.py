@@ -1,7 +1,7 @@
-"""One engine in a process of its own, told over a pipe what to run: the side of the engine, and of the benchmark.
+"""Runs one engine in a process of its own, which gets commands over a pipe: the engine's and the benchmark's side.
 
-The engine's side reads a line of JSON for each order and writes one for each answer; what engines print goes to a log.
-It runs by the interpreter of the engine's environment and needs the standard library alone.
+The engine's side reads a line of JSON for each command and writes one for each reply; what engines print goes to a log.
+It runs under the interpreter of the engine's environment and needs only the standard library.
 """
 
 from __future__ import annotations
@@ -26,25 +26,34 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one workload. Times of tokens are seconds since the requests were submitted."""
+    """Holds the result of one workload. Times of tokens are seconds since the requests were submitted."""
 
     seconds: float
     tokens: list[list[int]]
     times: list[list[float]]
-    # The most memory that the engine's processes held until now.
+    # The peak memory of the engine's processes until now.
     peak_bytes: int
 
 
 class EngineError(Exception):
-    """The engine could not do what it was told; the message is its own."""
+    """The engine could not carry out a command; the message is its own."""
 
 
 class EngineProcess:
-    """The benchmark's side. Raises :class:`EngineError`."""
+    """The benchmark's side. The process runs the code in ``root``. Raises :class:`EngineError`."""
 
-    def __init__(self, python: str, engine: str, settings: Settings, log: Path, preload: Sequence[str] = ()):
+    def __init__(
+        self,
+        python: str,
+        engine: str,
+        settings: Settings,
+        log: Path,
+        preload: Sequence[str] = (),
+        root: Path = _ROOT,
+    ):
         environment = {
             **os.environ,
+            "PYTHONPATH": str(root),  # before what is installed, which may be another build
             **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.num_threads)),
             **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"),
             **{"TOKENIZERS_PARALLELISM": "false", "LD_PRELOAD": ":".join(preload)},
@@ -53,7 +62,7 @@ class EngineProcess:
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [python, "-m", "benchmarks.cpu.engine_process"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=_ROOT, env=environment
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=root, env=environment
             )  # fmt: skip
         start = time.perf_counter()
         self.about = self._ask({"engine": engine, "settings": asdict(settings) | {"model": str(settings.model)}})
@@ -66,7 +75,7 @@ class EngineProcess:
         return Run(**self._ask({"run": workload}))
 
     def close(self) -> None:
-        """Some engines hang when they are torn down, so it is not waited for long."""
+        """Ends the process without waiting for long, since some engines hang when they are torn down."""
         if self._process.poll() is None:
             try:
                 self._process.communicate("{}\n", timeout=20)
@@ -102,7 +111,7 @@ class EngineProcess:
 
 
 def _peak_bytes(process_ids: list[int]) -> int:
-    """Of this process and those; zero where the system does not say."""
+    """Returns the peak memory of this process and of those given; zero where the system does not report it."""
     total = 0
     for each in (os.getpid(), *process_ids):
         try:

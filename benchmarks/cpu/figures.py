@@ -1,4 +1,4 @@
-"""What is kept of one run of a workload."""
+"""The figures that are recorded of one run of a workload."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
 def figures(requests: list[Request], run: Run) -> dict[str, Any]:
-    """Seconds; tokens; quantiles of the time to the first token and of the gaps after it, over all requests."""
+    """Returns seconds, tokens, and over all requests quantiles of the time to the first token and of later gaps."""
     first = [each[0] for each in run.times if each]
     gaps = [after - before for each in run.times for before, after in pairwise(each)]
     return {
@@ -30,7 +30,7 @@ def figures(requests: list[Request], run: Run) -> dict[str, Any]:
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
-    """Interpolated; nothing where there are no values."""
+    """Returns interpolated quantiles; none where there are no values."""
     ordered = sorted(values)
     found = {}
     for name, share in _SHARES.items() if ordered else ():
@@ -42,7 +42,7 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 
 def decode_rate(times: list[list[float]]) -> float | None:
-    """Tokens a second from when every request has its first; ``None`` where there are no later ones."""
+    """Returns tokens a second after every request has its first; ``None`` where there are no later ones."""
     if not all(times):
         return None
     begin, end = max(each[0] for each in times), max(each[-1] for each in times)

@@ -1,8 +1,8 @@
-"""The numeric gate: what an engine answers must be what the model says, as nearly as its weight format allows.
+"""The numeric gate: an engine's answers must be the model's, as nearly as its weight format allows.
 
 Given an engine's own tokens, transformers in fp32 computes the logits before each. A token that is not the likeliest
-there must be close below it: equally likely in fp32, a little less in formats that round more. A token that is merely
-made up lies many units below, so a wrong cache, mask or position shows at once.
+must be close below it: equally likely in fp32, a little less in formats that round more. A wrong token lies many units
+below, so a wrong cache, mask or position shows at once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ class GateError(Exception):
 
 
 class Gate:
-    """``model`` is the checkpoint's directory. The reference is loaded when something is checked, until released."""
+    """Checks answers against the checkpoint in the directory ``model``.
+
+    The reference is loaded when something is checked, and held until it is released.
+    """
 
     def __init__(self, model: Path, num_threads: int):
         self._path, self._num_threads = model, num_threads
         self._reference: PreTrainedModel | None = None
 
     def check(self, requests: list[Request], answers: list[list[int]], weight_format: str) -> float:
-        """How far below the greatest logit the worst token lies. Raises :class:`GateError`."""
+        """Returns how far the worst token's logit lies below the greatest. Raises :class:`GateError`."""
         if [len(each) for each in answers] != [each.num_new for each in requests]:
             raise GateError(
                 f"{[len(each) for each in answers]} tokens in place of {[each.num_new for each in requests]}"

@@ -1,10 +1,10 @@
-"""Fastgen and another engine side by side: ``python -m benchmarks.cpu.in_turns MODELS --json FILE``.
+"""Compares fastgen and another engine in turns: ``python -m benchmarks.cpu.in_turns MODELS --json FILE``.
 
-The speed of a shared machine's memory may double or halve within seconds, which rounds of whole processes, minutes
-apart, do not see. Here two engines in fresh processes have the model loaded at the same time, and run a workload in
-turns, one after the other; what is told is the median of what the one's speed is over the other's in the same turn. It
-needs memory for the model twice. Options, results and the numeric gate are those of ``benchmarks.cpu.whole_model``,
-whose page shows these as well.
+The memory speed of a shared machine may double or halve within seconds. Rounds of whole processes, minutes apart, miss
+this. Here two engines in fresh processes have the model loaded at the same time and run a workload in turns. The
+reported figure is the median over turns of the one's speed over the other's in the same turn. It needs memory for the
+model twice. Options, results and the numeric gate are those of ``benchmarks.cpu.whole_model``, whose page shows these
+results as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OURS = "fastgen"
 
 
 def measure(options: argparse.Namespace, results: Results, engines: Engines) -> None:
-    """Every format of fastgen with every other engine's of as many bits."""
+    """Pairs every format of fastgen with the format of every other engine that has as many bits."""
     for weight_format in ADAPTERS[OURS].formats:
         others = [
             (engine, other)
@@ -39,7 +39,7 @@ def measure(options: argparse.Namespace, results: Results, engines: Engines) -> 
 def measure_pair(
     options: argparse.Namespace, results: Results, engines: Engines, formats: dict[str, str], workload: str
 ) -> None:
-    """``formats`` by engine, fastgen and another."""
+    """Measures two engines in turns. ``formats`` has the format of fastgen and of the other engine, by engine."""
     _, other = formats
     key = {"model": engines.model.name, "engine": other, "format": formats[other], "workload": workload}
     if results.num_turns(**key) >= options.turns:

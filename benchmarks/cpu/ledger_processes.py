@@ -1,11 +1,11 @@
-"""What the ledger says beside what processes take: each engine in a process of its own, over random models.
+"""Compares the ledger with the memory of processes: each engine in a process of its own, over random models.
 
     python -m benchmarks.cpu.ledger_processes --output FILE
 
 The KV cache is written from end to end, prompts of the greatest length are read in steps of the whole token budget, and
-all sequences are sampled with filters and log-probabilities, those of prompts too. What then was held at most, beyond
-what a process holds that has run another engine before, is compared with the ledger's total; and the bytes of tensors
-with each of its rows. Of a process the C library keeps some of what was freed.
+all sequences are sampled with filters and log-probabilities, those of prompts too. The peak memory, beyond that of a
+process that has run another engine before, is compared with the ledger's total, and the bytes of tensors with each of
+its rows. The C library retains some of the memory that a process frees.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def save_model(name: str, directory: Path) -> Path:
 
 
 def measure(model: str, build: dict[str, Any]) -> dict[str, Any]:
-    """In this process."""
+    """Measures an engine in this process."""
     import fastgen
     from benchmarks.cpu.ledger import held_bytes
     from benchmarks.cpu.memory import MemoryWatch
 
     target = {"target": build["target"]}
-    with fastgen.load("tiny-llama", **target) as other:  # what libraries take, once
+    with fastgen.load("tiny-llama", **target) as other:  # memory that libraries allocate once
         other.generate("Once upon a time", max_new_tokens=3)
     gc.collect()
     with MemoryWatch() as watch:

@@ -1,8 +1,8 @@
-"""Linear layers beside the machine's own limits and torch's: ``python -m benchmarks.cpu.linear --help``.
+"""Compares linear layers with the machine's limits and with torch: ``python -m benchmarks.cpu.linear --help``.
 
-Weights come from memory: each call takes another copy, and all copies together exceed the caches. Rounds alternate over
-everything, and each begins and ends with the machine's limits. A round counts where these are the same at its end as at
-its beginning, since neighbours on a shared machine take bandwidth and cores for seconds at a time. Medians are printed:
+Weights come from memory: each call reads another copy, and all copies together exceed the caches. Rounds alternate over
+all cases, and each begins and ends with a measurement of the machine's limits. A round counts if both are the same,
+since neighbours on a shared machine take bandwidth and cores for seconds at a time. Medians are printed:
 
     read     bytes of packed weights a second, over the read bandwidth
     peak     operations a second, over the fp32 rate (int8 products may exceed it)
@@ -41,7 +41,7 @@ _COPIES_BYTES = 128 << 20
 
 
 class Case:
-    """One format at one number of rows. All of a format take turns with its weights."""
+    """Holds one format at one number of rows. All cases of a format take its weights in turn."""
 
     def __init__(self, kernel: CppKernel, turns: Iterator[PackedWeight], num_rows: int):
         weight = next(turns)
@@ -56,7 +56,7 @@ class Case:
         ]
 
     def time_once(self) -> float:
-        """The native call alone, as from a step that is one native call."""
+        """Times the native call alone, as in a step that is one native call."""
         arguments = self._launcher.arguments(self.x, next(self._turns), self.out)
         addresses = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
         start = time.perf_counter()
@@ -65,7 +65,7 @@ class Case:
 
 
 class TorchCase:
-    """Torch's own product in fp32."""
+    """Holds torch's own product in fp32."""
 
     def __init__(self, num_rows: int, out_features: int, in_features: int):
         self.x, self.weight = torch.randn(num_rows, in_features), torch.randn(out_features, in_features)
@@ -100,7 +100,7 @@ def make_cases(
 def measure(
     cases: dict[tuple[str, int], Case], machine: Machine, num_threads: int, num_rounds: int
 ) -> tuple[list[tuple[Limits, Limits]], dict[Any, list[float]]]:
-    """For each round the limits before and after, and of each case the better of two calls in a row."""
+    """Returns for each round the limits before and after, and for each case the better of two consecutive calls."""
     limits, times = [], defaultdict(list)
     by_torch = {
         num_rows: TorchCase(num_rows, case.out.shape[1], case.x.shape[1]) for (_, num_rows), case in cases.items()
@@ -115,7 +115,7 @@ def measure(
         for num_rows, torch_case in by_torch.items():
             times["torch", num_rows].append(min(torch_case.time_once(), torch_case.time_once()))
         torch.set_num_threads(1)
-        time.sleep(0.02)  # until torch's threads, which spin for a while, sleep
+        time.sleep(0.02)  # until torch's threads have stopped spinning
     return limits, times
 
 

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured where and when it is compared with: read bandwidth, fp32 and int8 rate."""
+"""Measures this machine's limits next to what is compared with them: read bandwidth, fp32 and int8 rate."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _CLOSE = 0.85
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes a second from memory and operations (two for a multiply-add) a second in fp32 and in 8 bits, on the pool's
-    threads. ``int8`` is zero where the CPU has no instructions for it."""
+    """Holds bytes a second from memory, and operations a second (two for a multiply-add) in fp32 and int8.
+
+    They are reached by the pool's threads. ``int8`` is zero where the CPU has no instructions for it.
+    """
 
     read: float
     fp32: float
@@ -32,13 +34,13 @@ class Limits:
 
 
 def is_steady(before: Limits, after: Limits) -> bool:
-    """Whether no neighbour took much of the machine meanwhile."""
+    """Returns true if no neighbour took much of the machine in between."""
     pairs = ((before.read, after.read), (before.fp32, after.fp32))
     return all(min(pair) >= _CLOSE * max(pair) for pair in pairs)
 
 
 class Machine:
-    """Measures :class:`Limits`; the pool is loaded, and as large as what is compared with them uses."""
+    """Measures :class:`Limits`. The pool must be loaded and as large as in the measurements that are compared."""
 
     def __init__(self, arch: str):
         with TemporaryDirectory() as directory:
@@ -53,7 +55,7 @@ class Machine:
         self._place = 0
 
     def measure(self) -> Limits:
-        """The better of two samples each, as what is compared with them is measured."""
+        """Returns the better of two samples of each limit, as for the measurements that are compared."""
         return Limits(
             read=_READ_BYTES / min(self._read_once() for _ in range(2)),
             fp32=max(self._add_once(self._library.add_fp32) for _ in range(2)),

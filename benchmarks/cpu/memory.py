@@ -1,4 +1,4 @@
-"""How much memory this process holds of its own, and the most it held while something was done."""
+"""Measures the memory that this process holds, and its peak during a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STATUS = Path("/proc/self/status")
 
 
 class MemoryWatch:
-    """Looks every two milliseconds. Pages of files that are merely mapped are the system's to take back: not counted.
+    """Samples memory every two milliseconds. Mapped pages of files, which the system can reclaim, are not counted.
 
     Needs Linux.
     """
@@ -35,7 +35,7 @@ class MemoryWatch:
         self._after = _own_bytes()
 
     def found(self) -> dict[str, int]:
-        """In bytes: what was held ``before`` and ``after``, and the ``most`` between."""
+        """Returns bytes held ``before`` and ``after``, and the ``most`` in between."""
         return {"before": self._before, "most": max(self._most, self._after), "after": self._after}
 
     def _watch(self) -> None:
@@ -44,6 +44,6 @@ class MemoryWatch:
 
 
 def _own_bytes() -> int:
-    """Private and shared memory that no file backs, swapped out or not."""
+    """Returns the bytes of private and shared memory that no file backs, swapped out or not."""
     fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
     return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap"))

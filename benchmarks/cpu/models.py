@@ -1,4 +1,4 @@
-"""Llama models with random weights, for timing: ``python -m benchmarks.cpu.models DIRECTORY [NAME …]``.
+"""Writes Llama models with random weights for timing: ``python -m benchmarks.cpu.models DIRECTORY [NAME …]``.
 
 Weights are drawn so that activations keep their size through the layers, attention is far from uniform (a wrong KV
 cache shows in the tokens) and logits spread (greedy tokens are rarely won by a hair). The tokenizer is a byte-level BPE
@@ -26,7 +26,7 @@ SPECIAL_TOKENS = ["<unk>", "<s>", "</s>"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama whose head is not its embedding."""
+    """Holds the sizes of a Llama whose head is not its embedding."""
 
     hidden: int
     layers: int
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """The matrices of a layer, ``(out, in)``."""
+        """Returns the shapes of a layer's matrices, ``(out, in)``."""
         hidden, kv, ffn = self.hidden, self.kv_heads * self.head_dim, self.ffn
         return {
             "self_attn.q_proj": (hidden, hidden),
@@ -55,7 +55,7 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the matrices of all layers."""
+        """Returns how many numbers the matrices of all layers have."""
         return self.layers * sum(rows * columns for rows, columns in self.matrices.values())
 
     @property
@@ -64,7 +64,7 @@ class Shape:
 
     @property
     def kv_per_token(self) -> int:
-        """Numbers that a cached token keeps."""
+        """Returns how many numbers the KV cache holds for a token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -75,7 +75,7 @@ SHAPES = {
 
 
 def write_model(name: str, directory: Path) -> Path:
-    """``directory/name`` with config, weights and tokenizer; nothing happens where it is complete already."""
+    """Writes ``directory/name`` with config, weights and tokenizer, unless it is complete already."""
     path = directory / name
     if (path / "model.safetensors").exists():
         return path
@@ -112,7 +112,7 @@ def config(shape: Shape) -> dict[str, object]:
 
 
 def weights(shape: Shape, seed: int) -> dict[str, Tensor]:
-    """Every tensor, by the names of a checkpoint."""
+    """Yields every tensor with its name in a checkpoint."""
     generator = torch.Generator().manual_seed(seed)
     gains = {
         "self_attn.q_proj": 1.5,
@@ -140,7 +140,7 @@ def weights(shape: Shape, seed: int) -> dict[str, Tensor]:
 
 
 def write_tokenizer(path: Path) -> None:
-    """``VOCAB_SIZE`` tokens; those that the made-up words do not fill are called ``<extra_…>``."""
+    """Writes ``VOCAB_SIZE`` tokens; beyond the made-up words they are called ``<extra_…>``."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Another process that keeps one core busy, to be told when."""
+"""A process that keeps one core busy on demand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class Neighbour:
-    """Takes nothing until :meth:`resume`."""
+    """A process that uses no CPU time until :meth:`resume`."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -25,7 +25,7 @@ class Neighbour:
 
 @contextmanager
 def neighbour_on(core: int) -> Iterator[Neighbour]:
-    """A process that keeps ``core`` as busy as the system lets it, until the end of the block."""
+    """Starts a process that keeps ``core`` as busy as the system allows until the end of the block."""
     process = multiprocessing.get_context("spawn").Process(target=_keep_busy, args=(core,), daemon=True)
     process.start()
     assert process.pid is not None

@@ -1,10 +1,11 @@
-"""The file of results: everything measured, in the order in which it was, written after every sample."""
+"""The file of results: everything measured, in order, written after every sample."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,32 @@ from benchmarks.cpu.engines.protocol import versions
 from fastgen.compile.host import device
 
 
+def commit() -> str:
+    """Returns the commit that is measured, with ``-dirty`` where files were changed since, or ``""`` without git."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"],
+        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
 def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 class Results:
-    """``about`` the machine and the run; ``engines`` by row: set-up, versions, what the gate found, or why there is
-    nothing; ``samples`` of workloads; ``turns`` of fastgen and another engine; ``steps`` of decoding. A file that is
-    there is continued.
+    """A file of measurements. A file that exists is continued.
 
-    Raises ``ValueError`` where the file is of another machine or another number of threads.
+    It holds ``about`` (the machine and the run), ``engines`` (by row: set-up, versions, what the gate found, or why
+    there is nothing), ``samples`` of workloads, ``turns`` of fastgen and another engine, and ``steps`` of decoding.
+
+    Raises:
+        ValueError: The file is of another machine or another number of threads.
     """
 
     def __init__(self, path: Path, num_threads: int):
         self._path = path
+        self._commit = commit()
         here = device.current("cpu")
         about = {"machine": here.name, "cores": here.num_cores, "threads": num_threads, "memory": here.memory_bytes}
         self.data: dict[str, Any] = {
@@ -53,7 +66,7 @@ class Results:
 
     def add(self, kind: str, **fields: Any) -> None:
         """``kind`` is ``"samples"``, ``"turns"`` or ``"steps"``."""
-        self.data[kind].append({"date": now(), **fields})
+        self.data[kind].append({"date": now(), "commit": self._commit, **fields})
         self.write()
 
     def note_engine(self, row: str, **fields: Any) -> None:
@@ -61,7 +74,7 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        """Whole or not at all."""
+        """Writes the whole file, or leaves the old one."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._path.with_suffix(".unfinished")
         unfinished.write_text(_compact(self.data) + "\n")
@@ -69,7 +82,7 @@ class Results:
 
 
 def _compact(data: dict[str, Any]) -> str:
-    """A line for each sample, so that differences can be read."""
+    """Writes one line for each sample, so that differences can be read."""
     parts = []
     for name, value in data.items():
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What was set out to be reached, and how each figure is computed from a file of results."""
+"""The performance targets, and how each figure is computed from a file of results."""
 
 from __future__ import annotations
 
@@ -7,33 +7,54 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.cpu.engines.protocol import BITS
+from benchmarks.cpu.engines.protocol import ADAPTERS, BITS
 from benchmarks.cpu.machine_limits import Limits, is_steady
 from benchmarks.cpu.models import SHAPES
 
 Data = dict[str, Any]
+# The last change of the CPU kernels that a recorded figure may be older than.
+KERNELS_CHANGED = ("2026-11-22T23:55", "linear layers")
+
+
+_CLOSE = 0.85  # Two speeds of the machine are comparable if the smaller is at least this share of the greater.
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured value, with the conditions that a reader needs to judge it."""
+
+    value: float
+    basis: str = ""  # what it was taken from, such as "llama.cpp, 1 of 4 turns steady"
+    uncertainty: str = ""  # why the value says little, such as "no turn was steady"; empty if it is sound
 
 
 @dataclass(frozen=True)
 class Target:
-    """``floors`` and ``goals`` by weight format; ``figure`` gives what was measured, ``None`` where nothing was, and
-    ``most`` what it would be at the limit of the machine's memory, where that is known."""
+    """A figure that was to be reached, with a floor and a goal for each weight format."""
 
     what: str
-    figure: Callable[[Data, str, str], float | None]
+    figure: Callable[[Data, str, str], Figure | None]  # from a file, a model and a weight format
     floors: dict[str, float]
     goals: dict[str, float]
     less_is_better: bool = False
-    most: Callable[[Data, str, str], float | None] | None = None
+    most: Callable[[Data, str, str], float | None] | None = None  # the value at the memory's full speed
 
     def reached(self, value: float, bound: float) -> bool:
         return value <= bound if self.less_is_better else value >= bound
 
 
 def steady(samples: Iterable[Data]) -> list[Data]:
-    """Those during which the machine stayed as it was; all where there are none."""
+    """Returns the samples during which the machine's speed moved by at most 15 %, or all if there are none."""
     found = list(samples)
-    return [each for each in found if is_steady(_limits(each["before"]), _limits(each["after"]))] or found
+    return [each for each in found if was_steady(each)] or found
+
+
+def was_steady(sample: Data) -> bool:
+    return is_steady(_limits(sample["before"]), _limits(sample["after"]))
+
+
+def is_close(one: float, other: float) -> bool:
+    return min(one, other) >= _CLOSE * max(one, other)
 
 
 def _limits(measured: dict[str, float]) -> Limits:
@@ -41,7 +62,7 @@ def _limits(measured: dict[str, float]) -> Limits:
 
 
 def around(sample: Data, name: str) -> float:
-    """A limit of the machine while the sample was taken."""
+    """Returns a limit of the machine while the sample was taken."""
     return float(sample["before"][name] + sample["after"][name]) / 2
 
 
@@ -68,7 +89,7 @@ def prompt_rate(sample: Data) -> float:
 
 
 def request_rate(sample: Data) -> float:
-    """All of a workload's work a second."""
+    """Returns a workload's total work a second."""
     return float(1 / sample["seconds"])
 
 
@@ -86,7 +107,7 @@ def rate(data: Data, model: str, engine: str, weight_format: str, workload: str)
 
 
 def best_other(data: Data, model: str, weight_format: str, workload: str) -> tuple[float, str] | None:
-    """The best rate among other engines with as many bits a weight, and whose it is."""
+    """Returns the best rate among other engines with as many bits a weight, and that engine."""
     rows = {(each["engine"], each["format"]) for each in data["samples"] if each["model"] == model}
     found = [
         (value, engine)
@@ -102,53 +123,101 @@ def turns_of(data: Data, model: str, engine: str, weight_format: str, workload: 
     return [each for each in data.get("turns", ()) if key.items() <= each.items()]
 
 
-def ratios_in_turns(data: Data, model: str, engine: str, weight_format: str, workload: str) -> list[float]:
-    """Of each turn fastgen's speed over the other engine's, in its format."""
+def is_steady_turn(turn: Data) -> bool:
+    """Returns whether the machine stayed the same during both runs of a turn, and from one run to the other."""
+    ours, theirs = turn["ours"], turn["theirs"]
+    return was_steady(ours) and was_steady(theirs) and is_close(around(ours, "read"), around(theirs, "read"))
+
+
+def ratios_in_turns(
+    data: Data, model: str, engine: str, weight_format: str, workload: str, steady_only: bool = False
+) -> list[float]:
+    """Returns fastgen's speed over the other engine's in each turn."""
     found = []
     for turn in turns_of(data, model, engine, weight_format, workload):
         ours, theirs = (RATES[workload](turn[side]) for side in ("ours", "theirs"))
-        if ours is not None and theirs is not None:
+        if ours is not None and theirs is not None and (is_steady_turn(turn) or not steady_only):
             found.append(ours / theirs)
     return found
 
 
 def ratio_in_turns(data: Data, model: str, engine: str, weight_format: str, workload: str) -> float | None:
-    """The median over turns."""
-    found = ratios_in_turns(data, model, engine, weight_format, workload)
+    """Returns the median over steady turns, or over all if none was steady."""
+    found = ratios_in_turns(data, model, engine, weight_format, workload, steady_only=True)
+    found = found or ratios_in_turns(data, model, engine, weight_format, workload)
     return statistics.median(found) if found else None
 
 
-def _against_best_in_turns(data: Data, model: str, weight_format: str, workload: str) -> float | None:
-    """Over the engine that does best in turns, if every one that was measured in rounds was in turns as well."""
-    every = [*data["samples"], *data.get("turns", ())]
-    rows = {(each["engine"], each["format"]) for each in every if each["model"] == model}
-    found = [
-        ratio_in_turns(data, model, engine, other, workload)
-        for engine, other in rows
-        if engine != "fastgen" and BITS[other] == BITS[weight_format]
-    ]
-    ratios = [each for each in found if each is not None]
-    return min(ratios) if ratios and len(ratios) == len(found) else None
+def age_of(date: str) -> str:
+    return ", older build" if date < KERNELS_CHANGED[0] else ""
 
 
-def _against_best(workload: str) -> Callable[[Data, str, str], float | None]:
-    """In turns where that was measured, else in rounds."""
+def _turns_beside(data: Data, model: str, engine: str, weight_format: str, workload: str) -> Figure | None:
+    every, steady_ones = (
+        ratios_in_turns(data, model, engine, weight_format, workload, steady_only=each) for each in (False, True)
+    )
+    if not every:
+        return None
+    taken = min(each["date"] for each in turns_of(data, model, engine, weight_format, workload))
+    basis = f"{engine}, {len(steady_ones)} of {len(every)} turns steady, {taken[:10]}{age_of(taken)}"
+    return Figure(statistics.median(steady_ones or every), basis, "" if steady_ones else "no turn was steady")
 
-    def figure(data: Data, model: str, weight_format: str) -> float | None:
-        in_turns = _against_best_in_turns(data, model, weight_format, workload)
-        if in_turns is not None:
-            return in_turns
-        ours, best = (
-            rate(data, model, "fastgen", weight_format, workload),
-            best_other(data, model, weight_format, workload),
-        )
-        return None if ours is None or best is None else ours / best[0]
+
+def in_rounds(data: Data, model: str, engine: str, weight_format: str, workload: str) -> Figure | None:
+    """Compares rounds, in which engines run minutes apart."""
+    ours_format = next(each for each in ADAPTERS["fastgen"].formats if BITS[each] == BITS[weight_format])
+    ours = samples_of(data, model, "fastgen", ours_format, workload)
+    theirs = samples_of(data, model, engine, weight_format, workload)
+    rates = [median_of(each, RATES[workload]) for each in (ours, theirs)]
+    if rates[0] is None or rates[1] is None:
+        return None
+    speeds = [statistics.median(around(each, "read") for each in side) for side in (ours, theirs)]
+    uncertainty = ""
+    if not is_close(*speeds):
+        uncertainty = f"the memory read at {speeds[0] / 1e9:.0f} and {speeds[1] / 1e9:.0f} GB/s in the two runs"
+    elif not all(was_steady(each) for each in (*ours, *theirs)):
+        uncertainty = "the machine's speed moved during a run"
+    num_rounds = min(len(ours), len(theirs))
+    taken = min(each["date"] for each in (*ours, *theirs))
+    basis = f"{engine}, {num_rounds} round{'s' * (num_rounds > 1)}, {taken[:10]}{age_of(taken)}"
+    return Figure(rates[0] / rates[1], basis, uncertainty)
+
+
+def beside(data: Data, model: str, engine: str, weight_format: str, workload: str) -> Figure | None:
+    """Returns fastgen's speed over one engine's.
+
+    Of turns and rounds the less favourable counts. An uncertain figure counts only if there is no sound one.
+    """
+    found = [each(data, model, engine, weight_format, workload) for each in (_turns_beside, in_rounds)]
+    figures = [each for each in found if each is not None]
+    sure = [each for each in figures if not each.uncertainty]
+    return min(sure or figures, key=lambda each: each.value, default=None)
+
+
+def against_best(workload: str) -> Callable[[Data, str, str], Figure | None]:
+    """Makes a figure of the smallest ratio over any other engine of as many bits."""
+
+    def figure(data: Data, model: str, weight_format: str) -> Figure | None:
+        figures, absent = [], []
+        for engine, adapter in ADAPTERS.items():
+            for other in adapter.formats if engine != "fastgen" else ():
+                if BITS[other] == BITS[weight_format]:
+                    found = beside(data, model, engine, other, workload)
+                    absent.extend([engine] * (found is None))
+                    figures.extend([found] * (found is not None))
+        if not figures:
+            return None
+        least = min(figures, key=lambda each: each.value)
+        measured = {each.basis.split(",")[0] for each in figures}
+        missing = [each for each in dict.fromkeys(absent) if each not in measured]
+        basis = least.basis + (f"; not measured: {', '.join(missing)}" if missing else "")
+        return Figure(least.value, basis, least.uncertainty)
 
     return figure
 
 
 def _cases(data: Data, model: str, weight_format: str, requests: int, cached: int) -> list[tuple[Data, Data]]:
-    """Steady pairs of steps with the case and the file's entry they are of."""
+    """Returns steady measurements of a step, each with the bytes that the step needs."""
     found = []
     for entry in data["steps"]:
         if (entry["model"], entry["format"]) == (model, weight_format):
@@ -171,22 +240,24 @@ def step_seconds(data: Data, model: str, weight_format: str, requests: int, cach
 
 
 def outside_kernels(data: Data, model: str, weight_format: str, requests: int = 1, cached: int = 16) -> float | None:
-    """The share of a decode step's time during which no kernel runs."""
+    """Returns the share of a decode step's time during which no kernel runs."""
     return _median_case(
         data, model, weight_format, requests, cached, lambda pair, _: 1 - float(pair["kernel_s"] / pair["step_s"])
     )
 
 
 def share_of_read(data: Data, model: str, weight_format: str) -> float | None:
-    """Bytes of weights and KV that a decode step of one request needs, a second, over the read bandwidth."""
+    """Returns the bytes of weights and KV a second that decoding one request reads, over the read bandwidth."""
     return _median_case(
         data, model, weight_format, 1, 16, lambda pair, size: size / float(pair["step_s"]) / around(pair, "read")
     )
 
 
 def read_by_stream(data: Data, model: str, engine: str, weight_format: str) -> float | None:
-    """Bytes that one stream (W1) of an engine needs a second, taking weights to be as large as fastgen's of as many
-    bits and without its KV, over the read bandwidth while it ran."""
+    """Returns the bytes a second that one stream (W1) of an engine reads, over the read bandwidth while it ran.
+
+    Weights are taken to be as large as fastgen's of as many bits, and the KV cache is not counted.
+    """
     sizes = {BITS[each["format"]]: each["weight_bytes"] for each in data["steps"] if each["model"] == model}
     size = sizes.get(BITS[weight_format])
     if size is None:
@@ -197,24 +268,35 @@ def read_by_stream(data: Data, model: str, engine: str, weight_format: str) -> f
     )
 
 
-def eight_over_one(data: Data, model: str, weight_format: str) -> float | None:
+def eight_over_one(data: Data, model: str, weight_format: str) -> Figure | None:
     one, eight = (step_seconds(data, model, weight_format, requests, 16) for requests in (1, 8))
-    return None if one is None or eight is None else 8 * one / eight
+    if one is None or eight is None:
+        return None
+    return Figure(8 * one / eight, uncertainty=_uncertainty_between(data, model, weight_format, (1, 16), (8, 16)))
 
 
-def long_over_short(data: Data, model: str, weight_format: str) -> float | None:
-    """How much longer a step takes with 4,000 tokens cached, over how many more bytes it needs."""
+def long_over_short(data: Data, model: str, weight_format: str) -> Figure | None:
+    """Returns how much longer a step takes with 4,000 tokens cached, over how many more bytes it needs."""
     ratios = []
     for figure in (lambda pair, _: float(pair["step_s"]), lambda _, size: float(size)):
         short, long = (_median_case(data, model, weight_format, 1, cached, figure) for cached in (16, 4000))
         if short is None or long is None:
             return None
         ratios.append(long / short)
-    return ratios[0] / ratios[1]
+    return Figure(
+        ratios[0] / ratios[1], uncertainty=_uncertainty_between(data, model, weight_format, (1, 16), (1, 4000))
+    )
+
+
+def _uncertainty_between(data: Data, model: str, weight_format: str, *cases: tuple[int, int]) -> str:
+    """Returns why two cases of decode steps cannot be compared, if the memory's speed differed."""
+    speeds = [_median_case(data, model, weight_format, *case, lambda pair, _: around(pair, "read")) for case in cases]
+    one, other = (each or 0.0 for each in speeds)
+    return "" if is_close(one, other) else f"the memory read at {one / 1e9:.0f} and {other / 1e9:.0f} GB/s in the two"
 
 
 def prompt_operations(model: str, num_tokens: int) -> int:
-    """Multiplications and additions that reading a prompt takes: matrices, causal attention, one row of the head."""
+    """Returns the multiplications and additions of a prompt: matrices, causal attention, one row of the head."""
     shape = SHAPES[model]
     attention = 4 * shape.hidden * shape.layers * num_tokens * (num_tokens + 1) // 2
     return 2 * shape.layer_weights * num_tokens + attention + 2 * shape.head_weights
@@ -228,15 +310,34 @@ def share_of_mkl(data: Data, model: str, weight_format: str) -> float | None:
     )
 
 
-def over_own_fp32(data: Data, model: str, weight_format: str) -> float | None:
+def over_own_fp32(data: Data, model: str, weight_format: str) -> Figure | None:
     ours, fp32 = (rate(data, model, "fastgen", each, "W2") for each in (weight_format, "fp32"))
-    return None if ours is None or fp32 is None else ours / fp32
+    if ours is None or fp32 is None:
+        return None
+    samples = (samples_of(data, model, "fastgen", each, "W2") for each in (weight_format, "fp32"))
+    one, other = (statistics.median(around(each, "mkl") for each in side) for side in samples)
+    uncertainty = (
+        "" if is_close(one, other) else f"MKL reached {one / 1e9:.0f} and {other / 1e9:.0f} GFLOP/s beside the two"
+    )
+    return Figure(ours / fp32, uncertainty=uncertainty)
 
 
 def _stream_at_full_bandwidth(data: Data, model: str, weight_format: str) -> float | None:
-    """One stream over the best engine's, if its steps read at the memory's speed."""
-    ratio, share = _against_best("W1")(data, model, weight_format), share_of_read(data, model, weight_format)
-    return None if ratio is None or share is None else ratio / min(1.0, share)
+    """Returns one stream over the best engine's, if its steps read at the memory's speed."""
+    figure, share = against_best("W1")(data, model, weight_format), share_of_read(data, model, weight_format)
+    return None if figure is None or share is None else figure.value / min(1.0, share)
+
+
+def _of_fastgen(
+    value: Callable[[Data, str, str], float | None],
+) -> Callable[[Data, str, str], Figure | None]:
+    """Wraps a value that needs no comparison."""
+
+    def figure(data: Data, model: str, weight_format: str) -> Figure | None:
+        found = value(data, model, weight_format)
+        return None if found is None else Figure(found)
+
+    return figure
 
 
 def _by_format(*values: float) -> dict[str, float]:
@@ -246,13 +347,13 @@ def _by_format(*values: float) -> dict[str, float]:
 TARGETS = (
     Target(
         "decode, one request: bytes a second over read bandwidth",
-        share_of_read,
+        _of_fastgen(share_of_read),
         _by_format(0.80, 0.80, 0.80, 0.75),
         _by_format(0.92, 0.92, 0.92, 0.86),
     ),
     Target(
         "decode, one request (W1), over the best engine",
-        _against_best("W1"),
+        against_best("W1"),
         _by_format(1.0, 1.3, 1.6, 1.6),
         _by_format(1.1, 1.5, 2.0, 2.2),
         most=_stream_at_full_bandwidth,
@@ -265,15 +366,20 @@ TARGETS = (
     ),
     Target(
         "sixteen streams (W4), over the best engine",
-        _against_best("W4"),
+        against_best("W4"),
         {"fp32": 1.2, "int8": 1.2, "int4": 1.2},
         {"fp32": 1.5, "int8": 1.7, "int4": 1.7},
     ),
-    Target("prompt of 2048 (W2): FLOP/s over MKL's", share_of_mkl, _by_format(0.85, 0.85), _by_format(0.95, 0.95)),
+    Target(
+        "prompt of 2048 (W2): FLOP/s over MKL's",
+        _of_fastgen(share_of_mkl),
+        _by_format(0.85, 0.85),
+        _by_format(0.95, 0.95),
+    ),
     Target("prompt of 2048 (W2): int8 over our fp32", over_own_fp32, {"int8": 2.0}, {"int8": 2.5}),
     Target(
         "mixed serving (W3), over the best engine",
-        _against_best("W3"),
+        against_best("W3"),
         {"fp32": 1.0, "int8": 1.3},
         {"fp32": 1.25, "int8": 1.8},
     ),
@@ -286,7 +392,7 @@ TARGETS = (
     ),
     Target(
         "decode, one request: share of a step without a kernel",
-        outside_kernels,
+        _of_fastgen(outside_kernels),
         _by_format(0.05, 0.05, 0.05, 0.05),
         _by_format(0.05, 0.05, 0.05, 0.05),
         less_is_better=True,

@@ -1,8 +1,8 @@
-"""Whole models, fastgen beside other engines: ``python -m benchmarks.cpu.whole_model MODELS --json FILE``.
+"""Compares fastgen with other engines on whole models: ``python -m benchmarks.cpu.whole_model MODELS --json FILE``.
 
-Every engine runs in fresh processes of its own environment, one at a time, engines taking turns in rounds. Before it is
-timed its answers pass the numeric gate. Each run of a workload stands between two measurements of the machine's limits.
-What the file has already is not measured again, so that a run may be done in parts or go on where it was stopped.
+Every engine runs in fresh processes of its own environment, one at a time, in rounds. Before an engine is timed, its
+answers pass the numeric gate. Each run of a workload lies between two measurements of the machine's limits. Results
+that the file has already are not measured again, so a run may be done in parts or continue where it was stopped.
 
 Engines are found in the interpreters that are given, by what can be imported there:
 
@@ -44,7 +44,7 @@ _PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 
 
 def find_interpreters(pythons: Sequence[str]) -> dict[str, str]:
-    """By engine, the first interpreter that can import it."""
+    """Returns for each engine the first interpreter that can import it."""
     found: dict[str, str] = {}
     for python in pythons:
         names = sorted({adapter.needs for adapter in ADAPTERS.values() if adapter.needs})
@@ -57,7 +57,7 @@ def find_interpreters(pythons: Sequence[str]) -> dict[str, str]:
 
 
 def preloads(python: str) -> list[str]:
-    """What vLLM asks to be preloaded, as far as it is installed."""
+    """Returns the libraries that vLLM wants preloaded, as far as they are installed."""
     root = Path(python).parent.parent
     places = [*root.glob("lib/*.so*"), *Path("/usr/lib").glob("*/*.so*")]
     found = {path.name: str(path) for path in reversed(places)}
@@ -65,7 +65,7 @@ def preloads(python: str) -> list[str]:
 
 
 class Engines:
-    """One model, and the engines that run it, each answer of which has passed the gate."""
+    """Holds one model and the engines that run it; each of their answers has passed the gate."""
 
     def __init__(self, options: argparse.Namespace, results: Results, logs: Path):
         self._options, self._results, self._logs = options, results, logs
@@ -78,22 +78,22 @@ class Engines:
         self._passed: dict[str, list[list[int]]] = {}
 
     def row(self, engine: str, weight_format: str) -> str:
-        """What an engine with a format is called in the results."""
+        """Returns the name of an engine with a format in the results."""
         return f"{self.model.name} / {engine} / {weight_format}"
 
     def path(self, engine: str, weight_format: str) -> Path:
-        """The weights."""
+        """Returns the path of the weights."""
         return self.model.with_name(self.model.name + ADAPTERS[engine].formats[weight_format])
 
     def lacks(self, engine: str, weight_format: str) -> str | None:
-        """Why it cannot be measured, if it cannot."""
+        """Returns the reason why an engine cannot be measured, or an empty text."""
         if engine not in self._interpreters:
             return "not installed"
         path = self.path(engine, weight_format)
         return None if path.exists() else f"{path.name} is not there"
 
     def start(self, engine: str, weight_format: str) -> EngineProcess:
-        """A process of its own, with the model loaded. Raises :class:`EngineError`."""
+        """Starts a process with the model loaded. Raises :class:`EngineError`."""
         python, row = self._interpreters[engine], self.row(engine, weight_format)
         model = self.path(engine, weight_format).absolute()
         settings = Settings(model, weight_format, self._options.num_threads, self._options.llama_server)
@@ -113,11 +113,11 @@ class Engines:
             self._results.note_engine(row, gate_below=round(worst, 5))
 
     def measure(self, process: EngineProcess, workload: str) -> dict[str, Any]:
-        """A run between two measurements of the machine's limits."""
+        """Measures a run between two measurements of the machine's limits."""
         requests = workloads.make(workload)
         before = self._calibration.measure()
         run = process.run(workload)
-        time.sleep(0.3)  # some engines' threads look for work for a while
+        time.sleep(0.3)  # some engines' threads spin for a while
         after = self._calibration.measure()
         if [len(each) for each in run.tokens] != [each.num_new for each in requests]:
             raise EngineError(f"{workload}: not as many tokens as were asked for")
@@ -130,7 +130,7 @@ class Engines:
 
 
 class Benchmark:
-    """One model and everything that is measured with it."""
+    """Measures everything with one model."""
 
     def __init__(self, options: argparse.Namespace, results: Results, logs: Path):
         self._options, self._results = options, results
@@ -185,7 +185,7 @@ class Benchmark:
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """For what all measurements of whole models have in common."""
+    """Returns a parser of the options that all measurements of whole models share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, help="the directory of the models")
     parser.add_argument("--json", type=Path, required=True, help="the file of results, continued where it is there")

@@ -1,4 +1,4 @@
-"""What every engine is given: the same token ids, the same numbers of tokens to generate, all requests at once.
+"""The workloads of every engine: the same token ids and numbers of tokens to generate, all requests at once.
 
     W1  one request, 128 tokens of prompt, 128 to generate: one stream's decoding
     W2  one request of 2048 tokens, one to generate: reading a prompt
@@ -25,14 +25,14 @@ _DEVIATION = 0.3
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of token ids, and how many tokens are to be generated, end of text or not."""
+    """Holds a prompt of token ids, and how many tokens to generate whether the text ends or not."""
 
     prompt: list[int]
     num_new: int
 
 
 def make(name: str, seed: int = SEED) -> list[Request]:
-    """The requests of a workload. Raises ``ValueError`` for a name that there is not."""
+    """Returns the requests of a workload. Raises ``ValueError`` for an unknown name."""
     generator = random.Random(f"{name}/{seed}")
 
     def about(mean: int) -> int:
@@ -51,6 +51,6 @@ def make(name: str, seed: int = SEED) -> list[Request]:
 
 
 def fingerprint(requests: list[Request]) -> str:
-    """The same for the same requests, on every machine."""
+    """Returns a hash that is the same for the same requests on every machine."""
     plain = json.dumps([[each.prompt, each.num_new] for each in requests])
     return hashlib.sha256(plain.encode()).hexdigest()[:16]

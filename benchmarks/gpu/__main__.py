@@ -1,8 +1,8 @@
-"""All that is measured on a GPU, by one command: `python -m benchmarks.gpu [--parts a,b] [--json FILE] [--minutes 9]`.
+"""Runs all GPU measurements by one command: `python -m benchmarks.gpu [--parts a,b] [--json FILE] [--minutes 9]`.
 
-Each part runs in a process of its own, so that one that fails, hangs or loses the GPU's context costs no other. Rows
-are kept as they come: the file is whole after each of them, and what is there when the time is over, or when Ctrl-C
-ends it, stays. The last lines name what was left out.
+Each part runs in a process of its own, so that a part that fails, hangs or loses the GPU's context affects no other.
+The file is complete after every row, so rows that were written before the time ran out, or before Ctrl-C, remain. The
+last lines name the parts that were left out.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 from benchmarks.gpu.measuring import Row, about_machine, clocks
 from benchmarks.gpu.part import PARTS
 
-_LEAST_SECONDS = 15.0  # with less left, a part is not begun
+_LEAST_SECONDS = 15.0  # with less left, no part starts
 
 
 class Results:
-    """What was found, in ``file`` (where there is one) after every row."""
+    """Holds the results, and writes them to ``file`` (if given) after every row."""
 
     def __init__(self, file: Path | None, about: Row):
         self._file = file
@@ -39,7 +39,7 @@ class Results:
         self.data["parts"][part] = {"rows": []}
 
     def add(self, part: str, row: Row) -> None:
-        """A row with a case, or facts about the part."""
+        """Adds a row with a case, or facts about the part."""
         kept = self.data["parts"][part]
         if "case" in row:
             kept["rows"].append(row)
@@ -48,7 +48,7 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        """Whole or not at all."""
+        """Replaces the file atomically."""
         if self._file is None:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class Results:
 
 
 def run_part(name: str, seconds: float, results: Results, command: list[str]) -> None:
-    """Runs ``command``, which prints rows, and ends it after so many seconds."""
+    """Runs ``command``, which prints rows, and ends it after a number of seconds."""
     results.begin(name)
     start = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -98,7 +98,7 @@ def _take(line: str, part: str, results: Results) -> None:
 
 
 def describe(row: Row) -> str:
-    """A row in a line: its time, its fractions of the limits, rates and ratios."""
+    """Returns a row as one line: its time, fractions of the limits, rates and ratios."""
     if "limits" in row:
         copy, gemm = row["limits"]["copy_bytes_per_s"], row["limits"]["gemm_flops_per_s"]
         return f"copy {copy / 1e12:.2f} TB/s, bf16 GEMM {gemm / 1e12:.0f} TFLOP/s"
@@ -112,7 +112,7 @@ def describe(row: Row) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """It and what it started."""
+    """Ends a process and the processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> int:
 
 
 def left_out(parts: dict[str, Any], wanted: list[str]) -> str:
-    """A line for each of the ``wanted`` parts that did not come to its end, and how to run these; else nothing."""
+    """Returns a line for each of the ``wanted`` parts that did not finish, and the command that runs these."""
     lines, names = [], []
     for name in wanted:
         kept = parts.get(name, {"ended": "not begun"})

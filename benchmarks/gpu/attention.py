@@ -1,8 +1,8 @@
-"""Paged attention: causal prefill and decode, beside the machine's limits and torch's own flash attention.
+"""Measures paged attention, causal prefill and decode, beside the machine's limits and torch's own flash attention.
 
-First a numeric gate: a mixed batch must equal the torch reference. Prefill is told as a fraction of the GEMM rate,
-decode of the copy bandwidth. Torch's flash attention gets contiguous keys and values; flash-attn and FlashInfer are
-measured where they are installed. The plan, which all layers of a step share, is timed by itself.
+First a numeric gate: a mixed batch must equal the torch reference. Prefill is reported as a fraction of the GEMM rate,
+decode as a fraction of the copy bandwidth. Torch's flash attention gets contiguous keys and values; flash-attn and
+FlashInfer are measured where they are installed. The plan, which all layers of a step share, is timed by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOY = AttentionShape(4, 2, 16, 16, "fp16", 0.25)
 
 @dataclass(frozen=True)
 class Sequences:
-    """A step's sequences: ``count`` of them, each with ``cached`` tokens and ``new`` ones."""
+    """Describes a step's sequences: ``count`` of them, each with ``cached`` and ``new`` tokens."""
 
     count: int
     cached: int
@@ -38,12 +38,12 @@ class Sequences:
         return f"{self.count} × {self.cached} cached + {self.new} new"
 
     def flops(self, shape: AttentionShape) -> float:
-        """Of the two products, counting the keys that each query sees and no more."""
+        """Returns the FLOPs of both products, counting only the keys that each query sees."""
         seen = sum(self.cached + i + 1 for i in range(self.new))
         return 2.0 * self.count * seen * shape.num_heads * (shape.head_dim + shape.v_dim)
 
     def kv_bytes(self, shape: AttentionShape) -> float:
-        """Keys and values, each read once."""
+        """Returns the bytes of keys and values, each read once."""
         features = shape.num_kv_heads * (shape.head_dim + shape.v_dim)
         return float(self.count * (self.cached + self.new) * features * torch_dtype(shape.dtype).itemsize)
 
@@ -74,7 +74,7 @@ def measure(bench: Bench) -> Rows:
 
 
 def build(shapes: Iterable[AttentionShape], sequences: list[Sequences], bench: Bench) -> None:
-    """All kernels for batches of so many sequences, several at a time."""
+    """Builds all kernels for batches of these sizes, several at a time."""
     num_seqs, arch = sum(each.count for each in sequences), bench.loader.builder.arch
     found = [attention_specs(shape, max_num_seqs=num_seqs, arch=arch) for shape in shapes]
     bench.loader.build(
@@ -103,7 +103,7 @@ def measure_case(shape: AttentionShape, sequences: Sequences, bench: Bench) -> R
 
 
 class Subject:
-    """The kernels and one batch of ``sequences``, in blocks scattered over the cache."""
+    """Holds the kernels and one batch of ``sequences``, in blocks scattered over the cache."""
 
     def __init__(self, shape: AttentionShape, sequences: list[Sequences], bench: Bench):
         rows = [(each.cached, each.new) for each in sequences for _ in range(each.count)]
@@ -140,7 +140,7 @@ class Subject:
         self.attention(*inputs, self.out)
 
     def difference(self) -> float:
-        """The largest, between the answer and the torch reference's."""
+        """Returns the largest difference between the output and the torch reference's."""
         self()
         inputs = (self.q, self.k_cache, self.v_cache, self.tables, self.starts, self.seq_lens)
         expected = paged_attention(*inputs, scale=self.shape.scale, sliding_window=None)
@@ -148,12 +148,12 @@ class Subject:
 
 
 def gated(bench: Bench) -> list[Sequences]:
-    """A mixed batch: chunks, decodes, a long decode."""
+    """Returns a mixed batch for the gate: chunks, decodes, a long decode."""
     return [Sequences(2, 3, 21), Sequences(3, 17, 1), Sequences(1, 40 if bench.toy else 5000, 1)]
 
 
 def gate(shape: AttentionShape, bench: Bench) -> float:
-    """The largest difference over the batch that is :func:`gated`. Raises where it is too large."""
+    """Returns the largest difference over the batch of :func:`gated`. Raises where it is too large."""
     torch.manual_seed(1)
     difference = Subject(shape, gated(bench), bench).difference()
     if not difference <= GATE_TOLERANCE:
@@ -169,7 +169,7 @@ def _seconds_of(make: Make, shape: AttentionShape, sequences: Sequences, bench: 
 
 
 def torch_flash(shape: AttentionShape, sequences: Sequences, where: torch.device) -> Callable[[], Tensor]:
-    """Torch's flash attention on the same sizes, keys and values contiguous."""
+    """Measures torch's flash attention on the same sizes, with contiguous keys and values."""
     q, k, v = (each.transpose(1, 2).contiguous() for each in _contiguous(shape, sequences, where))
     backends = [torch.nn.attention.SDPBackend.FLASH_ATTENTION]
     if where.type == "cpu":
@@ -185,7 +185,7 @@ def torch_flash(shape: AttentionShape, sequences: Sequences, where: torch.device
 
 
 def flash_attn(shape: AttentionShape, sequences: Sequences, where: torch.device) -> Callable[[], Tensor]:
-    """The flash-attn package, likewise."""
+    """Measures the flash-attn package, likewise."""
     from flash_attn import flash_attn_func
 
     q, k, v = _contiguous(shape, sequences, where)
@@ -193,7 +193,7 @@ def flash_attn(shape: AttentionShape, sequences: Sequences, where: torch.device)
 
 
 def flashinfer(shape: AttentionShape, sequences: Sequences, where: torch.device) -> Callable[[], Tensor]:
-    """FlashInfer's paged attention, over blocks in a row, planned beforehand."""
+    """Measures FlashInfer's paged attention over consecutive blocks, planned beforehand."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     count, length, block_size = sequences.count, sequences.cached + sequences.new, shape.block_size
@@ -227,7 +227,7 @@ OTHERS: tuple[tuple[str, Make], ...] = (
 
 
 def _contiguous(shape: AttentionShape, sequences: Sequences, where: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, ``[count, length, heads, features]``."""
+    """Returns queries, keys and values, ``[count, length, heads, features]``."""
     count, new, length = sequences.count, sequences.new, sequences.cached + sequences.new
     dtype = torch_dtype(shape.dtype)
 

@@ -1,8 +1,8 @@
-"""Fused elementwise kernels: bytes a second beside the machine's own copy bandwidth.
+"""Measures fused elementwise kernels: bytes a second beside the machine's own copy bandwidth.
 
 First a numeric gate: each kernel must equal its torch reference. Then the kernels between the matrix products of a
-Llama-3-8B shape, and latent attention's of a DeepSeek one, at several numbers of tokens. Each replay goes through
-buffers that together exceed every cache.
+Llama-3-8B shape and those of a DeepSeek shape's latent attention are timed at several numbers of tokens. Each replay
+goes through buffers that together exceed every cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENS = (1, 64, 2048, 8192)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: ``latent`` features, ``rotary`` rotated ones and ``nope`` others of latent attention's queries."""
+    """Holds a model's sizes: ``latent`` features, and ``rotary`` (rotated) and ``nope`` (other) ones of queries."""
 
     hidden: int
     num_heads: int
@@ -75,7 +75,7 @@ class Subject:
 
 
 class Maker:
-    """Subjects for ``num_tokens`` tokens."""
+    """Makes subjects for ``num_tokens`` tokens."""
 
     def __init__(self, sizes: Sizes, num_tokens: int, bench: Bench):
         self.sizes, self.num_tokens, self.loader, self.where = sizes, num_tokens, bench.loader, bench.where
@@ -217,7 +217,7 @@ class Maker:
 
 
 def gate(sizes: Sizes, num_tokens: int, bench: Bench) -> float:
-    """The largest difference of any kernel from its reference. Raises where it is too large."""
+    """Returns the largest difference of any kernel from its reference. Raises where it is too large."""
     torch.manual_seed(1)
     differences = {}
     for make in Maker(sizes, num_tokens, bench).all():

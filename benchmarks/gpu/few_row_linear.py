@@ -1,7 +1,7 @@
-"""Few-row linear layers, beside cuBLAS and the machine's own copy bandwidth.
+"""Measures few-row linear layers beside cuBLAS and the machine's own copy bandwidth.
 
-First a numeric gate: every format must equal the torch reference. Then the layers of a Llama-2-7B shape at several
-numbers of rows: 16-bit weights in each way of cutting that the kernels list, weights in few bits in the default one,
+First a numeric gate: every format must equal the torch reference. Then the layers of a Llama-2-7B shape are timed at
+several numbers of rows: 16-bit weights with each split that the kernels list, quantized weights with the default split,
 and torch's own bf16 product. Rates count the weights alone, read once. Each replay goes through weights that together
 exceed every cache.
 """
@@ -54,19 +54,19 @@ def measure(bench: Bench) -> Rows:
 
 
 def build(cases: Iterable[tuple[FewRowShape, int, SplitK]], bench: Bench) -> None:
-    """All their kernels, several at a time: one after the other, as they are loaded, would take minutes."""
+    """Builds all kernels several at a time; building each when it is loaded would take minutes."""
     found = [few_row_specs(*case) for case in cases]
     bench.loader.build([kernel for specs in found for kernel in (specs.main, specs.reduce) if kernel is not None])
 
 
 def _measured(shape: FewRowShape, num_rows: int, bench: Bench) -> list[SplitK]:
-    """The default; of 16-bit weights all others too."""
+    """Returns the splits to measure: the default, and for 16-bit weights all others too."""
     splits = candidate_splits(shape, num_rows, bench.loader.builder.arch, bench.num_sms)
     return splits if shape.weight == "plain" else splits[:1]
 
 
 def measure_layer(name: str, shape: FewRowShape, num_rows: int, bench: Bench) -> Rows:
-    """A row for each way of cutting; for weights in few bits, the default one alone."""
+    """Yields a row for each split; for quantized weights only the default."""
     first = weight_of(shape, bench.where)
     size_bytes = first.size_bytes if isinstance(first, QuantizedWeight) else first.nbytes
     weights = [first, *(deepcopy(first) for _ in range(1, bench.num_copies(size_bytes)))]
@@ -93,7 +93,7 @@ def measure_layer(name: str, shape: FewRowShape, num_rows: int, bench: Bench) ->
 
 
 class Subject:
-    """A layer's kernels, cut as ``split`` says, for ``num_rows`` rows."""
+    """Holds a layer's kernels for ``num_rows`` rows and one ``split``."""
 
     def __init__(self, shape: FewRowShape, num_rows: int, split: SplitK, bench: Bench):
         loader, where = bench.loader, bench.where
@@ -110,7 +110,7 @@ class Subject:
         self.kernel(self.x, weight, self.bias, self.out)
 
     def difference(self, weight: Tensor | QuantizedWeight) -> float:
-        """The largest, between the answer and the torch reference's."""
+        """Returns the largest difference between the output and the torch reference's."""
         self(weight)
         return float((self.out.float() - logits(self.x, weight, self.bias)).abs().max())
 
@@ -122,7 +122,7 @@ def weight_of(shape: FewRowShape, where: torch.device) -> Tensor | QuantizedWeig
 
 
 def gate(shape: FewRowShape, bench: Bench) -> float:
-    """The largest difference over formats, cuts and row tiles. Raises where it is too large."""
+    """Returns the largest difference over formats, splits and row tiles. Raises where it is too large."""
     torch.manual_seed(1)
     worst, arch = 0.0, bench.loader.builder.arch
     cases = [

@@ -1,4 +1,4 @@
-"""A plugin of pytest: the outcome of each test as a row of JSON, on a line of its own, as soon as it is known."""
+"""A plugin of pytest that prints the outcome of each test as a line of JSON as soon as it is known."""
 
 from __future__ import annotations
 

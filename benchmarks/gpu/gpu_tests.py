@@ -1,4 +1,4 @@
-"""The tests that are marked `gpu`, each a row. Only the files that have some are collected."""
+"""Runs the tests that are marked `gpu`, with a row for each. Only files that have such tests are collected."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def files_of(tests: Path) -> list[Path]:
 
 
 def run(files: list[Path], mark: str) -> Rows:
-    """Rows as the tests end. Raises ``RuntimeError`` where pytest does not come as far as running any."""
+    """Yields rows as the tests end. Raises ``RuntimeError`` where pytest fails before it runs any."""
     options = ["-q", "-m", mark, "-p", "no:cacheprovider", "-p", "benchmarks.gpu.gpu_test_rows"]
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
-    # tuning would build some hundred kernels more for models that nobody runs again
+    # tuning would build some hundred kernels more for models that run only here
     environment = {**os.environ, "TRITON_INTERPRET": "0", "FASTGEN_AUTOTUNE": "0"}
     pipe, said = subprocess.PIPE, []
     with subprocess.Popen(

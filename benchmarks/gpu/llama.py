@@ -34,12 +34,12 @@ from fastgen.models.spec import (
     RotarySpec,
     TensorSpec,
 )
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.memory.ledger import MemoryModel
-from fastgen.runtime.requests.generation import Generation
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
@@ -146,7 +146,9 @@ def _norm(shape: LlamaShape, module: str, *, at: str) -> NormSpec:
 
 @dataclass(frozen=True)
 class RandomWeights(Checkpoint):
-    """A checkpoint of which no file exists: its tensors are drawn where they are needed, and keep activations' size."""
+    """A checkpoint without files: its tensors are drawn where they are needed, scaled so that activations keep their
+    magnitude.
+    """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -177,7 +179,7 @@ def llama_engine(
     token_budget: int,
     target: str = "triton",
 ) -> Engine:
-    """An engine of that model, whose KV cache has room for ``kv_tokens``. Raises what building one raises."""
+    """Returns an engine of that model, whose KV cache has room for ``kv_tokens``. Raises what building one raises."""
     spec = llama_spec(shape)
     per_token = spec.kv_bytes_per_token(shape.dtype.itemsize)
     memory = MemoryModel(ModelBuild(spec, shape.dtype, target_facts(target, device, num_threads=None), None), device)
@@ -212,14 +214,14 @@ def llama_engine(
 
 
 def kv_tokens_that_fit(shape: LlamaShape, device: Device, *, share: float = 0.9) -> int:
-    """Tokens of KV cache beside the weights in that share of the device's memory."""
+    """Returns the tokens of KV cache that fit beside the weights in a share of the device's memory."""
     spec = llama_spec(shape)
     room = share * device.memory_bytes - spec.num_parameters * shape.dtype.itemsize
     return max(0, int(room) // spec.kv_bytes_per_token(shape.dtype.itemsize))
 
 
 def submit(engine: Engine, prompts: Iterable[tuple[int, int]], seed: int) -> list[Generation]:
-    """Requests of so many tokens of prompt and of answer; ends of text are ordinary tokens."""
+    """Submits requests with these numbers of prompt and answer tokens; an end of text is an ordinary token."""
     draw = random.Random(seed)
     return [
         engine.submit(

@@ -1,7 +1,7 @@
-"""What the parts of the GPU benchmark share: the device, its clock, and what it can do at most.
+"""Shared by the parts of the GPU benchmark: the device, its clock, and its limits.
 
 A *part* is a module of this folder with a function ``measure(bench)`` that yields rows, plain dictionaries: a ``case``
-by name, ``seconds``, and what fraction of the machine's own limits that is.
+by name, ``seconds``, and the fraction of the machine's own limits that this is.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limi
 
 
 class GateError(Exception):
-    """An answer is wrong, so nothing is measured."""
+    """An output is wrong, so nothing is measured."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What this machine reaches: bytes read and written a second by a copy, FLOP/s of a large bf16 GEMM."""
+    """Holds what this machine reaches: bytes read and written a second by a copy, FLOP/s of a large bf16 GEMM."""
 
     copy_bytes_per_s: float
     gemm_flops_per_s: float
@@ -46,7 +46,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a part measures. ``toy``: on a CPU with interpreted kernels, to run the code; times mean nothing there."""
+    """Holds the device that a part measures. ``toy`` runs the code on a CPU with interpreted kernels, where times mean
+    nothing.
+    """
 
     device: devices.Device
     loader: KernelLoader
@@ -62,13 +64,13 @@ class Bench:
         return self.device.num_sms or 2
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        """The median time of a call, replayed from a CUDA graph, so that launching from Python is no part of it."""
+        """Returns the median time of a call, replayed from a CUDA graph so that launches from Python do not count."""
         if self.toy:
             return once(run)
         return _replayed_seconds(run)
 
     def rotated_seconds(self, runs: list[Callable[[], Any]]) -> float:
-        """The median time of one of ``runs``, which do the same in buffers of their own, one after the other."""
+        """Returns the median time of one of ``runs``, which do the same in buffers of their own, in sequence."""
 
         def run_all() -> None:
             for run in runs:
@@ -78,11 +80,11 @@ class Bench:
         return self.seconds(run_all) / len(runs)
 
     def num_copies(self, num_bytes: int) -> int:
-        """Of buffers of so many bytes, so that caches do not hold them from one round to the next."""
+        """Returns how many buffers of that size it takes so that caches do not hold them until the next round."""
         return 2 if self.toy else 1 + min(64, _CACHE_BYTES // num_bytes)
 
     def attempt(self, case: str, measure: Callable[[], Row]) -> Row:
-        """The row of a case, or one that says why there is none."""
+        """Returns the row of a case, or a row with the reason why there is none."""
         try:
             return {"case": case, **measure()}
         except GateError:
@@ -123,7 +125,7 @@ def _replayed_seconds(run: Callable[[], Any]) -> float:
 
 
 def once(run: Callable[[], Any]) -> float:
-    """Seconds of one call on the host's clock."""
+    """Returns the seconds of one call on the host's clock."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
@@ -131,7 +133,7 @@ def once(run: Callable[[], Any]) -> float:
 
 @contextmanager
 def clocked(owner: Any, name: str, seconds: dict[str, float]) -> Iterator[None]:
-    """Within the block, what calls of ``owner.name`` take is added up under ``name``, the device's work included."""
+    """Adds up the seconds of calls of ``owner.name`` within the block, the device's work included, under ``name``."""
     call = getattr(owner, name)
 
     def clocked_call(*given: Any, **named: Any) -> Any:
@@ -151,7 +153,7 @@ def clocked(owner: Any, name: str, seconds: dict[str, float]) -> Iterator[None]:
 
 
 def about_machine(*, toy: bool) -> Row:
-    """What is measured on, and with."""
+    """Returns the machine and the versions of the software."""
     device = devices.current("cpu" if toy else "cuda")
     packages = {"fastgen": __version__} | {each: _version(each) for each in ("torch", "triton", "transformers")}
     return {
@@ -166,7 +168,7 @@ def about_machine(*, toy: bool) -> Row:
 
 
 def clocks() -> dict[str, str] | None:
-    """Of the first GPU, in MHz, W and °C, as its driver tells them; ``None`` where it does not."""
+    """Returns clocks, power and temperature of the first GPU in MHz, W and °C; ``None`` where its driver has none."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader,nounits", "--id=0"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout

@@ -1,8 +1,8 @@
-"""Mixtures of experts: routing, sorting, both grouped products and the sum, beside the machine's limits.
+"""Measures mixtures of experts: routing, sorting, both grouped products and the sum, beside the machine's limits.
 
-First a numeric gate: a mixture must equal its torch reference. Then shapes of published models at several numbers of
-tokens, on random logits. The products' limit is the larger of two times: of their FLOPs at the machine's own bf16 GEMM
-rate, and of reading the weights of the experts that are chosen at its copy bandwidth.
+First a numeric gate: a mixture must equal its torch reference. Then shapes of published models are timed at several
+numbers of tokens, on random logits. The products' limit is the larger of two times: that of their FLOPs at the
+machine's own bf16 GEMM rate, and that of reading the chosen experts' weights at its copy bandwidth.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GATE_TOLERANCE = 2e-2  # of bf16 answers below 1
 
 @dataclass(frozen=True)
 class Shape:
-    """``inner`` features of an expert; gated by SiLU."""
+    """Describes a mixture with ``inner`` features in an expert, gated by SiLU."""
 
     name: str
     hidden: int
@@ -58,7 +58,7 @@ TOY = Shape("toy", 48, 32, 5, 2, "fp16")
 
 
 class Subject:
-    """One mixture on ``num_tokens`` tokens: its steps by name, in order."""
+    """Holds one mixture on ``num_tokens`` tokens: its steps by name, in order."""
 
     def __init__(self, shape: Shape, num_tokens: int, bench: Bench):
         loader, where = bench.loader, bench.where
@@ -105,7 +105,7 @@ class Subject:
             step()
 
     def difference(self) -> float:
-        """The largest, between the answer and the torch reference's."""
+        """Returns the largest difference between the output and the torch reference's."""
         self()
         experts, weights = route(self.logits, None, **self.options)
         order, counts = sort_by_expert(experts, self.shape.num_experts)
@@ -114,7 +114,7 @@ class Subject:
         return float((self.out.float() - combine(outputs, order, weights).float()).abs().max())
 
     def least_seconds(self, limits: Limits) -> float:
-        """Of the products, by the machine's limits."""
+        """Returns the least time of the products, by the machine's limits."""
         weights = self.shape.hidden * self.shape.inner * 3
         experts, _ = route(self.logits, None, **self.options)
         used = len(experts.unique())
@@ -124,7 +124,7 @@ class Subject:
 
 
 def gate(shape: Shape, num_tokens: int, bench: Bench) -> float:
-    """The largest difference from the reference. Raises where it is too large."""
+    """Returns the largest difference from the reference. Raises where it is too large."""
     torch.manual_seed(1)
     difference = Subject(shape, num_tokens, bench).difference()
     if not difference <= GATE_TOLERANCE:

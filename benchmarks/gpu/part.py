@@ -1,6 +1,6 @@
-"""One part, in this process: `python -m benchmarks.gpu.part NAME [--toy]` prints its rows as JSON, one a line.
+"""Runs one part in this process: `python -m benchmarks.gpu.part NAME [--toy]` prints its rows as lines of JSON.
 
-The first line is about the machine's limits at that moment. An error ends the part with a line that tells it.
+The first line has the machine's current limits. An error ends the part with a line that has its message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from benchmarks.gpu.measuring import Bench, Row, Rows, clocks, make_bench
 
-# By name: the module, and the seconds that it may take at most. In the order in which they are run.
+# By name, in the order in which they run: the module, and the most seconds that it may take.
 PARTS: dict[str, tuple[str, float]] = {
     "tests": ("gpu_tests", 90),
     "decode": ("steps", 180),
@@ -30,7 +30,7 @@ PARTS: dict[str, tuple[str, float]] = {
 
 
 def run(name: str, *, toy: bool, say: Callable[[Row], None]) -> bool:
-    """Runs a part and hands each row to ``say``; whether it came to its end."""
+    """Runs a part and passes each row to ``say``; returns true if it finished."""
     module, _ = PARTS[name]
     try:
         bench = make_bench(toy=toy)

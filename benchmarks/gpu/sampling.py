@@ -1,8 +1,8 @@
-"""Sampling: time of the three launches, beside reading the logits once at the machine's copy bandwidth.
+"""Measures sampling: the time of the three launches beside reading the logits once at the machine's copy bandwidth.
 
 First a numeric gate: rows drawn in every way must get the torch reference's tokens, up to a perturbed margin of 1e-3.
-Then batches of one kind each, greedy to everything at once, on logits that fall off as a language model's do;
-`torch.argmax` of the same logits stands beside them.
+Then batches of one kind each are timed, from greedy to all settings at once, on logits that fall off as a language
+model's do. `torch.argmax` of the same logits is measured for comparison.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = {
 
 
 class Subject:
-    """Kernels for ``num_rows`` rows, one a slot, and logits that fall off by a power of a token's rank."""
+    """Holds kernels for ``num_rows`` rows, one for each slot, and logits that fall off by a power of a token's rank."""
 
     def __init__(self, vocab_size: int, num_rows: int, bench: Bench):
         loader, where = bench.loader, bench.where
@@ -57,7 +57,7 @@ class Subject:
         return self.kernels.buffer("token_ids")
 
     def largest_margin(self, samplings: list[SlotSampling]) -> float:
-        """By how much the reference's token beats another that the kernels chose: 0 where all are equal."""
+        """Returns by how much the reference's token beats another that the kernels chose; 0 where all are equal."""
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
             return torch.tensor([getattr(each, name) for each in samplings], dtype=dtype, device=self.logits.device)
@@ -81,7 +81,7 @@ class Subject:
 
 
 def gate(vocab_size: int, num_rows: int, bench: Bench) -> float:
-    """The largest margin by which a token differs from the reference's. Raises where it is too large."""
+    """Returns the largest margin by which a token differs from the reference's. Raises where it is too large."""
     torch.manual_seed(1)
     plain = [each for each in KINDS.values() if not each.penalised]
     samplings = [plain[row % len(plain)] for row in range(num_rows)]

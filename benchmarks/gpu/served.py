@@ -1,7 +1,8 @@
-"""The same engine behind HTTP: the steady state of `splitfuse`, asked over sockets.
+"""Measures the same engine behind HTTP: the steady state of `splitfuse` over sockets.
 
-A server loads what it serves, so the model is written to a directory first; then `fastgen serve` runs in a process of
-its own, and this one keeps as many streams open as `splitfuse` keeps requests in flight. Times are the client's.
+A server loads its model from files, so the model is written to a directory first. Then `fastgen serve` runs in a
+process of its own, and this one keeps as many streams open as `splitfuse` keeps requests in flight. Times are the
+client's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def measure(bench: Bench) -> Rows:
     with tempfile.TemporaryDirectory(prefix="fastgen-http-") as directory:
         write_model(shape, Path(directory), bench.where)
         if not bench.toy:
-            torch.cuda.empty_cache()  # the server takes what there is
+            torch.cuda.empty_cache()  # the server takes all free memory
         start = time.perf_counter()
         with served(directory, (*flags, "--no-prefix-caching"), says=True) as port:
             yield {"case": "start", "seconds": time.perf_counter() - start}
@@ -51,7 +52,7 @@ def measure(bench: Bench) -> Rows:
 
 
 class Connections:
-    """Keeps ``in_flight`` streams open to the server at ``port``; tells of those that ended since :meth:`forget`."""
+    """Keeps ``in_flight`` streams open to the server at ``port``, and counts those that ended since :meth:`forget`."""
 
     def __init__(self, port: int, model: str, shape: LlamaShape, in_flight: int, *, toy: bool):
         self._port, self._model, self._vocab, self._in_flight = port, model, shape.vocab, in_flight
@@ -63,7 +64,7 @@ class Connections:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Hangs up, which cancels what is still answered."""
+        """Closes the connections, which cancels the requests that still run."""
         for key in list(self._selector.get_map().values()):
             key.data[0].socket.close()
         self._selector.close()
@@ -78,7 +79,7 @@ class Connections:
         return time.perf_counter() - self._begin
 
     def run(self, seconds: float, least: int) -> None:
-        """Until so much more time has gone by and at least so many requests have been answered."""
+        """Runs for at least these seconds and until at least this many requests have been answered."""
         end = self.seconds + seconds
         while self.seconds < end or len(self.ttft_seconds) < least:
             while len(self._selector.get_map()) < self._in_flight:
@@ -113,14 +114,14 @@ class Connections:
 
 
 def _ended(body: bytes) -> str | None:
-    """Why the answer that was streamed in ``body`` ended."""
+    """Returns the finish reason of the answer that was streamed in ``body``."""
     events = [json.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: {")]
     reasons = [choice.get("finish_reason") for event in events for choice in event.get("choices", ())]
     return next((reason for reason in reversed(reasons) if reason), None)
 
 
 def write_model(shape: LlamaShape, directory: Path, device: torch.device) -> None:
-    """A checkpoint with random weights, drawn on ``device``, and a tokenizer that has a word for each id."""
+    """Writes a checkpoint with random weights, drawn on ``device``, and a tokenizer that has a word for each id."""
     sizes = Shape(shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.ffn, shape.dtype)
     own = {"vocab_size": shape.vocab, "max_position_embeddings": shape.max_positions, "rms_norm_eps": shape.eps}
     (directory / "config.json").write_text(json.dumps(config(sizes) | own), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""The steady state of Dynamic SplitFuse: prompts of about 2600 tokens, answers of about 60, a Llama-2-7B shape.
+"""Measures the steady state of Dynamic SplitFuse: prompts of about 2600 tokens, answers of 60, a Llama-2-7B shape.
 
-A closed loop: so many requests are in flight, and each that is answered makes room for the next. The clock starts when
-as many as are in flight have been answered. A row every ten seconds tells of all the time since then, so that a run
-that is cut short keeps what it has. ``fraction_of_gemm`` counts the operations of the tokens of answered requests.
+It is a closed loop: a fixed number of requests is in flight, and each answer makes room for the next. The clock starts
+when that number has been answered. A row every ten seconds covers all the time since then, so that a run that is cut
+short keeps its results. ``fraction_of_gemm`` counts the operations of the tokens of answered requests.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from benchmarks.gpu.llama import LLAMA_2_7B, TOY, LlamaShape, kv_tokens_that_fit, llama_engine, llama_spec, submit
 from benchmarks.gpu.measuring import Bench, Row, Rows
 from benchmarks.gpu.workload import lengths
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.requests.generation import Generation
 
 IN_FLIGHT, TOKEN_BUDGET = 32, 2048
 _SECONDS, _ROW_SECONDS = 60.0, 10.0
@@ -53,7 +53,7 @@ class ClosedLoop:
         return len(self._finished)
 
     def run(self, seconds: float) -> None:
-        """Until that much time has gone by, and some steps and requests are there to be told of."""
+        """Runs for that many seconds, and until there are some steps and requests to report."""
         end = self.seconds + seconds
         while self.seconds < end or len(self._finished) < 2 or len(self._step_seconds) < 2:
             self.step()
@@ -90,7 +90,7 @@ class ClosedLoop:
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """What 50, 90, 95 and 99 of a hundred ``values`` lie below; nothing for fewer than two."""
+    """Returns the 50th, 90th, 95th and 99th percentile of ``values``; none for fewer than two values."""
     if len(values) < 2:
         return {}
     found = statistics.quantiles(values, n=100, method="inclusive")

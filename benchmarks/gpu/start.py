@@ -1,7 +1,7 @@
-"""From nothing to the first token of a Llama-2-7B shape: with an empty kernel cache, and once it is filled.
+"""Measures the start up to the first token of a Llama-2-7B shape, with an empty kernel cache and with a filled one.
 
 Each start is a process of its own, with caches of its own for fastgen's kernels and for Triton's launcher. Weights are
-drawn on the device, so reading them from a disk is no part of it; ``seconds`` are the whole process's.
+drawn on the device, so no reading from disk is included; ``seconds`` are those of the process from start to end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def measure(bench: Bench) -> Rows:
 
 
 def start(directory: Path, *, toy: bool) -> Row:
-    """One start with the caches in ``directory``. Raises ``RuntimeError`` with what it said where it fails."""
+    """Runs one start with the caches in ``directory``. Raises ``RuntimeError`` with its output where it fails."""
     caches = {"FASTGEN_CACHE": str(directory / "kernels"), "TRITON_CACHE_DIR": str(directory / "triton")}
     command = [sys.executable, "-m", _PROCESS, *(["--toy"] if toy else [])]
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One start of an engine, up to its first token: prints the seconds of each stage as JSON. See :mod:`…start`."""
+"""Starts an engine and runs it up to its first token; prints the seconds of each stage as JSON. See :mod:`…start`."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Decode steps of a Llama-2-7B shape: on the clock of the host and of the device, from graphs and without.
+"""Measures decode steps of a Llama-2-7B shape by the clocks of the host and of the device, with graphs and without.
 
 A row's ``seconds`` are a whole step's, from one call of the engine to the next; ``device_seconds`` those from the first
 kernel of the forward pass to the last of sampling, on the device's clock; ``idle_seconds`` those from there to the next
@@ -29,7 +29,7 @@ TOKEN_BUDGET, MAX_NUM_SEQS = 2048, 256
 
 @dataclass(frozen=True)
 class Counts:
-    """Steps of a case: to begin with, timed from graphs, and timed without."""
+    """Holds the numbers of a case's steps: before timing, timed with graphs, and timed without."""
 
     untimed: int = 8
     timed: int = 48
@@ -62,7 +62,7 @@ def measure(bench: Bench) -> Rows:
 
 
 def kv_tokens_of(batch: int, context: int, counts: Counts) -> int:
-    """What the case takes at most; each sequence ends within a block."""
+    """Returns the most tokens that the case holds; each sequence ends within a block."""
     return batch * (context + counts.all + 16)
 
 
@@ -110,7 +110,7 @@ def _mean_length(generations: list[Any]) -> float:
 
 
 def _timed_steps(engine: Engine, count: int) -> list[float]:
-    """Each from the end of the one before; a step ends when its tokens have reached the host."""
+    """Times steps, each from the end of the one before; a step ends when its tokens have reached the host."""
     times = []
     for _ in range(count):
         start = time.perf_counter()
@@ -120,7 +120,7 @@ def _timed_steps(engine: Engine, count: int) -> list[float]:
 
 
 class StepWatch:
-    """Marks where each step's forward pass begins and its sampling ends, ``on_device`` or else on the host's clock."""
+    """Marks where each step's forward pass begins and its sampling ends, by the clock of the device or of the host."""
 
     def __init__(self, engine: Engine, *, on_device: bool):
         self.marks: list[tuple[Any, Any]] = []
@@ -140,7 +140,7 @@ class StepWatch:
         forward.hidden, forward.logits = marked_hidden, marked_logits  # type: ignore[method-assign]
 
     def seconds(self) -> tuple[float, float]:
-        """Medians over the steps marked: from begin to end, and from there to the next begin."""
+        """Returns medians over the marked steps: from begin to end, and from there to the next begin."""
         if self._on_device:
             torch.cuda.synchronize()
         inside = [self._between(begin, end) for begin, end in self.marks]
@@ -160,7 +160,7 @@ class StepWatch:
 
 
 class _Eager:
-    """In the place of a graph: calls the step that was captured."""
+    """Stands in for a graph and calls the step that was captured."""
 
     def __init__(self, step: Callable[[], None]):
         self.replay = step
@@ -168,7 +168,7 @@ class _Eager:
 
 @contextmanager
 def uncaptured(engine: Engine) -> Iterator[None]:
-    """Within the block every step's kernels are launched from Python."""
+    """Makes every step within the block launch its kernels from Python."""
     forward = engine.runner.forward
     assert isinstance(forward, CapturedForward)
     graphs = forward._forwards, forward._heads
@@ -182,7 +182,7 @@ def uncaptured(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def capture_watched(found: Row) -> Iterator[None]:
-    """Notes of the engine that is made within the block: ``seconds`` of capturing, ``graphs``, ``pool_bytes``."""
+    """Records ``seconds`` of capturing, ``graphs`` and ``pool_bytes`` of the engine that is made within the block."""
     capture = CapturedForward.capture
 
     def watched(forward: CapturedForward, progress: Callable[[int, int], None]) -> None:
@@ -200,7 +200,7 @@ def capture_watched(found: Row) -> Iterator[None]:
 
 
 def _reserved_bytes() -> int:
-    """Of the device's memory, in graphs' pools and elsewhere; what nobody uses is given back first."""
+    """Returns the reserved bytes of the device's memory, graphs' pools included, after unused memory is released."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""transformers' continuous batching on the same work as fastgen: a Llama-2-7B shape, prompts of 2600, answers of 60.
+"""Measures transformers' continuous batching on fastgen's work: a Llama-2-7B shape, prompts of 2600, answers of 60.
 
-All requests are given at once; the clock runs from there to the last token. Each engine first answers a few requests,
-unclocked. Weights are random on both sides, ends of text are ignored, block sharing between prompts is off; otherwise
-transformers chooses its settings by itself.
+All requests are submitted at once, and the clock runs from there to the last token. Each engine first answers a few
+requests that are not timed. Weights are random on both sides, ends of text are ignored, and block sharing between
+prompts is off; otherwise transformers chooses its own settings.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def run_transformers(shape: LlamaShape, sizes: Sizes, bench: Bench) -> Row:
 
 
 def _settings(bench: Bench) -> dict[str, Any]:
-    """Those of transformers' own choice, as far as this version has settings; small ones for a toy."""
+    """Returns transformers' own settings, as far as this version has any, and small ones for a toy."""
     try:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
     except ImportError:
@@ -98,7 +98,7 @@ def _settings(bench: Bench) -> dict[str, Any]:
 
 
 def _answer(manager: Any, sizes: Sizes, vocab_size: int, turn: int) -> None:
-    """Gives the requests and waits for every one."""
+    """Submits the requests and waits for all of them."""
     draw, wanted = random.Random(1), {}
     for index, (length, num_new) in enumerate(sizes):
         prompt = [draw.randrange(vocab_size) for _ in range(length)]

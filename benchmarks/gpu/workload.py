@@ -1,4 +1,4 @@
-"""Requests as the FastGen paper draws them: prompts of about 2600 tokens, answers of about 60.
+"""Draws requests as the FastGen paper does: prompts of about 2600 tokens, answers of about 60.
 
 Both are normal with a deviation of 30 %, at least 1, and together no longer than the model allows.
 """
@@ -15,7 +15,7 @@ _DEVIATION = 0.3
 
 
 def lengths(shape: LlamaShape, *, toy: bool, seed: int = 42) -> Iterator[tuple[int, int]]:
-    """Tokens of prompt and answer of one request after the other, without end."""
+    """Yields the tokens of prompt and answer of one request after the other, without end."""
     draw = random.Random(seed)
     prompt, answer = (5, 2) if toy else (PROMPT, ANSWER)
     while True:

@@ -1,9 +1,9 @@
-"""What weight formats cost in quality: ``python -m benchmarks.quality.quantization --json FILE``.
+"""Measures what weight formats cost in quality: ``python -m benchmarks.quality.quantization --json FILE``.
 
-Perplexity of the built-in models on held-out text of the grammar that they were trained on, drawn by another seed; and
-how far the whole distribution moves at every position of random prompts, for larger models given by their directories.
-What is printed is a page, ``docs/quantization.md``; with ``--render FILE`` that of an earlier file. What a file has
-already is kept, so a format that is new here is measured alone.
+It measures the perplexity of the built-in models on held-out text of the grammar that they were trained on, drawn with
+another seed. For larger models, given by their directories, it measures how far the distribution moves at every
+position of random prompts. It prints a page, ``docs/quantization.md``; ``--render FILE`` prints that of an earlier
+file. Results in the file are not measured again, so that only new formats are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import fastgen
 from fastgen.compile.host import device
 from training.data import IGNORED, training_row
 
-# ``dtype``, ``quantize`` and ``target`` of each; the first is what others are compared with.
+# ``dtype``, ``quantize`` and ``target`` of each; the others are compared with the first.
 FORMATS = {
     "fp32": ("float32", None, "auto"),
     "bf16": ("bfloat16", None, "auto"),
@@ -47,7 +47,7 @@ def load(model: str | Path, weight_format: str) -> fastgen.LLM:
 
 
 def perplexity(llm: fastgen.LLM, num_rows: int) -> dict[str, float]:
-    """Over the tokens that the model was trained to say, rows of text that begin anywhere in a document."""
+    """Returns the perplexity over the tokens that the model was trained on; rows begin anywhere in a document."""
     total, count = 0.0, 0
     for row in range(num_rows):
         ids, targets = training_row(f"held-out/{row}", _ROW_TOKENS, llm.tokenizer)
@@ -60,7 +60,7 @@ def perplexity(llm: fastgen.LLM, num_rows: int) -> dict[str, float]:
 
 
 def distributions(llm: fastgen.LLM) -> Tensor:
-    """Log-probabilities ``[positions, vocabulary]`` of what follows each position of random prompts."""
+    """Returns log-probabilities ``[positions, vocabulary]`` of the token after each position of random prompts."""
     generator = random.Random(0)
     vocab = llm.spec.vocab_size
     rows = []
@@ -89,7 +89,7 @@ def moved(reference: Tensor, found: Tensor) -> dict[str, float]:
 
 
 def measure(random_models: Sequence[Path], num_rows: int, found: dict[str, Any]) -> dict[str, Any]:
-    """All that is not in ``found`` yet, and that."""
+    """Adds to ``found`` what it does not have yet."""
     here = device.current("cpu")
     found = {
         "about": {
@@ -119,7 +119,7 @@ def measure(random_models: Sequence[Path], num_rows: int, found: dict[str, Any])
 
 
 def render(found: dict[str, Any], name: str) -> str:
-    """The page of a file written by this command; ``name`` is the file's."""
+    """Returns the page of a file that this command wrote; ``name`` is the file's."""
     about = found["about"]
     lines = [
         "# What weight formats cost in quality",
@@ -127,35 +127,35 @@ def render(found: dict[str, Any], name: str) -> str:
         f"Measured {about['date'][:10]} on {about['machine']} with fastgen {about['fastgen']}; written by"
         f" `python -m benchmarks.quality.quantization --render {name}`.",
         "",
-        '`bf16` is `dtype="bfloat16"`, the others are `quantize=` over fp32. On `cpp` activations are fp32 between'
-        " matrices, whatever the dtype. With weights in bf16, a CPU that multiplies bf16 (instruction set `avx512bf16`)"
-        " rounds what enters matrices and attention to bf16, but for routers and latent attention; others widen the"
-        " weights.",
+        '`bf16` is `dtype="bfloat16"`. The other formats are `quantize=` over fp32. On `cpp` activations between'
+        " matrices are fp32, whatever the dtype. If weights are in bf16 and the CPU has bf16 dots (instruction set"
+        " `avx512bf16`), inputs of matrices and attention are rounded to bf16, except for routers and latent attention."
+        " Other CPUs widen the weights.",
         "",
         "| `quantize=` | weights | activations | `target=` |",
         "|---|---|---|---|",
-        "| `int8_weight_only` | 8 bits, a scale for each output | as they are | `cpp`, `triton`, `torch` |",
-        "| `fp8_weight_only` | 8-bit floats (e4m3), a scale for each output | as they are | `triton`, `torch` |",
-        "| `int4_weight_only` | 4 bits, a scale in fp16 for each 32 | as they are | `triton`, `torch` |",
-        "| `int8` | 8 bits, a scale for each output | 8 bits, a scale a token | `cpp` |",
+        "| `int8_weight_only` | 8 bits, a scale for each output | not quantized | `cpp`, `triton`, `torch` |",
+        "| `fp8_weight_only` | 8-bit floats (e4m3), a scale for each output | not quantized | `triton`, `torch` |",
+        "| `int4_weight_only` | 4 bits, a scale in fp16 for each 32 | not quantized | `triton`, `torch` |",
+        "| `int8` | 8 bits, a scale for each output | 8 bits, a scale for each token | `cpp` |",
         "| `int4` | 4 bits, a scale in fp16 for each 32 | 8 bits, a scale for each 32 | `cpp` |",
         "",
-        "Matrices are rounded, the head among them, and the embedding where it is the head too. Norms, routers,"
-        " positions, an embedding by itself and latent attention's maps of heads stay in the model's dtype; on `triton`"
-        " and `torch` the weights of experts as well. Each tensor is rounded as it is read, in pieces, so a model is"
-        " never held in full beside its few bits.",
+        "Matrices are quantized, also the head, and the embedding if it is the head too. Norms, routers, positions, an"
+        " embedding by itself and latent attention's maps of heads stay in the model's dtype. On `triton` and `torch`"
+        " the weights of experts stay so too. Each tensor is quantized in pieces as it is read, so the unquantized and"
+        " the quantized model are never held at once.",
         "",
-        "On `triton` up to 64 rows of a step are multiplied by kernels that read the few bits, as measured at the start"
-        " per layer ([tuning](kernels.md#tuning)), and up to 192 rows by the same kernels in pieces of 64. For more,"
-        " a layer's weights are laid out in the model's dtype, in one room that all layers share, and the library"
-        " multiplies; the ledger counts that room among the kernels' workspaces. `torch` computes the same in fp32 and"
-        " is the reference. All of `triton` is proven interpreted and built ahead of time, and was not run on a GPU.",
+        "On `triton`, kernels that read quantized weights multiply up to 64 rows of a step, if that was the fastest for"
+        " the layer at the start ([tuning](kernels.md#tuning)), and up to 192 rows in pieces of 64. For more rows a"
+        " layer's weights are dequantized into a buffer that all layers share, and the library multiplies. The ledger"
+        " counts the buffer among the kernels' workspaces. `torch` computes the same in fp32 and is the reference. All"
+        " of `triton` is proven interpreted and built ahead of time, and was not run on a GPU.",
         "",
         "## Perplexity of the built-in models",
         "",
-        f"Text of the grammar that they were trained on, drawn by another seed, in rows of {_ROW_TOKENS} tokens. The"
-        " checkpoints are bf16 themselves, so `bf16` differs by what the KV cache keeps and by how activations are"
-        " rounded, not by its weights.",
+        f"The text is of the grammar that the models were trained on, drawn with another seed, in rows of {_ROW_TOKENS}"
+        " tokens. The checkpoints are bf16 themselves. So `bf16` differs by the KV cache and by the rounding of"
+        " activations, and not by its weights.",
         "",
         f"| model | tokens | {' | '.join(FORMATS)} |",
         "|---" * (len(FORMATS) + 2) + "|",
@@ -175,9 +175,10 @@ def render(found: dict[str, Any], name: str) -> str:
             "",
             "## Logits of a larger model",
             "",
-            "Weights are random: nothing was trained to bear rounding, and there are no outliers, so this is a rough"
-            " guide. Compared with fp32 at every position of random prompts: mean Kullback-Leibler divergence; root"
-            " mean square error of the logits over their standard deviation; positions whose likeliest token stays.",
+            "Weights are random. Nothing was trained to bear rounding, and there are no outliers, so this is a rough"
+            " guide, of one model and few positions. Each format is compared with fp32 at every position of random"
+            " prompts: the mean Kullback-Leibler divergence, the root mean square error of the logits over their"
+            " standard deviation, and the positions whose likeliest token stays the same.",
             "",
             "| model | format | divergence, nats | logit error | same first token |",
             "|---|---|---|---|---|",

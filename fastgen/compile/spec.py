@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ class KernelSpec:
     needed_by: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.target not in ("triton", "cpp"):
+        if self.target not in get_args(Target):
             raise ValueError(f"kernel spec {self.op}: target {self.target!r} is neither 'triton' nor 'cpp'")
         for key, value in (*self.parameters.items(), *self.options.items(), (self.op, None)):
             if not re.fullmatch(r"[A-Za-z]\w*", key, re.ASCII):

@@ -1,1 +1,1 @@
-"""From a recipe and a checkpoint to a model with its weights in place."""
+"""Turns a recipe and a checkpoint into a model with its weights in place."""

@@ -26,7 +26,7 @@ from fastgen.layers.moe import Moe
 from fastgen.layers.residual import FlushAndNorm, FlushStream, Reader, ReadStream
 from fastgen.layers.rotary import Rotary
 from fastgen.models.causal_lm import Branch, CausalLM, Layer, Module, Part
-from fastgen.models.checkpoint.checkpoint import WeightSlot
+from fastgen.models.checkpoint.weights import WeightSlot
 from fastgen.models.frequencies import inverse_frequencies
 from fastgen.models.shapes import Shapes, inward_parts, kv_shape, model_shape, rotary_shape, unless_one
 from fastgen.models.spec import (

@@ -80,7 +80,7 @@ class Layer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Embedding, layers, final norm; :meth:`logits` is apart, for only some rows reach the head.
+    """Embedding, layers, final norm. The head runs separately in :meth:`logits`, because only some rows need it.
 
     ``ops`` are those of all layers, and hold what they share; ``read_last`` reads the stream behind the layers.
     """
@@ -107,6 +107,6 @@ class CausalLM(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns logits ``[R, V]`` in fp32 of ``hidden [R, H]``. Kernels write them to ``out`` if it is given."""
+        """Returns the fp32 logits ``[R, V]`` of ``hidden [R, H]``; generated kernels write them to ``out`` if given."""
         logits: Tensor = self.head(hidden, out)
         return logits

@@ -1,7 +1,7 @@
 """Rotary frequencies, plain and stretched beyond the trained length.
 
-Computed in fp32 in the order of operations the checkpoints were trained and published with: at position 100,000 one
-unit in the last place of a frequency already turns a head by a visible angle.
+They are computed in fp32, with the operations in the order that the checkpoints were trained and published with: at
+position 100,000, one unit in the last place of a frequency already rotates a head by a measurable angle.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from fastgen.models.spec import RotaryScaling, RotarySpec
 
 
 def inverse_frequencies(rotary: RotarySpec) -> Tensor:
-    """Radians per position of each rotated pair: ``[dim/2]`` fp32, on the CPU.
+    """Returns the radians per position of each rotated pair: ``[dim/2]`` fp32, on the CPU.
 
-    Plain: ``theta ** (-2i/dim)`` (Su et al., 2021). A scaling changes it as its kind says. ``dynamic`` (NTK-aware,
-    growing with the length) equals plain up to the trained length, and nothing beyond is served.
+    The plain frequencies are ``theta ** (-2i/dim)`` (Su et al., 2021); a scaling changes them according to its kind.
+    ``dynamic`` (NTK-aware, growing with the length) equals plain up to the trained length, and longer sequences are not
+    served.
     """
     wavelengths = rotary.theta ** (torch.arange(0, rotary.dim, 2, dtype=torch.float32) / rotary.dim)
     plain = 1.0 / wavelengths
@@ -38,7 +39,7 @@ def inverse_frequencies(rotary: RotarySpec) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
-    """Llama 3.1: slow frequencies are divided by ``factor``, fast ones kept, those between blended linearly."""
+    """Scales as Llama 3.1: divides slow frequencies by ``factor``, keeps fast ones, blends those between linearly."""
     turns = scaling.original_max_positions / (2 * math.pi / plain)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
@@ -46,8 +47,11 @@ def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, rotary: RotarySpec, scaling: RotaryScaling) -> Tensor:
-    """YaRN (Peng et al., 2023): pairs that turn more than ``beta_fast`` times within the trained length are kept, those
-    below ``beta_slow`` divided by ``factor``, the ramp between is linear in the pair's index."""
+    """Scales as YaRN (Peng et al., 2023), depending on how often a pair turns within the trained length.
+
+    Pairs that turn more than ``beta_fast`` times are kept, those that turn less than ``beta_slow`` times are divided by
+    ``factor``, and between them the blend is linear in the pair's index.
+    """
 
     def pair_turning(num_turns: float) -> float:
         length = scaling.original_max_positions / (num_turns * 2 * math.pi)

@@ -9,7 +9,8 @@ from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import build, kv_groups, kv_shapes, kv_windows
 from fastgen.models.causal_lm import CausalLM
-from fastgen.models.checkpoint.checkpoint import Checkpoint, load_weights
+from fastgen.models.checkpoint.checkpoint import Checkpoint
+from fastgen.models.checkpoint.weights import load_weights
 from fastgen.models.spec import ModelSpec
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
@@ -23,6 +24,7 @@ from fastgen.runtime.scheduling.drafts import NgramDrafter
 from fastgen.runtime.scheduling.policies.policy import Policy
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.runtime.scheduling.scheduler import Scheduler
+from fastgen.runtime.step.early_start import EarlyStart
 from fastgen.runtime.step.forward import CapturedForward, Forward, Results, TapedForward
 from fastgen.runtime.step.input_batch import InputBatch
 from fastgen.runtime.step.model_runner import ModelRunner
@@ -94,8 +96,8 @@ def build_engine(
             forward.record_sizes()
     steady = None
     if next_decodes is not None and sampler.kernel is not None and isinstance(forward, TapedForward):
-        pool = backend.thread_pool()
-        steady = SteadyDecodes(forward, input_batch, sampler.kernel, next_decodes, sampler.rows, pool)
+        early = EarlyStart(backend.thread_pool(), config.block_size)
+        steady = SteadyDecodes(forward, input_batch, sampler.kernel, next_decodes, sampler.rows, early)
         steady.record(1)
     return Engine(
         ModelRunner(forward, input_batch, sampler, steady),

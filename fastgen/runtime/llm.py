@@ -15,6 +15,7 @@ from fastgen.compile.host import device as devices
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models.causal_lm import CausalLM
 from fastgen.models.spec import ModelSpec
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.recording_file import write_recording
@@ -25,9 +26,8 @@ from fastgen.runtime.memory.ledger import Ledger
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.progress import progress_bar
-from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_conversations, as_prompts, encode_each, name_prompt
 

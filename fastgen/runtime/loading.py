@@ -100,8 +100,8 @@ def load(
             allow_config_keys=allow_config_keys,
         )
     except RecipeError as error:
-        if recipe is None and (doubt := registry.doubt(found, checkpoint.config, directory)):
-            raise RecipeError(error.message + doubt, file=error.file, line=error.line, node=error.node) from error
+        if recipe is None and (note := registry.mismatch_note(found, checkpoint.config, directory)):
+            raise RecipeError(error.message + note, file=error.file, line=error.line, node=error.node) from error
         raise
     torch_dtype = checkpoint_dtype(checkpoint.config, checkpoint) if dtype == "auto" else parse_dtype(dtype)
     target, sealed_arch = sealed_target(target, sealed, directory, found_device)

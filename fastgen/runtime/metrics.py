@@ -1,4 +1,4 @@
-"""What an engine counts while it runs. Plain numbers; whoever exports them prefixes the names with ``fastgen_``.
+"""Counters of an engine. Plain numbers; exporters prefix the names with ``fastgen_``.
 
 Names follow Prometheus: a counter ends in ``_total``, a histogram of times in ``_seconds``, the rest are gauges.
 """
@@ -9,32 +9,32 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastgen.runtime.kv_cache.prefix_cache import PrefixCacheStatistics
 from fastgen.runtime.requests.outputs import FinishReason
-
-if TYPE_CHECKING:
-    from fastgen.runtime.scheduling.schedule import Schedule
-    from fastgen.runtime.scheduling.scheduler import Scheduler
+from fastgen.runtime.requests.request import Request, Sequence
+from fastgen.runtime.scheduling.scheduler import Scheduler
+from fastgen.runtime.step.observer import Observer
+from fastgen.runtime.step.step import Step
 
 # Two bounds an octave apart hold all times within a factor of two, from a step on a GPU to a long wait.
 # From 0.12 ms to 8 s.
 STEP_BOUNDS_S = tuple(2.0**power for power in range(-13, 4))
 # From 1 ms to 17 min.
 REQUEST_BOUNDS_S = tuple(2.0**power for power in range(-10, 11))
-# Some seconds of a busy engine.
+# Gaps of some seconds of a busy engine.
 NUM_RECENT_GAPS = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """How many values fell below each bound. ``counts[i]`` are those above ``bounds[i - 1]`` and up to ``bounds[i]``;
-    the last one counts those above all bounds.
+    """The number of values between bounds. ``counts[i]`` counts values above ``bounds[i - 1]`` and up to ``bounds[i]``;
+    the last one counts values above all bounds.
     """
 
     bounds: tuple[float, ...]
@@ -50,7 +50,9 @@ class Histogram:
         return self.sum / self.count if self.count else None
 
     def quantile(self, share: float) -> float | None:
-        """The least bound that ``share`` of the values do not exceed; infinity above all bounds, ``None`` of none."""
+        """Returns the least bound that ``share`` of the values do not exceed. It is infinity above all bounds, and
+        ``None`` if there are no values.
+        """
         wanted = share * self.count
         bounds = zip((*self.bounds, float("inf")), accumulate(self.counts), strict=True)
         return next(bound for bound, count in bounds if count >= wanted) if self.count else None
@@ -60,40 +62,40 @@ class Histogram:
 class Metrics:
     """A snapshot. Totals count since the model was loaded; times are seconds of the engine's clock."""
 
-    # Those of which any sequence has a slot.
+    # Requests with at least one sequence that has a slot.
     requests_running: int
-    # All others that have not ended.
+    # All other requests that have not ended.
     requests_waiting: int
     sequences_running: int
     sequences_waiting: int
-    # Submitted.
+    # Requests submitted.
     requests_total: int
     sequences_finished_total: Mapping[FinishReason, int]
-    # Of the requests submitted.
+    # Prompt tokens of the requests submitted.
     prompt_tokens_total: int
     generation_tokens_total: int
-    # Forwarded by steps: of prompts, of answers, drafts that proved wrong, and once more after preemptions.
+    # Tokens that steps computed: prompts, answers, rejected drafts, and all of these again after preemptions.
     computed_tokens_total: int
-    # Forwarded for nobody, to fill a step up to its captured size.
+    # Padding that filled steps up to their captured sizes.
     padding_tokens_total: int
-    # Of the sequences that were looked up in the prefix cache when they were admitted, or again after a preemption.
+    # Tokens of sequences that were looked up in the prefix cache, at admission and again after a preemption.
     prefix_cache_lookup_tokens_total: int
-    # Those found there, and so not computed.
+    # Tokens found there, and so not computed.
     prefix_cache_hit_tokens_total: int
-    # Blocks whose contents were given up for others.
+    # Cached blocks that were evicted to be reused.
     prefix_cache_evictions_total: int
-    # Of sequences; each beam of a search is one.
+    # Preemptions of sequences; each beam of a search counts.
     preemptions_total: int
     # Blocks of the KV cache.
     kv_blocks: int
     kv_blocks_held: int
-    # Of those that no sequence holds: blocks whose contents the prefix cache may use again.
+    # Blocks that no sequence holds, and whose contents the prefix cache can still use.
     kv_blocks_cached: int
-    # Steps with decodes that took longer than ``itl_target_ms``; none where that was not given.
+    # Steps with decodes that took longer than ``itl_target_ms``; 0 if there is no target.
     itl_target_missed_total: int
-    # Whole steps, by the captured size that their tokens fit in.
+    # Times of steps, by the captured size that their tokens fit in.
     step_seconds: Mapping[int, Histogram]
-    # From submission until the first of a request's tokens was scheduled.
+    # From submission until the first token of a request was scheduled.
     queue_seconds: Histogram
     # From submission to the first token of a sequence.
     ttft_seconds: Histogram
@@ -103,8 +105,8 @@ class Metrics:
     request_seconds: Histogram
 
 
-class EngineMetrics:
-    """The counters behind :class:`Metrics`, which the engine moves on."""
+class EngineMetrics(Observer):
+    """The counters behind :class:`Metrics`."""
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
@@ -116,51 +118,47 @@ class EngineMetrics:
         self._gap, self._request = _Tally(STEP_BOUNDS_S), _Tally(REQUEST_BOUNDS_S)
         self.recent_gaps = RecentValues(NUM_RECENT_GAPS)
 
-    def arrived(self, num_prompt_tokens: int) -> None:
-        """A request was queued."""
+    def arrived(self, request: Request) -> None:
         self._requests += 1
-        self._prompt_tokens += num_prompt_tokens
+        self._prompt_tokens += len(request.prompt_ids)
 
-    def preempted(self, num_sequences: int) -> None:
-        """So many lost their slots for a step, whether or not that runs to its end."""
-        self._preemptions += num_sequences
+    def scheduled(self, step: Step, scheduler: Scheduler) -> None:
+        """Counts even a step that fails: its preemptions have happened, and its requests left the queue."""
+        self._preemptions += len(step.schedule.preempted)
+        for request in step.admitted:
+            self._queue.add(step.scheduled_s - request.arrival_s)
 
-    def left_queue(self, seconds: float) -> None:
-        """A request's first token was scheduled, so long after it came."""
-        self._queue.add(seconds)
-
-    def gave_token(self, arrival_s: float, token_times_s: list[float]) -> None:
-        """A sequence was given a token; these are the times of all it has."""
-        self._generation_tokens += 1
-        if len(token_times_s) == 1:
-            self._ttft.add(token_times_s[0] - arrival_s)
-        else:
-            self._add_gap(token_times_s[-1] - token_times_s[-2])
-
-    def gave_answer(self, arrival_s: float, token_times_s: list[float]) -> None:
-        """A beam search gave a sequence all of its tokens at once, found at these times."""
-        self._generation_tokens += len(token_times_s)
-        for first_s in token_times_s[:1]:
-            self._ttft.add(first_s - arrival_s)
-        for earlier_s, later_s in pairwise(token_times_s):
-            self._add_gap(later_s - earlier_s)
-
-    def stepped(self, schedule: Schedule, num_padding: int, step_s: float) -> None:
-        """A step was run to its end; since the one before, or since it began, this took ``step_s``."""
+    def ended(self, step: Step) -> None:
+        assert step.ran_s is not None
+        for sequence, previous_s in step.given:
+            if previous_s is None:
+                self._ttft.add(step.ran_s - sequence.request.arrival_s)
+            else:
+                self._add_gap(step.ran_s - previous_s)
+        self._generation_tokens += len(step.given)
+        schedule = step.schedule
         self._computed_tokens += schedule.num_tokens
-        self._padding_tokens += num_padding
+        self._padding_tokens += step.num_padding
         target_s = self._scheduler.policy.itl_target_s
         if target_s is not None and schedule.decodes:
-            self._targets_missed += step_s > target_s
+            self._targets_missed += step.took_s > target_s
         if schedule.size not in self._steps:
             self._steps[schedule.size] = _Tally(STEP_BOUNDS_S)
-        self._steps[schedule.size].add(step_s)
+        self._steps[schedule.size].add(step.took_s)
 
-    def finished(self, reason: FinishReason, request_s: float | None) -> None:
-        """A sequence ended; with it its whole request, after ``request_s``, or not."""
+    def finished(
+        self, sequence: Sequence, reason: FinishReason, now_s: float, token_times_s: SequenceOf[float], is_last: bool
+    ) -> None:
+        request = sequence.request
+        if request.has_beams:  # a beam search gives a completion all its tokens at once, with the times it found them
+            self._generation_tokens += len(token_times_s)
+            for first_s in token_times_s[:1]:
+                self._ttft.add(first_s - request.arrival_s)
+            for earlier_s, later_s in pairwise(token_times_s):
+                self._add_gap(later_s - earlier_s)
         self._finished[reason] += 1
-        if request_s is not None:
-            self._request.add(request_s)
+        if is_last:
+            self._request.add(now_s - request.arrival_s)
 
     def snapshot(self) -> Metrics:
         scheduler, pool = self._scheduler, self._scheduler.kv.pool
@@ -200,7 +198,7 @@ class EngineMetrics:
 
 
 class RecentValues:
-    """The last ``max_values`` values, for quantiles that are exact where a histogram's are of its bounds."""
+    """The last ``max_values`` values, for exact quantiles. Those of a histogram are rounded up to its bounds."""
 
     __slots__ = ("_num_added", "_values")
 
@@ -216,7 +214,9 @@ class RecentValues:
         self._num_added += 1
 
     def quantiles(self, *shares: float) -> list[float]:
-        """For each of ``shares`` the least value that this share of the values do not exceed; of none, nothing."""
+        """Returns for each of ``shares`` the least value that this share of the values do not exceed. Returns an empty
+        list if there are no values.
+        """
         if not self._num_added:
             return []
         values = np.frombuffer(self._values)[: len(self)]

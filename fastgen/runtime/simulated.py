@@ -1,7 +1,7 @@
 """A simulated device: the real engine and scheduler over made-up tokens, a cost model and a virtual clock.
 
 For studies of policies and tests of what a schedule does to time: hours of traffic run in seconds, and the same on
-every machine. The tokens are a function of the sequence alone, so here too an answer does not depend on its company.
+every machine. The tokens are a function of the sequence alone, so here too an answer does not depend on other requests.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.sampling.sampler import SampledToken
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampled import SampledToken
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.policy import Policy
-from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.scheduling.policies.step_time import StepWork
 from fastgen.runtime.scheduling.scheduler import Scheduler
-from fastgen.runtime.scheduling.step_time import StepWork
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
-from fastgen.runtime.step.model_runner import ModelRunner, StepOutput
+from fastgen.runtime.step.model_runner import ModelRunner
+from fastgen.runtime.step.step import Step
 
 VOCAB_SIZE = 1000
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a step takes: ``step_s + token_s * tokens + context_s * context + pair_s * pairs`` seconds, the three as in
-    :class:`~fastgen.runtime.scheduling.step_time.StepWork`, times a log-normal factor whose logarithm has the standard
-    deviation ``noise``.
+    """The time of a step: ``step_s + token_s * tokens + context_s * context + pair_s * pairs`` seconds, with the counts
+    of :class:`~fastgen.runtime.scheduling.policies.step_time.StepWork`, times a log-normal factor whose logarithm has
+    the standard deviation ``noise``.
     """
 
     step_s: float
@@ -51,7 +51,7 @@ class CostModel:
 
 
 class VirtualClock:
-    """Seconds since the beginning, which pass only when somebody says so."""
+    """Seconds since the beginning. They pass only when a caller sets them."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -61,21 +61,26 @@ class VirtualClock:
 
 
 class SimulatedRunner:
-    """Takes the place of a :class:`~fastgen.runtime.step.model_runner.ModelRunner`; a step lets ``clock`` go on."""
+    """Takes the place of a :class:`~fastgen.runtime.step.model_runner.ModelRunner`; a step advances ``clock``."""
 
     def __init__(self, cost: CostModel, clock: VirtualClock, *, seed: int = 0):
         self.cost, self.clock = cost, clock
         self._random = random.Random(seed)
 
-    def run(self, schedule: Schedule) -> StepOutput:
+    def launch(self, step: Step) -> None:
         noise = self._random.lognormvariate(0.0, self.cost.noise) if self.cost.noise else 1.0
-        self.clock.now_s += self.cost.mean_s(schedule.work) * noise
-        sampling = [*schedule.decodes, *(chunk.seq for chunk in schedule.chunks if chunk.samples)]
-        return StepOutput(sampled=[(seq, SampledToken(_next_token(seq))) for seq in sampling], prompt_logprobs=[])
+        self.clock.now_s += self.cost.mean_s(step.schedule.work) * noise
+
+    def sample(self, step: Step) -> None:
+        sampling = [*step.schedule.decodes, *(chunk.seq for chunk in step.schedule.chunks if chunk.samples)]
+        step.sampled = [(seq, SampledToken(_next_token(seq))) for seq in sampling]
+
+    def collect(self, step: Step) -> None:
+        pass
 
 
 class Arrival(NamedTuple):
-    """A request that comes at ``at_s``."""
+    """A request that arrives at ``at_s``."""
 
     at_s: float
     prompt_ids: SequenceOf[int]
@@ -83,7 +88,7 @@ class Arrival(NamedTuple):
 
 
 class SimulatedServer:
-    """An engine on a simulated device. Its end-of-text tokens are none, so answers are ``max_new_tokens`` long."""
+    """An engine on a simulated device. It has no end-of-text tokens, so answers are ``max_new_tokens`` long."""
 
     def __init__(
         self,
@@ -112,7 +117,7 @@ class SimulatedServer:
         )
 
     def serve(self, arrivals: Iterable[Arrival]) -> list[Generation]:
-        """Answer all ``arrivals``, which are in order of time; who comes during a step waits until it has ended."""
+        """Answers all ``arrivals``, in order of time. A request that arrives during a step waits for the step's end."""
         generations: list[Generation] = []
         for arrival in arrivals:
             self.run(until_s=arrival.at_s)
@@ -124,7 +129,7 @@ class SimulatedServer:
         return generations
 
     def run(self, until_s: float = float("inf")) -> None:
-        """Run steps as long as there is work, and the clock is before ``until_s``."""
+        """Runs steps as long as there is work and the clock is before ``until_s``."""
         while self.engine.has_work and self.clock.now_s < until_s:
             self.engine.step()
             if idle_s := self.engine.idle_s:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.detokenizer import Detokenizer
 from fastgen.serving.engine.messages import End, Progress

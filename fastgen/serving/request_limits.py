@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.refusals import BadRequestError
 
 # Requests that are looked at by one call, and not run.

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import fastgen
 from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.requests.outputs import GenerationOutput
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.admission.admission import Limits
 from fastgen.serving.answers import Answers, Update

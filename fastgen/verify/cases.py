@@ -1,4 +1,4 @@
-"""Random-weight checkpoints of drawn configurations, made by transformers, and its models as the references."""
+"""Random-weight checkpoints of drawn configurations, made by transformers, whose models are the references."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from torch import Tensor, nn
 
 from fastgen.errors import FastgenError, RecipeError
 from fastgen.models.recipe.recipe import Recipe
-from fastgen.models.resolve.resolve import mentioned_paths, resolve
+from fastgen.models.resolve.resolve import mentioned_paths, resolve, unread_keys
 from fastgen.verify.configs import DERIVED, Draws, is_filled_in, is_old
 from fastgen.verify.coverage import Place, Series
-from fastgen.verify.keys import needed_keys, reading_of, unmentioned_keys
+from fastgen.verify.keys import needed_keys, reading_of
 from fastgen.verify.old_files import make_old
 from fastgen.verify.published import published
 from fastgen.verify.reference import ModuleReference, Prompts, Reference, Trace
 
 _PROMPT_LENGTHS = (23, 41, 17)
-_SPREAD = 1.2
+_SCALE = 1.2
 
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint on disk and what it is to be compared with. ``numbers`` are sizes the reference states.
+    """One checkpoint on disk and its reference. ``numbers`` are the sizes that the reference states.
 
-    ``trace`` is what went through the reference for ``prompts``; ``filled_in`` says that ``config`` has every key that
-    the reference knows.
+    ``trace`` holds the activations of the reference for ``prompts``. ``filled_in`` means that ``config`` has every key
+    that the reference knows.
     """
 
     index: int
@@ -43,13 +43,15 @@ class Case:
     trace: Trace
     numbers: dict[str, Any]
     filled_in: bool = False
-    # Tensors in the file that are no weights.
+    # Tensors in the file that are not weights.
     surplus: frozenset[str] = frozenset()
 
 
 class Cases:
-    """Draws ``num_configs`` cases for a recipe, ``model_class``'s or those of the classes that transformers knows for
-    its architectures, in turns. A case that several recipes meet is made once; files go to ``directory``.
+    """Draws ``num_configs`` cases for a recipe and writes their files to ``directory``.
+
+    The models are those of ``model_class``, or in turn those of the classes that transformers has for the recipe's
+    architectures. A case that several recipes share is made once.
     """
 
     def __init__(
@@ -67,7 +69,10 @@ class Cases:
         self._series: dict[tuple[str, frozenset[str]], Series] = {}
 
     def of(self, recipe: Recipe) -> Iterator[Case]:
-        """Raises :class:`FastgenError` where transformers knows none, or refuses all that is drawn."""
+        """Yields the cases for ``recipe``.
+
+        Raises :class:`FastgenError` if transformers knows none of its architectures, or refuses all configurations.
+        """
         classes = self.classes(recipe)
         mentioned = {path[0] for path in mentioned_paths(recipe)}
         num_made, refusal = 0, ""
@@ -97,10 +102,10 @@ class Cases:
                 break
         if not num_made:
             names = ", ".join(recipe.architectures)
-            raise FastgenError(f"transformers refused all that was drawn for {names}: {refusal}")
+            raise FastgenError(f"transformers refused all drawn configurations for {names}: {refusal}")
 
     def series(self, cls: Any, mentioned: Collection[str]) -> Series:
-        """The configurations of ``cls`` that may be drawn for a recipe which mentions the keys ``mentioned``."""
+        """Returns the configurations of ``cls`` to draw from for a recipe that mentions the keys ``mentioned``."""
         known = cls.__name__, frozenset(mentioned)
         if known not in self._series:
             draws = draws_of(cls, mentioned, seed=self.seed, base=self.base)
@@ -108,14 +113,14 @@ class Cases:
         return self._series[known]
 
     def classes(self, recipe: Recipe) -> list[Any]:
-        """Those whose models are drawn. Raises :class:`FastgenError` where there are none."""
+        """Returns the classes whose models are drawn. Raises :class:`FastgenError` if there are none."""
         return _model_classes(recipe) if self.model_class is None else [self.model_class]
 
     def case(self, cls: Any, config: dict[str, Any], index: int, *, bare: bool = False) -> Case | Exception:
-        """The model of ``cls`` for ``config``, or why there is none.
+        """Makes the model of ``cls`` for ``config``; returns the error if transformers refuses it.
 
-        Every fourth ``config.json`` has all that the class fills in, the others are kept as drawn. Every fourth file of
-        weights looks old: with tensors that are no weights, and if ``bare`` without the base model's prefix.
+        Every fourth ``config.json`` has all keys that the class fills in; the others are written as drawn. Every fourth
+        file of weights looks old: it has tensors that are not weights, and if ``bare`` no base model prefix.
         """
         key = json.dumps([cls.__name__, index, config, bare], sort_keys=True)
         if key not in self._made:
@@ -135,31 +140,31 @@ def _model_classes(recipe: Recipe) -> list[Any]:
     classes = [cls for cls in found if cls is not None and getattr(cls, "config_class", None) is not None]
     if not classes:
         raise FastgenError(
-            f"{recipe.file}: transformers knows none of {', '.join(recipe.architectures)}; name a model's directory "
-            f"and what it is to compute: fastgen verify DIRECTORY --recipe {recipe.file} --reference FILE.py:FUNCTION "
-            f"(or FILE.safetensors, recorded activations)"
+            f"{recipe.file}: transformers knows none of {', '.join(recipe.architectures)}; give a model's directory "
+            f"and a reference: fastgen verify DIRECTORY --recipe {recipe.file} --reference FILE.py:FUNCTION "
+            f"(or FILE.safetensors with recorded activations)"
         )
     return classes
 
 
 def draws_of(cls: Any, mentioned: Collection[str], *, seed: int, base: Mapping[str, Any] | None = None) -> Draws:
-    """Configurations of the models of ``cls`` for a recipe that mentions the keys ``mentioned``."""
+    """Returns the draws of configurations of ``cls`` for a recipe that mentions the keys ``mentioned``."""
     defaults, reading = cls.config_class().to_dict(), reading_of(cls.config_class, mentioned)
     said = published(cls.__name__).config
     return Draws(defaults, mentioned, seed=seed, base=base, reading=reading, published=said)
 
 
 def _to_state(needed: set[str], draws: Draws) -> set[str]:
-    """Of the keys that a recipe needs those that a file has to state; not flags, which old files leave out."""
+    """Returns the keys among ``needed`` that a file has to state: all but flags, which old files leave out."""
     return {key for key in needed & draws.defaults.keys() - DERIVED if not isinstance(draws.defaults[key], bool)}
 
 
 def _excluded(recipe: Recipe, config: Mapping[str, Any]) -> bool:
-    """Whether the recipe itself says that it does not describe such a model."""
+    """Returns whether the recipe's own ``requires`` excludes such a model."""
     if not recipe.schema.requires:
         return False
     try:
-        resolve(recipe, config, allow_config_keys=unmentioned_keys(recipe, config))
+        resolve(recipe, config, allow_config_keys=unread_keys(recipe, config))
     except RecipeError as error:
         return (error.node or "").startswith("requires")
     return False
@@ -169,9 +174,9 @@ def _case(cls: Any, config: dict[str, Any], index: int, seed: int, directory: Pa
     hf_config = cls.config_class.from_dict(config)
     for key in (key for key in config if key.startswith("_")):
         setattr(hf_config, key, config[key])
-    # the plain loop over experts: transformers' grouped product takes sizes that are multiples of 16 bytes only
+    # the plain loop over experts: transformers' grouped product requires sizes that are multiples of 16 bytes
     hf_config._experts_implementation = "eager"
-    # its eager Falcon adds ALiBi twice, once with the mask
+    # the eager Falcon of transformers adds ALiBi twice, once with the mask
     attention = "sdpa" if getattr(hf_config, "alibi", False) else "eager"
     model = cls._from_config(hf_config, attn_implementation=attention)
     randomise(model, seed)
@@ -181,7 +186,7 @@ def _case(cls: Any, config: dict[str, Any], index: int, seed: int, directory: Pa
         surplus = make_old(directory / "model.safetensors", model, bare=bare, known=published(cls.__name__).tensors)
     file = directory / "config.json"
     written = json.loads(file.read_text())
-    if not is_filled_in(index):  # the file as drawn; else with everything transformers states
+    if not is_filled_in(index):  # write the configuration as drawn, without what transformers fills in
         written = {"architectures": [cls.__name__], "model_type": hf_config.model_type, **config}
         file.write_text(json.dumps(written, indent=2))
     prompts = draw_prompts(hf_config.vocab_size, seed)
@@ -197,11 +202,11 @@ def draw_prompts(vocab_size: int, seed: int) -> list[list[int]]:
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Weights so large that a wrong eps, scale, bias or norm changes the answer, norms away from 1, biases from 0.
+    """Draws weights so large that a wrong eps, scale, bias or norm changes the answer.
 
-    Matrices have a standard deviation of ``1.2 / sqrt(fan in)``, so that scores and logits spread by several units, yet
-    rounding is not amplified; embeddings that are not the head have 1. Norms and biases, and what corrects a router,
-    are moved from where they start.
+    Matrices have a standard deviation of ``1.2 / sqrt(fan in)``, so that scores and logits vary by several units but
+    rounding is not amplified; embeddings that are not the head have 1. Norms, biases and router corrections get random
+    offsets from their initial values.
     """
     generator = torch.Generator().manual_seed(seed)
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -216,13 +221,13 @@ def randomise(model: nn.Module, seed: int) -> None:
                 parameter.copy_(noise)
             elif parameter.ndim > 1 and "norm" not in name:
                 fan_in = parameter.shape[0 if id(parameter) in turned else -1]
-                parameter.copy_(noise * (_SPREAD / fan_in**0.5))
+                parameter.copy_(noise * (_SCALE / fan_in**0.5))
             else:
                 parameter.copy_(noise * 0.3 + parameter.mean())
 
 
 def _numbers(config: Any) -> dict[str, Any]:
-    """What the reference's configuration says of sizes, under the words of recipes."""
+    """Returns the sizes in the reference's configuration, under the names that recipes use."""
     names = {
         "vocab_size": "vocab_size",
         "hidden_size": "hidden_size",
@@ -234,7 +239,7 @@ def _numbers(config: Any) -> dict[str, Any]:
         "sliding_window": "sliding_window",
     }
     if hasattr(config, "kv_lora_rank"):
-        del names["head_dim"]  # heads made of a latent have several sizes, and this one means the rotated part
+        del names["head_dim"]  # latent attention has several head sizes, and this key means the rotated part
     numbers = {word: getattr(config, name, None) for word, name in names.items()}
     if hasattr(config, "sliding_window"):
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
@@ -244,7 +249,7 @@ def _numbers(config: Any) -> dict[str, Any]:
 
 
 def _rotation(config: Any, model: nn.Module) -> dict[str, Any]:
-    """Theta, the trained length and the frequencies, where one kind of rotation serves all layers."""
+    """Returns theta, the trained length and the frequencies, if all layers have the same rotation."""
     stated = getattr(config, "rope_parameters", None) or {}
     buffers = [module.inv_freq for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
     whole = config.max_position_embeddings if stated.get("rope_type") == "dynamic" else None

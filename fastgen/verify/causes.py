@@ -1,6 +1,6 @@
-"""Why a node disagrees: single changes of the recipe that are often the answer, tried out one by one.
+"""Finds why a node disagrees: tries single changes of the recipe, one by one, that often are the cause.
 
-A change is a cause if under it all that agreed before still agrees and the failing comparison does too.
+A change is a cause if with it everything that agreed before still agrees, and the failing comparison agrees too.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from itertools import combinations, islice
 from typing import Any, Final
 
 from fastgen.models.recipe.recipe import Recipe
-from fastgen.models.recipe.yaml_positions import NodePath, Scalar, Tree
+from fastgen.models.recipe.tree import NodePath, Scalar, Tree
 from fastgen.verify.cases import Case
 from fastgen.verify.compare import Comparer
 from fastgen.verify.disagreement import COMPLAINT, Comparison, Disagreement, node_at
 from fastgen.verify.edits import nodes, replaced, replaced_tree
 from fastgen.verify.report import Cause
 
+# Most models that are run, and most changes that are tried, to find a cause.
 MAX_RUNS: Final = 40
-# Models that are run, and changes that are tried, to find a cause.
 MAX_HYPOTHESES: Final = 400
 _MAX_NEW_NORMS: Final = 3
 
@@ -41,7 +41,7 @@ _USUAL: Final[dict[str, tuple[Scalar, ...]]] = {
     "scoring": ("softmax", "softmax_top_k", "sigmoid"),
     "over": ("head", "all"),
 }
-_ABSENT: Final[dict[str, tuple[tuple[str, Scalar], ...]]] = {  # keys a node may lack: where, and what they would be
+_ABSENT: Final[dict[str, tuple[tuple[str, Scalar], ...]]] = {  # keys that a node may lack, and their values
     "attention": (("scale", 1), ("sliding_window", "none")),
     "embedding": (("scale", "sqrt(hidden_size)"),),
     "norm": (("bias", True), ("offset", 1)),
@@ -55,7 +55,7 @@ _OTHER_OPERATORS: Final[dict[str, tuple[str, ...]]] = {
     **{"==": ("!=",), "!=": ("==",), "<": ("<=", ">="), "<=": ("<", ">"), ">": (">=", "<="), ">=": (">", "<")},
 }
 _FLAGS: Final = ("bias", "affine", "tied", "when", "normalize", "scaled")
-_FROM_CONFIG: Final[dict[str, tuple[str, ...]]] = {  # keys of a recipe, and what config.json's keys for them contain
+_FROM_CONFIG: Final[dict[str, tuple[str, ...]]] = {  # recipe key: parts of config.json names
     "eps": ("eps", "epsilon"),
     "theta": ("theta", "rotary_emb_base"),
     "activation": ("act", "activation"),
@@ -81,13 +81,15 @@ _FROM_CONFIG: Final[dict[str, tuple[str, ...]]] = {  # keys of a recipe, and wha
 
 @dataclass(frozen=True)
 class Hypothesis:
+    """A changed recipe: ``change`` describes the change at ``path``."""
+
     path: NodePath
     change: str
     recipe: Recipe
 
 
 def _unread(result: Comparison) -> str:
-    """What is said of keys that nobody accounts for, where nothing else disagrees."""
+    """Returns the complaint about keys that are not accounted for, if nothing else disagrees."""
     wrong = result.disagreement
     if wrong is None or wrong.key != COMPLAINT or wrong.node.path != "ignores":
         return ""
@@ -97,9 +99,9 @@ def _unread(result: Comparison) -> str:
 def find_cause(
     recipe: Recipe, failed: Comparison, case: Case, others: Sequence[Case], comparer: Comparer
 ) -> Cause | None:
-    """The first change under which everything agrees, in the ``others`` too; else the one that goes furthest.
+    """Returns the first change with which everything agrees, also in ``others``; else the change that agrees furthest.
 
-    ``failed`` is how the recipe compares in ``case``.
+    ``failed`` is the comparison of the recipe in ``case``.
     """
     wrong = failed.disagreement
     assert wrong is not None
@@ -125,13 +127,13 @@ def find_cause(
 
 
 def _holds(comparison: Comparison) -> bool:
-    """Whether a change is compatible with a configuration: all agrees, or the key that it would read is not there."""
+    """Returns whether a change is compatible with a configuration: all agrees, or the key that it reads is absent."""
     wrong = comparison.disagreement
     return wrong is None or "has no key" in wrong.message
 
 
 def hypotheses(recipe: Recipe, wrong: Disagreement, config: Mapping[str, Any]) -> Iterator[Hypothesis]:
-    """Valid changed recipes, those within the first region first and simplest first."""
+    """Yields valid changed recipes: those in the first region first, the simplest first."""
     seen: set[str] = set()
     roots: list[NodePath] = []
     for path in wrong.region:
@@ -149,7 +151,7 @@ def hypotheses(recipe: Recipe, wrong: Disagreement, config: Mapping[str, Any]) -
 
 
 def _definitions(recipe: Recipe, roots: list[NodePath]) -> Iterator[NodePath]:
-    """The entries of ``define:`` that expressions below ``roots`` mention, and numbers that all parts need."""
+    """Yields the entries of ``define:`` that expressions below ``roots`` mention, and numbers that all parts need."""
     define = recipe.tree.child("define")
     entries = define.value if define is not None and isinstance(define.value, Mapping) else {}
     texts = [str(tree.value) for root in roots for _, tree in nodes(recipe.tree.find(root)) if tree.value is not None]
@@ -169,7 +171,7 @@ _Change = tuple[Mapping[NodePath, Tree | Scalar], str, NodePath]
 def _changes(
     recipe: Recipe, roots: list[NodePath], wrong: Disagreement, config: Mapping[str, Any]
 ) -> Iterator[_Change]:
-    """Those of the first region first, but a literal or an operator before a value, and a name before a place."""
+    """Yields changes by region: literals and operators of all regions first, then values, names and places."""
     yield from _new_norms(recipe, wrong.unclaimed)
     regions = [list(nodes(recipe.tree.find(root), root)) for root in roots]
     for region in regions:
@@ -196,7 +198,7 @@ def _literals(path: NodePath, tree: Tree) -> Iterator[_Change]:
 
 
 def _values(path: NodePath, tree: Tree, config: Mapping[str, Any]) -> Iterator[_Change]:
-    """Other values of one key: its usual ones, and what config.json says under a name like it."""
+    """Yields other values of one key: the usual ones, and keys of config.json with a similar name."""
     key, old = path[-1], tree.value
     if isinstance(old, Mapping | tuple):
         return
@@ -214,7 +216,7 @@ def _values(path: NodePath, tree: Tree, config: Mapping[str, Any]) -> Iterator[_
 
 
 def _other_literals(text: str) -> Iterator[str]:
-    """An expression with a literal or an operator changed: a flag flipped, an integer one more or less, …"""
+    """Yields the expression with one literal or operator changed: a flag flipped, an integer one more or less, …"""
     for match in _TOKEN.finditer(text):
         token = match[0]
         if token.isdecimal():
@@ -238,7 +240,7 @@ def _from_config(key: str, config: Mapping[str, Any]) -> Iterator[Scalar]:
 
 
 def _swaps(below: list[tuple[NodePath, Tree]]) -> Iterator[_Change]:
-    """Two modules whose names stand in each other's place."""
+    """Yields changes that swap the names of two modules."""
     named = [(where, node) for where, node in below if where[-1] in _MODULE_KEYS and isinstance(node.value, str)]
     for (one, first), (other, second) in combinations(named, 2):
         if len(one) == len(other) and first.value != second.value:
@@ -246,7 +248,7 @@ def _swaps(below: list[tuple[NodePath, Tree]]) -> Iterator[_Change]:
 
 
 def _moves(path: NodePath, tree: Tree) -> Iterator[_Change]:
-    """A norm that stands in another place of its branch."""
+    """Yields changes that move a norm to another place of its branch."""
     assert isinstance(tree.value, Mapping)
     for place in _NORM_PLACES:
         for other in _NORM_PLACES:
@@ -260,7 +262,7 @@ def _moves(path: NodePath, tree: Tree) -> Iterator[_Change]:
 
 
 def _moved_between(recipe: Recipe) -> Iterator[_Change]:
-    """A norm that belongs to another branch, to a part instead of its branch or the other way round, or to an end."""
+    """Yields changes that move a norm to another branch, between a branch and its part, or to an end of the model."""
     residual = ("model", "layers", "residual")
     branches = recipe.tree.find(residual).value
     homes: list[NodePath] = [("model", "embedding"), ("model",)]
@@ -293,7 +295,7 @@ def _additions(path: NodePath, tree: Tree) -> Iterator[_Change]:
 
 
 def _new_norms(recipe: Recipe, unclaimed: tuple[str, ...]) -> Iterator[_Change]:
-    """A norm for a weight that nobody claims, made like another norm of the recipe."""
+    """Yields changes that add a norm for a weight that no node claims, as a copy of another norm of the recipe."""
     residual = ("model", "layers", "residual")
     branches = recipe.tree.find(residual).value
     norms = [node for where, node in nodes(recipe.tree) if where[-1:] and where[-1] in (*_NORM_PLACES, "final_norm")]

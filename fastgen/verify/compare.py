@@ -1,4 +1,4 @@
-"""One configuration compared with its reference: numbers, weight map, then node by node to the log-probabilities."""
+"""Compares one configuration with its reference: numbers, weight map, then node by node to the log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from fastgen.errors import FastgenError, RecipeError
 from fastgen.models.recipe.recipe import Recipe
-from fastgen.models.resolve.resolve import resolve
+from fastgen.models.resolve.resolve import resolve, unread_keys
 from fastgen.models.spec import ModelSpec, NodeRef
 from fastgen.verify.cases import Case
 from fastgen.verify.disagreement import (
@@ -20,27 +20,26 @@ from fastgen.verify.disagreement import (
     node_at,
     parent_path,
 )
-from fastgen.verify.essence import Essence, essence
-from fastgen.verify.keys import unmentioned_keys
+from fastgen.verify.fingerprint import Fingerprint, fingerprint
 from fastgen.verify.numbers import number_disagreements, wrong_number
 from fastgen.verify.subject import load_subject, trace_subject
 from fastgen.verify.walk import node_disagreements
 from fastgen.verify.weight_map import weight_disagreements
 
-_CLAIMED_TWICE: Final = re.compile(r"is claimed twice, the first time by .*: (model\.\S+)$")
+_CLAIMED_TWICE: Final = re.compile(r"is claimed twice, first by .*: (model\.\S+)$")
 _MISSING_NAME: Final = re.compile(r"has no key '(\w+)'")
 
 
 class Comparer:
-    """Compares recipes with cases. Of recipes that resolve to the same model in a case, one is compared."""
+    """Compares recipes with cases. Recipes that resolve to the same model in a case are compared once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, Essence, str | None], Comparison] = {}
-        # Models that were loaded and run so far.
+        self._known: dict[tuple[int, Fingerprint, str | None], Comparison] = {}
+        # Number of models that were loaded and run so far.
         self.num_runs = 0
 
     def read(self, recipe: Recipe, case: Case) -> Comparison:
-        """What can be told without running the model: numbers, and the weight map."""
+        """Compares what needs no run of the model: numbers and the weight map."""
         try:
             spec, _, complaint = _resolved(recipe, case)
         except RecipeError as error:
@@ -50,11 +49,11 @@ class Comparer:
         return comparison
 
     def compare(self, recipe: Recipe, case: Case) -> Comparison:
-        """``recipe`` against the reference of ``case``; stops at the first disagreement."""
+        """Compares ``recipe`` with the reference of ``case``; stops at the first disagreement."""
         return self._compared(recipe, case, located=True)
 
     def retry(self, recipe: Recipe, case: Case) -> Comparison:
-        """The same where only the outcome matters: what disagrees may be named as in a recipe that resolves alike."""
+        """Compares for the outcome only: a disagreement may be located in another recipe that resolves equally."""
         return self._compared(recipe, case, located=False)
 
     def _compared(self, recipe: Recipe, case: Case, *, located: bool) -> Comparison:
@@ -62,7 +61,7 @@ class Comparer:
             spec, allowed, complaint = _resolved(recipe, case)
         except RecipeError as error:
             return Comparison(disagreement=_refusal(recipe, case, error))
-        key = id(case), essence(spec), complaint
+        key = id(case), fingerprint(spec), complaint
         known = self._known.get(key)
         if known is not None and (known.disagreement is None or not located):
             return known
@@ -120,25 +119,25 @@ def _refusal(recipe: Recipe, case: Case, error: RecipeError) -> Disagreement:
     region = tuple(dict.fromkeys((path, parent_path(path), branch_path(path))))
     missing = _MISSING_NAME.search(message)
     if missing is not None and path.startswith("model.") and case.filled_in and missing[1] not in case.config:
-        # no file has such a key: what is missing is a definition
+        # no file has such a key, so a definition is missing
         return Disagreement("numbers", node_at(recipe, f"define.{missing[1]}"), message, region, COMPLAINT)
     first = _CLAIMED_TWICE.search(message)
-    if first is not None and branch_path(first[1]) != branch_path(path):  # branches that should exclude each other
+    if first is not None and branch_path(first[1]) != branch_path(path):  # branches that must exclude each other
         node = node_at(recipe, common_path([first[1], path]))
     if path == "model.layers":
-        node = node_at(recipe, "model.layers.residual")  # what a layer has is said there
+        node = node_at(recipe, "model.layers.residual")  # which lists the parts of a layer
     return Disagreement("numbers", node, message, region, COMPLAINT)
 
 
 def _resolved(recipe: Recipe, case: Case) -> tuple[ModelSpec, list[str], str | None]:
-    """The spec; where only keys that nobody accounts for are in the way, these keys and the complaint about them.
+    """Returns the spec; if only unaccounted keys prevent resolving, also these keys and the complaint about them.
 
-    What the model does without them then tells better than their names which node should have used them.
+    Running the model without these keys shows better than their names which node should use them.
     """
     try:
         return resolve(recipe, case.config), [], None
     except RecipeError as error:
-        allowed = unmentioned_keys(recipe, case.config)
+        allowed = unread_keys(recipe, case.config)
         try:
             return resolve(recipe, case.config, allow_config_keys=allowed), allowed, error.message
         except RecipeError as other:

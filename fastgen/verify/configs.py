@@ -1,9 +1,9 @@
-"""Tiny configurations of an architecture that transformers knows, drawn so that what a recipe asks for is exercised.
+"""Draws tiny configurations of an architecture that transformers knows, so that all nodes of a recipe are exercised.
 
-A configuration is drawn as the content of a ``config.json``; both sides read the same. Over the draws every choice of a
-key comes up, and rotary facts in the spellings of transformers 4 and 5. Files are of four kinds in turn: with all that
-transformers fills in, with as little as it takes, and twice with some of what it knows; of these two the second looks
-old, and says what published files of the architecture say beside it.
+A configuration is drawn as the content of a ``config.json``, which both sides read. Over the draws every choice of a
+key occurs, and rotary settings occur in the spellings of transformers 4 and 5. There are four kinds of files in turn:
+with all keys that transformers fills in, with as few as possible, and two with some of the keys. The second of these
+two looks old and has the extra keys of published files of the architecture.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _OLD: Final = 3
 
 
 def is_filled_in(index: int) -> bool:
-    """Whether the ``index``-th file has all that transformers fills in."""
+    """Returns whether the ``index``-th file has all keys that transformers fills in."""
     return index % 4 == 0
 
 
 def is_old(index: int) -> bool:
-    """Whether the ``index``-th file looks as older versions and other programs wrote it."""
+    """Returns whether the ``index``-th file looks like those of older versions and other programs."""
     return index % 4 == _OLD
 
 
 def is_sparse(index: int) -> bool:
-    """Whether the ``index``-th file leaves all it can to the class's defaults."""
+    """Returns whether the ``index``-th file leaves as much as possible to the defaults of the class."""
     return index % 4 == _SPARSE
 
 
-# What the files call one and the same size.
+# The names that files use for the same size.
 SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -47,7 +47,7 @@ SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "max_positions": ("max_position_embeddings", "n_positions"),
 }
 
-# Keys whose defaults follow from other sizes when they are absent, but not when the defaults are written out.
+# Keys whose value follows from other sizes if they are absent, but not if the default is written out.
 DERIVED: Final = frozenset({*SPELLINGS["num_kv_heads"], *SPELLINGS["head_dim"]})
 
 _SIZES: Final = (
@@ -89,18 +89,18 @@ _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "logits_scaling": (3.0, 0.5),
     "routed_scaling_factor": (1.7, 0.6),
 }
-_NO_EXPERTS: Final = ("num_experts", "num_local_experts")  # 0 where the class has dense layers too: all are dense
-_LAYERS: Final[dict[str, tuple[Any, ...]]] = {  # lists of one entry a layer
+_NO_EXPERTS: Final = ("num_experts", "num_local_experts")  # if the class has dense layers too, 0 makes all layers dense
+_LAYERS: Final[dict[str, tuple[Any, ...]]] = {  # lists with one entry per layer
     "layer_types": ("sliding_attention", "full_attention"),
     "no_rope_layers": (1, 0),
 }
-_COUNTS: Final[dict[str, str | None]] = {  # a number of layers: the list that says instead which layers they are
+_COUNTS: Final[dict[str, str | None]] = {  # a number of layers: the list of layers that replaces it
     "max_window_layers": "layer_types",
     "no_rope_layer_interval": "no_rope_layers",
     "first_k_dense_replace": None,
     "decoder_sparse_step": None,
 }
-# What has to fit one another where experts are chosen by groups: stated together, or left out.
+# Keys that must fit together if experts are chosen by groups: all stated, or all left out.
 _GROUPS: Final = ("n_group", "topk_group", "num_experts_per_tok")
 
 _TOKEN_IDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -108,11 +108,11 @@ _ROPE_KEYS: Final = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 class Draws:
-    """Configurations of one architecture, the first ones made to differ from one another as much as they can.
+    """Configurations of one architecture; the first ones differ from one another as much as possible.
 
-    ``defaults`` is a whole ``config.json`` of the architecture as its class fills it in, ``mentioned`` are the
-    top-level keys that the recipe's expressions mention, ``reading`` is how the class reads keys. ``base`` are flags
-    and names to hold, ``published`` what published files say that the class passes over.
+    ``defaults`` is a complete ``config.json`` as the class of the architecture fills it in. ``mentioned`` are the
+    top-level keys in the recipe's expressions. ``reading`` describes how the class reads keys. ``base`` holds flags and
+    names to keep; ``published`` holds keys of published files that the class ignores.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class Draws:
         self.attempt = 0
 
     def cycle(self, key: str, choices: tuple[Any, ...], index: int) -> Any:
-        """The ``index``-th value of ``key``: each choice comes up once before any comes up twice.
+        """Returns the ``index``-th value of ``key``: each choice occurs once before any occurs twice.
 
-        A draw depends on nothing but the seed, its key and its index, so that two recipes of one architecture meet
-        the same configurations. The second and later attempts at one index draw freely.
+        A draw depends only on the seed, its key and its index, so that two recipes of one architecture get the same
+        configurations. The second and later attempts at one index draw freely.
         """
         if self.attempt:
             return random.Random(f"{self.seed} {key} {index} {self.attempt}").choice(choices)
@@ -144,12 +144,14 @@ class Draws:
         return key in self.defaults or key in self.mentioned
 
     def config(self, index: int, attempt: int = 0) -> dict[str, Any]:
-        """The ``index``-th configuration; ``attempt`` counts those of this index that were not taken."""
+        """Returns the ``index``-th configuration; ``attempt`` counts the earlier ones of this index that were
+        refused.
+        """
         self.attempt = attempt
         sparse = is_sparse(index)
         drawn = self.sizes(index, sparse)
         drawn |= {key: None if key == "pad_token_id" else 0 for key in _TOKEN_IDS}
-        if sparse and attempt:  # the reference has no default of its own for some
+        if sparse and attempt:  # the reference has no default for some keys
             bare = (key for key in _CHOICES if key in self.defaults and self.defaults[key] is None)
             drawn |= {key: self.cycle(key, _CHOICES[key], index) for key in bare}
         if sparse:
@@ -178,7 +180,10 @@ class Draws:
         return drawn
 
     def by_layer(self, index: int, drawn: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
-        """How many layers there are, and what is said of each: more layers than a number of them left to the class."""
+        """Draws the number of layers, and the lists with one entry per layer.
+
+        If the class's default counts layers, there are more layers than that count.
+        """
         lists = {key: kinds for key, kinds in _LAYERS.items() if key in self.defaults and key not in left_out}
         for key in sorted(lists.keys() & self.reading.nulls):
             if self.cycle(f"{key} is null", (True, False), index):
@@ -204,7 +209,7 @@ class Draws:
         return made
 
     def respelled(self, key: str, index: int) -> str:
-        """``key`` in one of the spellings that the class reads."""
+        """Returns ``key`` in one of the spellings that the class reads."""
         others = sorted(other for other, meant in self.reading.spellings.items() if meant == key)
         read = [key] if key in self.defaults or self.reading.spellings.get(key) == key else []
         choices = (*others, *read) if others else (key,)
@@ -212,7 +217,7 @@ class Draws:
         return choice
 
     def usual(self, key: str, index: int) -> Any:
-        """A value of ``key`` where the file has to say it: small, or the class's own."""
+        """Returns a value of ``key`` for a file that must state it: a small one, or the default of the class."""
         return self.cycle(key, _CHOICES[key], index) if key in _CHOICES else self.defaults[key]
 
     def sizes(self, index: int, sparse: bool) -> dict[str, Any]:
@@ -223,18 +228,18 @@ class Draws:
         head_dim = self.cycle("head_dim", (8, 16, 24), index)
         rotary_dim = self.defaults.get("rotary_dim")
         if sparse and isinstance(rotary_dim, int):
-            head_dim = rotary_dim  # which the file leaves out
+            head_dim = rotary_dim  # the file leaves rotary_dim out
         hidden_per_head = head_dim
-        # What an absent key means differs: it follows from other sizes, or is a number of the class's own.
+        # The meaning of an absent key differs: it follows from other sizes, or it is a number that the class fixes.
         fixed = self.attempt > 0 or default_kv != default_heads
         if sparse and isinstance(default_kv, int) and fixed and self.attempt < 2:
             kv_heads, hidden_per_head = default_kv, 2 if self.attempt else head_dim
-        latent = "kv_lora_rank" in self.defaults  # its heads are made of a latent: none are shared
+        latent = "kv_lora_rank" in self.defaults  # heads come from a latent vector, and none are shared
         follows = names["num_kv_heads"] in self.reading.nulls and self.cycle("kv follow", (False, True, False), index)
         group = 1 if latent or (follows and not sparse) else self.cycle("group", (2, 1, 3, 5), index)
         if "alibi" in self.defaults and not sparse and self.flag("alibi", index):
             hidden_per_head = 8
-            kv_heads, group = (9, 1) if follows else (kv_heads, 9)  # up to 8 heads the slopes are powers of two
+            kv_heads, group = (9, 1) if follows else (kv_heads, 9)  # with up to 8 heads all slopes are powers of two
         num_heads = kv_heads * group
         stated = names["head_dim"] is not None and not latent
         explicit = stated and (self.attempt > 1 or (not sparse and self.cycle("explicit", (True, False), index)))
@@ -266,11 +271,11 @@ class Draws:
         return drawn
 
     def follows(self, key: str) -> bool:
-        """Whether the class takes a null as "make it of other sizes"."""
+        """Returns whether the class derives the value from other sizes if it is null."""
         return self.defaults[key] is None or key in self.reading.nulls
 
     def dense_first(self) -> bool:
-        """Whether by default more layers are dense than a tiny model has."""
+        """Returns whether by default more layers are dense than a tiny model has."""
         return (self.defaults.get("first_k_dense_replace") or 0) > 1
 
     def spelling(self, meaning: str) -> str | None:
@@ -292,7 +297,7 @@ class Draws:
             elif isinstance(default, bool) and key not in INERT and key not in HARMLESS:
                 drawn[key] = self.flag(key, index)
             elif key in self.mentioned and key.startswith("_") and key not in self.defaults:
-                drawn[key] = self.cycle(key, (False, True), index)  # an attribute only old files state
+                drawn[key] = self.cycle(key, (False, True), index)  # an attribute that only old files state
         return drawn
 
     def flag(self, key: str, index: int) -> bool:
@@ -313,7 +318,7 @@ class Draws:
             rope["factor"] = self.cycle("factor", (2.0, 1.5, 8.0), index)
         if kind == "llama3" or (kind == "yarn" and self.cycle("original", (True, False), index)):
             rope["original_max_position_embeddings"] = 32
-        if kind == "yarn" and "kv_lora_rank" in self.defaults:  # then the scores' scale depends on it
+        if kind == "yarn" and "kv_lora_rank" in self.defaults:  # the scale of the scores then depends on it
             rope |= {"mscale": 0.7, "mscale_all_dim": self.cycle("mscale_all_dim", (0.9, 0.4), index)}
         if kind == "llama3":
             rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -1,7 +1,7 @@
-"""Which configurations are taken of those that can be drawn: ones that show what the others do not.
+"""Selects the configurations to use among those that can be drawn: those that show combinations not seen before.
 
-A mistake is often seen only where several keys meet: an activation left to its default in a layer whose parts are not
-parallel.
+A mistake often shows only in a combination of several keys, such as an activation left to its default in a layer whose
+parts are not parallel.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any, Final
 from fastgen.models.resolve.config_keys import INERT
 from fastgen.verify.configs import Draws, is_sparse
 
-# A key and what it says.
+# A key and its value.
 Fact = tuple[str, str]
 
-# The number of a configuration, and of the attempt at it.
+# The index of a configuration, and the number of its attempt.
 Place = tuple[int, int]
 
 _NUM_ATTEMPTS: Final = 16
 _FEW: Final = 8
 _MEANS: Final = " means"
-# What a new combination of three flags counts: they choose what a layer is made of.
+# Weight of a new combination of three flags, since flags choose the parts of a layer.
 _FLAGS_COUNT: Final = 20.0
 
 
 class Series:
-    """``configs[index][attempt]``: attempts at ``num_configs`` configurations, of each of which one will do."""
+    """Attempts at ``num_configs`` configurations: ``configs[index][attempt]``, of which one per index is used."""
 
     def __init__(self, draws: Draws, num_configs: int):
         self.draws = draws
@@ -38,9 +38,9 @@ class Series:
         self._orders: dict[tuple[int, tuple[Place, ...]], list[int]] = {}
 
     def order(self, index: int, taken: tuple[Place, ...]) -> list[int]:
-        """In which order the attempts at one configuration are tried where those at ``taken`` were before.
+        """Returns the order in which to try the attempts at one configuration, after those at ``taken``.
 
-        The one first that shows most that they do not; of files that leave out all they can, one after another.
+        The attempt that shows most new combinations is first. Sparse files are tried in their own order.
         """
         if is_sparse(index):
             return list(range(_NUM_ATTEMPTS))
@@ -55,12 +55,12 @@ class Series:
 
 
 class Coverage:
-    """Which combinations of three values configurations have shown.
+    """The combinations of three values that configurations have shown so far.
 
-    The rarer one is, the less it counts; but of flags all combinations are to come up.
+    A combination counts less the more values its keys have; combinations of flags always count fully.
 
-    ``candidates`` are configurations as they may be drawn, ``defaults`` the keys whose values are looked at, and what
-    their absence means: a flag shows a value whether it is stated or not, and also whether it is.
+    ``candidates`` are the configurations that may be drawn. ``defaults`` are the keys to look at and their values if
+    absent: a flag shows its value, stated or not, and also whether it is stated.
     """
 
     def __init__(self, candidates: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]):
@@ -73,7 +73,7 @@ class Coverage:
         self._seen: set[tuple[Fact, ...]] = set()
 
     def gain(self, config: Mapping[str, Any]) -> float:
-        """How much of ``config`` is new."""
+        """Returns the total weight of the combinations in ``config`` that are new."""
         return sum(self._count(triple) for triple in self._triples(config) if triple not in self._seen)
 
     def add(self, config: Mapping[str, Any]) -> None:

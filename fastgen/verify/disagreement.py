@@ -1,4 +1,4 @@
-"""What a comparison finds, and where in a recipe that is."""
+"""The result of a comparison, and the recipe nodes that it is about."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.spec import ModelSpec, NodeRef
 
-# Largest deviation anywhere in the model, in units of the reference's root mean square: fp32 through many layers.
+# Largest allowed deviation anywhere in the model, in units of the reference's root mean square: fp32, many layers.
 TOLERANCE = 2e-4
 
-# The same for one module alone.
+# Largest allowed deviation of one module alone.
 PROBE_TOLERANCE = 5e-5
 
-# The same for the first attention's cache, before which little has been rounded: a small error of an angle shows.
+# Largest allowed deviation of the first attention's cache: with little rounding before it, small angle errors show.
 FIRST_KEYS_TOLERANCE = 3e-5
 
-# The key of the comparison that fails where the configuration holds keys that nobody accounts for, or is refused.
+# The key of the comparison that fails if the configuration has unaccounted keys, or is refused.
 COMPLAINT = "config keys"
 
 # Part of the keys of comparisons of one module alone.
@@ -25,7 +25,10 @@ PROBE = " probe "
 
 @dataclass(frozen=True)
 class Disagreement:
-    """``node`` is the first to disagree; ``region`` are the paths of recipe nodes among which the mistake must be."""
+    """A disagreement with the reference.
+
+    ``node`` is the first node that disagrees; ``region`` holds the paths of the nodes among which the mistake must be.
+    """
 
     check: str
     node: NodeRef
@@ -39,7 +42,7 @@ class Disagreement:
 
 @dataclass
 class Comparison:
-    """What was compared: ``agreed`` are the keys of all that agreed, in order, with how much they differed."""
+    """The result of a comparison: ``agreed`` maps the keys of all that agreed, in order, to their differences."""
 
     agreed: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -54,7 +57,7 @@ class Comparison:
 
 
 def node_at(recipe: Recipe, path: str) -> NodeRef:
-    """The recipe node at the dotted ``path``, or the deepest that exists on the way to it."""
+    """Returns the recipe node at the dotted ``path``, or the deepest existing node on the way to it."""
     parts = tuple(path.split("."))
     tree, depth = recipe.tree, 0
     for part in parts:
@@ -66,7 +69,7 @@ def node_at(recipe: Recipe, path: str) -> NodeRef:
 
 
 def common_path(paths: list[str]) -> str:
-    """The deepest node that all ``paths`` lie in."""
+    """Returns the deepest node that contains all ``paths``."""
     split = [path.split(".") for path in paths]
     depth = 0
     while all(len(parts) > depth for parts in split) and len({parts[depth] for parts in split}) == 1:
@@ -75,17 +78,17 @@ def common_path(paths: list[str]) -> str:
 
 
 def owner_path(path: str) -> str:
-    """The node that a tensor's path belongs to: a norm rather than the name of its weight."""
+    """Returns the node that a tensor's path belongs to: a norm, not the name of its weight."""
     return path.removesuffix(".weight")
 
 
 def parent_path(path: str) -> str:
-    """The node that ``path`` lies in, as far as it is one of few: not the model, nor all layers."""
+    """Returns the node that contains ``path``; ``path`` itself if that would be the model, all layers or ``config``."""
     parent = path.rpartition(".")[0]
     return parent if parent not in ("", "model", "model.layers", "model.layers.residual", "config") else path
 
 
 def branch_path(path: str) -> str:
-    """The branch of the layer that ``path`` lies in, or its part of the model."""
+    """Returns the branch of the layer that contains ``path``, or its part of the model."""
     parts = path.split(".")
     return ".".join(parts[:4] if parts[:3] == ["model", "layers", "residual"] else parts[:2])

@@ -1,4 +1,4 @@
-"""Single changes of a recipe, made on its tree, so that every other node keeps its file and line."""
+"""Edits of a recipe on its tree, so that every other node keeps its file and line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from pydantic import ValidationError
 
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.recipe.schema import RecipeSchema
-from fastgen.models.recipe.yaml_positions import NodePath, Scalar, Tree
+from fastgen.models.recipe.tree import NodePath, Scalar, Tree
 
 
 def replaced(recipe: Recipe, changes: Mapping[NodePath, Tree | Scalar]) -> Recipe | None:
-    """``recipe`` with a node set at each path; ``None`` as a node removes it. ``None`` if that is no valid recipe."""
+    """Returns ``recipe`` with a node set at each path; ``None`` as a node removes it.
+
+    Returns ``None`` if the result is not a valid recipe.
+    """
     tree = replaced_tree(recipe.tree, changes)
     try:
         schema = RecipeSchema.model_validate(tree.plain())
@@ -24,7 +27,7 @@ def replaced(recipe: Recipe, changes: Mapping[NodePath, Tree | Scalar]) -> Recip
 
 
 def replaced_tree(tree: Tree, changes: Mapping[NodePath, Tree | Scalar]) -> Tree:
-    """``tree`` with the same kind of changes, its validity unasked."""
+    """Returns ``tree`` with such changes, without checking that it is valid."""
     for path, value in changes.items():
         tree = _set(tree, path, value)
     return tree
@@ -47,7 +50,7 @@ def _set(tree: Tree, path: NodePath, value: Tree | Scalar) -> Tree:
 
 
 def nodes(tree: Tree, path: NodePath = ()) -> Iterator[tuple[NodePath, Tree]]:
-    """Every node at and below ``tree`` with its path, from the top."""
+    """Yields every node at and below ``tree`` with its path, from the top."""
     yield path, tree
     if isinstance(tree.value, Mapping):
         for key, child in tree.value.items():

@@ -1,4 +1,4 @@
-"""The same prompts through the engine in other company: alone, in chunks, at every captured size; and by kernels."""
+"""Runs the same prompts through the engine alone, batched, in chunks, at every captured size, and with kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARGIN = 1e-3
 
 @dataclass(frozen=True)
 class EngineResult:
-    """How much one run deviates from the reference and from the prompts alone; ``problem`` says what is too much."""
+    """The deviation of one run from the reference and from the prompts alone; ``problem`` describes a too large one."""
 
     check: str
     difference: float
@@ -31,10 +31,10 @@ class EngineResult:
 def engine_results(
     recipe: Recipe, case: Case, spec: ModelSpec, logits: Tensor, sizes: Iterable[int], targets: Iterable[str]
 ) -> Iterator[EngineResult]:
-    """Each prompt alone, then all together at every token budget in ``sizes``, then by the kernels of each of
-    ``targets``: log-probabilities of prompt and answer.
+    """Compares log-probabilities of prompt and answer.
 
-    ``logits [T, V]`` are the reference's, of all prompts end to end.
+    It runs each prompt alone, then all together at every token budget in ``sizes``, then with the kernels of each of
+    ``targets``. ``logits [T, V]`` are those of the reference for all prompts, concatenated.
     """
     prompts = [list(prompt) for prompt in case.prompts]
     expected = _expected(case, logits)
@@ -61,7 +61,7 @@ def _outputs(
 
 
 def _expected(case: Case, logits: Tensor) -> list[list[float]]:
-    """For every prompt the reference's log-probability of each of its tokens but the first."""
+    """Returns for every prompt the reference's log-probability of each token except the first."""
     rows, start = [], 0
     logprobs = logits.log_softmax(-1)
     for prompt in case.prompts:

@@ -1,4 +1,4 @@
-"""Keys of ``config.json``: those a recipe cannot do without, those it does not mention, and their other spellings."""
+"""Keys of ``config.json``: those that a recipe needs, and the spellings that a configuration class reads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jinja2 import nodes
 from fastgen.models.recipe.expression_grammar import first_arguments
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.recipe.schema import Config
-from fastgen.models.resolve.resolve import expressions_in, mentioned_paths
+from fastgen.models.resolve.resolve import expressions_in
 
 _FRACTIONS: Final = ("rotary_pct", "partial_rotary_factor")
 
 
 def needed_keys(recipe: Recipe) -> set[str]:
-    """The keys that some expression of ``recipe`` mentions without saying what their absence means."""
+    """Returns the keys that some expression of ``recipe`` mentions without a value for their absence."""
     schema = recipe.schema
     numbers = set(Config.model_fields)
     own = numbers | set(schema.define) | {"layer"}
@@ -35,7 +35,7 @@ def _needed(node: nodes.Node) -> Iterator[str]:
     match node:
         case nodes.Name(name=name):
             yield name
-        case nodes.Filter(args=args):  # what it provides for may be absent
+        case nodes.Filter(args=args):  # its input may be absent
             for arg in args:
                 yield from _needed(arg)
         case nodes.Call(node=nodes.Name(name="first")):
@@ -51,25 +51,12 @@ def _needed(node: nodes.Node) -> Iterator[str]:
                 yield from _needed(child)
 
 
-def unmentioned_keys(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
-    """The keys of ``config`` that no expression of ``recipe`` mentions, dotted inside mappings."""
-    mentioned = mentioned_paths(recipe)
-    inner = [
-        (key, name)
-        for key, value in config.items()
-        if isinstance(value, dict) and (key,) not in mentioned
-        for name in value
-    ]
-    keys = [key for key in config if all(path[0] != key for path in mentioned)]
-    return keys + [".".join(path) for path in inner if path not in mentioned]
-
-
 @dataclass(frozen=True)
 class Reading:
-    """How a configuration class reads keys.
+    """The way in which a configuration class reads keys.
 
-    ``spellings``: other names of keys, and what it calls them. ``nulls``: keys whose null it fills in from others;
-    ``follow``: those of them that it fills in where they are absent, too.
+    ``spellings`` maps other names of keys to the names that the class uses. ``nulls`` are keys that it computes from
+    others if they are null; ``follow`` are those of them that it also computes if they are absent.
     """
 
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +65,7 @@ class Reading:
 
 
 def reading_of(config_class: Any, mentioned: Collection[str]) -> Reading:
-    """What the class does with its own keys, and with those in ``mentioned``; found by asking it."""
+    """Returns how the class reads its own keys and those in ``mentioned``; found by trying."""
     defaults = config_class().to_dict()
     nulls = frozenset(key for key in set(mentioned) & defaults.keys() if _filled_in(config_class, key))
     follow = frozenset(key for key in nulls if getattr(config_class, key, key) is None)
@@ -88,14 +75,14 @@ def reading_of(config_class: Any, mentioned: Collection[str]) -> Reading:
 def _filled_in(config_class: Any, key: str) -> bool:
     try:
         return config_class.from_dict({key: None}).to_dict().get(key) is not None
-    except Exception:  # it takes no null there
+    except Exception:  # the class accepts no null there
         return False
 
 
 def read_spellings(config_class: Any, mentioned: Collection[str]) -> dict[str, str]:
-    """Of the keys in ``mentioned``, those that the class reads as another: what that one is called.
+    """Returns the keys in ``mentioned`` that the class reads as another key, with the name of that key.
 
-    Found by asking it: a value given under the one name comes back under the other.
+    They are found by trying: a value given under one name comes back under the other.
     """
     found: dict[str, str] = {}
     defaults = config_class().to_dict()
@@ -103,7 +90,7 @@ def read_spellings(config_class: Any, mentioned: Collection[str]) -> dict[str, s
         mark = 0.875 if key in _FRACTIONS else 7
         try:
             content = config_class.from_dict({key: mark}).to_dict()
-        except Exception:  # it takes other values only
+        except Exception:  # the class accepts only other values
             continue
         rope, usual = content.get("rope_parameters") or {}, defaults.get("rope_parameters") or {}
         meant = [other for other, value in rope.items() if value == mark and usual.get(other) != mark]

@@ -1,4 +1,4 @@
-"""The numbers of a resolved recipe against those that the reference states."""
+"""Compares the numbers of a resolved recipe with those that the reference states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FREQUENCY_TOLERANCE: Final = 1e-5
 
 
 def number_disagreements(recipe: Recipe, case: Case, spec: ModelSpec, comparison: Comparison) -> Iterator[Disagreement]:
-    """Sizes, windows, and what is rotated how fast; what the reference does not state is not compared."""
+    """Compares sizes, windows and rotary frequencies; numbers that the reference does not state are skipped."""
     for name in _SIZES:
         ours, theirs = getattr(spec, name), case.numbers.get(name)
         if ours is None or not isinstance(theirs, int) or (name == "max_positions" and _stretched(spec)):
@@ -35,14 +35,14 @@ def number_disagreements(recipe: Recipe, case: Case, spec: ModelSpec, comparison
 
 
 def wrong_number(recipe: Recipe, case: Case) -> Disagreement | None:
-    """The first size that is not the reference's, for a recipe whose sizes do not fit one another."""
+    """Returns the first size that differs from the reference's, for a recipe whose sizes do not fit together."""
     scope = Scope(case.config)
     for name in _SIZES:
         theirs = case.numbers.get(name)
         try:
             ours = getattr(recipe.schema.config, name).evaluate(scope)
         except ExpressionError:
-            continue  # the error to be explained says so itself
+            continue  # the error that is being explained reports it
         if isinstance(ours, int | float) and isinstance(theirs, int) and ours != theirs:
             return _other_size(recipe, name, ours, theirs)
     return None
@@ -62,17 +62,18 @@ def _windows(recipe: Recipe, case: Case, spec: ModelSpec) -> Iterator[Disagreeme
         window = getattr(attention, "sliding_window", None)
         if windowed is not None and (window is not None) != windowed[index]:
             node = node_at(recipe, f"{attention.node.path}.sliding_window")
-            message = f"layer {index} has {'no' if window is None else 'a'} window, the reference otherwise"
+            has, other = ("no", "one") if window is None else ("a", "none")
+            message = f"layer {index} has {has} window, the reference has {other}"
             yield Disagreement("numbers", node, message, (attention.node.path,), f"window {index}")
         if window is None or not isinstance(theirs, int) or min(window, theirs) <= longest or window == theirs:
-            continue  # a window that the prompts reach beyond is seen in the outputs
+            continue  # if a prompt is longer than the window, a difference shows in the outputs
         node = node_at(recipe, f"{attention.node.path}.sliding_window")
         message = f"layer {index} sees {window} tokens, the reference {theirs}"
         yield Disagreement("numbers", node, message, (attention.node.path,), f"window {index}")
 
 
 def _rotation(recipe: Recipe, case: Case, rotary: RotarySpec, comparison: Comparison) -> Iterator[Disagreement]:
-    """Theta, the trained length and the frequencies: a small error in them shows in long prompts only."""
+    """Compares theta, the trained length and the frequencies: a small error in them shows only in long prompts."""
     region = (rotary.node.path,)
     scaling = rotary.scaling
     stretched = None if scaling is None or scaling.kind == "linear" else scaling.original_max_positions

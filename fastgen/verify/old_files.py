@@ -1,7 +1,7 @@
-"""Files of weights as older versions of transformers wrote them: the same model under other names, and more tensors.
+"""Writes files of weights as older versions of transformers did: other tensor names, and tensors that are not weights.
 
-transformers reads a model's file with and without the prefix of its base model, and passes over tensors that are no
-weights: buffers that it once saved, and those that a class says it ignores.
+transformers reads a model's file with and without the prefix of its base model, and ignores tensors that are not
+weights: buffers that it once saved, and those that a class lists as ignored.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
-# Names of buffers that files hold: tables of angles.
+# Names of buffers in old files: tables of angles.
 _ONCE_SAVED: Final = ("inv_freq", "embed_positions")
 
 
 def make_old(file: Path, model: Any, *, bare: bool, known: Collection[str] = ()) -> frozenset[str]:
-    """Write ``file``, those of transformers' ``model``, anew; ``bare``: without the base model's prefix. ``known`` are
-    names of more tensors that files hold, ``{layer}`` standing for each layer.
+    """Rewrites ``file``, the weights of a transformers ``model``, as an old file.
 
-    Returns the names of those that are no weights.
+    If ``bare``, the prefix of the base model is removed. ``known`` are names of more tensors in such files, with
+    ``{layer}`` for each layer. Returns the names of the tensors that are not weights.
     """
     prefix = f"{model.base_model_prefix}." if bare else ""
     layers = [str(layer) for layer in range(model.config.num_hidden_layers)]
@@ -40,6 +40,6 @@ def _ignored(model: Any) -> set[str]:
         stem, _, leaf = re.sub(r"\\(.)", r"\1", pattern).replace(".*", ".weight").strip("^$").rpartition(".")
         if stem.startswith(f"{model.base_model_prefix}."):
             names.add(f"{stem}.{leaf}")
-        else:  # the end of a name
+        else:  # the pattern matches the end of a name
             names |= {f"{name}.{leaf}" for name in modules if name == stem or name.endswith(f".{stem}")}
     return names

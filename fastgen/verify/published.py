@@ -1,7 +1,7 @@
-"""What published files of an architecture hold beyond what its class of transformers writes today.
+"""Keys and tensors in published files of an architecture that its transformers class no longer writes.
 
-The class passes over all of it, so a recipe has to as well. ``published.yaml`` lists it by the class's name, since no
-other source of it is at hand; of an architecture that is not listed nothing is assumed.
+The class ignores them, so a recipe has to ignore them too. ``published.yaml`` lists them by the name of the class; for
+an architecture that is not listed nothing is assumed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import yaml
 
 @dataclass(frozen=True)
 class Published:
-    """``config``: keys and what files say there. ``tensors``: names beside the weights, ``{layer}`` for each layer.
-    ``bare``: some files lack the base model's prefix.
+    """The additions of published files of one architecture.
+
+    ``config`` maps extra keys to their values. ``tensors`` names extra tensors, with ``{layer}`` for each layer.
+    ``bare`` means that some files lack the prefix of the base model.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -27,7 +29,7 @@ class Published:
 
 
 def published(class_name: str) -> Published:
-    """What files of the class's architecture hold."""
+    """Returns the additions of published files of the class's architecture."""
     listed = _listed().get(class_name, {})
     return Published(listed.get("config", {}), tuple(listed.get("tensors", ())), listed.get("bare", False))
 

@@ -1,7 +1,7 @@
-"""The other side of a verification: what a model that is known to be right computes, module by module.
+"""The reference of a verification: a model that is known to be correct, traced module by module.
 
-A reference is traced by hooks on its named modules. Where transformers knows the architecture it is its own model;
-otherwise any ``torch.nn.Module`` that maps ``input_ids [1, T]`` to logits, or activations recorded from one.
+A reference is traced by hooks on its named modules. It is the model of transformers if transformers knows the
+architecture; otherwise any ``torch.nn.Module`` that maps ``input_ids [1, T]`` to logits, or recorded activations.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass
 class Trace:
-    """What went through a model for some prompts, their tokens end to end: everything is ``[T, ...]``.
+    """The activations of a model for some prompts, whose tokens are concatenated: every tensor is ``[T, ...]``.
 
-    ``inputs`` and ``outputs`` are by module name, as in the checkpoint; ``order`` is the order in which modules
-    finished. ``keys`` and ``values`` are what each attention left in the cache: for every prompt ``[tokens, K, D]``,
-    of which the reference may have kept the last ones only. ``logits [T, V]`` may be missing.
+    ``inputs`` and ``outputs`` are keyed by module name, as in the checkpoint; ``order`` is the order in which modules
+    finished. ``keys`` and ``values`` hold the cache of each attention: ``[tokens, K, D]`` for every prompt, of which
+    the reference may have kept only the last tokens. ``logits [T, V]`` may be missing.
     """
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -41,28 +41,29 @@ class Trace:
 
 
 class Reference(Protocol):
-    """What a recipe is compared with."""
+    """A model that a recipe is compared with."""
 
     @property
     def prompts(self) -> Prompts | None:
-        """The only prompts it can answer, or ``None`` for any."""
+        """The only prompts that it can run; ``None`` if it can run any."""
         ...
 
     def trace(self, prompts: Prompts) -> Trace: ...
 
     def probe(self, module: str, x: Tensor) -> Tensor | None:
-        """The named module alone on ``x [T, ...]``; ``None`` where it cannot be asked."""
+        """Runs the named module alone on ``x [T, ...]``; returns ``None`` if that is not possible."""
         ...
 
     def attribute(self, module: str, name: str) -> Any:
-        """An attribute of the named module; ``None`` where there is none."""
+        """Returns an attribute of the named module; ``None`` if it has none."""
         ...
 
 
 class ModuleReference:
-    """A ``torch.nn.Module`` called with ``input_ids [1, T]``; it gives logits, or an object or mapping with ``logits``.
+    """A ``torch.nn.Module`` that takes ``input_ids [1, T]`` and returns logits, or an object or mapping with
+    ``logits``.
 
-    Where what it gives has ``past_key_values`` with ``layers`` of ``keys`` and ``values``, they are compared too.
+    If the result has ``past_key_values`` with ``layers`` of ``keys`` and ``values``, they are compared too.
     """
 
     prompts: Prompts | None = None
@@ -91,7 +92,7 @@ class ModuleReference:
         with self._hooks(trace, len(prompt)):
             try:
                 answer = self.module(torch.tensor([list(prompt)]))
-            except Exception as error:  # another project's code
+            except Exception as error:  # the module is foreign code and may raise any error
                 problem = f"{type(error).__name__}: {error}"
                 raise InvalidArgumentError(f"the reference fails for {len(prompt)} tokens: {problem}") from error
         logits = _get(answer, "logits") if not isinstance(answer, Tensor) else answer
@@ -140,7 +141,7 @@ class ModuleReference:
             return None
         try:
             answer = self._modules[module](x.unsqueeze(0))
-        except Exception:  # another project's module, perhaps one that wants more than an input
+        except Exception:  # foreign code; the module may need more than one input
             return None
         return answer.squeeze(0) if isinstance(answer, Tensor) else None
 
@@ -151,8 +152,8 @@ class ModuleReference:
 class RecordedReference:
     """Activations recorded in a safetensors file.
 
-    ``input_ids [T]`` of one prompt; under a module's name its output, under ``<name>.input`` its input, each
-    ``[T, ...]``; ``logits [T, V]``. Everything but the ids may be left out.
+    The file holds ``input_ids [T]`` of one prompt; the output of a module under its name and its input under
+    ``<name>.input``, each ``[T, ...]``; and ``logits [T, V]``. Everything except the ids may be left out.
     """
 
     def __init__(self, file: str | Path):
@@ -161,7 +162,7 @@ class RecordedReference:
         except (SafetensorError, OSError) as error:
             raise InvalidArgumentError(f"{file}: cannot be read as recorded activations: {error}") from None
         if "input_ids" not in tensors or tensors["input_ids"].is_floating_point():
-            raise InvalidArgumentError(f"{file}: recorded activations need a tensor input_ids of integers")
+            raise InvalidArgumentError(f"{file}: recorded activations need an integer tensor input_ids")
         prompt = tensors.pop("input_ids").flatten().tolist()
         self.prompts: Prompts | None = [prompt]
         self._trace = Trace()
@@ -187,7 +188,7 @@ class RecordedReference:
 
 
 def _by_token(x: Tensor, num_tokens: int) -> Tensor | None:
-    """``x`` as ``[T, ...]``: without its batch axis, heads behind tokens; ``None`` where no axis is the tokens'."""
+    """Returns ``x`` as ``[T, ...]``: without batch axis, tokens before heads; ``None`` if no axis has ``T`` entries."""
     while x.ndim > 1 and x.shape[0] == 1 != num_tokens:
         x = x[0]
     if x.ndim and x.shape[0] == num_tokens:

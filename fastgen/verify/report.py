@@ -1,4 +1,4 @@
-"""What a verification found, for people and for machines."""
+"""The report of a verification, for people and for machines."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fastgen.models.spec import NodeRef
 
 @dataclass(frozen=True)
 class Cause:
-    """A single change of the recipe under which it agrees with the reference; it was tried out.
+    """A single change of the recipe with which it agrees with the reference; the change was tested.
 
-    ``complete``: with it everything in the failing configuration agrees, not only the node in question. ``unread`` are
-    the keys of the configuration that the recipe does not account for, where these alone are left.
+    ``complete`` means that with the change everything in the failing configuration agrees, not only this node.
+    ``unread`` names the keys of the configuration that are not accounted for, if nothing else is wrong.
     """
 
     node: NodeRef
@@ -22,17 +22,17 @@ class Cause:
     unread: str = ""
 
     def __str__(self) -> str:
-        left = f"left is only that {self.unread}" if self.unread else "more is wrong further on"
+        left = f"what remains is that {self.unread}" if self.unread else "a later node still disagrees"
         rest = "" if self.complete else f" (this node then agrees; {left})"
         return f"{self.node}: {self.change}{rest}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One disagreement. ``node`` is the first recipe node that disagrees, ``None`` where it is no node's fault.
+    """One disagreement. ``node`` is the first recipe node that disagrees; ``None`` if no node is the cause.
 
-    ``difference`` is the greatest deviation, in units of the reference's own root mean square (log-probabilities:
-    absolute); ``config`` the index of the drawn configuration.
+    ``difference`` is the largest deviation, in units of the reference's root mean square (absolute for
+    log-probabilities). ``config`` is the index of the drawn configuration.
     """
 
     check: str
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass
 class CheckResult:
-    """How often one kind of check was made, in how many configurations, and the largest difference seen."""
+    """The count of comparisons of one kind, how many of them failed, and the largest difference."""
 
     name: str
     num_compared: int = 0

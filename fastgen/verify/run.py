@@ -1,4 +1,4 @@
-"""The whole of a verification: cases, comparison, cause, and the engine's own invariances."""
+"""Runs a verification: cases, comparison, the search for the cause, and the engine checks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fastgen.models.checkpoint.files import read_json_object
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.registry import registry
 from fastgen.models.resolve.config_keys import HARMLESS, INERT
+from fastgen.models.resolve.resolve import unread_keys
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.verify.cases import Case, Cases, draw_prompts
 from fastgen.verify.causes import find_cause
 from fastgen.verify.compare import Comparer
 from fastgen.verify.disagreement import COMPLAINT, PROBE, Comparison, node_at
 from fastgen.verify.engine_checks import LARGEST_SIZE, EngineResult, engine_results
-from fastgen.verify.essence import Essence, essence
-from fastgen.verify.keys import unmentioned_keys
+from fastgen.verify.fingerprint import Fingerprint, fingerprint
 from fastgen.verify.reference import ModuleReference, Prompts, RecordedReference, Reference
 from fastgen.verify.report import Finding, Report
 
@@ -48,15 +48,15 @@ def verify(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Compare a recipe with a reference over drawn configurations, and report the first node that disagrees.
+    """Compares a recipe with a reference over drawn configurations, and reports the first node that disagrees.
 
-    ``target`` is a recipe (name, file or object) or a model (directory, built-in, hub id), whose own recipe is taken
-    unless ``recipe`` names another. Without a ``reference``, tiny random-weight models of the architecture are made by
-    transformers: ``configs`` of them, drawn from ``seed``; those of a model keep its flags. A ``reference`` is a module
-    that computes what ``target``, then a model's directory, is to compute, or a file of activations recorded from one
-    (see :class:`fastgen.verify.reference.RecordedReference`); then that one checkpoint is compared.
+    ``target`` is a recipe (name, file or object) or a model (directory, built-in, hub id). For a model its own recipe
+    is used unless ``recipe`` names another. Without a ``reference``, transformers makes ``configs`` tiny random-weight
+    models of the architecture, drawn from ``seed``; if ``target`` is a model they keep its flags. With a ``reference``
+    only the checkpoint in the directory ``target`` is compared. The reference is a module that computes the correct
+    result, or a file of activations recorded from one (see :class:`fastgen.verify.reference.RecordedReference`).
 
-    Raises :class:`fastgen.errors.FastgenError` where there is nothing to compare with.
+    Raises :class:`fastgen.errors.FastgenError` if there is nothing to compare with.
     """
     if configs < 1:
         raise InvalidArgumentError(f"configs={configs}: at least one configuration is needed")
@@ -67,12 +67,12 @@ def verify(
             cases = Cases(Path(scratch), num_configs=configs, seed=seed, base=base, model_class=reference)
             return Verifier(cases).verify(found, progress)
         if directory is None:
-            raise InvalidArgumentError("a reference of your own belongs to weights: name the model's directory")
+            raise InvalidArgumentError("a reference needs weights to compare with; give the model's directory")
         return Verifier(_OwnCase(directory, reference, seed)).verify(found, progress)
 
 
 class CaseSource(Protocol):
-    """Where the cases for a recipe come from."""
+    """A source of cases for a recipe."""
 
     num_configs: int
     seed: int
@@ -81,11 +81,11 @@ class CaseSource(Protocol):
 
 
 class Verifier:
-    """Verifies one recipe after another: what several of them share, references and comparisons, is made once."""
+    """Verifies one recipe after another; references and comparisons that several of them share are made once."""
 
     def __init__(self, cases: CaseSource):
         self.cases, self.comparer = cases, Comparer()
-        self._engine_agrees: dict[tuple[int, Essence], list[EngineResult]] = {}
+        self._engine_agrees: dict[tuple[int, Fingerprint], list[EngineResult]] = {}
 
     def verify(self, recipe: Recipe, progress: Progress | None = None) -> Report:
         started = time.perf_counter()
@@ -95,7 +95,7 @@ class Verifier:
             _tell(progress, f"configuration {case.index + 1} of {self.cases.num_configs}: numbers and names")
             report.configs.append(case.config)
             made.append(_Made(case, self.comparer.read(recipe, case)))
-        if _first_failed(made) is None:  # names and shapes tell a mistake more plainly than values: no need to run
+        if _first_failed(made) is None:  # wrong names and shapes explain a mistake better than values: no need to run
             for each in made:
                 _tell(progress, f"configuration {each.case.index + 1} of {self.cases.num_configs}: node by node")
                 each.comparison = self.comparer.compare(recipe, each.case)
@@ -121,14 +121,14 @@ class Verifier:
         node = cause.node if cause else wrong.node
         if cause is None and (stray := self._stray(recipe, failed, made)):
             node = node_at(recipe, "requires")
-            message = f"{wrong.message}; only where the file says {stray}, of which the recipe says nothing"
+            message = f"{wrong.message}; only if the file says {stray}, which the recipe does not mention"
             return Finding(wrong.check, message, node, failed.case.index, wrong.difference)
         return Finding(wrong.check, wrong.message, node, failed.case.index, wrong.difference, cause)
 
     def _stray(self, recipe: Recipe, failed: _Made, made: list[_Made]) -> str | None:
-        """A flag that the recipe says nothing of, and whose value tells the cases that agree from those that do not."""
+        """Returns a flag that the recipe does not mention and whose value separates agreeing from failing cases."""
         config = failed.case.config
-        flags = {key for key in unmentioned_keys(recipe, config) if isinstance(config.get(key), bool)}
+        flags = {key for key in unread_keys(recipe, config) if isinstance(config.get(key), bool)}
         flags -= INERT | HARMLESS.keys() | set(recipe.schema.ignores.config)
         failing: list[dict[str, Any]] = []
         agreeing: list[dict[str, Any]] = []
@@ -136,27 +136,29 @@ class Verifier:
             (failing if self._wrong(recipe, each) else agreeing).append(each.case.config)
         for key in sorted(flags):
             value = config[key]
-            told = all(each.get(key) is value for each in failing)
-            if agreeing and told and all(each.get(key) is not value for each in agreeing):
+            separates = all(each.get(key) is value for each in failing)
+            if agreeing and separates and all(each.get(key) is not value for each in agreeing):
                 return f"{key}: {str(value).lower()}"
         return None
 
     def _wrong(self, recipe: Recipe, made: _Made) -> bool:
-        """Whether more disagrees than that some keys are not accounted for."""
+        """Returns whether anything disagrees other than that some keys are not accounted for."""
         wrong = self.comparer.retry(recipe, made.case).disagreement
         return wrong is not None and not (wrong.key == COMPLAINT and wrong.node.path == "ignores")
 
     def _run_engine(self, recipe: Recipe, made: list[_Made], report: Report, progress: Progress | None) -> None:
-        """In other company and other chunks: all captured sizes for the first configurations, a few for the others."""
+        """Runs prompts alone, batched and in chunks: at all captured sizes for the first configurations, else
+        at few.
+        """
         for number, each in enumerate(made[:_ENGINE_FOR]):
             spec, logits = each.comparison.spec, each.case.trace.logits
             if spec is None or logits is None:
                 continue
             _tell(progress, f"configuration {each.case.index + 1}: alone, together, in chunks")
             sizes = captured_sizes(LARGEST_SIZE) if number < _ALL_SIZES_FOR else _FEW_SIZES
-            key = id(each.case), essence(spec)
+            key = id(each.case), fingerprint(spec)
             if key not in self._engine_agrees:
-                # kernels are built for one configuration only, since that takes some seconds
+                # kernels are built for one configuration only, since that takes seconds
                 targets = kernel_targets() if number == 0 else ()
                 self._engine_agrees[key] = list(engine_results(recipe, each.case, spec, logits, sizes, targets))
             for result in self._engine_agrees[key]:
@@ -167,7 +169,7 @@ class Verifier:
 
 
 def _targets(target: str | Path | Recipe, recipe: str | Path | Recipe | None) -> tuple[Recipe, Path | None]:
-    """The recipe under test, and the model's directory where a model was named."""
+    """Returns the recipe under test, and the model's directory if the target is a model."""
     if isinstance(target, Recipe):
         return target, None
     path = Path(target)
@@ -180,7 +182,7 @@ def _targets(target: str | Path | Recipe, recipe: str | Path | Recipe | None) ->
 
 
 class _OwnCase:
-    """The one case of a model on disk and a reference that was given for it."""
+    """The single case of a model on disk and the reference that the user gave for it."""
 
     num_configs = 1
 
@@ -200,21 +202,23 @@ class _OwnCase:
 
 @dataclass
 class _Made:
-    """A case and how the recipe compares."""
+    """A case and the comparison of the recipe in it."""
 
     case: Case
     comparison: Comparison
 
 
 def _first_failed(made: list[_Made]) -> _Made | None:
-    """The case whose disagreement tells most; of several like it the first."""
+    """Returns the case with the most informative disagreement; the first of several equal ones."""
     failed = [each for each in made if each.comparison.disagreement is not None]
     return min(failed, key=_rank, default=None)
 
 
 def _rank(made: _Made) -> tuple[bool, int, bool, int]:
-    """Names and shapes tell a mistake more plainly than values do, and of these a module asked alone most; keys nobody
-    accounts for tell least. Of cases alike the fullest file, which has the keys that the recipe may lack.
+    """Returns the sort key of a disagreement, the most informative first.
+
+    Names and shapes are more informative than values, a module run alone more than one in the model, and unaccounted
+    keys least of all. Of equal cases the fullest file is first, since it has the keys that the recipe may lack.
     """
     wrong = made.comparison.disagreement
     assert wrong is not None

@@ -1,7 +1,7 @@
-"""Our side of a verification: a checkpoint loaded the normal way, traced through the modules its recipe names.
+"""The subject of a verification: a checkpoint loaded the normal way, traced through the modules of its recipe.
 
-The modules are found without knowing what they are called: a parameter's memory says into which module, and which rows
-of it, each tensor of the checkpoint goes.
+The modules are found by memory, not by name: the address of a slot shows which module, and which of its rows, each
+tensor of the checkpoint goes to.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_MODEL_LEN = 128
 
 @dataclass(frozen=True)
 class Site:
-    """A place to compare at: the module that holds ``tensor``, as rows ``start .. stop - 1`` of its output."""
+    """A point of comparison: the module that holds ``tensor``, whose output has its rows at ``start .. stop - 1``."""
 
     tensor: TensorSpec
     module: nn.Module
@@ -45,14 +45,14 @@ class Site:
         return tuple(name.rpartition(".")[0] for name in self.tensor.names)
 
     def probe(self, x: Tensor) -> Tensor:
-        """This site's output for the input ``x``."""
+        """Returns this site's output for the input ``x``."""
         out: Tensor = self.module(x)
         return out[..., self.start : self.stop]
 
 
 @dataclass
 class SubjectTrace:
-    """Sites in the order they were computed, cached keys and values by attention, ``hidden [T, H]``, ``logits``."""
+    """The sites in execution order, cached keys and values by attention, ``hidden [T, H]`` and ``logits``."""
 
     sites: list[Site]
     keys: list[list[Tensor]]
@@ -71,9 +71,7 @@ def load_subject(
     target: str = "torch",
     allow_config_keys: Sequence[str] = (),
 ) -> LLM:
-    """The checkpoint through the normal path, in fp32 on the CPU, by the reference unless told otherwise, with small
-    blocks.
-    """
+    """Loads the checkpoint in the normal way, in fp32 on the CPU with small blocks, by default without kernels."""
     return load(
         directory,
         recipe=recipe,
@@ -90,10 +88,10 @@ def load_subject(
 
 @torch.inference_mode()
 def trace_subject(llm: LLM, prompts: Prompts) -> SubjectTrace:
-    """One ragged step over all ``prompts`` (no two alike), for which ``llm``'s token budget has room."""
+    """Runs one ragged step over all ``prompts``, which must differ and fit into the token budget of ``llm``."""
     model = llm.model
     recorder = _Recorder(prompts)
-    # a map for each head has no counterpart: it is given queries, where references give the latent
+    # a map per head has no counterpart: its input is the queries, while references give it the latent
     modules = {name: module for name, module in model.named_modules() if not isinstance(module, HeadMaps)}
     owners = {name: parts for name, parts in _owners(llm.spec).items() if name in modules}
     with recorder.on(model, {name: modules[name] for name in owners}):
@@ -114,7 +112,7 @@ class _Part:
 
 
 def _owners(spec: ModelSpec) -> dict[str, list[_Part]]:
-    """Module name -> the checkpoint's weights it holds; found on an empty copy: same spec, same modules."""
+    """Returns module name -> the checkpoint's weights that it holds, found on an empty build of the same spec."""
     model, slots = build(spec, dtype=torch.float32, device=torch.device("cpu"), max_model_len=1)
     by_memory = {
         parameter.untyped_storage().data_ptr(): (name.rpartition(".")[0], name.rpartition(".")[2], parameter)
@@ -125,7 +123,7 @@ def _owners(spec: ModelSpec) -> dict[str, list[_Part]]:
         assert isinstance(slot.target, Tensor), "the reference packs nothing"
         name, field, parameter = by_memory[slot.target.untyped_storage().data_ptr()]
         if field != "weight" or slot.target.ndim < parameter.ndim:
-            continue  # a bias goes with its weight; one of many experts is no module of its own
+            continue  # a bias goes with its weight; a single expert is not a module
         whole = slot.target.shape == parameter.shape
         start = 0 if whole else slot.target.storage_offset() // parameter.stride(0)
         owners.setdefault(name, []).append(_Part(slot.spec, start, None if whole else start + slot.target.shape[0]))
@@ -133,7 +131,7 @@ def _owners(spec: ModelSpec) -> dict[str, list[_Part]]:
 
 
 class _Recorder:
-    """Records the first step, all of it in the order of ``prompts``."""
+    """Records the first step, with all rows in the order of ``prompts``."""
 
     def __init__(self, prompts: Prompts):
         self.prompts = [list(prompt) for prompt in prompts]
@@ -183,7 +181,7 @@ class _Recorder:
             self.values.append([self._cached(layer.v, layer.group, batch, prompt) for prompt in self.prompts])
 
     def _cached(self, pages: Tensor, group: int, batch: RaggedBatch, prompt: list[int]) -> Tensor:
-        """``pages [B, P, K, D]`` -> what is cached for ``prompt``: ``[tokens, K, D]``."""
+        """Returns the entries for ``prompt``, ``[tokens, K, D]``, of the cache ``pages [B, P, K, D]``."""
         num_blocks = -(-len(prompt) // pages.shape[1])
         blocks = batch.block_tables[group, self._slots[tuple(prompt)], :num_blocks].long()
         return pages[blocks].flatten(0, 1)[: len(prompt)].clone()

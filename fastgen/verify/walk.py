@@ -1,9 +1,9 @@
-"""Node after node in the order of execution.
+"""Compares node after node, in the order of execution.
 
-Where a tensor's module exists on both sides under the tensor's name, its input and output are compared, and it is asked
-on its own about large and about small inputs (which shows an eps). What lies between two such places (scores and
-rotation, activation, the sum into the stream) is judged by the input of the next: if that disagrees while all before
-agrees, the nodes between are at fault.
+If a tensor's module exists on both sides under the tensor's name, its input and output are compared, and it is also run
+alone on large and on small inputs (small ones show an eps). The computation between two such modules (scores and
+rotation, activation, the sum into the stream) is checked by the input of the next module: if that disagrees while
+everything before agrees, the nodes between are wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fastgen.models.checkpoint.checkpoint import arrange
+from fastgen.models.checkpoint.weights import arrange
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, TensorSpec
 from fastgen.verify.cases import Case
@@ -39,12 +39,12 @@ _PROBE_SCALES = (1.0, 0.003)
 def node_disagreements(
     recipe: Recipe, case: Case, spec: ModelSpec, ours: SubjectTrace, comparison: Comparison
 ) -> Iterator[Disagreement]:
-    """The first disagreement, if there is one; what agrees before it goes into ``comparison``."""
+    """Yields the disagreements in order; everything that agrees is recorded in ``comparison``."""
     return _Walk(recipe, case, spec, ours, comparison).disagreements()
 
 
 class _Walk:
-    """Compares site after site in the order we computed them."""
+    """Compares site after site, in execution order."""
 
     def __init__(self, recipe: Recipe, case: Case, spec: ModelSpec, ours: SubjectTrace, comparison: Comparison):
         self.recipe, self.case, self.spec = recipe, case, spec
@@ -77,7 +77,7 @@ class _Walk:
         output = rows_of(site.tensor, self.theirs.outputs[name])
         difference = deviation(site.output, output)
         if site.tensor.names == self.spec.embedding.tokens.names:
-            # some references scale within the module that looks up; then the recipe's scale has to agree
+            # some references scale inside the embedding module; then the recipe's scale has to agree
             scaled = deviation(site.output * self.spec.embedding.scale, output)
             difference = scaled if scaled is not None and scaled <= TOLERANCE else difference
             region.append("model.embedding")
@@ -106,7 +106,7 @@ class _Walk:
             self.agree(f"{name}{PROBE}{scale}", difference)
 
     def alone_agrees(self, site: Site, name: str) -> bool:
-        """Whether the module makes of the reference's input what the reference makes: then only ours is wrong."""
+        """Returns whether our module gives the reference's output for its input: then only our input is wrong."""
         x = self.theirs.inputs.get(name)
         if x is None or not site.input.is_floating_point() or x.shape != site.input.shape:
             return False
@@ -128,15 +128,15 @@ class _Walk:
         difference = difference or 0.0
         message = f"the input of {name} differs by {difference:.1e}"
         if other is not None:
-            message += f"; the reference gives it to {other}"
+            message += f"; in the reference it is the input of {other}"
             node, around = node_at(self.recipe, path), (path, branch_path(self.before), branch_path(path))
             return Disagreement("nodes", node, message, around, f"{name} input", difference)
-        message += f", what comes before agrees ({self.before})"
+        message += f", everything before it agrees ({self.before})"
         blamed, region = self.between(self.before, path)
         return Disagreement("nodes", node_at(self.recipe, blamed), message, region, f"{name} input", difference)
 
     def between(self, before: str, after: str) -> tuple[str, tuple[str, ...]]:
-        """Whom to blame for what happens between two sites, and where else the mistake may be."""
+        """Returns the node to blame for the computation between two sites, and the nodes where the mistake may be."""
         common = common_path([before, after])
         if common.count(".") >= 4:  # inside one part
             return common, (common,)
@@ -144,13 +144,13 @@ class _Walk:
         return branch, tuple(dict.fromkeys((branch, branch_path(after))))
 
     def cached(self, index: int, attention: AttentionSpec | LatentAttentionSpec) -> Iterator[Disagreement]:
-        """Keys and values as they lie in the cache: after the rotation, before the scores."""
+        """Compares keys and values in the cache: after the rotation, before the scores."""
         if index >= min(len(self.theirs.keys), len(self.ours.keys)):
             return
         node, rotary = attention.node, attention.rotary
         keys, values = self.ours.keys[index], self.ours.values[index]
         their_keys, their_values = self.theirs.keys[index], self.theirs.values[index]
-        if isinstance(attention, LatentAttentionSpec):  # one vector a token: the latent, then the rotated key
+        if isinstance(attention, LatentAttentionSpec):  # one vector per token: the latent, then the rotated key
             rank = attention.kv_rank
             values, keys = [x[..., :rank] for x in keys], [x[..., rank:] for x in keys]
             their_keys, their_values = their_values, their_keys
@@ -204,7 +204,7 @@ class _Walk:
 
 
 def deviation(ours: Tensor, theirs: Tensor | None) -> float | None:
-    """Greatest difference in units of the reference's root mean square; ``None`` where the shapes do not compare."""
+    """Returns the largest difference in units of the reference's root mean square; ``None`` if shapes do not match."""
     if theirs is None or ours.numel() != theirs.numel() or ours.shape[0] != theirs.shape[0]:
         return None
     theirs = theirs.reshape(ours.shape).float()
@@ -214,7 +214,7 @@ def deviation(ours: Tensor, theirs: Tensor | None) -> float | None:
 
 
 def _rotated_deviation(ours: Tensor, theirs: Tensor, attention: AttentionSpec | LatentAttentionSpec) -> float:
-    """The least over the orders in which a reference may keep rotated pairs: ours, or the first of all pairs first."""
+    """Returns the smallest deviation over the orders of rotated pairs: interleaved, or all first features first."""
     difference = deviation(ours, theirs) or 0.0
     if isinstance(attention, LatentAttentionSpec) and theirs.shape[-1] % 2 == 0:
         turned = theirs.reshape(*theirs.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
@@ -223,9 +223,9 @@ def _rotated_deviation(ours: Tensor, theirs: Tensor, attention: AttentionSpec | 
 
 
 def rows_of(tensor: TensorSpec, output: Tensor) -> Tensor | None:
-    """Of a module's output ``[T, rows as stored]`` what belongs to the parameter of ``tensor``, its rows in order.
+    """Returns the part of a module's output ``[T, rows as stored]`` for the parameter of ``tensor``, rows in order.
 
-    ``None`` where the inputs have no axis of their own: then no row of the stored matrix makes one output.
+    Returns ``None`` if the inputs have no axis of their own: then no row of the stored matrix makes one output.
     """
     layout = tensor.layout
     if layout is None:

@@ -1,4 +1,4 @@
-"""The weight map of a recipe against a checkpoint: every tensor claimed once, every claim there, all shapes alike."""
+"""Checks the weight map of a recipe: every tensor is claimed once, every claimed tensor exists, all shapes match."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def weight_disagreements(recipe: Recipe, case: Case, spec: ModelSpec, comparison
     asked = {tensor.names[0] for tensor in missing}
     respelled = [name for name in unclaimed if any(own.endswith(f".{name}") for own in asked)]
     if missing and len(respelled) == len(asked) == len(unclaimed):
-        message = f"this file calls {missing[0].names[0]} {respelled[0]}, which is no spelling that the recipe gives"
+        message = f"this file calls {missing[0].names[0]} {respelled[0]}, a spelling that the recipe does not list"
         yield Disagreement("weights", node_at(recipe, "aliases"), message, ("aliases",), "spellings")
     if missing:
         names = ", ".join(tensor.names[0] for tensor in missing[:3])
-        message = f"{len(missing)} tensors that it asks for are not there: {names}"
+        message = f"{len(missing)} tensors that it needs are missing: {names}"
         if unclaimed:
-            message += f"; nobody asks for {', '.join(unclaimed[:3])}"
+            message += f"; no node claims {', '.join(unclaimed[:3])}"
         yield _of_paths(recipe, [_owner(recipe, tensor) for tensor in missing], message, "missing", unclaimed)
     if misshaped:
         name, tensor = misshaped[0]
-        message = f"{name} is {list(found[name].shape)}, the recipe makes it {list(_stored_shape(tensor))}"
-        paths = [tensor.node.path.removesuffix(".fused") for _, tensor in misshaped]  # or its layout, or its split
+        message = f"{name} is {list(found[name].shape)}, the recipe expects {list(_stored_shape(tensor))}"
+        paths = [tensor.node.path.removesuffix(".fused") for _, tensor in misshaped]  # layout or split may be wrong too
         yield _of_paths(recipe, paths, message, "shapes")
     surplus = [name for name in unclaimed if name in case.surplus]
     if surplus:
-        message = f"{len(surplus)} tensors that are no weights are claimed and ignored by nobody: {surplus[0]}"
+        message = f"{len(surplus)} tensors that are not weights are neither claimed nor ignored: {surplus[0]}"
         yield Disagreement("weights", node_at(recipe, "ignores.tensors"), message, ("ignores",), "surplus")
     if unclaimed:
         message = f"{len(unclaimed)} tensors are claimed by no node: {', '.join(unclaimed[:3])}"
@@ -60,7 +60,7 @@ def weight_disagreements(recipe: Recipe, case: Case, spec: ModelSpec, comparison
 
 
 def _owner(recipe: Recipe, tensor: TensorSpec) -> str:
-    """The node that asks for a tensor: for a bias the one that says whether there is any."""
+    """Returns the node that needs a tensor; for a bias the node with the key ``bias``."""
     path = tensor.node.path
     while tensor.names[0].endswith(".bias") and path:
         if node_at(recipe, f"{path}.bias").path == f"{path}.bias":
@@ -74,7 +74,7 @@ def _stored_shape(tensor: TensorSpec) -> tuple[int, ...]:
 
 
 def _of_paths(recipe: Recipe, paths: list[str], message: str, key: str, unclaimed: Sequence[str] = ()) -> Disagreement:
-    """A disagreement of some nodes: the node they have in common, if that is below a branch, else the first."""
+    """Returns a disagreement of several nodes, located at their common node if that is in a branch, else the first."""
     owners = list(dict.fromkeys(owner_path(path) for path in paths))
     common = common_path(owners)
     path = common if common.count(".") >= 3 else owners[0]
@@ -84,7 +84,7 @@ def _of_paths(recipe: Recipe, paths: list[str], message: str, key: str, unclaime
 
 
 def _beside(name: str, claimed: dict[str, TensorSpec], trace: Trace) -> str:
-    """The node where a tensor nobody claims belongs: that of its own module, else of the module that runs next."""
+    """Returns the node where an unclaimed tensor belongs: that of its own module, else of the module that runs next."""
     module = name.rpartition(".")[0]
     by_module = {other.rpartition(".")[0]: tensor.node.path for other, tensor in claimed.items()}
     if module in by_module:
@@ -101,7 +101,7 @@ def _beside(name: str, claimed: dict[str, TensorSpec], trace: Trace) -> str:
     if common == "model" and earlier is not None:
         later = earlier if earlier.startswith("model.embedding") else later
     if common.count(".") >= 4:
-        return common  # it is missing inside a part
+        return common  # the tensor belongs inside a part
     if later is None:
         return common if run < 0 else common.rpartition(".")[0] or "model"
     below = later.removeprefix(common).strip(".").split(".")[0]

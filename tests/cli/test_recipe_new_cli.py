@@ -79,7 +79,7 @@ def test_a_file_is_overwritten_only_by_force(run: Run, directory: Path, tmp_path
     ("files", "said"),
     [
         ({}, "config.json"),
-        ({"config.json": b"{}"}, "holds no weights"),
+        ({"config.json": b"{}"}, "contains none of the weight files"),
         ({"config.json": b"{}", "model.safetensors": b"\x10\x00\x00\x00\x00\x00\x00\x00{"}, "damaged|truncated"),
         ({"config.json": b"{", "model.safetensors": b""}, "JSON"),
     ],

@@ -1,10 +1,11 @@
-"""Every distinct kernel of every shipped recipe, built for every GPU target, and what came of each.
+"""Builds every distinct kernel of every shipped recipe for every GPU target, and stores what the compiler reports.
 
     python -m tests.compile.ahead_of_time [--targets sm_90,gfx942] [--minutes 60]
 
-takes each recipe at a published configuration, builds what is not in :data:`RESULTS` yet, and keeps what the compiler
-says there after every few kernels; so it may be stopped and goes on where it was. What was built by other tools, or of
-another source, is built again. ``--render`` writes the table of docs/kernels.md from the results and builds nothing.
+takes each recipe at a published configuration and builds the kernels that are not in :data:`RESULTS` yet. The file is
+written after every few kernels, so the command may be stopped and continues there. Kernels that were built by other
+versions of the tools or from another source are built again. ``--render`` writes the table of docs/kernels.md from the
+results and builds nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any, Final
 
 import torch
 
-from fastgen.compile.build.loader import KernelLoader, body_hash
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.sources import body_hash
 from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
 from fastgen.compile.spec import KernelSpec
 from fastgen.models.kernels import kernel_specs
@@ -47,7 +49,7 @@ def models(configs: Iterable[dict[str, Any]]) -> list[ModelSpec]:
 
 
 def wanted(arch: str, models: Iterable[ModelSpec]) -> dict[KernelSpec, list[str]]:
-    """The distinct kernels that ``models`` need in bf16, with the recipes that need each."""
+    """Returns the distinct kernels that ``models`` need in bf16, with the recipes that need each."""
     loader = KernelLoader(TritonBuilder(arch), num_jobs=1)
     recipes: dict[KernelSpec, list[str]] = defaultdict(list)
     for model in models:
@@ -57,7 +59,7 @@ def wanted(arch: str, models: Iterable[ModelSpec]) -> dict[KernelSpec, list[str]
 
 
 def problems(arch: str, spec: KernelSpec, found: Found) -> list[str]:
-    """What is wrong with a build: spills, too much shared memory, no tensor cores where there must be some."""
+    """Lists a build's problems: spills, too much shared memory, no tensor-core instruction where one is expected."""
     wrong = [f"spills {found['spill_bytes']} bytes"] if found["spill_bytes"] else []
     if found["shared_limit_bytes"] is not None and found["shared_bytes"] > found["shared_limit_bytes"]:
         wrong.append(f"takes {found['shared_bytes']} of {found['shared_limit_bytes']} bytes of shared memory")
@@ -67,7 +69,10 @@ def problems(arch: str, spec: KernelSpec, found: Found) -> list[str]:
 
 
 def matrix_instruction(arch: str, spec: KernelSpec) -> str | None:
-    """That which a kernel must have: prompts' attention Hopper's own, products of 16 rows and more any of NVIDIA's."""
+    """Returns the tensor-core instruction that a kernel must contain, or ``None``.
+
+    On ``sm_90`` attention for prompts must use Hopper's ``wgmma``. Products of 16 rows or more must use either kind.
+    """
     if arch not in ("sm_80", "sm_90") or spec.parameters.get("dtype") == "fp32":
         return None
     if spec.op == "attention" and spec.parameters["kind"] == "chunks":
@@ -82,7 +87,7 @@ def matrix_instruction(arch: str, spec: KernelSpec) -> str | None:
 
 
 class Results:
-    """What was built, by target and digest: the kernel, its recipes, its source's hash, what the compiler said."""
+    """Holds the builds by target and digest: the kernel, its recipes, its source's hash and the compiler's report."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -91,7 +96,7 @@ class Results:
             self.data = json.loads(file.read_text(encoding="utf-8"))
 
     def begin(self, arch: str, specs: dict[KernelSpec, list[str]]) -> list[KernelSpec]:
-        """Those that are still to be built; what no recipe needs any more is left out from now on."""
+        """Returns the kernels that are still to be built, and drops those that no recipe needs any more."""
         versions = {"triton": TritonBuilder(arch).versions()["triton"]}
         if self.data["versions"].get(arch) != versions:
             self.data["versions"][arch], self.data["kernels"][arch] = versions, {}
@@ -113,7 +118,7 @@ class Results:
         }
 
     def write(self) -> None:
-        """Whole or not at all; a kernel a line."""
+        """Replaces the file atomically, with a line for each kernel."""
         self.data["date"] = datetime.now(UTC).date().isoformat()
         kernels = ",\n".join(
             f'  "{arch}": {{\n'
@@ -128,7 +133,7 @@ class Results:
 
 
 def build(arches: list[str], seconds: float, results: Results) -> Iterator[str]:
-    """Builds what is wanted, the targets in turn, and yields a line for each few kernels."""
+    """Builds the missing kernels, alternating between the targets, and yields a line after every few kernels."""
     end = time.monotonic() + seconds
     published = models(config for _, config in CONFIGS.values())
     recipes = {arch: wanted(arch, published) for arch in arches}
@@ -157,7 +162,7 @@ def _order(spec: KernelSpec) -> tuple[int, str]:
 
 
 def table(results: Results) -> str:
-    """A row a target: how many of the distinct kernels are built, and what is wrong with how many."""
+    """Returns a table with a row for each target: the kernels that are built, and how many have which problem."""
     lines = [
         "| target | built of distinct kernels | spilling | over its shared memory | without the tensor-core "
         "instruction asked for | most registers | most shared memory |",
@@ -176,7 +181,7 @@ def table(results: Results) -> str:
 
 
 def page(text: str, results: Results) -> str:
-    """docs/kernels.md with the table in its place."""
+    """Returns the text of docs/kernels.md with its table replaced."""
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}{table(results)}{END}{rest.split(END)[1]}"
 

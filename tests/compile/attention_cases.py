@@ -49,7 +49,7 @@ SHIPPED = {
 
 @dataclass(frozen=True)
 class Case:
-    """A batch for an attention. ``num_sms`` decides how many programs share the decodes."""
+    """Describes a batch for an attention. ``num_sms`` decides how many programs share the decodes."""
 
     rows: Rows
     shape: AttentionShape
@@ -65,14 +65,14 @@ class Case:
 
 
 def shape_of(**changes: Any) -> AttentionShape:
-    """A small attention, grouped, in fp32; ``changes`` are fields of :class:`AttentionShape`."""
+    """Returns a small grouped attention in fp32; ``changes`` are fields of :class:`AttentionShape`."""
     fields: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 4, "dtype": "fp32"}
     return AttentionShape(**{"scale": 0.3, **fields, **changes})
 
 
 @dataclass
 class Batch:
-    """What an attention is called with. All that it must not read is NaN or :data:`UNUSED`."""
+    """Holds the arguments of an attention. Whatever it must not read is NaN or :data:`UNUSED`."""
 
     q: Tensor
     k_cache: Tensor
@@ -153,7 +153,7 @@ def _loader() -> KernelLoader:
 
 @cache
 def _directory() -> tempfile.TemporaryDirectory[str]:
-    """It must last, since interpreted kernels read their source when they run."""
+    """Returns a directory that lasts, since interpreted kernels read their source when they run."""
     return tempfile.TemporaryDirectory()
 
 
@@ -168,7 +168,7 @@ class Subject:
         self.attention = AttentionKernel(specs, _loader().load, self.plan)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Every buffer is poisoned first: what is read must have been written for this batch."""
+        """Fills every buffer with poison, then runs: values that are read must have been written for this batch."""
         plan = self.plan
         for lists in (plan.counts, plan.chunk_tiles, plan.decode_tiles, plan.shares):
             lists.fill_(-(10**6))
@@ -182,7 +182,7 @@ class Subject:
 
 
 def worst_difference(cases: list[Case]) -> list[float]:
-    """The largest difference of each case's answer from the reference's; infinite where one is not a number."""
+    """Returns the largest difference of each case's output from the reference; infinite where an output is NaN."""
     found = []
     for case in cases:
         batch = make_batch(case)
@@ -192,7 +192,7 @@ def worst_difference(cases: list[Case]) -> list[float]:
 
 
 def differences_of_one_subject(case: Case, batches: list[Rows]) -> list[float]:
-    """As :func:`worst_difference`, of many batches in the same buffers, all with as many tokens as ``case`` has."""
+    """Returns the differences of many batches in the same buffers, all with as many tokens as ``case``."""
     subject, found = Subject(case), []
     for seed, rows in enumerate(batches):
         padding = case.num_tokens - sum(new for _, new in rows)
@@ -203,7 +203,7 @@ def differences_of_one_subject(case: Case, batches: list[Rows]) -> list[float]:
 
 
 def plans(case: Case, batches: list[Rows]) -> list[dict[str, list[Any]]]:
-    """The work lists that the plan kernel makes of each batch, in the same buffers."""
+    """Returns the work lists that the plan kernel makes for each batch, in the same buffers."""
     plan, found = Subject(case).plan, []
     for rows in batches:
         for name in ("counts", "chunk_tiles", "decode_tiles", "shares"):
@@ -216,7 +216,7 @@ def plans(case: Case, batches: list[Rows]) -> list[dict[str, list[Any]]]:
 
 
 def beyond_32_bits(by_block: bool) -> float:
-    """A sequence in the last blocks of a cache of more than 2³¹ numbers, of which only these few are ever touched."""
+    """Returns a sequence in the last blocks of a cache of more than 2³¹ numbers; only those blocks are ever touched."""
     shape = shape_of(head_dim=64, block_size=64 if by_block else 4, num_kv_heads=1, values_in_keys=True, dtype="fp16")
     num_blocks = 2**31 // (shape.block_size * shape.head_dim) + 4
     cache = torch.empty(num_blocks, shape.block_size, 1, shape.head_dim, dtype=torch.float16)
@@ -234,7 +234,10 @@ def beyond_32_bits(by_block: bool) -> float:
 
 
 def draw_rows(rng: Random, kind: str, num_seqs: int, block_size: int) -> Rows:
-    """``kind``: all decodes, all chunks, both, or one decode of a long sequence. Lengths like the edges of blocks."""
+    """Draws a batch whose lengths lie near the edges of blocks.
+
+    ``kind`` says whether it has decodes, chunks, both, or one decode of a long sequence.
+    """
     edges = [0, 0, 1, block_size - 1, block_size, block_size + 1, 3 * block_size, 14, 15, 16, 17, 40]
     new = {
         "decodes": [0, 1, 1, 1, 2, 8],

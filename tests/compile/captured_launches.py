@@ -1,5 +1,8 @@
-"""Launches of C++ kernels, captured as they happen and run again elsewhere: by kernels built with other flags or for
-another machine, in a process of their own, in memory of exactly the size that the arguments have."""
+"""Captures launches of C++ kernels and replays them elsewhere.
+
+The replay uses kernels that were built with other flags or for another machine. It runs in a process of its own, in
+memory of exactly the size of the arguments.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-10}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that arguments of one launch share: before it, and after. ``shift`` is their address modulo 16."""
+    """Holds bytes that arguments of one launch share, before and after it. ``shift`` is their address modulo 16."""
 
     begin: int
     before: bytes
@@ -77,7 +80,7 @@ class CapturedLaunch:
 
 
 class Capture:
-    """A recorder that lets launches happen and keeps them, with what was in memory before and after."""
+    """A recorder that runs launches and stores them with the contents of memory before and after."""
 
     def __init__(self) -> None:
         self.launches: list[CapturedLaunch] = []
@@ -108,14 +111,14 @@ class Capture:
 
 @contextmanager
 def captured() -> Iterator[list[CapturedLaunch]]:
-    """What is launched in the block."""
+    """Captures the launches within the block."""
     capture = Capture()
     with recording(capture):
         yield capture.launches
 
 
 class FlaggedBuilder(CppBuilder):
-    """With more flags. What it builds is for other processes to load."""
+    """A builder with additional flags. Other processes load what it builds."""
 
     def __init__(self, arch: str, flags: Sequence[str] = (), compiler: str = ""):
         super().__init__(arch, compiler)
@@ -123,7 +126,7 @@ class FlaggedBuilder(CppBuilder):
 
 
 class Replayer:
-    """Runs captured launches by what ``builder`` builds; ``prefix`` is the command that runs a program of it."""
+    """Replays captured launches with the kernels of ``builder``; ``prefix`` is a command that runs its programs."""
 
     def __init__(self, builder: CppBuilder, directory: Path, prefix: Sequence[str] = ()):
         self._builder, self._directory, self._prefix = builder, directory, prefix
@@ -167,14 +170,14 @@ class Replayer:
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
-    """From a tensor's first byte to its last."""
+    """Returns the addresses of a tensor's first byte and of the byte after its last."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     count = 1 + sum((size - 1) * stride for size, stride in sizes) if tensor.numel() else 0
     return tensor.data_ptr(), tensor.data_ptr() + count * tensor.itemsize
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those that overlap together."""
+    """Merges ranges that overlap."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(set(ranges)):
         if merged and begin < merged[-1][1]:

@@ -1,4 +1,4 @@
-"""The pool of threads, which C++ kernels must find when they are loaded: there whichever test comes first."""
+"""Loads the thread pool, which C++ kernels need when they are loaded, before the first test."""
 
 from __future__ import annotations
 

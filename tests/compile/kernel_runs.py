@@ -1,5 +1,5 @@
-"""Runs of every C++ kernel at awkward sizes: none and one of everything, one more than a vector, a chunk or a panel
-has, rows that lie apart. What comes of them is for others to look at; see ``captured_launches.py``."""
+"""Runs every C++ kernel at awkward sizes: zero and one of everything, one more than a vector, a chunk or a panel, and
+rows that are not adjacent. Outputs are checked elsewhere; see ``captured_launches.py``."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def run_norms(loader: KernelLoader) -> None:
 
 
 def run_pointwise(loader: KernelLoader) -> None:
-    """Activations, caps and sums."""
+    """Runs activations, caps and sums."""
     arch = loader.builder.arch
     kinds = {activation_spec(kind, arch, gated=False).name: kind for kind in ACTIVATIONS}.values()
     for index, kind in enumerate(kinds):
@@ -127,7 +127,7 @@ def run_pointwise(loader: KernelLoader) -> None:
 
 
 def run_tables(weight_format: WeightFormat, loader: KernelLoader) -> None:
-    """A packed table's rows, and where it is no table of integers a plain one's, and positions added to them."""
+    """Gathers rows of a packed table and adds positions; likewise of a plain table, unless the codes are integers."""
     arch, generator = loader.builder.arch, torch.Generator().manual_seed(1)
     packed = EmbeddingKernel(loader.load(embedding_spec(arch, weight_format, packed=True, scale=8.0)))
     for num_rows, size in ((1, 1), (33, 37), (70, 65)):
@@ -144,7 +144,7 @@ def run_tables(weight_format: WeightFormat, loader: KernelLoader) -> None:
 
 
 def run_experts(loader: KernelLoader) -> None:
-    """What is around the experts' layers: chosen, sorted, put together."""
+    """Runs the kernels around the experts' layers: routing, sorting and combining."""
     arch = loader.builder.arch
     for seed, scoring in enumerate(get_args(Scoring)):
         groups = {"num_groups": 3, "top_groups": 2} if seed else {}
@@ -206,13 +206,13 @@ RUNS: dict[str, Run] = {
 
 
 def names_of(arch: str) -> list[str]:
-    """The runs whose kernels the instruction set has the arithmetic for."""
+    """Returns the names of the runs whose arithmetic the instruction set supports."""
     beyond = set(FORMATS) - set(formats_of(arch))
     return [name for name in RUNS if name.split()[-1] not in beyond]
 
 
 def run(name: str, loader: KernelLoader) -> None:
-    """The run of that name, on three threads; the pool is left as it was."""
+    """Runs the kernels of that name on three threads, and restores the pool's size."""
     pool = load_thread_pool(loader)
     before = pool.resize(pool.num_threads)
     pool.resize(3)

@@ -1,4 +1,4 @@
-"""Linear layers in C++ and the arithmetic that they stand for: formats, instruction sets, drawn weights."""
+"""Linear layers in C++ and their reference arithmetic: formats, instruction sets, random weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def loader(arch: str) -> KernelLoader:
 
 
 def pool_as_it_was() -> Iterator[ThreadPool]:
-    """For a fixture: the pool, whose size the test may change."""
+    """Yields the thread pool for a fixture, and restores its size at the end."""
     pool = load_thread_pool(loader(HERE))
     before = pool.num_threads
     yield pool
@@ -57,7 +57,7 @@ def pool_as_it_was() -> Iterator[ThreadPool]:
 
 
 class Layer:
-    """Kernels of one format for one instruction set, and the arithmetic that they stand for."""
+    """Holds the kernels of one format for one instruction set, and their reference arithmetic."""
 
     def __init__(self, arch: str, weight_format: WeightFormat):
         self.arch, self.format = arch, weight_format
@@ -95,7 +95,7 @@ class Layer:
 
 
 def draw(seed: int, num_rows: int, out_features: int, in_features: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and weights of very different sizes, so that a value in another's place shows."""
+    """Draws rows and weights of very different magnitudes, so that a misplaced value shows."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_rows, in_features, generator=generator)
     x *= torch.logspace(-2, 2, num_rows)[:, None]
@@ -151,7 +151,7 @@ int main() {
 
 
 def sanitize(spec: KernelSpec, directory: Path) -> None:
-    """Runs the kernel of :func:`linear_spec` for many sizes, memory and arithmetic watched."""
+    """Runs the kernel of :func:`linear_spec` for many sizes under the address and undefined-behaviour sanitizers."""
     arguments = ", ".join(argument.name for argument in spec.arguments)
     main = SANITIZED.replace("CALL", f"{spec.name}({arguments})")
     (directory / "pool.cpp").write_text(render(thread_pool_spec()))

@@ -1,4 +1,4 @@
-"""Norms of either target, for tests to which it does not matter which kernel they have."""
+"""Norms of either target, for tests that need some kernel."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def norm_spec(
 
 
 def norm_kernel(kernel: Kernel) -> cpp.NormKernel | triton.NormKernel:
-    """Returns what launches it."""
+    """Returns the norm's launcher."""
     return cpp.NormKernel(kernel) if kernel.spec.target == "cpp" else triton.NormKernel(kernel)

@@ -21,7 +21,7 @@ from fastgen.compile.spec import KernelSpec
 from fastgen.models.registry.registry import list_recipes
 from tests.compile import ahead_of_time
 from tests.compile.ahead_of_time import PAGE, RESULTS, Results, matrix_instruction, models, page, problems, wanted
-from tests.compile.golden import small
+from tests.compile.kernel_sources import small
 from tests.compile.norms import norm_spec
 from tests.recipe_tools.published import CONFIGS
 
@@ -140,5 +140,5 @@ def test_some_kernels_are_built_as_they_must_be(arch: str, tmp_path: Path) -> No
 @pytest.mark.slow  # some 150 kernels for each target
 @pytest.mark.parametrize("arch", TRITON_ARCHES)
 def test_every_recipe_s_kernels_are_built_as_they_must_be(arch: str, tmp_path: Path) -> None:
-    """At the golden files' small sizes, where recipes share kernels; the results that are kept are of all sizes."""
+    """At small sizes, where recipes share kernels; the stored results are of all sizes."""
     check(arch, list(wanted(arch, models(small(config) for _, config in CONFIGS.values()))), tmp_path)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
 from fastgen.compile.host import device
-from fastgen.compile.render import render_text
+from fastgen.compile.render import inline_headers
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
 LANES = {"avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
@@ -34,8 +34,8 @@ def build(arch: str, directory: Path) -> ctypes.CDLL:
         for name in ("sum", "largest")
     )
     source = directory / "functions.cpp"
-    headers = [render_text(f"{name}.h.j2", arch=arch, lanes=LANES[arch]) for name in ("vectors", "math")]
-    source.write_text("\n".join([*headers, functions]))
+    header = inline_headers(f'#define FASTGEN_LANES {LANES[arch]}\n#include "vector_math.h"\n')
+    source.write_text(header + functions)
     builder = CppBuilder(arch)
     subprocess.run([builder.compiler, *builder.flags, "-o", str(directory / "functions.so"), str(source)], check=True)
     return ctypes.CDLL(str(directory / "functions.so"))

@@ -180,7 +180,7 @@ def test_numbers_of_every_type_reach_a_kernel_as_by_a_plain_call(cache: KernelCa
     from fastgen.compile.spec import Argument, KernelSpec
 
     (tmp_path / "numbers.cpp.j2").write_text(
-        '{% from "kernel.cpp.j2" import prelude, signature %}{{ prelude() }}{{ signature(spec) }}\n'
+        '{% from "kernel.cpp.j2" import signature %}\n#include "numbers.h"\n{{ signature(spec) }}\n'
         "    out[0] = a; out[1] = b; out[2] = c; out[3] = i[1];\n}\n"
     )
     monkeypatch.setattr(render, "TEMPLATE_FOLDERS", (*render.TEMPLATE_FOLDERS, tmp_path))

@@ -288,10 +288,13 @@ def test_an_edited_source_takes_the_place_of_the_rendered_one(tmp_path, monkeypa
     assert KernelLoader(CppBuilder("portable"), cache=loader.cache).build([spec]) == ours
 
 
-def test_the_example_of_the_docs_runs(tmp_path, monkeypatch) -> None:
+def test_the_examples_of_the_docs_run(tmp_path, monkeypatch) -> None:
+    """The second one continues the first, and compares two backends itself."""
     monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "kernels.md").read_text(), re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "kernels.md").read_text(), re.M | re.S)
+    assert len(blocks) == 2
     names: dict[str, torch.Tensor] = {}
-    exec(code, names)
+    for code in blocks:
+        exec(code, names)
     torch.testing.assert_close(names["residual"], names["x"])
     torch.testing.assert_close(names["out"], rms_norm(names["x"], names["weight"], 1e-5))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.cpp import CppBuilder
+from fastgen.compile.build.launches import recorder
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.capture.cuda_graph import GraphPool
-from fastgen.compile.capture.recording import recorder
 from fastgen.errors import CaptureError, KernelError
 from tests.compile.norms import norm_kernel, norm_spec
 

@@ -129,18 +129,14 @@ def test_an_unknown_activation_is_a_recipe_error_with_its_place() -> None:
 def test_numbers_of_the_spec_reach_the_layers() -> None:
     """Those too that every published model of a family has alike."""
     spec = change_parts(mistral(), lambda layer, part: replace(part, scale=layer + 0.5) if is_attention(part) else part)
-    assert [attention.attend.shape.scale for attention in attentions(build_on_cpu(spec)[0])] == [
-        0.5,
-        1.5,
-        2.5,
-        3.5,
-        4.5,
-    ]
+    scales = [attention.attend.shape.scale for attention in attentions(build_on_cpu(spec)[0])]
+    assert scales == [0.5, 1.5, 2.5, 3.5, 4.5]
     spec = opt()
     assert spec.embedding.positions is not None
     positions = replace(spec.embedding.positions, offset=5)
     model, _ = build_on_cpu(replace(spec, embedding=replace(spec.embedding, positions=positions)))
-    assert model.embedding.tokens.positions.offset == 5
+    assert model.embedding.positions is not None
+    assert model.embedding.positions.offset == 5
 
 
 # What layers share

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastgen.errors import CheckpointError, RecipeError
-from fastgen.models.checkpoint.checkpoint import Checkpoint, WeightSlot, load_weights
+from fastgen.models.checkpoint.checkpoint import Checkpoint
+from fastgen.models.checkpoint.weights import WeightSlot, load_weights
 from fastgen.models.spec import Layout, NodeRef, TensorSpec
 
 NODE = NodeRef("model.layers.attend.attention.qkv", "falcon.yaml", 21)
@@ -155,7 +156,7 @@ def test_a_missing_tensor_is_listed_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_weights(checkpoint, slots)
     assert str(caught.value).count(FUSED) == 1
-    assert f"{FUSED} [40, 5], asked for by" in str(caught.value)
+    assert f"{FUSED} [40, 5], needed by" in str(caught.value)
 
 
 def wrong_parts() -> dict[str, list[WeightSlot]]:
@@ -185,6 +186,6 @@ def test_what_is_claimed_twice(tmp_path: Path, case: str) -> None:
 def test_what_nobody_takes(tmp_path: Path, left_out: int, entry: int) -> None:
     slots = grouped_qkv(2, 3, 4, 5)
     del slots[left_out]
-    with pytest.raises(RecipeError, match=f"nothing takes entry {entry} of its axis `part`"):
+    with pytest.raises(RecipeError, match=f"nothing takes entry {entry} of the axis `part`"):
         load_weights(write(tmp_path, {FUSED: torch.randn(40, 5)}), slots)
     assert all(each.target.isnan().all() for each in slots)  # nothing half done

@@ -19,13 +19,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from fastgen.errors import CheckpointError, RecipeError
-from fastgen.models.checkpoint.checkpoint import (
-    Checkpoint,
-    WeightSlot,
-    checkpoint_dtype,
-    load_weights,
-    read_json_object,
-)
+from fastgen.models.checkpoint.checkpoint import Checkpoint, checkpoint_dtype, read_json_object
+from fastgen.models.checkpoint.weights import WeightSlot, load_weights
 from fastgen.models.spec import NodeRef, TensorSpec
 
 NODE = NodeRef("model.layers.attend.attention.qkv", "llama.yaml", 17)
@@ -36,7 +31,7 @@ def spec(*names: str, shape: Iterable[int]) -> TensorSpec:
 
 
 def slots_for(state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, WeightSlot]:
-    """A slot for each tensor, poisoned, so that one that is not filled is seen."""
+    """Returns a slot for each tensor, filled with NaN so that an unfilled one shows."""
     return {
         name: WeightSlot(spec(name, shape=t.shape), torch.full(t.shape, float("nan"), dtype=dtype or t.dtype))
         for name, t in state.items()
@@ -100,7 +95,7 @@ def sharded(llama: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def damaged(sharded: Path, tmp_path: Path) -> Path:
-    """A copy of the sharded checkpoint, for a test to spoil."""
+    """Returns a copy of the sharded checkpoint that a test may damage."""
     return Path(shutil.copytree(sharded, tmp_path / "damaged"))
 
 
@@ -189,7 +184,7 @@ def test_a_target_of_another_shape_than_its_spec_is_refused() -> None:
         WeightSlot(spec("w", shape=(4, 4)), torch.zeros(4, 1))
 
 
-# Which files are read
+# The files that are read
 
 
 def test_the_index_decides_and_consolidated_stays_unread(damaged: Path, state: dict[str, Tensor]) -> None:
@@ -208,16 +203,16 @@ def test_only_files_of_other_names(tmp_path: Path) -> None:
     assert "consolidated.safetensors" in message
     assert "model.safetensors.index.json" in message
     (directory / "consolidated.safetensors").unlink()
-    assert "holds no weights" in error_of(lambda: Checkpoint.open(directory))
+    assert "contains none of the weight files" in error_of(lambda: Checkpoint.open(directory))
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ('{\n "hidden_size": 3,\n "x": }', r"config\.json:3:7: is not valid JSON"),
-        ('{"hidden_size": 3, "hidden_size": 4}', "'hidden_size' stands there more than once"),
-        ('{"eps": NaN}', "NaN is no JSON value"),
-        ("[1, 2]", "holds a JSON list"),
+        ('{"hidden_size": 3, "hidden_size": 4}', "'hidden_size' occurs more than once"),
+        ('{"eps": NaN}', "NaN is not a JSON value"),
+        ("[1, 2]", "contains a JSON list"),
         ("", r"config\.json:1:1"),
         ("[" * 100_000, "not valid JSON"),
         ('{"n": ' + "9" * 5000 + "}", "not valid JSON"),
@@ -231,13 +226,13 @@ def test_config_is_strict_json(tmp_path: Path, text: str | bytes, expected: str)
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
 def test_a_link_to_weights_that_are_gone(tmp_path: Path, name: str) -> None:
-    """Told as such, also where weights of a lower rank would be there to take instead."""
+    """It is reported even if other weight files of lower priority exist."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).symlink_to("../blobs/gone")
     if name != "pytorch_model.bin":
         torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     message = error_of(lambda: Checkpoint.open(tmp_path))
-    assert message == f"{tmp_path / name}: is a link to ../blobs/gone, which is not there; fetch it again"
+    assert message == f"{tmp_path / name}: is a link to ../blobs/gone, which does not exist; download it again"
 
 
 def test_config_missing(tmp_path: Path) -> None:
@@ -278,7 +273,7 @@ def test_an_index_that_names_a_tensor_twice(damaged: Path) -> None:
     index = damaged / "model.safetensors.index.json"
     shard = min(damaged.glob("model-*.safetensors")).name
     index.write_text(index.read_text().replace('"weight_map": {', f'"weight_map": {{"lm_head.weight": "{shard}",'))
-    assert "'lm_head.weight' stands there more than once" in error_of(lambda: Checkpoint.open(damaged))
+    assert "'lm_head.weight' occurs more than once" in error_of(lambda: Checkpoint.open(damaged))
 
 
 def test_an_index_that_names_an_absent_tensor(damaged: Path) -> None:
@@ -297,7 +292,7 @@ def test_a_shard_with_more_than_the_index_says(damaged: Path, state: dict[str, T
     assert_filled(slots, state)
 
 
-def test_a_tensor_that_stands_in_two_shards(damaged: Path, state: dict[str, Tensor]) -> None:
+def test_a_tensor_that_is_in_two_shards(damaged: Path, state: dict[str, Tensor]) -> None:
     shard = min(damaged.glob("model-*.safetensors"))
     tensors = load_file(shard)
     name = next(n for n in state if n not in tensors)
@@ -308,16 +303,14 @@ def test_a_tensor_that_stands_in_two_shards(damaged: Path, state: dict[str, Tens
 # Strict in both directions
 
 
-def test_everything_that_does_not_fit_is_told_at_once(sharded: Path, state: dict[str, Tensor]) -> None:
+def test_one_error_lists_everything_that_does_not_fit(sharded: Path, state: dict[str, Tensor]) -> None:
     slots = slots_for(state)
     del slots["model.norm.weight"]
     slots["absent.bias"] = WeightSlot(TensorSpec(("absent.bias", "old.absent.bias"), (5,), NODE), torch.full((5,), 7.0))
     wrong = "model.layers.1.self_attn.k_proj.weight"
     slots[wrong] = WeightSlot(spec(wrong, shape=(8, 32)), torch.full((8, 32), 7.0))
     message = error_of(lambda: load(sharded, slots))
-    assert (
-        "absent.bias or old.absent.bias [5], asked for by llama.yaml:17: model.layers.attend.attention.qkv" in message
-    )
+    assert "absent.bias or old.absent.bias [5], needed by llama.yaml:17: model.layers.attend.attention.qkv" in message
     assert "model.norm.weight" in message
     assert f"{wrong}: found [16, 32], expected [8, 32], by llama.yaml:17: model.layers" in message
     assert all(slot.target.isnan().all() or (slot.target == 7).all() for slot in slots.values()), "a weight was read"
@@ -327,7 +320,7 @@ def test_everything_that_does_not_fit_is_told_at_once(sharded: Path, state: dict
 def test_long_lists_are_cut_and_counted(tmp_path: Path) -> None:
     tensors = {f"extra.{i:03}": torch.ones(1) for i in range(57)} | {"w": torch.ones(1)}
     message = error_of(lambda: load(write(tmp_path / "x", tensors), slots_for({"w": torch.ones(1)})))
-    assert "57 tensors are claimed by no recipe node" in message
+    assert "57 tensors are neither claimed nor ignored by the recipe" in message
     assert "extra.019" in message
     assert "extra.020" not in message
     assert "... and 37 more" in message
@@ -392,9 +385,9 @@ def test_a_tied_head_may_be_there_twice_when_equal(tmp_path: Path, shape: tuple[
     [
         (b"", "the file is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git-lfs pointer"),
-        (b"<html>not found</html>" * 40, "fetch it again"),
-        (bytes(4000), "fetch it again"),
-        (b"PK\x03\x04" + bytes(range(256)) * 9, "fetch it again"),
+        (b"<html>not found</html>" * 40, "download it again"),
+        (bytes(4000), "download it again"),
+        (b"PK\x03\x04" + bytes(range(256)) * 9, "download it again"),
     ],
     ids=["empty", "git-lfs", "html", "zeros", "zip-magic"],
 )
@@ -428,7 +421,7 @@ def test_truncated_anywhere(tmp_path: Path, how: str) -> None:
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("how", ["safetensors", "zip", "before-1.6"])
 def test_flipped_bytes_load_or_are_refused_by_name(tmp_path: Path, how: str) -> None:
-    """Nothing but a :class:`CheckpointError` comes out, wherever the damage is; most of it is aimed at the headers."""
+    """Only a :class:`CheckpointError` is raised, wherever the damage is; most of it is in the headers."""
     file = "model.safetensors" if how == "safetensors" else "pytorch_model.bin"
     tensors = {f"layer.{i}.weight": torch.randn(4, 6) for i in range(4)}
     directory = write(tmp_path / "x", tensors, file=file)
@@ -484,7 +477,7 @@ def test_a_bin_that_is_no_table_of_tensors(tmp_path: Path, table: object) -> Non
     assert "pytorch_model.bin" in error_of(lambda: Checkpoint.open(directory))
 
 
-# Weights that cannot be right
+# Weights that cannot be valid
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
@@ -495,7 +488,7 @@ def test_weights_that_are_not_finite(tmp_path: Path, file: str, stored: torch.dt
         tensors = {"good": torch.ones(3), "bad": torch.randn(50, 100).to(stored)}
         tensors["bad"].view(-1)[place] = value
         message = error_of(lambda t=tensors: load(write(tmp_path / "x", t, file=file), slots_for(t, torch.float32)))
-        assert f"{file}: tensor 'bad' holds {word}" in message
+        assert f"{file}: tensor 'bad' contains {word}" in message
         assert str(stored) in message
 
 
@@ -532,17 +525,17 @@ def test_dtypes_that_hold_no_weights(tmp_path: Path, dtype: torch.dtype) -> None
         ({}, ["w.weight", "w.weight_scale_inv"], "weight_scale_inv"),
     ],
 )
-def test_quantised_checkpoints_are_told_apart(tmp_path: Path, config: object, names: list[str], word: str) -> None:
+def test_quantized_checkpoints_are_recognized(tmp_path: Path, config: object, names: list[str], word: str) -> None:
     directory = write(tmp_path / "x", {name: torch.ones(2, dtype=torch.uint8) for name in names}, config)
     message = error_of(lambda: load(directory, slots_for({"w.weight": torch.ones(4)})))
-    assert "quantised" in message
+    assert "quantized" in message
     assert word in message
 
 
 def open_files_under(directory: Path) -> list[str]:
     handles = []
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed by now, as the one that listed them is
+        with contextlib.suppress(FileNotFoundError):  # closed by now, as the descriptor that listed them is
             handles.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return [line for line in (*handles, *Path("/proc/self/maps").read_text().splitlines()) if str(directory) in line]
 
@@ -566,7 +559,7 @@ def test_no_file_stays_open(tmp_path: Path, file: str, fault: str) -> None:
     try:
         load(directory, slots, progress=interrupt)
     except (CheckpointError, KeyboardInterrupt) as error:
-        caught = error  # held, and with it its traceback and all the frames of it
+        caught = error  # keeps the traceback and all its frames
     assert (caught is None) == (fault == "none")
     assert open_files_under(directory) == []
 

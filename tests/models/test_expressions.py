@@ -1,4 +1,4 @@
-"""Recipe expressions: what they mean, and that nothing hostile gets anywhere."""
+"""Recipe expressions: their values, and that hostile ones are refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def evaluate(text: str, names: dict[str, Any] | None = None, config: dict[str, A
         ("1 < 2 <= 2", True),
         ("1 < 2 > 3", False),
         ("hidden_size == 4096.0", True),
-        ("flag == 1", False),  # JSON's true is no number
+        ("flag == 1", False),  # true is not a number in JSON
         ("nothing == none", True),
         ("act in ['relu', 'silu']", True),
         ("act not in ['relu']", True),
@@ -63,7 +63,7 @@ def evaluate(text: str, names: dict[str, Any] | None = None, config: dict[str, A
         ("1 in [true]", False),
         ("not off and flag", True),
         ("off or flag", True),
-        ("off and nonsense", False),  # the right side is not looked at
+        ("off and nonsense", False),  # the right side is not evaluated
         ("1 if flag else nonsense", 1),
         ("1 if off else 2 if off else 3", 3),
         ("rope.theta", 5e5),
@@ -120,13 +120,13 @@ def test_the_recipes_own_names_come_first() -> None:
         ("rope.thetta", "no rope.thetta; did you mean 'theta'?"),
         ("nothing.theta", "no nothing.theta"),
         ("first('a.b', 'c')", "none of 'a.b', 'c'"),
-        ("(nonsense + 1) | default(3)", "no key 'nonsense'"),  # `default` is for the key, not for a typo inside a sum
-        ("kinds[3]", "outside of a list of 3"),
-        ("kinds[-1]", "outside of a list of 3"),
-        ("kinds['a']", "a list cannot be looked into"),
-        ("act.upper", "cannot be looked into"),
-        ("hidden_size.real", "cannot be looked into"),
-        ("kinds[true]", "cannot be looked into"),
+        ("(nonsense + 1) | default(3)", "no key 'nonsense'"),  # `default` applies to a key, not to a typo inside a sum
+        ("kinds[3]", "out of range for a list of 3"),
+        ("kinds[-1]", "out of range for a list of 3"),
+        ("kinds['a']", "a list cannot be indexed"),
+        ("act.upper", "cannot be indexed"),
+        ("hidden_size.real", "cannot be indexed"),
+        ("kinds[true]", "cannot be indexed"),
         ("act + 1", r"\+ works on numbers, not on the text 'silu'"),
         ("'a' + 'b'", "works on numbers"),
         ("flag + 1", "works on numbers, not on true"),
@@ -140,7 +140,7 @@ def test_the_recipes_own_names_come_first() -> None:
         ("1 if hidden_size else 2", "must be true or false"),
         ("not nothing", "must be true or false"),
         ("hidden_size and flag", "must be true or false"),
-        ("'s' in act", "looks into a list or a mapping"),
+        ("'s' in act", "searches a list or a mapping"),
         ("1 / 0", "division by zero"),
         ("1 // 0", "division by zero"),
         ("1 % 0", "division by zero"),
@@ -338,9 +338,9 @@ def test_any_text_is_a_json_value_or_one_kind_of_error(text: str, config: dict[s
     [
         ("a +", "'a +' is not an expression: it ends after '+'"),
         ("a if b else", "it ends after 'else'"),
-        ("min(1", "it ends after '1', where ',' is missing"),
-        ("(a", "it ends after 'a', where ')' is missing"),
-        ("a |", "it ends after '|', where 'name' is missing"),
+        ("min(1", "it ends after '1', but ',' is expected there"),
+        ("(a", "it ends after 'a', but ')' is expected there"),
+        ("a |", "it ends after '|', but 'name' is expected there"),
         (" ", "it is empty"),
     ],
 )

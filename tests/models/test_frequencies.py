@@ -1,4 +1,4 @@
-"""Rotary frequencies bit by bit as transformers computes them: a model is served with what it was trained with."""
+"""Rotary frequencies equal those of transformers bit by bit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_frequencies_are_the_trained_ones(spec: RotarySpec) -> None:
     config = llama_config(spec)
     if kind is None:
         expected, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
-    else:  # a dynamic one at the trained length, which is as far as it is served
+    else:  # a dynamic one at the trained length, the longest that is served
         expected, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     found = inverse_frequencies(spec)
     assert found.dtype == torch.float32
@@ -97,7 +97,7 @@ def test_frequencies_are_the_trained_ones(spec: RotarySpec) -> None:
     ids=["plain", "linear", "llama3", "yarn"],
 )
 def test_cosines_and_sines_at_every_position_of_a_long_context(scaling: RotaryScaling | None) -> None:
-    """Exact at position 131,071 too: angles are rounded as in training, and positions are not."""
+    """They are exact also at position 131,071: angles are rounded as in training, and positions are not."""
     spec = rotary_spec(500000.0, 32, scaling)
     max_positions = 131072
     rotary = Rotary(

@@ -1,6 +1,6 @@
-"""Where models are found: directories, built-ins, and the hub, which is played by a small server on this machine.
+"""Finding models: directories, built-ins, and the hub, which is a small server on this machine.
 
-``huggingface_hub`` reads its environment once, when imported; so the hub is asked in processes of their own.
+``huggingface_hub`` reads its environment once, when imported; so each request runs in its own process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Files = dict[str, bytes]
 
 @dataclass
 class Hub:
-    """What the server holds, and what it was asked."""
+    """The content of the server, and the requests that it received."""
 
     repositories: dict[str, dict[str, Files]]
     private: set[str] = field(default_factory=set)
@@ -70,7 +70,7 @@ class Hub:
         return hashlib.sha1(f"{repository}@{revision}".encode()).hexdigest()
 
     def tokens_seen(self) -> set[str | None]:
-        """What came as authorization with requests about repositories."""
+        """Returns the authorization of requests about repositories."""
         return {token for _, path, token in self.requests if any(name in path for name in self.repositories)}
 
     def answer(self, path: str, token: str | None) -> tuple[int, dict[str, str], bytes]:
@@ -82,7 +82,7 @@ class Hub:
         if repository in self.broken:
             return 503, {}, b""
         if repository not in self.repositories or (repository in self.private and token != f"Bearer {TOKEN}"):
-            # As the hub does: who is not logged in is not told whether a repository exists.
+            # As the hub does: without a login it does not say whether a repository exists.
             return (404 if token else 401), {"X-Error-Code": "RepoNotFound" if token else ""}, b""
         if repository in self.gated:
             return 403, {"X-Error-Code": "GatedRepo"}, b""
@@ -154,9 +154,9 @@ def server() -> Iterator[Hub]:
 def locate_each(
     home: Path, *models: str | tuple[str, str], endpoint: str, log: list[str] | None = None, **environment: str
 ) -> list[dict[str, str]]:
-    """``locate`` for each model in one fresh process: ``{"path": …}`` or ``{"error": …, "message": …}``.
+    """Calls ``locate`` for each model in a fresh process: ``{"path": …}`` or ``{"error": …, "message": …}``.
 
-    What it wrote on stderr is added to ``log``.
+    Its output on stderr is added to ``log``.
     """
     wanted = [(model, None) if isinstance(model, str) else model for model in models]
     kept = {
@@ -208,11 +208,11 @@ def test_download_refusals_and_the_cache_afterwards(server: Hub, tmp_path: Path)
     assert "HF_TOKEN" in gated["message"]
     assert "no revision 'v9'" in revision["message"]
     assert "no config.json" in no_config["message"]
-    assert "holds no weights" in no_weights["message"]
+    assert "has no weights" in no_weights["message"]
     assert "503" in down["message"]
     assert str(tmp_path / "hub") in down["message"]
     assert evil["error"] == "CheckpointError"
-    assert "leads out of" in evil["message"]
+    assert "is outside the" in evil["message"]
     assert not list(tmp_path.rglob("x.safetensors"))
 
     asked = len(server.requests)
@@ -233,7 +233,7 @@ def test_download_refusals_and_the_cache_afterwards(server: Hub, tmp_path: Path)
     locate_each(tmp_path, "big/model", endpoint=server.url, HF_HUB_OFFLINE="1", log=log)
     locate_each(tmp_path, "big/model", endpoint=nowhere, log=log)
     assert "cache" not in log[0], "what was asked for is reported as a failure"
-    assert "taking the copy in the cache" in log[1]
+    assert "using the copy in the cache" in log[1]
 
     Path(sharded["path"], "model-00002-of-00002.safetensors").unlink()
     (partial,) = locate_each(tmp_path, "big/model", endpoint=nowhere)
@@ -277,7 +277,7 @@ def builtin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_builtins_are_the_directories_with_a_config() -> None:
-    shipped = Path(hub.__file__).parent / "builtin"
+    shipped = Path(hub.__file__).parents[1] / "builtin"
     assert set(BUILTINS.values()) == {config.parent for config in shipped.glob("*/config.json")}
     assert all(hub.locate(name) == path == shipped / name for name, path in BUILTINS.items())
 
@@ -285,7 +285,7 @@ def test_builtins_are_the_directories_with_a_config() -> None:
 def test_a_directory_comes_before_a_builtin_of_its_name(builtin: Path) -> None:
     assert hub.locate("tiny-llama") == builtin
     Path("tiny-llama").mkdir()
-    with pytest.raises(ModelNotFoundError, match=r"without a config\.json.*hides the built-in 'tiny-llama'"):
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json.*hides the built-in 'tiny-llama'"):
         hub.locate("tiny-llama")
     Path("tiny-llama/config.json").write_text("{}")
     for spelling in ("tiny-llama", "./tiny-llama", "tiny-llama/", Path("tiny-llama"), Path("tiny-llama").absolute()):

@@ -18,7 +18,8 @@ MEASURE = r"""
 import json, re, sys
 from pathlib import Path
 import torch
-from fastgen.models.checkpoint.checkpoint import Checkpoint, WeightSlot, load_weights
+from fastgen.models.checkpoint.checkpoint import Checkpoint
+from fastgen.models.checkpoint.weights import WeightSlot, load_weights
 from fastgen.models.spec import NodeRef, TensorSpec
 
 def high_water_bytes():

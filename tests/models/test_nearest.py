@@ -1,4 +1,4 @@
-"""The nearest known recipe of a checkpoint, and what an error about an unknown architecture says of it."""
+"""The nearest known recipe of a checkpoint, and the error about an unknown architecture that names it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_unknown_architecture_names_the_nearest_and_the_command(tmp_path: Pat
         find_recipe(config, checkpoint_dir=directory)
     assert str(error.value) == (
         "no recipe is for HerringForCausalLM. The nearest known recipe is 'phi', which explains 47 of its 47 tensors. "
-        f"`fastgen recipe new {directory}` proposes a recipe for it. `fastgen recipe list` names all that are known"
+        f"`fastgen recipe new {directory}` proposes a recipe for it. `fastgen recipe list` lists all known recipes"
     )
 
 
@@ -105,7 +105,7 @@ def test_a_broken_checkpoint_makes_no_other_error(damage: bytes | None, tmp_path
 
 
 def test_a_checkpoint_that_says_it_is_another_architecture(tmp_path: Path) -> None:
-    """The recipe that was chosen cannot read it; the error says whose tensors they look like."""
+    """The chosen recipe cannot read it; the error names the recipes that fit the tensors."""
     for file in BUILTINS["tiny-llama"].iterdir():
         shutil.copy(file, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -114,6 +114,6 @@ def test_a_checkpoint_that_says_it_is_another_architecture(tmp_path: Path) -> No
     with pytest.raises(RecipeError, match=expected):
         fastgen.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": None, "num_hidden_layers": "two"}))
-    with pytest.raises(RecipeError) as found:  # it is a Llama: its own mistake stands alone
+    with pytest.raises(RecipeError) as found:  # it is a Llama: only its own mistake is reported
         fastgen.load(tmp_path)
     assert "those of another" not in str(found.value)

@@ -1,4 +1,4 @@
-"""Recipe files: read into the schema with every node's place, merged over what they extend, never surprising."""
+"""Recipe files: read into the schema with the position of every node, and merged over the recipes they extend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fastgen.errors import RecipeError
 from fastgen.models.recipe.recipe import Recipe, load_recipe
 from fastgen.models.recipe.schema import json_schema
-from fastgen.models.recipe.yaml_positions import parse_recipe_yaml
+from fastgen.models.recipe.yaml_reader import parse_recipe_yaml
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 BUILT_IN = {file.stem: file.read_text("utf-8") for file in sorted(RECIPES.glob("*.yaml"))}
@@ -53,7 +53,7 @@ def test_half_of_the_built_in_recipes_fit_in_forty_lines() -> None:
 
 
 def place(text: str) -> Any:
-    """The data in ``text``, and the line of every path."""
+    """Returns the data in ``text``, and the line of every path."""
     root = parse_recipe_yaml(text, "f.yaml")
     lines: dict[str, int] = {}
 
@@ -100,9 +100,9 @@ def test_an_alias_is_the_same_data_again() -> None:
         ("- a\n- b\n", 1, None, "a mapping of keys"),
         ("just text", 1, None, "a mapping of keys"),
         ("a: 1\n---\nb: 2\n", 2, None, "one YAML document"),
-        ("a: 1\nb: 2\na: 3\n", 3, "a", "stands twice, first in line 1"),
-        ("m:\n  b: 2\n  c: {b: 1, b: 2}\n", 3, "m.c.b", "stands twice"),
-        ("a: 1\n'a': 3\n", 2, "a", "stands twice"),
+        ("a: 1\nb: 2\na: 3\n", 3, "a", "occurs twice, first in line 1"),
+        ("m:\n  b: 2\n  c: {b: 1, b: 2}\n", 3, "m.c.b", "occurs twice"),
+        ("a: 1\n'a': 3\n", 2, "a", "occurs twice"),
         ("1: x\n", 1, None, "a key must be a text"),
         ("a:\n  null: x\n", 2, "a", "a key must be a text"),
         ("? [a]\n: x\n", 1, None, "a key must be a text"),
@@ -117,9 +117,9 @@ def test_an_alias_is_the_same_data_again() -> None:
         ("a: \x00\n", 1, None, "not valid YAML"),
         ("a: 1\nb: \x07\n", 2, None, "not valid YAML"),
         ('a: 1\nb: "\\UFFFFFFFF"\n', 2, None, "not valid YAML"),
-        ("a: *nothing\n", 1, "a", "stands for nothing"),
-        ("a: &a [*a]\n", 1, "a.0", "part of itself"),
-        ("a: &a {b: {c: *a}}\n", 1, "a.b.c", "part of itself"),
+        ("a: *nothing\n", 1, "a", "has no anchor"),
+        ("a: &a [*a]\n", 1, "a.0", "inside its own anchor"),
+        ("a: &a {b: {c: *a}}\n", 1, "a.b.c", "inside its own anchor"),
         ("a: !!python/object/apply:os.system [ls]\n", 1, "a", "tag .* is not allowed"),
         ("a: !!python/name:os.system\n", 1, "a", "tag .* is not allowed"),
         ("a: !!binary aGk=\n", 1, "a", "tag .* is not allowed"),
@@ -155,7 +155,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
     with pytest.raises(RecipeError, match=r"not UTF-8 text: .* at byte 9"):
         load_recipe(tmp_path / "latin.yaml")
-    for content in (b"# " + b"x" * 10**6, b"#" + "é".encode() * 500_000 + b"x"):  # the second is cut inside of an é
+    for content in (b"# " + b"x" * 10**6, b"#" + "é".encode() * 500_000 + b"x"):  # the second is cut inside an é
         (tmp_path / "long.yaml").write_bytes(content)
         with pytest.raises(RecipeError, match="is too large: 1,000,002 bytes, at most 65,536"):
             load_recipe(tmp_path / "long.yaml")
@@ -186,7 +186,7 @@ def line_of(text: str, part: str) -> int:
         ("  vocab_size:    vocab_size\n", "", "config:", "config", "key 'vocab_size' is missing"),
         ("name: llama\n", "", "architectures", "", "key 'name' is missing"),
         ("name: llama\n", "name: 7\n", "name: 7", "name", "must be a text"),
-        ("name: llama\n", "name: '../x'\n", "name:", "name", "not a recipe's name: letters and digits, and"),
+        ("name: llama\n", "name: '../x'\n", "name:", "name", "not a recipe's name: letters, digits, and"),
         ("name: llama\n", f"name: {'x' * 65}\n", "name:", "name", "is too long: 65 characters, at most 64"),
         ("[LlamaForCausalLM, LLaMAForCausalLM]", "[]", "architectures", "architectures", "is empty; name at least one"),
         ("[LlamaForCausalLM, LLaMAForCausalLM]", "Llama", "architectures", "architectures", "must be a list"),
@@ -201,12 +201,12 @@ def line_of(text: str, part: str) -> int:
         ("size: intermediate_size", "size: 3 *", "size: 3", "*.transform.mlp.size", r"it ends after '\*'$"),
         ("size: intermediate_size", "size: [1]", "size: [1]", "*.transform.mlp.size", "must be an expr"),
         ("size: intermediate_size", "size: 2**9", "2**9", "*.transform.mlp.size", "powers"),
-        ("size: intermediate_size", "size: x.__class__", "__class__", "*.transform.mlp.size", "not a name"),
+        ("size: intermediate_size", "size: x.__class__", "__class__", "*.transform.mlp.size", "not allowed as"),
         ("size: intermediate_size", "size: f(x)", "size: f", "*.transform.mlp.size", "unknown function"),
         ("size: intermediate_size", "size: 1e999", "size: 1e", "*.transform.mlp.size", "not finite"),
         ("attend:", "'attend it':", "attend it", "*.attend it", "not a name: letters, digits and _"),
         ("        mlp:", "        attention: {}\n        mlp:", "attention: {}", "*.transform.attention", "missing"),
-        ("weight: model.norm, ", "", "final_norm", "model.final_norm", "needs the name of its `weight`"),
+        ("weight: model.norm, ", "", "final_norm", "model.final_norm", "needs a `weight`"),
         ("ignores:", "ignore:", "ignore:", "ignore", "did you mean 'ignores'"),
         ("  tensors:", "  tensor:", "tensor:", "ignores.tensor", "did you mean 'tensors'"),
     ],
@@ -298,7 +298,7 @@ def test_a_variant_that_is_refused(tmp_path: Path, text: str, line: int, node: s
     assert (error.line, error.node) == (line, node)
 
 
-def test_a_cycle_is_told_in_full(tmp_path: Path) -> None:
+def test_the_error_about_a_cycle_lists_all_of_it(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("name: a\nextends: b\n")
     (tmp_path / "b.yaml").write_text("name: b\nextends: c\n")
     (tmp_path / "c.yaml").write_text("name: c\nextends: a\n")

@@ -1,4 +1,6 @@
-"""Every recipe of a family that transformers knows, on drawn configurations: the tensors it saves, name by name."""
+"""Every recipe of a family that transformers knows claims the tensors that transformers saves, on drawn
+configurations.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ flag = st.booleans()
 
 
 def shape(draw: Draw, *, multiple: int = 4) -> dict[str, Any]:
-    """Numbers that most families have under the same names; some heads share keys and values, some do not."""
+    """Draws numbers that most families have under the same names, with and without shared KV heads."""
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 3))
     return {
@@ -155,7 +157,7 @@ def deepseek(draw: Draw) -> dict[str, Any]:
 
 
 def plus(**strategies: st.SearchStrategy[Any]) -> Callable[[Draw], dict[str, Any]]:
-    """The common numbers, and others drawn beside them."""
+    """Returns the common numbers and other drawn numbers."""
     return lambda draw: shape(draw) | {key: draw(each) for key, each in strategies.items()}
 
 
@@ -192,7 +194,7 @@ def built(name: str, numbers: dict[str, Any]) -> Any:
 
 
 def saved(model: Any) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """``config.json`` and the tensors' shapes as transformers writes them."""
+    """Returns ``config.json`` and the shapes of the tensors as transformers writes them."""
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(directory)

@@ -1,5 +1,5 @@
-"""Recipes and configurations that mean harm: refused as a RecipeError with its place, soon, in few words and little
-memory; never a traceback of another kind, a hang, or code that runs."""
+"""Hostile recipes and configurations are refused quickly, with a short RecipeError that has a location, and in little
+memory; they cause no other traceback, no hang, and run no code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fastgen.models.resolve.resolve import resolve
 from tests.models import test_recipe_published, test_recipe_published_families
 from tests.shuffled import RECIPES, shipped_texts
 
-# Of a processor: how long that takes depends on who else is at work.
+# Processor time, since wall time depends on the load of the machine.
 HANG_S = 20
 MAX_MESSAGE = 2500
 
@@ -34,7 +34,7 @@ PUBLISHED = test_recipe_published.PUBLISHED | test_recipe_published_families.PUB
 
 
 def small_configs() -> dict[str, dict[str, Any]]:
-    """For each recipe the smallest published configuration, cut to two layers and few experts."""
+    """Returns the smallest published configuration of each recipe, cut to two layers and few experts."""
     found: dict[str, tuple[int, dict[str, Any]]] = {}
     for config, count in PUBLISHED.values():
         name = find_recipe(config).name
@@ -52,7 +52,7 @@ CONFIGS = small_configs()
 
 @contextlib.contextmanager
 def watchdog() -> Iterator[None]:
-    """An error out of whatever hangs."""
+    """Turns a hang into an error."""
 
     def bark(signum: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"still busy after {HANG_S} s")
@@ -67,7 +67,7 @@ def watchdog() -> Iterator[None]:
 
 
 def is_placed(error: RecipeError) -> bool:
-    """Whether an error says where: a line that the recipe's file has, or which config.json."""
+    """Returns whether an error has a location: a line of the recipe file, or the config.json."""
     if error.file == "config.json":
         return error.line is None
     assert error.file is not None
@@ -76,7 +76,7 @@ def is_placed(error: RecipeError) -> bool:
 
 
 def outcome(file: Path, config: dict[str, Any]) -> RecipeError | None:
-    """What loading and resolving a recipe ends in."""
+    """Returns the outcome of loading and resolving a recipe."""
     with watchdog():
         try:
             resolve(load_recipe(file), config)
@@ -91,7 +91,7 @@ def outcome(file: Path, config: dict[str, Any]) -> RecipeError | None:
 
 # ------------------------------------------------------------------------------------------------------ every node
 
-# In place of a node: values of the wrong kind, out of all bounds, or written to run something.
+# Replacements for a node: values of the wrong kind, out of bounds, or meant to run code.
 HOSTILE: list[Any] = [
     *(None, True, False, 0, -1, 1, 10**18, 2**31, 1e308, -1e308, 1e-320, float("inf"), float("nan"), 10**400),
     *([], {}, [None], [1, 2], {"a": 1}, {"when": "1"}, [[["x"]]], "", " ", "x", "none", "'text'", "[]", "layer"),
@@ -135,18 +135,18 @@ def put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
 
 
 def written(value: Any) -> str:
-    """YAML in which numbers stand as Python writes them: ``inf`` and ``nan`` are then texts, as a person may write."""
+    """Returns YAML with numbers as Python writes them, so that ``inf`` and ``nan`` are texts."""
     return yaml.safe_dump(value, allow_unicode=True, width=100_000, sort_keys=False)
 
 
 def plain(name: str) -> dict[str, Any]:
-    """The recipe's data, aliases written out."""
+    """Returns the recipe's data with aliases expanded."""
     data: dict[str, Any] = json.loads(json.dumps(yaml.safe_load(TEXTS[name])))
     return data
 
 
 def replaced_nodes(name: str, cases: list[tuple[tuple[Any, ...], Any]], directory: Path) -> int:
-    """How many of the recipes are refused that have one node replaced."""
+    """Returns how many recipes with one node replaced are refused."""
     file, num_refused, limit = directory / f"{name}.yaml", 0, sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(5000)
     try:
@@ -174,7 +174,7 @@ def test_some_nodes_replaced(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEXTS)
 def test_many_nodes_replaced(name: str, tmp_path: Path) -> None:
-    """Every node by several values, and every value somewhere."""
+    """Every node is replaced by several values, and every value is used somewhere."""
     rng = Random(f"all nodes of {name}")
     nodes = list(paths(plain(name)))
     cases = [(path, value) for path in nodes for value in rng.sample(HOSTILE, 4)]
@@ -182,8 +182,8 @@ def test_many_nodes_replaced(name: str, tmp_path: Path) -> None:
     assert replaced_nodes(name, cases, tmp_path) > len(cases) / 2
 
 
-def test_a_hostile_expression_is_refused_where_it_stands(tmp_path: Path) -> None:
-    """One after the other at the same node: none of them ever has a value."""
+def test_a_hostile_expression_is_refused_at_its_node(tmp_path: Path) -> None:
+    """All are tried at the same node, and none of them has a value."""
     text = TEXTS["llama"].replace("name: llama", "name: mine")
     (line,) = [n for n, each in enumerate(text.splitlines(), 1) if each.lstrip().startswith("vocab_size:")]
     start = HOSTILE.index("1/0")
@@ -203,7 +203,7 @@ def test_a_hostile_expression_is_refused_where_it_stands(tmp_path: Path) -> None
 
 VARIANT = "name: mine\nextends: llama\n"
 LONG = "x" * 60_000
-FILES: dict[str, tuple[str, int | None]] = {  # the text, the line it is refused in
+FILES: dict[str, tuple[str, int | None]] = {  # the text, and the line of the error
     "extends a name too long for a file": (f"name: mine\nextends: {'a' * 300}\n", 2),
     "extends sixty thousand characters": (f"name: mine\nextends: {LONG}\n", 2),
     "extends a path": ("name: mine\nextends: ../../etc/passwd\n", 2),
@@ -252,7 +252,7 @@ def test_files(what: str, tmp_path: Path) -> None:
     file.write_text(text, "utf-8")
     error = outcome(file, CONFIGS["llama"] | {"num_hidden_layers": 1024})
     assert error is not None
-    if line is None:  # nothing wrong with the file, only with what it comes to for that many layers
+    if line is None:  # the file is valid, but not for that many layers
         assert "tensors" in str(error)
     else:
         assert (error.file, error.line) == (str(file), line), error
@@ -265,7 +265,7 @@ def test_paths_that_name_no_file(name: str, tmp_path: Path) -> None:
 
 
 def test_bytes_changed(tmp_path: Path) -> None:
-    """Of every recipe: single bytes overwritten, left out and put in, none of them minding what is text."""
+    """Single bytes of every recipe are overwritten, removed and inserted."""
     file = tmp_path / "mine.yaml"
     for name, text in TEXTS.items():
         rng = Random(f"bytes of {name}")
@@ -295,7 +295,7 @@ VALUES: list[Any] = [
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_configurations(name: str) -> None:
-    """Every key of a published configuration, inner ones too, with values drawn from the hostile ones."""
+    """Every key of a published configuration, also inside mappings, gets drawn hostile values."""
     rng = Random(f"config of {name}")
     for path in paths(CONFIGS[name]):
         for value in rng.sample(VALUES, 3):
@@ -307,11 +307,11 @@ def test_configurations(name: str) -> None:
                 raise AssertionError(f"{name}: {'.'.join(map(str, path))} = {value!a:.200}: {error!r}") from error
 
 
-WORST: dict[str, tuple[str, str, str]] = {  # recipe, what is changed, what the error says
+WORST: dict[str, tuple[str, str, str]] = {  # recipe, changes, text of the error
     "a thousand layers of thousands of experts": (
         "mixtral",
         "num_hidden_layers=1024, num_local_experts=4096",
-        "4,096 experts in 1,024 layers each",
+        "4,096 experts in each of 1,024 layers",
     ),
     "a million layers": ("llama", "num_hidden_layers=10**6", "an integer from 1 to 1024"),
     "more layers than a number has digits": ("llama", "num_hidden_layers=10**4000", "an integer beyond 64 bits|from 1"),
@@ -326,7 +326,7 @@ WORST: dict[str, tuple[str, str, str]] = {  # recipe, what is changed, what the 
 
 @pytest.mark.parametrize("what", WORST)
 def test_the_worst_is_refused_in_bounded_memory(what: str, tmp_path: Path) -> None:
-    """In a process of its own that may have 300 MB more than it has after loading the modules."""
+    """It runs in a process that may use 300 MB more than after loading the modules."""
     recipe, changes, message = WORST[what]
     program = f"""
         import json, resource, sys

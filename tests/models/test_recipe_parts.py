@@ -1,4 +1,4 @@
-"""The language's parts: fused tensors and layouts, parallel parts, experts, latent attention; and their misfits."""
+"""The parts of the language (fused tensors, layouts, parallel parts, experts, latent attention) and their errors."""
 
 from __future__ import annotations
 
@@ -169,14 +169,14 @@ def test_every_tensor_is_counted_once(tmp_path: Path) -> None:
         ("(num_kv_heads part head_dim) in", "'part 3 in'", "qkv.layout", "not a layout"),
         ("(num_kv_heads part head_dim) in", "[a]", "qkv.layout", "not a layout"),
         ("k: 1, v: 1", "k: 1", "qkv.split", "the key 'v' is missing"),
-        ("k: 1, v: 1", "k: 1, v: 2", "qkv.layout", "24 rows where 12 are needed for v"),
+        ("k: 1, v: 1", "k: 1, v: 2", "qkv.layout", "24 rows, but 12 are needed for v"),
         ("k: 1, v: 1", "k: 1, v: 0", "split.v", "an integer from 1"),
         ("k: 1, v: 1", "k: 1, v: 1, w: 1", "split.w", "unknown key 'w'"),
-        ("qkv: {fused: qkv,", "qkv: {fused: qkv, k: key,", "attention.qkv", "`k` cannot be given beside it"),
+        ("qkv: {fused: qkv,", "qkv: {fused: qkv, k: key,", "attention.qkv", "`k` cannot be given too"),
         ("fused: qkv, ", "", "attention.qkv", "needs a `q`"),
         ("split: {q: group, k: 1, v: 1}, ", "", "attention.qkv", "needs a `layout` and a `split`"),
         ("over: head, per_head", "over: all, per_head", "q_norm.per_head_weight", "one weight for all"),
-        ("fraction: 0.7", "fraction: 0.5", "attention.rotary", "rotates pairs of features, but .* is 3"),
+        ("fraction: 0.7", "fraction: 0.5", "attention.rotary", "pairs of features, but 3 .*, an odd number"),
         ("fraction: 0.7", "fraction: 0", "rotary.fraction", "above 0 and at most 1"),
         ("fraction: 0.7", "fraction: 0.5, dim: 2", "attention.rotary", "not both"),
         ("fraction: 0.7", "dim: 8", "rotary.dim", "an integer from 1 to 6"),
@@ -187,14 +187,14 @@ def test_every_tensor_is_counted_once(tmp_path: Path) -> None:
         ("softcap: 15", "softcap: kind", "head.softcap", "finite number"),
         ("layout: in out", "layout: out out", "output.layout", "'out' twice"),
         ("layout: in out", "layout: in hidden_size part", "output.layout", "'part' has no size"),
-        ("layout: in out", "layout: in head_dim", "output.layout", "6 .* rows where 12 are needed"),
-        ("split: {up: 1, gate: 1}", "split: {up: 1, gate: 2}", "mlp.layout", "40 rows where 20 are needed for gate"),
-        ("fused: gate_up", "fused: gate_up\n          gate: g", "both.mlp", "`gate` cannot be given beside it"),
+        ("layout: in out", "layout: in head_dim", "output.layout", "6 .* rows, but 12 are needed"),
+        ("split: {up: 1, gate: 1}", "split: {up: 1, gate: 2}", "mlp.layout", "40 rows, but 20 are needed for gate"),
+        ("fused: gate_up", "fused: gate_up\n          gate: g", "both.mlp", "`gate` cannot be given too"),
         ("when: layer == 0\n          kind", "when: true\n          kind", "residual.both", "both present in layer 1"),
         ("top_k: 2", "top_k: 5", "router.top_k", "an integer from 1 to 4"),
         ("top_groups: 1", "top_groups: 3", "router.top_groups", "an integer from 1 to 2"),
-        ("num_groups: 2", "num_groups: 3", "router.num_groups", "do not make 3 groups"),
-        ("top_k: 2", "top_k: 3", "router.top_groups", "1 groups of 2 experts have no 3 to choose"),
+        ("num_groups: 2", "num_groups: 3", "router.num_groups", "cannot be divided into 3 equal groups"),
+        ("top_k: 2", "top_k: 3", "router.top_groups", "1 groups of 2 experts are fewer than top_k, which is 3"),
         ("scale: 2.5", "scale: 0", "router.scale", "other than 0"),
         ("e.{expert}", "e", "experts.at", r"must contain \{expert\}"),
         ("e.{expert}", "e.{expert}.{other}", "experts.at", "only placeholders"),
@@ -206,11 +206,11 @@ def test_every_tensor_is_counted_once(tmp_path: Path) -> None:
         ("embed, scale: 2", "embed, scale: none", "embedding.scale", "finite number"),
         ("wide: 20", "wide: width", "define.wide", "no key 'width'"),
         ("wide: 20", "head_dim: 20", "", "another meaning"),
-        ("requires: [depth < 9]", "requires: [depth < 9, depth > 5]", "requires.1", "`depth > 5` holds.*depth is 2"),
+        ("requires: [depth < 9]", "requires: [depth < 9, depth > 5]", "requires.1", "`depth > 5` is true.*depth is 2"),
         ("requires: [depth < 9]", "requires: [depth]", "requires.0", "true or false"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_told_with_its_place(tmp_path: Path, old: str, new: str, node: str, message: str) -> None:
+def test_errors_about_parts_have_a_location(tmp_path: Path, old: str, new: str, node: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         whole(tmp_path, (old, new))
     error = caught.value
@@ -227,7 +227,7 @@ def test_a_branch_without_any_of_its_parts(tmp_path: Path) -> None:
     text = RECIPE[: RECIPE.index("        attention:")] + RECIPE[RECIPE.index("        mlp:") :]
     file = tmp_path / "whole.yaml"
     file.write_text(text.replace("when: layer == 0", "when: false").replace("when: layer > 0", "when: false"))
-    with pytest.raises(RecipeError, match="none of its parts is") as caught:
+    with pytest.raises(RecipeError, match="all of its parts are absent") as caught:
         resolve(load_recipe(file), CONFIG)
     assert caught.value.node == "model.layers.residual.both"
 
@@ -237,7 +237,9 @@ def test_defined_values_are_not_keys_of_the_configuration(tmp_path: Path) -> Non
         resolve(changed(tmp_path), CONFIG | {"wide": 3})
     with pytest.raises(RecipeError, match="- kind is not known"):
         resolve(changed(tmp_path, (", name: kind", "")), CONFIG)
-    own = changed(tmp_path, ("wide: 20", "wide: wide | default(20)"))  # a name may be that of the key it is made of
+    own = changed(
+        tmp_path, ("wide: 20", "wide: wide | default(20)")
+    )  # a name may equal that of the key it is derived from
     spec = resolve(own, CONFIG | {"wide": 3})
     mlp = spec.layers[0].branches[0].parts[1].part
     assert isinstance(mlp, MlpSpec)
@@ -290,9 +292,9 @@ def test_latent_attention(tmp_path: Path) -> None:
         ("when: layer == 1", "when: true", "latent_attention", "exactly one of `q` and `q_latent`.* 2"),
         ("when: layer == 0", "when: false", "latent_attention", "exactly one of `q` and `q_latent`.* 0"),
         ("(num_heads part) in", "(num_heads) in", "kv_latent", "an axis `part`"),
-        ("k: 4, v: 3", "k: 3, v: 3", "kv_latent.layout", "12 rows where 16 are needed for k"),
-        ("theta: 100", "theta: 100, when: false", "rotary", "always rotated"),
-        ("weight: kn, eps", "weight: kn, when: false, eps", "norm", "always normed"),
+        ("k: 4, v: 3", "k: 3, v: 3", "kv_latent.layout", "12 rows, but 16 are needed for k"),
+        ("theta: 100", "theta: 100, when: false", "rotary", "needs a rotary"),
+        ("weight: kn, eps", "weight: kn, when: false, eps", "norm", "needs a norm"),
         ("up: qu", "up: ku", "fused", "claimed twice"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The built-in recipes on configurations as they were published: each loads, with the published parameter count."""
+"""The built-in recipes load published configurations with the published parameter counts."""
 
 from __future__ import annotations
 
@@ -154,7 +154,9 @@ def opt(hidden_size: int, num_layers: int, num_heads: int, **others: Any) -> dic
 
 
 def saved_by_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
-    """The same facts as transformers 5 writes them: rotary facts in one mapping, dtype under its new name."""
+    """Returns the configuration as transformers 5 writes it: rotary settings in one mapping, dtype under its
+    new name.
+    """
     config = dict(config)
     if config["model_type"] != "opt":
         scaling = config.pop("rope_scaling", None) or {"rope_type": "default"}
@@ -282,7 +284,7 @@ def test_windows_and_limits() -> None:
     assert {part.sliding_window for part in attentions(found["Mistral-7B-v0.3"])} == {None}
     assert {part.sliding_window for part in attentions(found["Llama-3.1-8B"])} == {None}
     assert found["llama-7b"].max_positions == 2048
-    assert found["vicuna-7b-v1.5-16k"].max_positions == 16384  # the stretched length, which linear scaling is for
+    assert found["vicuna-7b-v1.5-16k"].max_positions == 16384  # the stretched length of linear scaling
     scaling = attentions(found["vicuna-7b-v1.5-16k"])[0].rotary.scaling  # type: ignore[union-attr]
     assert scaling is not None
     assert (scaling.kind, scaling.factor, scaling.original_max_positions) == ("linear", 4.0, 4096)
@@ -300,5 +302,5 @@ def test_cost_of_a_token() -> None:
     mistral = resolved(PUBLISHED["Mistral-7B-v0.1"][0])
     assert mistral.kv_bytes_per_token(2) == 131072
     assert mistral.flops_per_token(4096) == mistral.flops_per_token(10**6) > mistral.flops_per_token(4095)
-    opt_350m = resolved(PUBLISHED["opt-350m"][0])  # the head is tied, and both projections are arithmetic
+    opt_350m = resolved(PUBLISHED["opt-350m"][0])  # the head is tied, and both projections count as operations
     assert opt_350m.flops_per_token(0) == 2 * (24 * (4 * 1024**2 + 2 * 1024 * 4096) + 50272 * 512 + 2 * 512 * 1024)

@@ -1,6 +1,6 @@
-"""More families on configurations as they were published: each loads, with the published parameter count.
+"""More families load published configurations with the published parameter counts.
 
-A count is that of the distinct weights: a tied head, or a copy of it that a file also holds, counts once.
+A count is that of the distinct weights: a tied head, or a copy of it in a file, counts once.
 """
 
 from __future__ import annotations
@@ -726,7 +726,7 @@ def test_falcon_in_all_its_shapes() -> None:
     assert outline("falcon-rw-1b") == ((True, [False]), (True, [False]))
     heads = {name: resolved(PUBLISHED[name][0]).num_kv_heads for name in ("falcon-7b", "falcon-40b", "falcon-rw-1b")}
     assert heads == {"falcon-7b": 1, "falcon-40b": 8, "falcon-rw-1b": 32}
-    assert resolved(FALCON | {"num_kv_heads": 71}).num_kv_heads == 1  # as files saved since 4.33 say
+    assert resolved(FALCON | {"num_kv_heads": 71}).num_kv_heads == 1  # as in files saved since 4.33
     alibi = attentions("falcon-rw-1b")[0].alibi
     assert alibi is not None
     assert (alibi.rounding, alibi.scaled, len(alibi.slopes)) == ("bfloat16", True, 32)
@@ -763,7 +763,7 @@ def test_scales_and_caps() -> None:
 
 
 def test_cost_of_a_token_in_a_mixture() -> None:
-    """Mixtral by hand: all experts are parameters, two of eight are arithmetic."""
+    """Mixtral by hand: all experts count as parameters, two of eight as operations."""
     spec = resolved(MIXTRAL)
     attention, expert = 2 * 4096**2 + 2 * 4096 * 1024, 3 * 4096 * 14336
     matrices = 32 * (attention + 8 * 4096 + 2 * expert) + 32000 * 4096
@@ -805,14 +805,14 @@ def test_dense_and_sparse_layers() -> None:
         (PHI, {"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported"),
         (PHI, {"partial_rotary_factor": 0.0}, "above 0 and at most 1"),
         (PHI, {"partial_rotary_factor": 1.5}, "above 0 and at most 1"),
-        (PHI, {"partial_rotary_factor": 0.11}, "rotates pairs of features"),
+        (PHI, {"partial_rotary_factor": 0.11}, "pairs of features"),
         (PHI_3, {"attention_bias": True}, "attention_bias is True"),
         (PHI_3, {"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "'su' is not supported"),
         (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         (GEMMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not known"),
         (GEMMA, {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar is not known"),
         (GEMMA_2, {"attn_logit_softcapping": 0}, "a number above 0, or none"),
-        (GEMMA_2, {"layer_types": ["full_attention"]}, "index 1 is outside of a list of 1"),
+        (GEMMA_2, {"layer_types": ["full_attention"]}, "index 1 is out of range for a list of 1"),
         (GPT2, {"add_cross_attention": True}, "the layers attend to an encoder"),
         (GPT_J, {"rotary": False}, "rotary is False"),
         (GPT_J, {"rotary_dim": 300}, "an integer from 1 to 256"),
@@ -824,8 +824,8 @@ def test_dense_and_sparse_layers() -> None:
         (MIXTRAL, {"num_local_experts": 10**6}, "an integer from 1 to 4096"),
         (MIXTRAL, {"attention_bias": True}, "attention_bias is not known"),
         (QWEN3_MOE, {"shared_expert_intermediate_size": 7}, "shared_expert_intermediate_size is not known"),
-        (DEEPSEEK, {"n_group": 7}, "256 experts do not make 7 groups"),
-        (DEEPSEEK, {"n_group": 128, "topk_group": 3}, "3 groups of 2 experts have no 8 to choose"),
+        (DEEPSEEK, {"n_group": 7}, "256 experts cannot be divided into 7 equal groups"),
+        (DEEPSEEK, {"n_group": 128, "topk_group": 3}, "3 groups of 2 experts are fewer than top_k, which is 8"),
         (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         (DEEPSEEK, {"rope_interleave": False}, "rope_interleave is False"),
         (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq is 2"),

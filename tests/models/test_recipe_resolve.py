@@ -1,4 +1,4 @@
-"""A recipe resolved: equal to what transformers builds, and every misfit told with its place."""
+"""Resolving a recipe: the result equals the model of transformers, and every error has a location."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig,
 
 @st.composite
 def reference_configs(draw: st.DrawFn) -> Any:
-    """A transformers configuration of one of the families."""
+    """Draws a transformers configuration of one of the families."""
     family = draw(st.sampled_from(sorted(FAMILIES)))
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -69,7 +69,7 @@ def reference_configs(draw: st.DrawFn) -> Any:
 @settings(max_examples=60, deadline=None)
 @given(reference=reference_configs(), everything=st.booleans())
 def test_tensors_and_parameter_count_as_in_transformers(reference: Any, everything: bool) -> None:
-    """``config.json`` as transformers saves it, or with every default written out."""
+    """It holds for ``config.json`` as transformers saves it, and with every default written out."""
     with torch.device("meta"):
         model = FAMILIES[reference.model_type][1](reference)
     text = json.dumps(reference.to_dict(), default=str) if everything else reference.to_json_string()
@@ -223,7 +223,7 @@ def test_a_dynamic_scaling_limits_the_positions() -> None:
         ({"rope_theta": None}, "model.layers.residual.attend.attention.rotary.theta", "a finite number"),
         ({"rope_theta": 0}, "model.layers.residual.attend.attention.rotary.theta", "above 1"),
         ({"rope_scaling": {"type": "su"}}, "model.layers.residual.attend.attention.rotary.scaling", "'su' is not supp"),
-        ({"rope_scaling": "linear"}, "model.layers.residual.attend.attention.rotary.theta", "cannot be looked into"),
+        ({"rope_scaling": "linear"}, "model.layers.residual.attend.attention.rotary.theta", "cannot be indexed"),
     ],
 )  # fmt: skip
 def test_a_value_that_does_not_fit(change: dict[str, Any], node: str, message: str) -> None:
@@ -265,7 +265,7 @@ class TestConfigKeys:
         assert caught.value.file == "my/config.json"
         assert resolved(LLAMA | {key: 1}, allow_config_keys=[key]) == resolved(LLAMA)
 
-    def test_all_are_listed_at_once_with_what_they_may_have_meant(self) -> None:
+    def test_all_are_listed_at_once_with_suggestions(self) -> None:
         with pytest.raises(RecipeError) as caught:
             resolved(LLAMA | {"atention_bias": True, "qk_norm": True, "rope_interleaved": True})
         message = str(caught.value)
@@ -431,11 +431,11 @@ def test_a_small_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "line", "node", "message"),
     [
-        ([("q: q", "q: k")], 19, "qkv.k", "'block.0.k.weight' is claimed twice, the first time by .*qkv.q"),
+        ([("q: q", "q: k")], 19, "qkv.k", "'block.0.k.weight' is claimed twice, first by .*qkv.q"),
         ([("down: down", "down: up")], 23, "mlp.down", "'block.0.up.weight' is claimed twice"),
         ([("weight: head", "weight: embed")], 24, "head.weight", "'embed.weight' is claimed twice"),
         ([("model:\n", "aliases: {head: [x, embed]}\nmodel:\n")], 25, "head.weight", "'embed.weight' is claimed twice"),
-        ([("tokens: embed", "tokens: embed.{layer}")], 13, "embedding.tokens", "inside layers only"),
+        ([("tokens: embed", "tokens: embed.{layer}")], 13, "embedding.tokens", "only inside layers"),
         ([("head_dim: width / heads", "head_dim: width / layer")], 9, "config.head_dim", "no key 'layer'"),
         ([("heads\n  head_dim", "heads + 1\n  head_dim")], 8, "config.num_kv_heads", "cannot share 3 KV heads"),
         ([("4 * hidden_size", "4 * hidden_sise")], 23, "mlp.size", "no key 'hidden_sise'; did you mean 'hidden_size'"),
@@ -456,12 +456,12 @@ def test_a_small_recipe(tmp_path: Path) -> None:
         ),
         (
             [("tokens: embed", "tokens: embed\n    positions: {weight: wpe, offset: 2, rows: 100}")],
-            14, "positions.rows", "room for 98 positions .*max_positions is None",
+            14, "positions.rows", "holds 98 positions .*max_positions is None",
         ),
         (
             [("tokens: embed", "tokens: embed\n    positions: {weight: wpe, offset: 2, rows: 100}"),
              ("max_positions: none", "max_positions: 99")],
-            14, "positions.rows", "room for 98 positions .*max_positions is 99",
+            14, "positions.rows", "holds 98 positions .*max_positions is 99",
         ),
         ([("      attend:\n", "      attend:\n        when: false\n")], 14, "model.layers", "no layer has"),
     ],
@@ -485,7 +485,7 @@ def test_a_recipe_that_does_not_fit(
         (("head_dim: width / heads", "head_dim: width / 3"), 9, "config.head_dim", "an integer .* is 2.66"),
     ],
 )
-def test_a_mistake_in_an_expression_is_told_before_the_keys_it_leaves_over(
+def test_a_mistake_in_an_expression_is_reported_before_the_keys_it_leaves_unread(
     tmp_path: Path, change: tuple[str, str], line: int, node: str, message: str
 ) -> None:
     config = SMALL | {"intermediate_size": 32, "hidden_act": "relu", "tie_word_embeddings": False, "head_width": 4}
@@ -514,7 +514,7 @@ def test_a_recipe_for_another_architecture_says_so_where_it_fails(recipe: str, m
 
 def test_the_layer_is_known_inside_layers_only(tmp_path: Path) -> None:
     for change in (("head_dim: width", "head_dim: layer"), ("tied: false", "tied: false, scale: layer + 1")):
-        with pytest.raises(RecipeError, match=r"no key 'layer'; `layer` is known inside model\.layers only$"):
+        with pytest.raises(RecipeError, match=r"no key 'layer'; `layer` exists only inside model\.layers$"):
             resolve(small(tmp_path, change), SMALL)
     recipe = small(tmp_path, ("head_dim: width / heads", "head_dim: layer | default(4)"))
     assert resolve(recipe, SMALL).head_dim == 4
@@ -534,12 +534,12 @@ def test_expressions_see_the_layer(tmp_path: Path) -> None:
     config = SMALL | {"kinds": ["full", "window", "full"]}
     recipe = small(tmp_path, window)
     assert [part.sliding_window for part in resolve(recipe, config).attentions()] == [None, 4, None]
-    with pytest.raises(RecipeError, match=r"kinds\[layer\]: index 2 is outside of a list of 2"):
+    with pytest.raises(RecipeError, match=r"kinds\[layer\]: index 2 is out of range for a list of 2"):
         resolve(recipe, config | {"kinds": ["full", "full"]})
 
 
 def test_a_shadowed_key_does_not_count_as_used(tmp_path: Path) -> None:
-    """``hidden_size`` in the model tree means the recipe's own, so config.json's says something nobody has read."""
+    """``hidden_size`` in the model tree is the recipe's own, so the key in config.json is not read."""
     with pytest.raises(RecipeError, match="- hidden_size is not known"):
         resolve(small(tmp_path), SMALL | {"hidden_size": 9})
 
@@ -567,7 +567,7 @@ def test_an_untied_head_may_be_wider_than_the_embedding(tmp_path: Path) -> None:
     assert spec.flops_per_token(5) == 2 * (4 * 8 + 3 * (4 * 64 + 2 * 8 * 32) + 10 * 8) + 3 * 4 * 8 * 5
 
 
-def test_a_recipe_asked_for_may_name_another_architecture(tmp_path: Path) -> None:
+def test_a_selected_recipe_may_be_for_another_architecture(tmp_path: Path) -> None:
     assert resolve(small(tmp_path), SMALL | {"architectures": ["Other"]}).architecture == "Other"
     assert resolve(small(tmp_path), SMALL | {"architectures": None}).architecture == "SmallForCausalLM"
 
@@ -590,7 +590,7 @@ def nested(depth: int) -> dict[str, Any]:
 def test_monstrous_values_are_refused_in_few_words(key: str, value: Any) -> None:
     config = LLAMA | {key: value}
     if key == "hidden_act" and isinstance(value, str):
-        assert resolve(named_recipe("llama"), config)  # a text is a text; what it names is the builder's to say
+        assert resolve(named_recipe("llama"), config)  # any text is accepted; the builder checks what it names
         return
     if key == "architectures":
         resolve(named_recipe("llama"), config)

@@ -1,4 +1,4 @@
-"""Where recipes are looked for, in which order, and who wins."""
+"""The search for recipes: the places, their order, and which recipe is used."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fastgen.errors import RecipeError, UnknownArchitectureError
+from fastgen.models.recipe import search_path
 from fastgen.models.recipe.recipe import Recipe, load_recipe
-from fastgen.models.registry import registry
 from fastgen.models.registry.registry import find_recipe, list_recipes, named_recipe
 from fastgen.models.resolve.resolve import resolve
 
@@ -25,11 +25,11 @@ NEW = {"architectures": ["NewForCausalLM"]}
 
 @pytest.fixture(autouse=True)
 def _no_recipes_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(search_path.ENVIRONMENT_VARIABLE, raising=False)
 
 
 class EntryPoint:
-    group = registry.ENTRY_POINT_GROUP
+    group = search_path.ENTRY_POINT_GROUP
 
     def __init__(self, name: str, target: Any):
         self.name, self.target = name, target
@@ -48,12 +48,12 @@ def variant(directory: Path, name: str, *architectures: str, parent: str = "llam
 
 
 def environment(monkeypatch: pytest.MonkeyPatch, *directories: Path) -> None:
-    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, os.pathsep.join(map(str, directories)))
+    monkeypatch.setenv(search_path.ENVIRONMENT_VARIABLE, os.pathsep.join(map(str, directories)))
 
 
 def entry_points(monkeypatch: pytest.MonkeyPatch, **targets: Any) -> None:
     points = [EntryPoint(name, target) for name, target in targets.items()]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "fastgen.recipes" else [])
+    monkeypatch.setattr(search_path, "entry_points", lambda group: points if group == "fastgen.recipes" else [])
 
 
 def test_built_ins() -> None:
@@ -66,7 +66,7 @@ def test_built_ins() -> None:
 def test_the_installed_package_looks_inside_itself_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "fastgen"
     package.mkdir()
-    monkeypatch.setattr("fastgen.__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(search_path, "_PACKAGE", package)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "llama.yaml").write_bytes((RECIPES / "llama.yaml").read_bytes())
     assert named_recipe("llama").file == tmp_path / "recipes" / "llama.yaml"
@@ -136,7 +136,7 @@ def test_two_claims_at_one_place_are_an_error_naming_both(tmp_path: Path, monkey
         assert str(third) in str(caught.value)
 
 
-def test_an_unknown_architecture_names_what_may_be_meant_and_where_the_others_are_listed() -> None:
+def test_the_error_about_an_unknown_architecture_suggests_names_and_the_list() -> None:
     with pytest.raises(UnknownArchitectureError, match="LLamaForCausalLM; did you mean 'LlamaForCausalLM'") as caught:
         find_recipe({"architectures": ["LLamaForCausalLM"]})
     assert "`fastgen recipe list`" in str(caught.value)
@@ -180,16 +180,16 @@ def test_the_checkpoints_own_recipe(tmp_path: Path) -> None:
     file = variant(tmp_path, "brought", "NewForCausalLM", file="fastgen.yaml")
     assert find_recipe(NEW, checkpoint_dir=tmp_path).extends == "llama"
     assert find_recipe({}, checkpoint_dir=tmp_path).name == "brought"
-    with pytest.raises(RecipeError, match="is Unheard, which its own recipe does not name") as caught:
+    with pytest.raises(RecipeError, match="is Unheard, which its own recipe does not list") as caught:
         find_recipe({"architectures": ["Unheard"]}, checkpoint_dir=tmp_path)
     assert (caught.value.file, caught.value.line) == (str(file), 3)
     file.write_text("name: [")
-    assert find_recipe(LLAMA, checkpoint_dir=tmp_path).name == "llama"  # what is not asked for is not even read
+    assert find_recipe(LLAMA, checkpoint_dir=tmp_path).name == "llama"  # a file that is not needed is not read
     with pytest.raises(RecipeError, match="not valid YAML"):
         find_recipe(NEW, checkpoint_dir=tmp_path)
 
 
-def test_names_and_files_asked_for(tmp_path: Path) -> None:
+def test_recipes_selected_by_name_and_by_file(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no recipe is called 'lama'; did you mean 'llama'"):
         named_recipe("lama")
     for path in (tmp_path / "absent.yaml", str(tmp_path / "absent.yaml"), str(tmp_path / "absent"), "absent.yaml"):
@@ -212,7 +212,7 @@ def test_places_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     environment(monkeypatch, tmp_path, tmp_path)  # once is enough
     variant(tmp_path, "mine", "NewForCausalLM")
     assert find_recipe(NEW).name == "mine"
-    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "")
+    monkeypatch.setenv(search_path.ENVIRONMENT_VARIABLE, "")
     for target, message in [
         (ImportError("no such module"), "entry point 'broken' of fastgen.recipes fails: .*no such module"),
         (3, "entry point 'broken' of fastgen.recipes fails"),
@@ -223,7 +223,7 @@ def test_places_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             list_recipes()
 
 
-def test_a_broken_recipe_in_a_place_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_recipe_in_a_place_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.yaml").write_text("name: broken\nmodle: {}\n")
     environment(monkeypatch, tmp_path)
     with pytest.raises(RecipeError, match="modle") as caught:
@@ -232,8 +232,8 @@ def test_a_broken_recipe_in_a_place_is_told(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_entry_points_are_those_of_the_group() -> None:
-    found = importlib.metadata.entry_points(group=registry.ENTRY_POINT_GROUP)
-    assert list(registry._entry_point_directories()) == [Path(point.load()) for point in found]
+    found = importlib.metadata.entry_points(group=search_path.ENTRY_POINT_GROUP)
+    assert list(search_path._entry_point_directories()) == [Path(point.load()) for point in found]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -256,7 +256,7 @@ def test_nothing_depends_on_a_recipes_name(seed: int, tmp_path: Path, monkeypatc
         (tmp_path / f"{file}.yaml").write_text(text)
     for architecture, kind in [("LlamaForCausalLM", "llama"), ("MistralForCausalLM", "mistral")]:
         config["architectures"] = [architecture]
-        monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
+        monkeypatch.delenv(search_path.ENVIRONMENT_VARIABLE, raising=False)
         expected = resolve(find_recipe(config), config)
         environment(monkeypatch, tmp_path)
         recipe = find_recipe(config)

@@ -1,4 +1,4 @@
-"""Nothing depends on what a recipe or an architecture is called: the proofs hold with all names shuffled."""
+"""Nothing depends on the names of recipes and architectures: the proofs hold with all names shuffled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shuffled(tmp_path: Path) -> Shuffled:
 
 
 def plain_family(prefix: str, **more: Any) -> Callable[[Random], tuple[Any, Any, str]]:
-    """A family whose own parity test draws elsewhere: one small configuration of it."""
+    """Returns a draw of one small configuration of a family that has its own parity test."""
 
     def draw(rng: Random) -> tuple[Any, Any, str]:
         drawn = families.sizes(rng, grouped=prefix != "OPT") | more
@@ -69,7 +69,7 @@ def recipe_of(family: str) -> str:
 
 
 def parity_under_new_names(family: str, shuffled: Shuffled) -> float:
-    """The largest difference from transformers of one drawn checkpoint of ``family`` that bears the new names."""
+    """Returns the largest difference from transformers of a drawn checkpoint of ``family`` under the new names."""
     write = families.save_as_internlm2 if family == "internlm2" else save
 
     def write_renamed(model: Any, directory: Path) -> None:
@@ -92,7 +92,7 @@ def test_answers_are_transformers_under_any_name(
 
 
 def specs_agree(name: str, shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
-    """Resolve a published configuration under both names; return what it is under its own."""
+    """Resolves a published configuration under both names and returns the spec under its own name."""
     config = PUBLISHED[name][0]
     own = resolve(find_recipe(config), config)
     with monkeypatch.context() as patch:
@@ -105,7 +105,7 @@ def specs_agree(name: str, shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch) 
     return own
 
 
-# Those that resolve in no time; the mixtures of thousands of experts say nothing that their smaller kin do not.
+# Those that resolve quickly; mixtures with thousands of experts show nothing more than smaller ones.
 SMALL_ENOUGH = [name for name, (_, count) in PUBLISHED.items() if count < 10**11]
 
 
@@ -113,7 +113,7 @@ def test_published_configurations_resolve_to_the_same_under_any_name(
     shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = {specs_agree(name, shuffled, monkeypatch).recipe for name in SMALL_ENOUGH}
-    assert seen == shipped_texts().keys() - {"deepseek_v3"}  # which has one size
+    assert seen == shipped_texts().keys() - {"deepseek_v3"}  # which has only one size
     small = {"num_hidden_layers": 5, "n_routed_experts": 32}
     config, count = PUBLISHED["DeepSeek-V3"]
     monkeypatch.setitem(PUBLISHED, "DeepSeek-V3", (config | small, count))
@@ -122,7 +122,7 @@ def test_published_configurations_resolve_to_the_same_under_any_name(
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_neox"])
 def test_verify_passes_under_any_name(name: str, shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers' model is given: under its new name the architecture means another one there."""
+    """The model of transformers is the reference, because the new name means another architecture there."""
     (architecture,) = named_recipe(name).architectures
     ship(shuffled, monkeypatch)
     report = verify(shuffled.recipes[name], reference=getattr(transformers, architecture), configs=2)
@@ -140,12 +140,12 @@ def test_no_name_is_kept(shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch) ->
     assert {each.recipe.file.parent for each in list_recipes()} == {shuffled.directory}
 
 
-# ------------------------------------------------------------------------------------- a name that is looked at is seen
+# ------------------------------------------------------------------------------------- a name that is used is noticed
 
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What must not be: Gemma's norms get their offset by the recipe's name, not from the recipe."""
+    """Plants a forbidden dependency: Gemma's norms get their offset from the name of the recipe."""
     honest = resolving._Resolver.model
 
     def by_name(self: Any, *arguments: Any) -> ModelSpec:
@@ -158,7 +158,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_planted_name_passes_unshuffled(plant: None) -> None:
-    """Which is why names are shuffled: nothing else would see it."""
+    """This is why names are shuffled: no other test would notice."""
     rng = Random(f"gemma {SEED}")
     config, model_class, attention = families.drawn_config("gemma", rng)
     check_family(config, model_class, families.drawn_options(rng), SEED, attention=attention)
@@ -180,23 +180,25 @@ def test_a_planted_name_is_seen_by_parity(
 def test_a_planted_name_is_seen_by_the_specs(plant: None, shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError):
         specs_agree("gemma-2b", shuffled, monkeypatch)
-    specs_agree("phi-2", shuffled, monkeypatch)  # neither it nor the one it is called after has anything to do with it
+    specs_agree("phi-2", shuffled, monkeypatch)  # neither it nor the one it is named after depends on it
 
 
-# ------------------------------------------------------------------------------------------- nor is one in the source
+# ------------------------------------------------------------------------------------------- names in the source
 
 LEGITIMATE = {
-    ("models/config_keys.py", "is_llama_config"),  # a key of config.json
+    ("models/resolve/config_keys.py", "is_llama_config"),  # a key of config.json
     ("cli/options.py", "A built-in such as tiny-llama, a local directory, or a hub id."),
     ("cli/serve.py", "A built-in such as tiny-llama, a local directory, or a hub id."),
     ("cli/serve.py", "MODEL is missing: a built-in such as tiny-llama, a local directory, or a hub id"),
 }
-NAMES_OF_FORMATS = "serving/tools/formats.py"  # of calls of tools; which one it is a chat template says
-KINDS_OF_SCALING = {"llama3"}  # config.json's own word for how a rotation is stretched
+NAMES_OF_FORMATS = "serving/tools/formats.py"  # formats of tool calls; the chat template selects one
+KINDS_OF_SCALING = {"llama3"}  # the word in config.json for a kind of scaling
 
 
 def families_named_in(source: str) -> Iterator[tuple[int, str]]:
-    """String constants, docstrings aside, in which a shipped recipe's, architecture's or model type's name stands."""
+    """Yields string constants, except docstrings, that contain the name of a shipped recipe, architecture or model
+    type.
+    """
     tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     names = {*shipped_texts(), *shipped_architectures(), *model_types()}

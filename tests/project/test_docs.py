@@ -18,7 +18,13 @@ from fastgen.models.recipe.recipe import load_recipe
 from fastgen.models.resolve.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "training" / "README.md"]
+PAGES = [
+    *(
+        ROOT / each
+        for each in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "training/README.md", "benchmarks/README.md")
+    ),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -107,9 +113,45 @@ def test_the_recipe_of_the_readme_loads(tmp_path: Path) -> None:
     assert {attention.sliding_window for attention in spec.attentions()} != {None}
 
 
-def test_the_map_names_every_file() -> None:
+def folders_on_the_map() -> list[str]:
     (tree,) = re.findall(r"^```\n(fastgen/.*?)^```", (ROOT / "docs" / "architecture.md").read_text(), re.M | re.S)
-    named = set(re.findall(r"[\w]+\.py", tree))
-    for package in ("compile", "layers", "models", "runtime", "verify"):
-        files = {file.name for file in (ROOT / "fastgen" / package).glob("*.py") if file.name != "__init__.py"}
-        assert files <= named, f"{package}: {files - named} are not on the map"
+    found: list[str] = []
+    above: list[str] = []
+    for indent, name in re.findall(r"^( *)([\w<>]+)/ ", tree, re.MULTILINE):
+        above[len(indent) // 2 :] = [name]
+        found.append("/".join(above))
+    return found
+
+
+def test_the_map_has_one_line_for_each_folder() -> None:
+    """One line stands for all ops; the files of a built-in model need none."""
+    named = folders_on_the_map()
+    assert len(named) == len(set(named))
+    package = [path for path in (ROOT / "fastgen").rglob("*") if path.is_dir() and "__pycache__" not in path.parts]
+    folders = {str(path.relative_to(ROOT)) for path in [ROOT / "fastgen", *package] if any(path.glob("*.*"))}
+    folders |= {str(Path(each).parent) for each in folders if each != "fastgen"}
+    ops = {each for each in folders if each.startswith("fastgen/compile/ops/")}
+    models = {each for each in folders if each.startswith("fastgen/models/builtin/")}
+    listed = {each for each in named if each.startswith("fastgen")}
+    assert listed == folders - ops - models | {"fastgen/compile/ops/<op>"}
+    assert all((ROOT / each).is_dir() for each in named if not each.startswith("fastgen"))
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"], ids=lambda page: page.stem
+)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """A name is a path below the repository, the package, or the folder of the page's other examples."""
+    places = (
+        ROOT,
+        ROOT / "fastgen",
+        ROOT / "fastgen/compile",
+        ROOT / "fastgen/runtime/scheduling",
+        ROOT / "tests/runtime",
+    )
+    named = set(re.findall(r"`([\w/-]+\.(?:py|yaml|md|j2|toml))`", page.read_text())) - {
+        "fastgen.yaml",
+        "recipes/NAME.yaml",
+    }
+    assert named
+    assert {each for each in named if not any((place / each).exists() for place in places)} == set()

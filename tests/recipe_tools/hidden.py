@@ -1,4 +1,4 @@
-"""The shipped recipes without one of them, each whole in itself."""
+"""The shipped recipes without one of them, each written without ``extends``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastgen.models.registry.registry import list_recipes
 
 
 def all_but(hidden: str, directory: Path) -> list[Recipe]:
-    """Every shipped recipe but ``hidden``, written whole into ``directory``, so that none extends it."""
+    """Writes every shipped recipe except ``hidden`` into ``directory``, without ``extends``."""
     directory.mkdir(parents=True, exist_ok=True)
     files = []
     for recipe in (each.recipe for each in list_recipes() if each.recipe.name != hidden):

@@ -1,4 +1,4 @@
-"""A published configuration for each shipped recipe, those of hundreds of experts made smaller."""
+"""A published configuration for each shipped recipe, with fewer experts if it has hundreds."""
 
 from __future__ import annotations
 

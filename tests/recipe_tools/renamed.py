@@ -1,4 +1,4 @@
-"""A checkpoint told in other words: its architecture, its modules and many of its configuration's keys renamed."""
+"""A checkpoint under other names: its architecture, its modules and many keys of its configuration are renamed."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _KEYS: Final = {
 
 
 def rename(directory: Path, to: Path) -> Path:
-    """A copy of the checkpoint in ``directory``, renamed."""
+    """Writes a renamed copy of the checkpoint to ``directory``."""
     to.mkdir(parents=True, exist_ok=True)
     tensors = load_file(directory / "model.safetensors")
-    post_norms = any("post_feedforward" in name for name in tensors)  # there the names say where norms stand
+    post_norms = any("post_feedforward" in name for name in tensors)  # these names give the position of norms
     names = {old: new for old, new in _MODULES if not (post_norms and "norm" in new)}
     renamed = {".".join(names.get(part, part) for part in name.split(".")): value for name, value in tensors.items()}
     assert len(renamed) == len(tensors)

@@ -1,4 +1,4 @@
-"""The drawing: one scene without collisions, all of it connected, and both text and SVG say exactly what it says."""
+"""The drawing: one connected scene without collisions; text and SVG have exactly its content."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ Scenes = list[tuple[Explanation, Scene]]
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
-    """Every recipe at several widths, without and with a configuration, and one that has all that a recipe can have."""
+    """Draws every recipe at several widths, without and with a configuration, and one recipe with all features."""
     file = tmp_path_factory.mktemp("recipes") / "everything.yaml"
     file.write_text(EVERYTHING)
     found = [(explain(load_recipe(file)), width) for width in (40, 71, 80, 96)]
@@ -202,7 +202,7 @@ def reachable(start: list[Any], edges: dict[int, list[Any]]) -> set[int]:
     return found
 
 
-def test_what_is_added_up_meets_in_a_plus_and_alternatives_in_a_circle(scenes: Scenes) -> None:
+def test_sums_meet_in_a_plus_and_alternatives_in_a_circle(scenes: Scenes) -> None:
     for explanation, scene in scenes:
         signs = [joint.sign for joint in scene.joints]
         branches = [branch for kind in explanation.layers for branch in kind.branches]
@@ -333,7 +333,7 @@ def test_the_picture_is_the_scene(scenes: Scenes) -> None:
     "text",
     ["<script>alert(1)</script>", '&amp;"quoted"', "]]>", "\x1b[31m\x00\r\n", "日本語\u202e", "\ud800", "x" * 5000],
 )
-def test_what_comes_from_a_file_is_only_text(text: str) -> None:
+def test_text_from_a_file_is_escaped(text: str) -> None:
     config = CONFIGS["llama"][1] | {"hidden_act": text}
     explanation = explain(RECIPES["llama"], config)
     scene = draw(explanation, 80)
@@ -346,7 +346,7 @@ def test_what_comes_from_a_file_is_only_text(text: str) -> None:
 def test_an_expression_is_only_text(quoted: str) -> None:
     changes = {("model", "layers", "residual", "attend", "norm", "when"): quoted, ("define", "other"): quoted}
     changed = replaced(RECIPES["llama"], changes)
-    if changed is None:  # no expression at all
+    if changed is None:  # not an expression
         assert "~" in quoted
         return
     scene = draw(explain(changed), 80)

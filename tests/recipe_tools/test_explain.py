@@ -1,4 +1,4 @@
-"""What is said about a recipe: nothing that matters is left out, and with a configuration nothing is said too much."""
+"""The explanation of a recipe is complete, and with a configuration has nothing superfluous."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def words_of(explanation: Explanation) -> set[str]:
 
 
 def module_of(tensor: str, recipe: Recipe) -> str:
-    """A tensor's name as the recipe writes it: less its suffix and what stands before a layer's or an expert's own."""
+    """Returns a tensor's name as the recipe writes it: without suffix and without the prefix of layer and expert."""
     at = re.escape(recipe.schema.model.layers.at).replace(r"\{layer\}", r"\d+")
     name = re.sub(rf"^{at}\.", "", tensor)
     for branch in recipe.schema.model.layers.residual.values():
@@ -61,7 +61,7 @@ def test_every_tensor_of_the_model_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_with_a_configuration_exactly_what_is_there_is_drawn(name: str) -> None:
+def test_with_a_configuration_exactly_the_present_nodes_are_drawn(name: str) -> None:
     recipe_name, config = CONFIGS[name]
     spec = resolve(RECIPES[recipe_name], config)
     explanation = explain(RECIPES[recipe_name], config)
@@ -116,7 +116,7 @@ def check_attention(attention: AttentionSpec, facts: dict[str, str]) -> None:
         assert float(facts["θ"].replace(",", "")) == pytest.approx(attention.rotary.theta)
         assert ("stretch" in facts) == (attention.rotary.scaling is not None)
         assert ("2i with 2i + 1" in facts["rotary"]) == (attention.rotary.kind == "interleaved")
-        assert ("turned" in facts) == (attention.rotary.dim != attention.head_dim)
+        assert ("rotated" in facts) == (attention.rotary.dim != attention.head_dim)
 
 
 def test_without_a_configuration_conditions_are_written_on_the_boxes() -> None:
@@ -182,9 +182,9 @@ def test_the_name_of_a_recipe_changes_nothing_but_itself() -> None:
             ("attend", "attention", "rotary", "kind"),
             "interleaved",
             "rotary",
-            "turns features by position, 2i with 2i + 1",
+            "rotates features by position, 2i with 2i + 1",
         ),
-        (("attend", "attention", "rotary", "fraction"), 0.25, "turned", "this part of each head: 0.25"),
+        (("attend", "attention", "rotary", "fraction"), 0.25, "rotated", "this part of each head: 0.25"),
         (("attend", "attention", "scale"), "1 / 7", "scores", "q·k × 0.142857"),
         (("attend", "norm", "offset"), 1, "weight", "input_layernorm, with 1 added to it"),
         (("attend", "norm", "bias"), "b", "weight", "input_layernorm, and a bias if b"),
@@ -192,7 +192,7 @@ def test_the_name_of_a_recipe_changes_nothing_but_itself() -> None:
         (("transform", "mlp", "bias"), True, "bias", "yes"),
     ],
 )
-def test_a_change_of_the_recipe_is_said(path: tuple[str, ...], value: Any, label: str, text: str) -> None:
+def test_a_change_of_the_recipe_is_explained(path: tuple[str, ...], value: Any, label: str, text: str) -> None:
     changed = replaced(RECIPES["llama"], {(*BRANCHES, *path): value})
     assert changed is not None
     before = {(box.node, fact.label): fact.text for box in explain(RECIPES["llama"]).boxes() for fact in box.facts}
@@ -203,15 +203,15 @@ def test_a_change_of_the_recipe_is_said(path: tuple[str, ...], value: Any, label
 
 def test_sentences() -> None:
     assert explain(RECIPES["gpt_neox"]).sentences[1:3] == (
-        "Where a token stands, the model knows from queries and keys that are turned by their position (rotary).",
-        "both (only if parallel): the attention and the plain feed-forward work side by side; each reads the stream "
-        "through a norm of its own; what they make is added to the stream.",
+        "The model gets the position of a token from queries and keys that are rotated by position (rotary).",
+        "both (only if parallel): the attention and the plain feed-forward run in parallel; each reads the stream "
+        "through a norm of its own; their outputs are added to the stream.",
     )
-    assert explain(RECIPES["bloom"]).sentences[1].endswith("knows from scores that fall with distance (ALiBi).")
+    assert explain(RECIPES["bloom"]).sentences[1].endswith("from scores that fall with distance (ALiBi).")
     assert "learned vector" in explain(RECIPES["gpt2"]).sentences[1]
-    assert "what it makes is normed and added" in explain(RECIPES["gemma2"]).sentences[2]
+    assert "its output is normalized and added" in explain(RECIPES["gemma2"]).sentences[2]
     assert "scaled and added" in explain(RECIPES["granite"]).sentences[2]
-    assert "and the sum is normed" in explain(RECIPES["opt"]).sentences[2]
+    assert "and the sum is normalized" in explain(RECIPES["opt"]).sentences[2]
 
 
 def test_the_legend_says_what_every_number_is() -> None:

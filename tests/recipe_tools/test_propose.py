@@ -41,7 +41,7 @@ def recipes() -> list[Recipe]:
 
 
 def heron(layer: Mapping[str, tuple[int, ...]], **top: tuple[int, ...]) -> Shapes:
-    """Two layers of these tensors below ``trunk.blocks``."""
+    """Returns the shapes of two layers of these tensors below ``trunk.blocks``."""
     shapes: Shapes = {"trunk.tok.weight": (101, 48), "trunk.out_norm.weight": (48,), "unembed.weight": (101, 48)}
     shapes |= {f"trunk.{name}": shape for name, shape in top.items()}
     return shapes | {f"trunk.blocks.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
@@ -118,7 +118,7 @@ def test_experts_their_router_and_a_dense_first_layer(recipes: list[Recipe]) -> 
     assert (len(mixture.experts), mixture.experts[0].up.out_features) == (4, 24)
 
 
-def test_what_has_no_role_is_listed_and_asked(recipes: list[Recipe]) -> None:
+def test_tensors_without_a_role_are_listed_as_a_question(recipes: list[Recipe]) -> None:
     shapes = heron(ATTENTION | GATED | NORMS) | {"vision.patch.weight": (48, 3, 4, 4), "vision.proj.weight": (9, 48)}
     proposal = propose(CONFIG, shapes, recipes)
     assert set(proposal.unclaimed) == {"vision.patch.weight", "vision.proj.weight"}
@@ -126,7 +126,7 @@ def test_what_has_no_role_is_listed_and_asked(recipes: list[Recipe]) -> None:
     assert any("claimed by no node" in each.text for each in proposal.questions)
 
 
-def test_a_key_that_nobody_reads_is_asked_and_not_ignored(recipes: list[Recipe], tmp_path: Path) -> None:
+def test_an_unread_key_becomes_a_question_and_is_not_ignored(recipes: list[Recipe], tmp_path: Path) -> None:
     config = CONFIG | {"warp_factor": 3, "warp": {"kind": "cold"}, "attention_dropout": 0.1, "pruned_heads": {}}
     proposal = whole(propose(config, heron(ATTENTION | GATED | NORMS), recipes))
     assert proposal.unread == ("warp_factor", "warp")
@@ -136,7 +136,7 @@ def test_a_key_that_nobody_reads_is_asked_and_not_ignored(recipes: list[Recipe],
         resolve(proposal.recipe, config)
     assert resolve(proposal.recipe, config, allow_config_keys=proposal.unread) == proposal.spec
 
-    # the person answers that both change nothing: removes the marks of the suggested lines
+    # the answer is that both change nothing: remove the comment marks of the suggested lines
     lines = proposal.text.splitlines()
     number = asked.line - 1
     assert lines[number - 1] == "# ignores:"
@@ -164,7 +164,7 @@ def test_the_suggestion_keeps_what_is_ignored_beside_it(recipes: list[Recipe]) -
         ({"layers.0.conv.weight": (3, 4, 5), "embed.weight": (101, 48)}, "share no size|attention|feed-forward"),
     ],
 )
-def test_what_is_no_decoder_is_an_error(shapes: Shapes, said: str, recipes: list[Recipe]) -> None:
+def test_tensors_that_are_not_a_decoder_are_an_error(shapes: Shapes, said: str, recipes: list[Recipe]) -> None:
     with pytest.raises(CheckpointError, match=said):
         propose(CONFIG, shapes, recipes)
 

@@ -1,4 +1,4 @@
-"""Every shipped recipe is hidden, and proposed for a checkpoint of its architecture, in its and in other words."""
+"""Every shipped recipe is hidden and then proposed for a checkpoint of its architecture, under its and other names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BLOOM: Final[dict[str, Any]] = {
     f"{ATTEND}.alibi.scaled": False,
     "model.layers.residual.transform.mlp.activation": "'gelu_new'",
 }
-# What the hidden recipe says where the proposal, which asks, says something else. All others need no answer.
+# Values of the hidden recipe where the proposal asks and its default differs. All others need no answer.
 ANSWERS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("gemma", "published"): NORM_OFFSETS | {"model.embedding.scale": "sqrt(hidden_size)"},
     ("gemma", "renamed"): NORM_OFFSETS | {"model.embedding.scale": "sqrt(hidden_size)"},
@@ -85,7 +85,7 @@ def proposed(name: str, directory: Path) -> Proposal:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The checkpoint of a recipe in its words, and transformers' model."""
+    """Returns the checkpoint of a recipe under its own names, and the model of transformers."""
     at = tmp_path_factory.mktemp("tiny")
     made: dict[str, Any] = {}
 
@@ -98,7 +98,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return checkpoint
 
 
-# Most kinds of structure once: these are proposed in every run, renamed; all the others where time is no matter.
+# Most kinds of structure once: these are proposed in every run, renamed; all others only in slow runs.
 FAST: Final = frozenset(("gpt2", "opt", "falcon", "phi", "cohere", "qwen3", "deepseek_v3"))
 
 
@@ -115,7 +115,7 @@ def test_a_hidden_recipe_is_proposed_anew(name: str, words: str, tiny: Any, tmp_
     proposal = proposed(name, directory)
     opened = Checkpoint.open(directory)
 
-    # it resolves to exactly the checkpoint's tensors, the keys let pass that it leaves to a person
+    # with the unread keys allowed it resolves to exactly the checkpoint's tensors
     assert not proposal.unclaimed
     assert not proposal.missing
     spec = resolve(proposal.recipe, opened.config, allow_config_keys=proposal.unread)
@@ -123,7 +123,7 @@ def test_a_hidden_recipe_is_proposed_anew(name: str, words: str, tiny: Any, tmp_
     found = {next(tensor for tensor in names if tensor in opened.tensors): shape for names, shape in claimed.items()}
     assert found == {tensor: header.shape for tensor, header in opened.tensors.items()}
 
-    # a question stands at its line
+    # a question is at its line
     lines = proposal.text.splitlines()
     for question in proposal.questions:
         line = lines[question.line - 1]
@@ -136,7 +136,7 @@ def test_a_hidden_recipe_is_proposed_anew(name: str, words: str, tiny: Any, tmp_
 
 
 def _difference(name: str, proposal: Proposal, directory: Path, model: Any, answers: dict[str, Any], at: Path) -> float:
-    """The largest difference of a log-probability, the questions answered so."""
+    """Returns the largest difference of a log-probability with these answers to the questions."""
     content = yaml.safe_load(proposal.text)
     for path, value in answers.items():
         *parents, last = path.split(".")

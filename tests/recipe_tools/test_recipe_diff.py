@@ -1,4 +1,4 @@
-"""Differences of recipes: complete, symmetric, as small as they can be; and of the models they make."""
+"""Differences of recipes are complete, symmetric and minimal; and differences of the models they make."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 
 from fastgen.errors import RecipeError
 from fastgen.models.recipe.recipe import Recipe, load_recipe
-from fastgen.models.recipe.yaml_positions import NodePath, Tree, parse_recipe_yaml
+from fastgen.models.recipe.tree import NodePath, Tree
+from fastgen.models.recipe.yaml_reader import parse_recipe_yaml
 from fastgen.recipe_tools.diff.diff import Difference, recipe_differences, tree_differences
 from fastgen.recipe_tools.diff.lines import lines_of
 from fastgen.recipe_tools.diff.specs import spec_differences
@@ -28,7 +29,7 @@ BRANCHES = ("model", "layers", "residual")
 
 
 def meaning(tree: Tree) -> str:
-    """All that a tree says, with the types of its scalars and the order of keys where that means something."""
+    """Returns the content of a tree, with the types of its scalars, and the order of keys if it matters."""
     ordered = [
         (path, list(node.value))
         for path, node in nodes(tree)
@@ -38,7 +39,7 @@ def meaning(tree: Tree) -> str:
 
 
 def applied(tree: Tree, differences: Iterable[Difference]) -> Tree:
-    """``tree`` with what a list of differences says."""
+    """Returns ``tree`` with a list of differences applied."""
     for each in sorted(differences, key=lambda each: each.kind == "reordered"):
         if each.kind != "reordered":
             tree = replaced_tree(tree, {each.path: each.b})
@@ -214,7 +215,7 @@ model.layers.residual.more: only in odd
     )
 
 
-def test_every_difference_is_told_with_its_places() -> None:
+def test_every_difference_has_its_locations() -> None:
     for a, b in itertools.permutations(
         [RECIPES[name] for name in ("llama", "falcon", "deepseek_v2", "gpt2", "opt")], 2
     ):
@@ -228,7 +229,7 @@ def test_every_difference_is_told_with_its_places() -> None:
                     assert any(line.startswith(f"  {side} {Path(tree.file).name}:{tree.line} ") for line in lines)
 
 
-def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_files_with_the_same_name_have_distinct_labels(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         text = (FILES[0].parent / "gpt2.yaml").read_text()
@@ -249,7 +250,7 @@ def test_a_model_does_not_differ_from_itself(name: str) -> None:
     assert spec_differences(RECIPES[recipe_name], RECIPES[recipe_name], config) == []
 
 
-def test_what_a_difference_amounts_to() -> None:
+def test_the_effect_of_a_difference() -> None:
     _, config = CONFIGS["mistral"]
     found = spec_differences(RECIPES["llama"], RECIPES["mistral"], config)
     assert [(each.place, each.a, each.b) for each in found] == [
@@ -297,7 +298,7 @@ def test_an_edit_is_found_in_the_model(
     edited = replaced(RECIPES["mixtral"], {path: value})
     assert edited is not None
     found = {each.place: each for each in spec_differences(RECIPES["mixtral"], edited, config)}
-    if path[-1] == "when":  # the layer's list of branches, the branch, and what that costs
+    if path[-1] == "when":  # the list of branches of the layer, the branch, and the parameter count
         assert {*found} == {"num_parameters", "kv_bytes_per_token", "layer 3: branches", place}
         assert found[place].b == ()
         assert len(found[place].a) > 5

@@ -1,4 +1,4 @@
-"""A model of the hub is read by its headers alone, and what keeps it from being read is told."""
+"""A model on the hub is read by its headers alone, and errors say why it cannot be read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL = BUILTINS["tiny-llama"]
 
 
 def refused(kind: type[Exception]) -> Exception:
-    """An error of the hub's, without the answer of an HTTP client that its own constructor asks for."""
+    """Returns an error of the hub without the HTTP response that its constructor needs."""
     error = kind.__new__(kind)
     Exception.__init__(error, "no")
     return error
@@ -34,7 +34,7 @@ def refused(kind: type[Exception]) -> Exception:
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The hub is played by a built-in; the names of files that were fetched."""
+    """Replaces the hub by a built-in; collects the names of downloaded files."""
     names: list[str] = []
 
     def download(repository: str, name: str) -> str:
@@ -69,7 +69,7 @@ def test_only_headers_are_fetched(fetched: list[str]) -> None:
         (ConnectionError("refused"), "failed (refused), and the cache"),
     ],
 )
-def test_what_keeps_it_from_being_read_is_told(
+def test_errors_say_why_a_model_cannot_be_read(
     error: Exception, said: str, fetched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
@@ -81,7 +81,7 @@ def test_what_keeps_it_from_being_read_is_told(
     assert said in str(caught.value)
 
 
-def test_what_is_no_hub_id_is_told() -> None:
+def test_a_name_that_is_not_a_hub_id_is_refused() -> None:
     with pytest.raises(ModelNotFoundError, match="no hub id of the form owner/name"):
         remote.read_remote("some/where/else")
 

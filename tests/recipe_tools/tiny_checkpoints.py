@@ -1,4 +1,4 @@
-"""A tiny random checkpoint for each shipped recipe, made by transformers, and transformers' own model beside it."""
+"""A tiny random checkpoint for each shipped recipe, made by transformers, and the model of transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LATENT: Final[dict[str, Any]] = {
     **{"n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
 }
 
-# By recipe: the architecture in transformers, and what its configuration says.
+# By recipe: the architecture in transformers, and its configuration.
 CHECKPOINTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama": ("Llama", SIZES),
     "mistral": ("Mistral", SIZES | {"sliding_window": 7}),
@@ -65,11 +65,11 @@ CHECKPOINTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 def make(name: str, directory: Path) -> transformers.PreTrainedModel:
-    """The checkpoint for the recipe ``name`` in ``directory``, and the model it was saved from."""
+    """Writes the checkpoint for the recipe ``name`` to ``directory`` and returns its model."""
     stem, overrides = CHECKPOINTS[name]
     cls: Any = getattr(transformers, f"{stem}LMHeadModel", None) or getattr(transformers, f"{stem}ForCausalLM")
     config = cls.config_class(**overrides)
-    config._experts_implementation = "eager"  # its grouped product takes sizes that are multiples of 16 bytes only
+    config._experts_implementation = "eager"  # its grouped product requires sizes that are multiples of 16 bytes
     torch.manual_seed(0)
     model = randomise(cls._from_config(config, attn_implementation="eager"), 0)
     model.save_pretrained(directory)

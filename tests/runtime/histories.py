@@ -10,17 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fastgen.errors import RequestTooLargeError
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
+from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.sampling.beam_search import Candidate, num_candidates
-from fastgen.runtime.sampling.sampler import SampledToken
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampled import Candidate, SampledToken
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.sampling.beam_search import num_candidates
 from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, Policy, StaticBatching, choose_policy
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduling.scheduler import Scheduler
-from fastgen.runtime.step.model_runner import ModelRunner, StepOutput
+from fastgen.runtime.step.model_runner import ModelRunner
+from fastgen.runtime.step.step import Step
 
 EOS = 0
 
@@ -36,7 +38,7 @@ class Device:
     rng: random.Random
     now_s: float = 1000.0
     failures: float = 0.0
-    # How often the logits of a sequence are no numbers.
+    # How often the logits of a sequence are not finite.
     damages: float = 0.0
     seen: list[Schedule] = field(default_factory=list)
 
@@ -44,29 +46,31 @@ class Device:
         self.now_s += self.rng.random() * 1e-5
         return self.now_s
 
-    def run(self, schedule: Schedule) -> StepOutput:
+    def launch(self, step: Step) -> None:
+        schedule = step.schedule
         self.seen.append(schedule)
         build_s, forward_s = self.rng.random() * 1e-3, (0.1 + self.rng.random()) * schedule.num_tokens * 1e-3
         self.now_s += build_s + forward_s
         if self.rng.random() < self.failures:
             raise StepFailedError
-        sampled = [(entry.seq, token) for entry in schedule.entries if entry.samples for token in self._tokens(entry)]
-        num_given = Counter(seq for seq, _ in sampled)
-        return StepOutput(
-            sampled,
-            [],
-            build_s=build_s,
-            num_padding=schedule.size - schedule.num_tokens,
-            num_accepted={chunk.seq: num_given[chunk.seq] - 1 for chunk in schedule.chunks if chunk.drafts},
-        )
+        step.build_s, step.num_padding = build_s, schedule.size - schedule.num_tokens
+
+    def sample(self, step: Step) -> None:
+        entries = step.schedule.entries
+        step.sampled = [(entry.seq, token) for entry in entries if entry.samples for token in self._tokens(entry)]
+        num_given = Counter(seq for seq, _ in step.sampled)
+        step.num_accepted = {chunk.seq: num_given[chunk.seq] - 1 for chunk in step.schedule.chunks if chunk.drafts}
+
+    def collect(self, step: Step) -> None:
+        pass
 
     def propose(self, seq: Sequence, max_tokens: int) -> list[int]:
-        """So many drafts at random, often none."""
+        """Returns random drafts, often none."""
         num_left = seq.request.sampling.max_new_tokens - (seq.num_tokens - seq.num_prompt_tokens)
         return [self.rng.randrange(12) for _ in range(self.rng.randint(-2, min(max_tokens, num_left - 1, 4)))]
 
     def _tokens(self, entry: ScheduledTokens) -> list[SampledToken]:
-        """Drafts are right until one is not, and then comes another token."""
+        """Returns the drafts that are right, up to the first wrong one, and then another token."""
         num_right = next((place for place in range(len(entry.drafts)) if self.rng.random() < 0.4), len(entry.drafts))
         return [*map(SampledToken, entry.drafts[:num_right]), self._sample(entry.seq)]
 
@@ -83,7 +87,7 @@ class Device:
 
 @dataclass
 class History:
-    """An engine and what was asked of it. ``after_step``, where set, is called after each step, failed ones too."""
+    """An engine and its requests. ``after_step``, if set, is called after each step, also after failed ones."""
 
     rng: random.Random
     num_blocks: int
@@ -100,7 +104,7 @@ class History:
     damages: float = 0.0
     after_step: Callable[[History], None] | None = None
     generations: list[Generation] = field(default_factory=list)
-    # How often the policy put a step off.
+    # How often the policy postponed a step.
     num_waits: int = 0
 
     def __post_init__(self) -> None:
@@ -128,12 +132,19 @@ class History:
             clock=self.device.clock,
         )
 
+    def record_with(self, **bounds: Any) -> None:
+        """Replaces the recorder, before the first step, by one with these bounds."""
+        engine = self.engine
+        recorder = Recorder(engine.recorder.engine, lambda: 0.0, **bounds)
+        engine.observers.each[engine.observers.each.index(engine.recorder)] = recorder
+        engine.recorder = recorder
+
     @staticmethod
     def sampling(**fields: Any) -> SamplingParams:
         return SamplingParams(**fields)
 
     def submit(self, num_prompt_tokens: int | None = None, **fields: Any) -> Generation:
-        """A request that fits the cache; prompts begin alike, for a while."""
+        """Submits a request that fits the cache. Prompts share beginnings."""
         room = (self.num_blocks - 1) // len(self.windows) * self.block_size
         length = num_prompt_tokens or min(room - 1, self.rng.choice([1, 3, 8, 20, room // 2]))
         beginning = self.rng.choice([[1] * length, [2, 3] * length, [self.rng.randrange(90) for _ in range(length)]])
@@ -155,7 +166,7 @@ class History:
             self.after_step(self)
 
     def live(self, num_acts: int) -> None:
-        """So many random acts, and steps until nothing is left."""
+        """Does ``num_acts`` random acts, and then steps until nothing is left."""
         for _ in range(num_acts):
             act = self.rng.random()
             if self.beams and act < 0.05:
@@ -171,7 +182,7 @@ class History:
             elif act < 0.3 and self.generations:
                 self.engine.cancel(self.rng.choice(self.generations))
             elif act < 0.35:
-                self.device.now_s += self.rng.random() * 0.1  # nobody asks for a step
+                self.device.now_s += self.rng.random() * 0.1  # no step is run
             else:
                 self.step()
         self.finish()
@@ -182,7 +193,7 @@ class History:
 
 
 def random_history(rng: random.Random, **options: Any) -> History:
-    """A history over sizes at random, small ones, so that slots and blocks run short. It has not begun."""
+    """Returns a history over small random sizes, so that slots and blocks run short. It has not begun."""
     max_num_seqs = rng.choice([2, 3, 6])
     return History(
         rng,
@@ -195,7 +206,7 @@ def random_history(rng: random.Random, **options: Any) -> History:
 
 
 def random_policy(rng: random.Random) -> Policy:
-    """Any of fastgen's own, for two slots or more."""
+    """Returns any of fastgen's own policies, for two slots or more."""
     name = rng.choice([*POLICIES, "bounded"])
     if name == "bounded":
         return choose_policy("splitfuse", itl_target_ms=rng.choice([2.0, 6.5, 20.0]))

@@ -1,6 +1,6 @@
 """An engine without a model: what may follow a sequence is drawn from its tokens, so every answer is known beforehand.
 
-The device remembers what was written where, through block tables and copies as the schedules told them, and every
+The device remembers what was written where, through the block tables and copies of the schedules, and every
 sequence finds its own tokens there in each step.
 """
 
@@ -12,19 +12,21 @@ from array import array
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import count
-from typing import Any, cast
+from typing import cast
+from weakref import WeakKeyDictionary
 
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import TO_COME, Sequence
-from fastgen.runtime.sampling.beam_search import BeamSearch, Candidate, num_candidates
-from fastgen.runtime.sampling.sampler import SampledToken
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampled import Candidate, SampledToken
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.sampling.beam_search import BeamSearch, num_candidates
 from fastgen.runtime.scheduling.drafts import NgramDrafter
 from fastgen.runtime.scheduling.policies import Policy
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduling.scheduler import Scheduler
-from fastgen.runtime.step.model_runner import LaunchedStep, ModelRunner, StepOutput
+from fastgen.runtime.step.model_runner import ModelRunner
+from fastgen.runtime.step.step import Step
 
 EOS = 0
 VOCAB_SIZE = 12
@@ -51,7 +53,7 @@ def next_token(token_ids: SequenceOf[int], index: int) -> int:
 
 
 class LostStepError(BaseException):
-    """A step that came to nothing."""
+    """A step that is lost."""
 
 
 def build_engine(
@@ -88,20 +90,23 @@ def build_engine(
 
 class AheadDevice:
     """A :class:`Device` for an engine that runs ahead: a forward pass finds the tokens that the host does not know yet
-    where they were sampled, and nothing is sampled before the host knows all of those.
+    where they were sampled, and nothing is sampled before the host knows all of them.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.num_ahead = self.num_taken = self.num_in_vain = 0
+        self.num_ahead = self.num_taken = self.num_unused = 0
         # For each slot the token sampled last: its sequence, that one's preemptions, the position, the token.
         self._sampled: dict[int | None, tuple[Sequence, int, int, int]] = {}
+        # For each launched step, the tokens that the host did not know.
+        self._taken: WeakKeyDictionary[Step, dict[Sequence, int]] = WeakKeyDictionary()
 
-    def launch(self, schedule: Schedule, *, ahead: bool) -> LaunchedStep:
-        self.num_ahead += ahead
+    def launch(self, step: Step) -> None:
+        schedule = step.schedule
+        self.num_ahead += step.is_ahead
         unknown = [entry.seq for entry in schedule.entries if TO_COME in entry.seq.token_ids]
-        assert ahead or not unknown
-        taken = {}
+        assert step.is_ahead or not unknown
+        taken: dict[Sequence, int] = {}
         for seq in unknown:
             assert seq.token_ids.index(TO_COME) == seq.num_tokens - 1
             assert not seq.request.has_beams
@@ -110,40 +115,38 @@ class AheadDevice:
             taken[seq] = token_id
             self.num_taken += 1
         self.device.write(schedule, taken)
-        step = LaunchedStep(schedule, cast(Any, None), [], cast(Any, taken), 0.0, ahead)
+        self._taken[step] = taken
         if self.device.loses_step():
             raise self.device.error
-        return step
 
-    def sample(self, step: LaunchedStep) -> None:
+    def sample(self, step: Step) -> None:
         live = [entry for entry in step.schedule.entries if entry.seq.slot is not None]
         for entry in live:
             assert TO_COME not in entry.seq.token_ids
-            if (token_id := cast(Any, step.hidden).get(entry.seq)) is not None:
-                assert entry.seq.token_ids[-1] == token_id, "the host was told another token"
-        self.num_in_vain += len(step.schedule.entries) - len(live)
+            if (token_id := self._taken[step].get(entry.seq)) is not None:
+                assert entry.seq.token_ids[-1] == token_id, "the host has another token"
+        self.num_unused += len(step.schedule.entries) - len(live)
         if self.device.loses_step():
             raise self.device.error
         sampled, num_accepted = [], {}
         for entry in live:
             if entry.samples:
-                tokens = self.device.sample(entry)
+                tokens = self.device.tokens(entry)
                 sampled += [(entry.seq, token) for token in tokens]
                 if entry.drafts:
                     num_accepted[entry.seq] = len(tokens) - 1
                 else:
                     seq, position = entry.seq, entry.seq.num_tokens
                     self._sampled[seq.slot] = (seq, seq.num_preemptions, position, tokens[0].token_id)
-        self.output = StepOutput(sampled, [], num_accepted)
+        step.sampled, step.num_accepted = sampled, num_accepted
 
-    def collect(self, step: LaunchedStep) -> StepOutput:
+    def collect(self, step: Step) -> None:
         if self.device.loses_step():
             raise self.device.error
-        return self.output
 
 
 class Device:
-    """Blocks of token ids, and the block tables as they were told."""
+    """Blocks of token ids, and the block tables that schedules wrote."""
 
     error: type[BaseException] = LostStepError
 
@@ -153,19 +156,21 @@ class Device:
         self._tables: dict[tuple[int, int, int], int] = {}
         self._written: dict[tuple[int, int, int], int] = {}
 
-    def run(self, schedule: Schedule) -> StepOutput:
+    def launch(self, step: Step) -> None:
         lost_early, lost_late = self.loses_step(), self.loses_step()
         if lost_early:
             raise self.error
-        self.write(schedule, {})
+        self.write(step.schedule, {})
         if lost_late:
             raise self.error
-        found = [(entry, self.sample(entry)) for entry in schedule.entries if entry.samples]
-        return StepOutput(
-            sampled=[(entry.seq, token) for entry, tokens in found for token in tokens],
-            prompt_logprobs=[],
-            num_accepted={entry.seq: len(tokens) - 1 for entry, tokens in found if entry.drafts},
-        )
+
+    def sample(self, step: Step) -> None:
+        found = [(entry, self.tokens(entry)) for entry in step.schedule.entries if entry.samples]
+        step.sampled = [(entry.seq, token) for entry, tokens in found for token in tokens]
+        step.num_accepted = {entry.seq: len(tokens) - 1 for entry, tokens in found if entry.drafts}
+
+    def collect(self, step: Step) -> None:
+        pass
 
     def write(self, schedule: Schedule, unknown: Mapping[Sequence, int]) -> None:
         """The forward pass, with the newest tokens that the host does not know."""
@@ -198,7 +203,7 @@ class Device:
         index, offset = divmod(position, self.block_size)
         return group, self._tables[seq.slot, group, index], offset
 
-    def sample(self, entry: ScheduledTokens) -> list[SampledToken]:
+    def tokens(self, entry: ScheduledTokens) -> list[SampledToken]:
         """What follows the tokens of an entry, and its drafts as long as they are right."""
         seq = entry.seq
         if seq.request.has_beams:

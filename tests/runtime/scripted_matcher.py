@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from fastgen.runtime.sampling.structured_output import Mask
+from fastgen.runtime.requests.constraint import Mask
 
 
 class ScriptedMatcher:

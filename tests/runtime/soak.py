@@ -2,8 +2,8 @@
 
 Requests are drawn from a pool whose answers alone are known. They come, are cancelled and run out of time as the draw
 has it, under any priority, on a clock that the steps move on. After each step all owners of blocks and slots agree;
-each answer is the one that its request gets alone, or begins so where it was ended before its time; nobody waits for
-longer than a bounded number of steps; in the end nothing is held.
+each answer is the one that its request gets alone, or its beginning if the request was ended early; no request waits
+for longer than a bounded number of steps; in the end nothing is held.
 
 By itself, ``python -m tests.runtime.soak --requests 20000 --output FILE`` runs all courses and writes what happened.
 """
@@ -27,9 +27,9 @@ import transformers
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.errors import RequestTooLargeError
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.requests.generation import Generation
 from tests.reference import randomise, save
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
 from tests.runtime.test_same_answer import num_certain_tokens
@@ -61,7 +61,7 @@ KINDS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Course:
-    """A model, and how it is loaded. ``exact`` ones give the same bits in any company; others keep to margins."""
+    """A model, and how it is loaded. ``exact`` ones give the same bits beside any requests; others keep to margins."""
 
     family: str
     load: dict[str, Any]
@@ -173,7 +173,7 @@ class Soak:
         self._open: dict[Generation, tuple[Drawn, int]] = {}
         engine.clock = lambda: self.now_s
 
-    def run(self, num_requests: int, told: Callable[[int], None] = lambda count: None) -> None:
+    def run(self, num_requests: int, report: Callable[[int], None] = lambda count: None) -> None:
         num_submitted = 0
         while num_submitted < num_requests or self._open:
             for _ in range(self.rng.choice((0, 0, 1, 1, 2, 5))):
@@ -187,7 +187,7 @@ class Soak:
             self.now_s += STEP_S
             self.engine.check_integrity()
             self._look_at_finished()
-            told(num_submitted)
+            report(num_submitted)
         pool = self.engine.scheduler.kv.pool
         assert not self.engine.has_work
         assert pool.num_free == pool.capacity, f"{pool.capacity - pool.num_free} blocks leaked"
@@ -248,7 +248,7 @@ def run_course(
     model = make_checkpoint(course.family, directory / name.replace(" ", "-"))
     pool = draw_pool(model, course, rng, pool_size)
 
-    def told(count: int) -> None:
+    def report(count: int) -> None:
         if talk and soak.num_steps % 2000 == 0:
             print(f"{name}: {count:,} of {num_requests:,} requests, {soak.num_steps:,} steps", flush=True)
 
@@ -256,7 +256,7 @@ def run_course(
     with load_cramped(model, course, pool) as llm:
         assert llm._engine is not None
         soak = Soak(llm._engine, pool, rng, exact=course.exact)
-        soak.run(num_requests, told)
+        soak.run(num_requests, report)
         statistics = llm.metrics()
         blocks = llm.config.num_blocks - 1
     seconds = round(time.perf_counter() - start, 1)

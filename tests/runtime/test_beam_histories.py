@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from fastgen.runtime.kv_cache.forks import Forks
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
-from fastgen.runtime.requests.generation import Generation
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.forks import Forks
 from fastgen.runtime.scheduling.running_set import RunningSet
 from fastgen.runtime.scheduling.waiting_queue import WaitingQueue
 from tests.runtime.remembering_device import VOCAB_SIZE, LostStepError, alone, build_engine, drawn_by
@@ -82,7 +82,7 @@ def history(seed: int) -> Counter[str]:
                 engine.step()
             happened["steps"] += 1
         engine.check_integrity()
-        assert happened["steps"] < 3000, "somebody starves"
+        assert happened["steps"] < 3000, "some request starves"
     assert kv.pool.num_free == kv.pool.capacity
     for generation, request in zip(generations, requests, strict=True):
         given = generation.output().completions

@@ -1,4 +1,4 @@
-"""Beam search on models: transformers' hypotheses and scores, and on ``cpp`` the same bits in any company."""
+"""Beam search on models: transformers' hypotheses and scores, and on ``cpp`` the same bits whatever else runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.sampling.beam_search import BeamSearch, Candidate, num_candidates
+from fastgen.runtime.requests.sampled import Candidate
+from fastgen.runtime.sampling.beam_search import BeamSearch, num_candidates
 from tests.reference import TOLERANCE
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
 
@@ -140,7 +141,7 @@ def closest(directory: Path, prompt: list[int], sampling: SamplingParams) -> flo
     return least
 
 
-def told(output: GenerationOutput) -> list[object]:
+def result_of(output: GenerationOutput) -> list[object]:
     return [
         (each.text, each.token_ids, each.finish_reason, each.score, each.logprobs, each.prompt_logprobs)
         for each in output.completions
@@ -178,19 +179,19 @@ def test_hypotheses_and_scores_are_those_of_transformers(
     requests = [drawn_request(directory, rng) for _ in range(num_requests)]
     with fastgen.load(directory, target=target, block_size=4, **options) as llm:
         outputs = run(llm, requests)
-    num_told = 0
+    num_compared = 0
     for request, output in zip(requests, outputs, strict=True):
         sampling, expected = request[1], theirs(directory, *request)
         given = [(each.token_ids, each.score) for each in output.completions]
         if [ids for ids, _ in given] != [ids for ids, _ in expected]:
             assert closest(directory, *request) < MARGIN, sampling
             continue
-        num_told += 1
+        num_compared += 1
         for completion, (token_ids, score) in zip(output.completions, expected, strict=True):
             tolerance = TOLERANCE * len(token_ids) ** (1 - sampling.length_penalty)
             assert completion.score == pytest.approx(score, abs=tolerance), sampling
             assert completion.finish_reason == ("stop" if token_ids[-1] in stop_ids(sampling) else "length")
-    assert num_told >= 0.75 * num_requests
+    assert num_compared >= 0.75 * num_requests
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +211,7 @@ def test_company_budget_and_preemptions_move_no_bit(
     directory: Path, requests: list[tuple[list[int], SamplingParams]]
 ) -> None:
     with fastgen.load(directory, target="cpp", block_size=4, prefix_caching=False) as llm:
-        expected = [told(*run(llm, [request])) for request in requests]
+        expected = [result_of(*run(llm, [request])) for request in requests]
         block_bytes = engine_of(llm).runner.kv_cache.size_bytes // llm.config.num_blocks
         kv = engine_of(llm).scheduler.kv
         most = max(
@@ -227,7 +228,7 @@ def test_company_budget_and_preemptions_move_no_bit(
     ):
         with fastgen.load(directory, target="cpp", block_size=4, **sizes) as llm:
             outputs = run(llm, requests)
-        assert list(map(told, outputs)) == expected
+        assert list(map(result_of, outputs)) == expected
         num_preempted += sum(output.metrics.preemptions > 0 for output in outputs)
     assert num_preempted > 0 or any(kv.windows)  # what windows leave behind makes room
 
@@ -286,4 +287,4 @@ def test_a_search_that_is_ended_gives_the_best_so_far(llm: LLM, num_steps: int) 
 def test_one_beam_is_greedy(llm: LLM) -> None:
     """Whatever is said of beams."""
     fields: dict[str, Any] = {"max_new_tokens": 8, "length_penalty": 3.0, "early_stopping": "never"}
-    assert told(llm.generate([9, 8], beam_width=1, **fields)) == told(llm.generate([9, 8], max_new_tokens=8))
+    assert result_of(llm.generate([9, 8], beam_width=1, **fields)) == result_of(llm.generate([9, 8], max_new_tokens=8))

@@ -21,7 +21,8 @@ import fastgen
 from fastgen import SamplingParams
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.sampling.sampler import SampledToken, Sampler
+from fastgen.runtime.requests.sampled import SampledToken
+from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.scheduling.drafts import SampledSequence, owner
 from fastgen.runtime.scheduling.schedule import Schedule
 from tests.reference import randomise, save
@@ -56,7 +57,7 @@ class WatchedSampler:
     def launch(self, logits: Tensor, rows: SequenceOf[SampledSequence]) -> Callable[[], list[SampledToken]]:
         live = [row for row, each in enumerate(rows) if owner(each).slot is not None]
         expected = self._reference.sample(logits[live].clone(), [rows[row] for row in live])
-        self.counts["in vain"] += len(rows) - len(live)
+        self.counts["unused"] += len(rows) - len(live)
         for each in (rows[row] for row in live):
             self.counts["beams"] += each.request.has_beams
             self.counts["drafts"] += not isinstance(each, Sequence)
@@ -75,7 +76,7 @@ class WatchedSampler:
 
 
 def replay_nothing(engine: Engine, watched: Watched) -> None:
-    """At each size a step of nobody."""
+    """Runs an empty step at each size."""
     for size in watched._sizes:
         schedule = Schedule((), (), (), (), (), (), num_tokens=0, size=size)
         batch, rows = engine.runner.input_batch.build(schedule)

@@ -1,5 +1,5 @@
 """Answers with a ``response_format``, by the public face: each has its format, is made of the tokens that the format
-and the logits leave, and is the same alone, in any company and chunks, and when preempted; beside requests with none.
+and the logits leave, and is the same alone, beside any requests, in any chunks, and when preempted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from fastgen import GenerationOutput, SamplingParams
 from fastgen.compile.ops.sampling.reference import gumbel_noise
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.sampling.sampling_params import resolve_seed
-from fastgen.runtime.sampling.structured_output import Mask, Matcher
-from fastgen.runtime.scheduling.scheduler import Schedule
+from fastgen.runtime.requests.constraint import Mask
+from fastgen.runtime.requests.sampling_params import resolve_seed
+from fastgen.runtime.sampling.structured_output import Matcher
+from fastgen.runtime.step.step import Step
 from tests.runtime.checkpoints import save_checkpoint
 from tests.runtime.constrained import (
     EOS,
@@ -76,13 +77,13 @@ def alone(directory: Path) -> list[GenerationOutput]:
         return [llm.generate(prompt, sampling) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)]
 
 
-def told(output: GenerationOutput) -> list[object]:
+def result_of(output: GenerationOutput) -> list[object]:
     return [(each.text, each.token_ids, each.finish_reason, each.error, each.logprobs) for each in output.completions]
 
 
 def assert_same(alone: list[GenerationOutput], outputs: list[GenerationOutput]) -> None:
     for index, (one, other) in enumerate(zip(alone, outputs, strict=True)):
-        assert told(other) == told(one), f"request {index}: {SAMPLINGS[index]}"
+        assert result_of(other) == result_of(one), f"request {index}: {SAMPLINGS[index]}"
 
 
 # The answers
@@ -124,16 +125,15 @@ def test_the_same_when_preempted(directory: Path, alone: list[GenerationOutput])
 def test_a_step_that_was_interrupted_is_made_again(directory: Path, alone: list[GenerationOutput]) -> None:
     with fastgen.load(directory, target="cpp", max_num_seqs=4) as llm:
         assert llm._engine is not None
-        run, calls = llm._engine.runner.run, []
+        sample, calls = llm._engine.runner.sample, []
 
-        def failing_run(schedule: Schedule) -> Any:
-            calls.append(schedule)
-            output = run(schedule)
+        def failing_sample(step: Step) -> None:
+            calls.append(step)
+            sample(step)
             if len(calls) % 3 == 2:
                 raise KeyboardInterrupt
-            return output
 
-        llm._engine.runner.run = failing_run  # type: ignore[method-assign]
+        llm._engine.runner.sample = failing_sample  # type: ignore[method-assign]
         streams = [llm.stream(PROMPTS[index], SAMPLINGS[index]) for index in range(8)]
         for index, stream in enumerate(streams):
             while not stream._generation.finished:
@@ -141,7 +141,7 @@ def test_a_step_that_was_interrupted_is_made_again(directory: Path, alone: list[
                     next(stream, None)
                 except KeyboardInterrupt:
                     continue
-            assert told(stream.output) == told(alone[index])
+            assert result_of(stream.output) == result_of(alone[index])
 
 
 # By definition
@@ -259,7 +259,7 @@ def test_a_format_wins_over_biases(llm: LLM) -> None:
 
 
 def test_a_format_that_costs_too_much_ends_its_request_alone(llm: LLM) -> None:
-    """Behind the x the parser has more ways to go on than the limits say."""
+    """After the x the parser has more ways to continue than the limits allow."""
     rules = [f'way{number}: "k{number}" "-"' for number in range(2100)]
     ways = " ".join(f"way{number}?" for number in range(2100))
     costly = {"type": "grammar", "grammar": "\n".join([f'start: "x" {ways}', *rules])}
@@ -299,7 +299,7 @@ def test_a_mask_that_cannot_be_made_ends_its_request_alone(
         failed, *others = llm.generate([[5], [6], [7]], samplings)
     assert (failed.finish_reason, failed.token_ids) == ("error", whole[0].token_ids[:2])
     assert failed.error == "response_format cannot be followed: PanicError: broken"
-    assert [told(output) for output in others] == [told(output) for output in whole[1:]]
+    assert [result_of(output) for output in others] == [result_of(output) for output in whole[1:]]
 
 
 def test_a_thread_that_cannot_start_ends_its_request_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def test_a_thread_that_cannot_start_ends_its_request_alone(directory: Path, monk
         again = llm.generate([5], samplings[0])
     assert failed.finish_reason == "error"
     assert failed.error == "response_format cannot be followed: RuntimeError: can't start new thread"
-    assert told(other) == told(alone)
+    assert result_of(other) == result_of(alone)
     assert again.finish_reason == "length"
 
 

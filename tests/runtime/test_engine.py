@@ -11,14 +11,14 @@ from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.sampling.sampler import SampledToken
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampled import PromptLogprobs, SampledToken
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import DynamicBatching, Policy
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
-from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.scheduling.policies.step_time import StepWork
 from fastgen.runtime.scheduling.scheduler import Scheduler
-from fastgen.runtime.scheduling.step_time import StepWork
-from fastgen.runtime.step.model_runner import ModelRunner, PromptLogprobs, StepOutput
+from fastgen.runtime.step.model_runner import ModelRunner
+from fastgen.runtime.step.step import Step
 
 EOS = 2
 VOCAB_SIZE = 50
@@ -32,17 +32,23 @@ class ScriptedRunner:
         self.choose: Callable[[Sequence], SampledToken] = lambda sequence: SampledToken(9)
         self.fail_prompts = False
 
-    def run(self, schedule: Schedule) -> StepOutput:
+    def launch(self, step: Step) -> None:
+        pass
+
+    def sample(self, step: Step) -> None:
         pieces = []
-        for entry in schedule.entries:
+        for entry in step.schedule.entries:
             sequence, sampling = entry.seq, entry.seq.request.sampling
             end = min(entry.end + 1, sequence.num_prompt_tokens)
             if sampling.prompt_logprobs is not None and sequence.index == 0 and entry.start + 1 < end:
                 error = "the prompt gave NaN" if self.fail_prompts else None
                 values = [] if error else [{sequence.token_ids[p]: -float(p)} for p in range(entry.start + 1, end)]
                 pieces.append(PromptLogprobs(sequence, entry.start + 1, values, error))
-        sampled = [(entry.seq, self.choose(entry.seq)) for entry in schedule.entries if entry.samples]
-        return StepOutput(sampled=sampled, prompt_logprobs=pieces)
+        step.sampled = [(entry.seq, self.choose(entry.seq)) for entry in step.schedule.entries if entry.samples]
+        step.prompt_logprobs = pieces
+
+    def collect(self, step: Step) -> None:
+        pass
 
 
 class Clock:
@@ -185,10 +191,10 @@ def test_deadlines_of_requests_that_have_ended_are_not_kept(bench: Bench) -> Non
     open_requests = [bench.submit(max_new_tokens=30, timeout_s=50) for _ in range(3)]
     for _ in range(200):
         bench.engine.cancel(bench.submit(max_new_tokens=1, timeout_s=1000))
-        assert len(bench.engine._deadlines) <= 2 * len(bench.engine._generations) + 1
+        assert len(bench.engine.answers.deadlines) <= 2 * len(bench.engine.answers.open) + 1
     for generation in open_requests:
         bench.engine.cancel(generation)
-    assert len(bench.engine._deadlines) == 0
+    assert len(bench.engine.answers.deadlines) == 0
 
 
 def test_while_a_policy_waits_for_more_the_engine_says_for_how_long() -> None:
@@ -205,26 +211,24 @@ def test_while_a_policy_waits_for_more_the_engine_says_for_how_long() -> None:
     assert first.output().token_ids == [9]
 
 
-def test_the_policy_is_told_what_steps_took(bench: Bench) -> None:
-    told = []
+def test_the_policy_learns_what_steps_took(bench: Bench) -> None:
+    learned = []
 
     class Watching(SplitFuse):
         observes = True
 
         def observe(self, work: StepWork, step_s: float) -> None:
-            told.append((work, step_s))
+            learned.append((work, step_s))
 
     bench = Bench(policy=Watching())
-    run = bench.runner.run
 
-    def slow(schedule: Schedule) -> StepOutput:
+    def slow(step: Step) -> None:
         bench.clock.now_s += 0.25
-        return run(schedule)
 
-    bench.runner.run = slow  # type: ignore[method-assign]
+    bench.runner.launch = slow  # type: ignore[method-assign]
     bench.submit([1] * 3, max_new_tokens=2)
     bench.run()
-    assert told == [(StepWork(3, 3, 6), 0.25), (StepWork(1, 4, 0), 0.25)]
+    assert learned == [(StepWork(3, 3, 6), 0.25), (StepWork(1, 4, 0), 0.25)]
 
 
 def test_a_request_may_time_out_before_it_is_scheduled() -> None:
@@ -331,12 +335,12 @@ def test_a_step_that_fails_ends_its_requests_and_no_other() -> None:
     bench = Bench(max_num_seqs=2)
     running = [bench.submit(max_new_tokens=3, n=2), bench.submit(max_new_tokens=3)]
     waiting = bench.submit([1] * 12, max_new_tokens=3, prompt_logprobs=0)
-    run = bench.runner.run
+    sample = bench.runner.sample
     bench.engine.step()
-    bench.runner.run = lambda schedule: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    bench.runner.sample = lambda step: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     bench.engine.step()
     bench.engine.check_integrity()
-    bench.runner.run = run  # type: ignore[method-assign]
+    bench.runner.sample = sample  # type: ignore[method-assign]
     bench.run()
     failed = running[0].output()
     assert [each.finish_reason for each in failed.completions] == ["error"] * 2
@@ -348,18 +352,18 @@ def test_a_step_that_fails_ends_its_requests_and_no_other() -> None:
 
 def test_a_step_that_is_interrupted_is_run_again(bench: Bench) -> None:
     generation = bench.submit([1] * 12, max_new_tokens=3, prompt_logprobs=0)
-    run = bench.runner.run
+    sample = bench.runner.sample
 
-    def interrupted(schedule: Schedule) -> StepOutput:
+    def interrupted(step: Step) -> None:
         raise KeyboardInterrupt
 
     bench.engine.step()
     for _ in range(3):
-        bench.runner.run = interrupted  # type: ignore[method-assign]
+        bench.runner.sample = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             bench.engine.step()
         bench.engine.check_integrity()
-        bench.runner.run = run  # type: ignore[method-assign]
+        bench.runner.sample = sample  # type: ignore[method-assign]
         bench.engine.step()
     bench.run()
     output = generation.output()

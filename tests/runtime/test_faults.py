@@ -1,7 +1,7 @@
-"""An exception at every phase of a step ends the requests it must and no other, and the engine goes on.
+"""An exception at every phase of a step ends the requests it must and no other, and the engine continues.
 
-A model whose requests get the same bits in any company runs some of every kind over a cache that is too small for
-comfort. In some step one phase fails; who is not of that step must get the answer that it gets alone.
+A model whose requests get the same bits beside any others runs some of every kind over a cache that is too small. In
+some step one phase fails; a request outside that step must get the answer that it gets alone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.flight.recorder import StepRecord
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.scheduling.schedule import Schedule
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
 
@@ -33,8 +33,8 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 Part = Callable[[Engine], Any]
-# Phases whose failure is that of all the step's requests: whose method it is, and which. Of those within the commit
-# only calls from there fail.
+# Phases whose failure ends all requests of the step: the object and its method. For phases within the commit only calls
+# from there fail.
 RUN: dict[str, tuple[Part, str]] = {
     "copy blocks": (lambda engine: engine.runner, "_copy_blocks"),
     "build batch": (lambda engine: engine.runner.input_batch, "build"),
@@ -92,8 +92,9 @@ def alone(llm: LLM) -> list[GenerationOutput]:
 
 
 class Fault:
-    """Lets the ``calls``-th call of a phase's method from now on fail, or the ``repeats`` ones from there, and knows
-    who was in the step that had been scheduled then."""
+    """Lets the ``calls``-th call of a phase's method from now on fail, or ``repeats`` calls from there, and notes which
+    requests were in the step that was scheduled last.
+    """
 
     def __init__(self, engine: Engine, phase: str, error: BaseException, *, calls: int, repeats: int = 1):
         get_owner, self._name = (RUN | PLAN)[phase]
@@ -127,7 +128,7 @@ class Fault:
 
 
 def serve(engine: Engine, drawn: list[tuple[list[int], SamplingParams]]) -> list[Generation]:
-    """All requests, some of them submitted while others run; integrity holds after every step."""
+    """Serves all requests, some of them submitted while others run. Integrity holds after every step."""
     generations: list[Generation] = []
     for step in range(2000):
         for prompt, sampling in drawn[len(generations) : 5 + step // 3]:
@@ -211,7 +212,7 @@ def test_a_schedule_that_cannot_be_made_once_is_made_again(
 
 
 @pytest.mark.parametrize("phase", PLAN)
-def test_a_schedule_that_can_never_be_made_ends_who_runs_and_who_is_next(
+def test_a_schedule_that_can_never_be_made_ends_what_runs_and_what_is_next(
     engine: Engine, alone: list[GenerationOutput], monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     with monkeypatch.context() as patch:
@@ -232,7 +233,7 @@ def test_text_that_cannot_be_made_ends_its_request(
 ) -> None:
     drawn = requests()
     of_broken = [drawn[index][0] for index in (1, 4, 6)]  # of one with stop strings too, which is decoded as it grows
-    make = engine._new_detokenizer
+    make = engine.answers.new_detokenizer
     assert make is not None
 
     def fails(*arguments: Any) -> Any:
@@ -246,13 +247,13 @@ def test_text_that_cannot_be_made_ends_its_request(
             monkeypatch.setattr(detokenizer, method, fails)
         return detokenizer
 
-    monkeypatch.setattr(engine, "_new_detokenizer", make_broken)
+    monkeypatch.setattr(engine.answers, "new_detokenizer", make_broken)
     generations = serve(engine, drawn)
     failed = {generations[index].request.request_id for index in (1, 4, 6)}
     check(generations, alone, failed, "UnicodeDecodeError: ")
 
 
-def test_a_policy_that_cannot_learn_ends_nobody_and_is_told_of_once(
+def test_a_policy_that_cannot_learn_ends_no_request_and_is_logged_once(
     engine: Engine,
     alone: list[GenerationOutput],
     monkeypatch: pytest.MonkeyPatch,
@@ -299,7 +300,7 @@ def test_a_beam_search_that_breaks_ends_its_request(
 def test_an_interrupt_is_the_callers(
     engine: Engine, alone: list[GenerationOutput], monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    """Where Ctrl-C is not held back. A step that was being committed is half done then, and not to be trusted."""
+    """If Ctrl-C is not held back. A step that was being committed is half done then, and cannot be trusted."""
     generations = [engine.submit(*request) for request in requests()[:6]]
     engine.step()
 

@@ -13,7 +13,7 @@ from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, StaticBatching
 from fastgen.runtime.scheduling.schedule import Schedule
-from fastgen.runtime.step.model_runner import StepOutput
+from fastgen.runtime.step.step import Step
 from tests.runtime.constrained import VOCAB_SIZE, pattern, save_writer
 
 LONGEST = 16  # new tokens
@@ -25,7 +25,7 @@ KINDS: list[dict[str, Any]] = [
     {"n": 2, "temperature": 0.8, "response_format": {"type": "json_object"}},
     {"ignore_eos": True, "temperature": 0.7},
 ]
-Told = list[tuple[object, ...]]
+Result = list[tuple[object, ...]]
 
 
 def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -54,12 +54,12 @@ def alone(directory: Path) -> list[GenerationOutput]:
         return [llm.generate(*request) for request in REQUESTS]
 
 
-def told(output: GenerationOutput) -> Told:
+def result_of(output: GenerationOutput) -> Result:
     return [(each.text, each.token_ids, each.finish_reason, each.score) for each in output.completions]
 
 
 class Spy:
-    """Drafts what it was told the answers are, a wrong token behind as often as not; counts what the steps hold.
+    """Drafts the given answers, half of the time with a wrong token after them; counts what the steps hold.
 
     Policies learn step times that it makes up, so that what is scheduled does not depend on how busy a machine is.
     """
@@ -74,8 +74,8 @@ class Spy:
             for each in output.completions
         }
         self.num_drafts = self.num_accepted = self.num_preempted = 0
-        self.run = self.engine.runner.run
-        self.engine.runner.run = self  # type: ignore[method-assign, assignment]
+        self.collect = self.engine.runner.collect
+        self.engine.runner.collect = self  # type: ignore[method-assign, assignment]
         self.engine.scheduler._propose_drafts = self.propose
         self.observe = self.engine.scheduler.observe
         self.engine.scheduler.observe = self.observe_made_up  # type: ignore[method-assign]
@@ -92,12 +92,11 @@ class Spy:
     def observe_made_up(self, schedule: Schedule, step_s: float) -> None:
         self.observe(schedule, (5e-4 + 8e-5 * schedule.num_tokens) * self.rng_of_times.uniform(0.9, 1.1))
 
-    def __call__(self, schedule: Schedule) -> StepOutput:
-        output = self.run(schedule)
-        self.num_drafts += sum(len(chunk.drafts) for chunk in schedule.chunks)
-        self.num_accepted += sum(output.num_accepted.values())
-        self.num_preempted += len(schedule.preempted)
-        return output
+    def __call__(self, step: Step) -> None:
+        self.collect(step)
+        self.num_drafts += sum(len(chunk.drafts) for chunk in step.schedule.chunks)
+        self.num_accepted += sum(step.num_accepted.values())
+        self.num_preempted += len(step.schedule.preempted)
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -126,6 +125,6 @@ def test_the_same_answers_under_every_policy(directory: Path, alone: list[Genera
         assert llm._engine is not None
         llm._engine.check_integrity()
         is_windowed = any(llm._engine.scheduler.kv.windows)
-    assert [told(output) for output in found] == [told(output) for output in alone]
+    assert [result_of(output) for output in found] == [result_of(output) for output in alone]
     assert spy.num_drafts > spy.num_accepted > 5
     assert spy.num_preempted or is_windowed  # what windows leave behind makes room

@@ -21,7 +21,7 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.memory.ledger import Ledger, LedgerRow, MemoryModel
 from fastgen.runtime.memory.temporaries import Temporaries, demanding
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.step.forward import Forward
 from tests.runtime.checkpoints import save_checkpoint
 from tests.runtime.test_same_answer_cpp import FAMILIES, checkpoint

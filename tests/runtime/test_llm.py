@@ -18,9 +18,10 @@ import torch
 import fastgen
 from fastgen import GenerationChunk, SamplingParams
 from fastgen.errors import CheckpointError, FastgenError, InvalidArgumentError, OutOfMemoryError, RequestTooLargeError
+from fastgen.runtime.answers.generation import Completion
 from fastgen.runtime.interrupts import interrupt_deferred
 from fastgen.runtime.llm import LLM, Stream
-from fastgen.runtime.requests.generation import Completion
+from fastgen.runtime.step.step import Step
 from tests.runtime.checkpoints import MAX_POSITIONS, VOCAB_SIZE, save_checkpoint, save_tokenizer
 
 PROMPT = [5, 17, 99, 3]
@@ -356,14 +357,14 @@ def test_a_dropped_or_broken_off_stream_frees_its_blocks(llm: LLM) -> None:
 
 def test_a_stream_dropped_during_a_step_is_cancelled_by_the_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [llm.stream(PROMPT, max_new_tokens=50, ignore_eos=True)]
-    run = llm._engine.runner.run
+    launch = llm._engine.runner.launch
 
-    def run_and_drop(schedule):  # type: ignore[no-untyped-def]
+    def launch_and_drop(step: Step) -> None:
         streams.clear()
         gc.collect()
-        return run(schedule)
+        launch(step)
 
-    monkeypatch.setattr(llm._engine.runner, "run", run_and_drop)
+    monkeypatch.setattr(llm._engine.runner, "launch", launch_and_drop)
     other = llm.generate(PROMPT, max_new_tokens=5, ignore_eos=True)
     assert len(other.token_ids) == 5
 

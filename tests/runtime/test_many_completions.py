@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fastgen.runtime.requests.generation import Completion, Generation
+from fastgen.runtime.answers.generation import Completion, Generation
 from fastgen.runtime.requests.request import Request
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 
 
 class Counted(list[Any]):

@@ -1,7 +1,7 @@
 """NaN in the model ends the requests that meet it, with an error that says so, and disturbs no other, then or later.
 
-The embedding of one token is NaN, so whoever reads it gets NaN keys, values and logits: at once where it stands in the
-prompt, in the middle of the answer where it is generated.
+The embedding of one token is NaN, so every sequence that reads it gets NaN keys, values and logits: at once where it
+stands in the prompt, in the middle of the answer where it is generated.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def answers(directory: Path, target: str, *, broken: bool) -> tuple[list[Generat
     return together, later
 
 
-def told(output: GenerationOutput, target: str) -> tuple[object, ...]:
-    """Log-probabilities are the same bits in other company on ``cpp`` alone."""
+def result_of(output: GenerationOutput, target: str) -> tuple[object, ...]:
+    """Returns what must be the same. Log-probabilities are the same bits beside other requests on ``cpp`` only."""
     logprobs = (output.logprobs, output.prompt_logprobs) if target == "cpp" else ()
     return output.token_ids, output.finish_reason, output.error, *logprobs
 
@@ -91,8 +91,8 @@ def test_requests_that_meet_nan_fail_and_no_other_changes(directory: Path, targe
     for index, output in enumerate(found):
         if index not in FAILING:
             assert output.error is None
-            assert told(output, target) == told(expected[index], target)
-    assert [told(output, target) for output in later] == [told(output, target) for output in expected_later]
+            assert result_of(output, target) == result_of(expected[index], target)
+    assert [result_of(output, target) for output in later] == [result_of(output, target) for output in expected_later]
 
 
 def test_what_nan_was_computed_for_is_computed_afresh(directory: Path) -> None:
@@ -109,7 +109,8 @@ def test_what_nan_was_computed_for_is_computed_afresh(directory: Path) -> None:
         sound = table[BROKEN].clone()
         with torch.no_grad():
             table[BROKEN] = torch.nan
-        # A prompt that is given up on its way leaves what nobody has seen to be broken, and the next finds it.
+        # A prompt that is cancelled midway leaves blocks that nothing has shown to be broken, and the next request
+        # finds them.
         engine = llm._engine
         assert engine is not None
         given_up = engine.submit([*prompt, *prompt], sampling)

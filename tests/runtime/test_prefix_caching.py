@@ -15,6 +15,7 @@ import pytest
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.step.step import Step
 from tests.runtime import test_same_answer_cpp as cpp
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, small_cache
 from tests.runtime.test_same_answer import num_certain_tokens, poison
@@ -52,13 +53,13 @@ def num_computed(llm: LLM) -> list[int]:
     """Gets the number of tokens of each step from now on."""
     engine, counts = llm._engine, []
     assert engine is not None
-    run = engine.runner.run
+    launch = engine.runner.launch
 
-    def counted(schedule: Any) -> Any:
-        counts.append(schedule.num_tokens)
-        return run(schedule)
+    def counted(step: Step) -> None:
+        counts.append(step.schedule.num_tokens)
+        launch(step)
 
-    engine.runner.run = counted  # type: ignore[method-assign]
+    engine.runner.launch = counted  # type: ignore[method-assign]
     return counts
 
 
@@ -164,13 +165,13 @@ def drawn_requests(vocab_size: int, longest: int) -> tuple[list[list[int]], list
 def generate(llm: LLM, prompts: list[list[int]], samplings: list[SamplingParams]) -> list[GenerationOutput]:
     """In three waves, so that later ones find what earlier ones left; all stale memory is poisoned before each step."""
     assert llm._engine is not None
-    run = llm._engine.runner.run
+    launch = llm._engine.runner.launch
 
-    def poisoned_run(schedule: Any) -> Any:
+    def poisoned_launch(step: Step) -> None:
         poison(llm)
-        return run(schedule)
+        launch(step)
 
-    llm._engine.runner.run = poisoned_run  # type: ignore[method-assign]
+    llm._engine.runner.launch = poisoned_launch  # type: ignore[method-assign]
     outputs = []
     for first in range(0, NUM_REQUESTS, NUM_REQUESTS // 3):
         wave = slice(first, first + NUM_REQUESTS // 3)

@@ -1,5 +1,5 @@
-"""Steps launched before the tokens of those before them are here: random histories give the answers that requests get
-alone, the forward pass takes each token that the host does not know from the device, and a replay decides alike.
+"""Steps launched before the tokens of the steps before them are known: random histories give the answers that requests
+get alone, the forward pass takes each token that the host does not know from the device, and a replay decides alike.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.flight.replay import first_difference
-from fastgen.runtime.requests.generation import Generation
 from fastgen.runtime.scheduling.drafts import NgramDrafter
 from tests.runtime.histories import random_policy
 from tests.runtime.remembering_device import AheadDevice, LostStepError, alone, build_engine
@@ -83,7 +83,7 @@ def history(seed: int, *, error: type[BaseException] | None = None, max_recorded
         happened["steps"] += len(recording.steps)
     happened["ahead"] += device.num_ahead
     happened["taken"] += device.num_taken
-    happened["in vain"] += device.num_in_vain
+    happened["unused"] += device.num_unused
     happened["cancelled"] += len(cancelled)
     return happened
 
@@ -111,7 +111,7 @@ def test_lost_steps_are_made_again() -> None:
     assert not happened["failed"]
 
 
-def test_who_is_of_a_step_that_fails_ends_and_nobody_else() -> None:
+def test_a_step_that_fails_ends_its_requests_and_no_others() -> None:
     happened = sum((history(seed, error=StepFailedError) for seed in range(50, 65)), Counter[str]())
     assert happened["ahead"] > 50
     assert happened["failed"] > 5

@@ -1,5 +1,5 @@
 """Steps launched ahead on interpreted kernels: every kind of request gets the answer of an engine that waits for the
-tokens of each step, over a cache too small for comfort, whoever is cancelled meanwhile.
+tokens of each step, over a cache that is too small, with requests cancelled meanwhile.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import pytest
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.requests.generation import Generation
-from fastgen.runtime.scheduling.schedule import Schedule
-from fastgen.runtime.step.model_runner import LaunchedStep
+from fastgen.runtime.step.step import Step
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer, small_cache
 from tests.runtime.soak import KINDS
 
@@ -80,10 +79,10 @@ def test_every_kind_of_request_gets_the_answer_of_one_step_after_another(llm: LL
     num_ahead = 0
     launch = engine.runner.launch
 
-    def counted(schedule: Schedule, *, ahead: bool) -> LaunchedStep:
+    def counted(step: Step) -> None:
         nonlocal num_ahead
-        num_ahead += ahead
-        return launch(schedule, ahead=ahead)
+        num_ahead += step.is_ahead
+        launch(step)
 
     engine.runner.launch = counted  # type: ignore[method-assign]
     engine._runs_ahead = False

@@ -1,4 +1,4 @@
-"""The same request gets the same tokens whatever its company, chunking, budget, order of arrival or preemptions.
+"""A request gets the same tokens beside any others, at any chunking, budget, order of arrival and preemptions.
 
 Compared by the margin rule: up to the first token that was won by less than 1e-3 (in logits; for drawn tokens in logits
 over temperature plus noise), since another order of summation may decide such a one otherwise.
@@ -21,6 +21,7 @@ from fastgen.compile.ops.sampling.reference import gumbel_noise
 from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.scheduling.policies import DynamicBatching, Policy
+from fastgen.runtime.step.step import Step
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, small_cache
 
 MARGIN = 1e-3
@@ -162,13 +163,13 @@ def test_nothing_stale_is_read(directory: Path, alone: list[GenerationOutput]) -
     with fastgen.load(directory, token_budget=24, max_num_seqs=6, kv_cache_memory="200KiB") as llm:
         engine = llm._engine
         assert engine is not None
-        run = engine.runner.run
+        launch = engine.runner.launch
 
-        def poisoned_run(schedule):  # type: ignore[no-untyped-def]
+        def poisoned_launch(step: Step) -> None:
             poison(llm)
-            return run(schedule)
+            launch(step)
 
-        engine.runner.run = poisoned_run  # type: ignore[method-assign]
+        engine.runner.launch = poisoned_launch  # type: ignore[method-assign]
         outputs = llm.generate(PROMPTS, SAMPLINGS)
     assert_same(alone, outputs)
 
@@ -181,10 +182,10 @@ def poison(llm: LLM) -> None:
     is_next = (
         steady is not None and scheduler._scheduled.decodes == steady._decodes
     )  # the last batch becomes the next one
-    num_begun = 0
-    if steady is not None and steady._begun is not None:
+    num_started = 0
+    if steady is not None and steady.early is not None and steady.early.started is not None:
         steady.wait()
-        num_begun = int(is_next)  # what else was begun is in vain
+        num_started = int(is_next)  # any other step that was started is dropped
     if not is_next:
         inputs._packed.fill_(0x7F)
     for buffer in inputs._staging:
@@ -193,7 +194,7 @@ def poison(llm: LLM) -> None:
     kept = {*scheduler.kv.pool.published, *(copy.source for copy in scheduler._scheduled.block_copies)}
     computed = dict.fromkeys(kept, llm.config.block_size)
     for sequence in scheduler.running:
-        for table, position in product(sequence.block_tables, range(sequence.num_computed_tokens + num_begun)):
+        for table, position in product(sequence.block_tables, range(sequence.num_computed_tokens + num_started)):
             if (block := table[position // llm.config.block_size]) != PADDING_BLOCK:
                 computed[block] = max(computed.get(block, 0), position % llm.config.block_size + 1)
     for k, v in engine.runner.kv_cache.storage:

@@ -1,5 +1,6 @@
-"""On the ``cpp`` target a request's log-probabilities are the same bits in any company, chunking, budget and number of
-threads, and after preemptions: whole distributions, of models with every kind of layer."""
+"""On the ``cpp`` target a request's log-probabilities are the same bits beside any others, at any chunking, budget and
+number of threads, and after preemptions: whole distributions, of models with every kind of layer.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def alone(directory: Path) -> list[GenerationOutput]:
     return outputs
 
 
-def told(output: GenerationOutput) -> list[object]:
+def result_of(output: GenerationOutput) -> list[object]:
     """All that a request is given, its times aside."""
     return [
         (each.text, each.token_ids, each.finish_reason, each.error, each.logprobs, each.prompt_logprobs)
@@ -81,7 +81,7 @@ def told(output: GenerationOutput) -> list[object]:
 
 def assert_same(alone: SequenceOf[GenerationOutput], outputs: SequenceOf[GenerationOutput]) -> None:
     for index, (one, other) in enumerate(zip(alone, outputs, strict=True)):
-        assert told(other) == told(one), f"request {index}: {SAMPLINGS[index]}"
+        assert result_of(other) == result_of(one), f"request {index}: {SAMPLINGS[index]}"
 
 
 def assert_nothing_held(llm: LLM) -> None:
@@ -149,4 +149,4 @@ def test_while_streams_are_closed_and_requests_come(directory: Path, alone: list
 
 
 def assert_same_at(alone: list[GenerationOutput], index: int, output: GenerationOutput) -> None:
-    assert told(output) == told(alone[index]), f"request {index}: {SAMPLINGS[index]}"
+    assert result_of(output) == result_of(alone[index]), f"request {index}: {SAMPLINGS[index]}"

@@ -11,6 +11,7 @@ import pytest
 import fastgen
 from fastgen import GenerationOutput
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.step.step import Step
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, small_cache
 from tests.runtime.test_same_answer import (
     NUM_REQUESTS,
@@ -41,13 +42,13 @@ def alone(directory: Path) -> list[GenerationOutput]:
 def answers(llm: LLM, seed: int) -> list[GenerationOutput]:
     """All requests at once in a drawn order of arrival, every buffer poisoned before each step."""
     assert llm._engine is not None
-    run = llm._engine.runner.run
+    launch = llm._engine.runner.launch
 
-    def poisoned_run(schedule):  # type: ignore[no-untyped-def]
+    def poisoned_launch(step: Step) -> None:
         poison(llm)
-        return run(schedule)
+        launch(step)
 
-    llm._engine.runner.run = poisoned_run  # type: ignore[method-assign]
+    llm._engine.runner.launch = poisoned_launch  # type: ignore[method-assign]
     order = random.Random(seed).sample(range(NUM_REQUESTS), NUM_REQUESTS)
     outputs = llm.generate([PROMPTS[index] for index in order], [SAMPLINGS[index] for index in order])
     assert_nothing_held(llm)

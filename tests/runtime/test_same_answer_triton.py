@@ -1,5 +1,5 @@
 """The engine's promises with every Triton kernel interpreted: a request gets the tokens that the reference gives it,
-alone, in company, at two budgets and preempted; and a captured step is the step that the modules would make now.
+alone, beside others, at two budgets and preempted; and a captured step is the step that the modules would make now.
 
 Interpreted kernels are slow, so models and requests are as small as still shows something. Tokens are compared by the
 margin rule of ``test_same_answer.py``.
@@ -22,9 +22,8 @@ from fastgen import GenerationOutput, SamplingParams
 from fastgen.compile.capture.tape import Tape
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.scheduling.scheduler import Schedule
 from fastgen.runtime.step.forward import CapturedForward, Forward
-from fastgen.runtime.step.model_runner import LaunchedStep
+from fastgen.runtime.step.step import Step
 from tests.reference import randomise, save
 from tests.runtime.checkpoints import small_cache
 from tests.runtime.test_same_answer import num_certain_tokens, poison
@@ -168,9 +167,9 @@ def test_at_another_budget_with_preemptions(directory: Path, quantize: str | Non
         assert llm._engine is not None
         launch = llm._engine.runner.launch
 
-        def poisoned_launch(schedule: Schedule, *, ahead: bool) -> LaunchedStep:
+        def poisoned_launch(step: Step) -> None:
             poison(llm)
-            return launch(schedule, ahead=ahead)
+            launch(step)
 
         llm._engine.runner.launch = poisoned_launch  # type: ignore[method-assign]
         outputs = answers(llm, [2, 1, 0, 3])  # an order in which they do not fit

@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import Policy, choose_policy
-from fastgen.runtime.scheduling.step_time import StepWork
+from fastgen.runtime.scheduling.policies.step_time import StepWork
 from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
 
 # Of a GPU's order: 10 ms for a small step, 90 ms for one of 2048 tokens.
@@ -124,8 +124,8 @@ def test_where_decodes_alone_take_longer_than_the_target_a_prompt_gets_on_all_th
     least_s = COST.mean_s(StepWork(16, 16 * (50 + len(times_s)), 0).with_chunk(500, 1))
     assert max(gaps) < 1.2 * least_s, "not much longer than it must be"
     assert len(gaps) < 50, "and yet ten tokens of it and more in a step"
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(
+    (logged,) = [record.getMessage() for record in caplog.records]
+    assert logged.startswith(
         "itl_target_ms=5 cannot be held: a step of 16 decodes and one token of a prompt at position 0"
     )
     metrics = device.engine.metrics.snapshot()

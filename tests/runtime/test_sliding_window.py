@@ -14,6 +14,7 @@ import transformers
 import fastgen
 from fastgen.runtime.kv_cache.block_tables import held_entries
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.step.step import Step
 from tests.reference import assert_equal_to_reference, randomise, save
 from tests.runtime.test_same_answer import poison
 
@@ -50,14 +51,14 @@ def watch(llm: LLM) -> list[int]:
     """Poisons what must not be read before every step; the list gets how many blocks are held in it."""
     engine, held = llm._engine, []
     assert engine is not None
-    run = engine.runner.run
+    launch = engine.runner.launch
 
-    def watched(schedule: Any) -> Any:
+    def watched(step: Step) -> None:
         poison(llm)
         held.append(sum(len(held_entries(seq)) for seq in engine.scheduler.running))
-        return run(schedule)
+        launch(step)
 
-    engine.runner.run = watched  # type: ignore[method-assign]
+    engine.runner.launch = watched  # type: ignore[method-assign]
     return held
 
 

@@ -20,8 +20,7 @@ from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.scheduling.schedule import Schedule
-from fastgen.runtime.step.model_runner import LaunchedStep, StepOutput
+from fastgen.runtime.step.step import Step
 from tests.reference import randomise, save
 from tests.runtime import test_same_answer as same_answer
 from tests.runtime import test_same_answer_fields as fields
@@ -64,24 +63,15 @@ class Watched:
 
     def __init__(self, llm: LLM):
         self.engine = engine_of(llm)
-        self.run, self.collect = self.engine.runner.run, self.engine.runner.collect
+        self.collect = self.engine.runner.collect
         self.num_steps = self.num_drafts = self.num_accepted = 0
-        self.engine.runner.run = self._run  # type: ignore[method-assign]
         self.engine.runner.collect = self._collect  # type: ignore[method-assign]
 
-    def _run(self, schedule: Schedule) -> StepOutput:
-        """A step of one native call is not collected."""
-        num_steps, output = self.num_steps, self.run(schedule)
-        return self._count(schedule, output) if self.num_steps == num_steps else output
-
-    def _collect(self, step: LaunchedStep) -> StepOutput:
-        return self._count(step.schedule, self.collect(step))
-
-    def _count(self, schedule: Schedule, output: StepOutput) -> StepOutput:
+    def _collect(self, step: Step) -> None:
+        self.collect(step)
         self.num_steps += 1
-        self.num_drafts += sum(len(chunk.drafts) for chunk in schedule.chunks)
-        self.num_accepted += sum(output.num_accepted.values())
-        return output
+        self.num_drafts += sum(len(chunk.drafts) for chunk in step.schedule.chunks)
+        self.num_accepted += sum(step.num_accepted.values())
 
 
 # Every sampling field, on kernels: the same bits
@@ -105,7 +95,7 @@ def alone(directory: Path) -> list[GenerationOutput]:
 def test_the_same_answer_with_every_field(
     directory: Path, alone: list[GenerationOutput], num_draft_tokens: int, token_budget: int
 ) -> None:
-    """In company, with drafts that are right, partly right and wrong."""
+    """Beside other requests, with drafts that are right, partly right and wrong."""
     options: dict[str, Any] = {"speculative": "ngram", "num_draft_tokens": num_draft_tokens}
     options |= {"token_budget": token_budget, "max_num_seqs": min(8, token_budget // 2)}
     with fastgen.load(directory, target="cpp", **options) as llm:
@@ -131,7 +121,7 @@ def test_the_same_answer_with_preemptions(directory: Path, alone: list[Generatio
 
 
 def test_what_was_computed_of_wrong_drafts_is_used_by_nobody(directory: Path, alone: list[GenerationOutput]) -> None:
-    """Answers that go on from published blocks of drafted ones are those computed from nothing."""
+    """Answers that continue from published blocks of drafted ones are those computed from nothing."""
     prompts, samplings, answers = fields.PROMPTS[:12], fields.SAMPLINGS[:12], alone[:12]
     answered = [
         (prompt, completion.token_ids)
@@ -149,7 +139,7 @@ def test_what_was_computed_of_wrong_drafts_is_used_by_nobody(directory: Path, al
         engine_of(llm).scheduler._propose_drafts = None
         found = llm.generate(longer, **asked)
         fields.assert_nothing_held(llm)
-    assert [fields.told(output) for output in found] == [fields.told(output) for output in expected]
+    assert [fields.result_of(output) for output in found] == [fields.result_of(output) for output in expected]
     num_cached = [output.metrics.cached_tokens for output in found]
     assert sum(max(0, num - len(prompt)) for num, (prompt, _) in zip(num_cached, answered, strict=True)) > 100
 
@@ -205,7 +195,7 @@ def test_on_interpreted_triton_kernels(tmp_path: Path) -> None:
 
         def propose(sequence: Sequence, max_tokens: int) -> list[int]:
             asked.append((list(sequence.request.prompt_ids), sequence.num_tokens - sequence.num_prompt_tokens))
-            assert slots.can_draft(sequence), "before min_new_tokens it goes on ahead of its tokens, undrafted"
+            assert slots.can_draft(sequence), "before min_new_tokens it runs ahead of its tokens, without drafts"
             return oracle.propose(sequence, max_tokens)
 
         engine.scheduler._propose_drafts = propose

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.answers import Answers
 from fastgen.serving.compat.sagemaker import sagemaker_routes

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import fastgen
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from tests.serving.http_client import Answered, BrokenAnswerError, RawClient, ask, get
 from tests.serving.server_process import ServerProcess, served
 

@@ -8,7 +8,7 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Histogram, Metrics
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.admission import Admission, Limits
 from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.refusals import OverloadedError, TooLargeError

@@ -18,7 +18,7 @@ from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.requests.request import Request
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.simulated import CostModel, SimulatedServer
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.engine import process as engine_process

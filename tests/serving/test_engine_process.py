@@ -16,7 +16,7 @@ import pytest
 from fastgen.models.checkpoint import hub
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.outputs import GenerationOutput
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, UnavailableError
 from fastgen.serving.service import Running, Service
 

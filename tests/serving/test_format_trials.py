@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastgen.runtime.sampling.response_format import parse_response_format
+from fastgen.runtime.requests.response_format import parse_response_format
 from fastgen.serving.grammars.trial import FormatTrials
 from tests.serving.scripted import scripted_codec
 

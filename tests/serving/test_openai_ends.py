@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from fastgen.runtime.requests.outputs import FinishReason
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.http.streaming import Gone
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, OverloadedError, RefusedError
 from tests.serving.scripted import MODEL, ScriptedService, application, openai_client, scripted_codec

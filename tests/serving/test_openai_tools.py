@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 
 import fastgen
 from fastgen.runtime.requests.outputs import FinishReason
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.tools.formats import TOOL_FORMATS, ToolFormat
 from tests.serving.scripted import MODEL, ScriptedService, openai_client, scripted_codec

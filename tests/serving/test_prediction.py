@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from fastgen.runtime.requests.generation import Generation
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.answers.generation import Generation
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
 from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Prediction
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.checkpoint.hub import locate
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.refusals import UnavailableError
 from fastgen.serving.templates.renderer import TemplateRenderer

@@ -7,7 +7,7 @@ from typing import Any
 import llguidance
 import pytest
 
-from fastgen.runtime.sampling.response_format import ResponseFormat
+from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.serving.tools.formats import TOOL_FORMATS, ToolFormat
 from fastgen.serving.tools.grammar import ToolSchema, tool_grammar
 from tests.serving.scripted import scripted_codec

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.admission import Limits
 from fastgen.serving.engine.messages import End, Progress
 from fastgen.serving.engine.request import EngineRequest

@@ -1,8 +1,8 @@
-"""A large family of configurations of an architecture: what a survivor of the hunt is held against.
+"""A large family of configurations of an architecture, with which a surviving mutant is compared.
 
-Drawn configurations by other seeds than verify's own, as drawn, with all that the reference's class fills in, of more
-layers, of wider heads; then each with one key that the recipe mentions or ignores taken away, made null or given
-another value, and with several such changes.
+It has configurations drawn with other seeds than verify's: as drawn, with all keys that the reference's class fills in,
+with more layers, and with wider heads. Then each of them with one key that the recipe mentions or ignores removed, made
+null or changed, and with several such changes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fastgen.verify.edits import nodes
 SEEDS = range(100, 105)
 NUM_DRAWN = 8
 NUM_MIXED = 200
-# Drawn configurations that each change is made in; and one of those of more layers or wider heads.
+# Number of drawn configurations that each change is made in, and of those with more layers or wider heads.
 NUM_BASES = 2
-# Of a model; one of more costs time and shows nothing else.
+# Most parameters of a model; larger ones cost time and show nothing more.
 MAX_TENSORS = 1000
 DEPTHS = (6, 31)
-# Layers, and how many times as wide.
+# Numbers of layers, and factors on the width.
 WIDTHS = (4, 16)
 _OTHERS: dict[type, tuple[Any, ...]] = {
     bool: (True, False),
@@ -50,7 +50,7 @@ DEPTH_KEYS, WIDTH_KEYS = (*SPELLINGS["num_layers"],), (*SPELLINGS["hidden_size"]
 
 
 class Family:
-    """The same configurations at every time; ``specs`` are the models that the recipe makes of those drawn."""
+    """A fixed set of configurations; ``specs`` are the models that the recipe makes of the drawn ones."""
 
     def __init__(self, recipe: Recipe, model_class: Any = None):
         known = [getattr(transformers, name, None) for name in recipe.architectures]
@@ -65,7 +65,7 @@ class Family:
         self.specs = [spec for config in self.drawn if (spec := resolved(recipe, config)) is not None]
 
     def configs(self) -> list[dict[str, Any]]:
-        """All of them."""
+        """Returns all configurations."""
         recipe = self.recipe
         whole = [_filled_in(self.model_class, config) for config in self.drawn[::3]]
         configs = [*self.drawn, *(each for each in whole if each is not None)]
@@ -89,7 +89,7 @@ class Family:
 
 
 def resolved(recipe: Recipe, config: dict[str, Any]) -> ModelSpec | None:
-    """The model, or ``None`` where the recipe refuses the configuration."""
+    """Returns the model, or ``None`` if the recipe refuses the configuration."""
     try:
         return resolve(recipe, config)
     except FastgenError:
@@ -101,7 +101,7 @@ def _is_described(recipe: Recipe, config: dict[str, Any]) -> bool:
 
 
 def _is_small(recipe: Recipe, config: dict[str, Any]) -> bool:
-    """Whether the model is, if there is one."""
+    """Returns whether the model, if there is one, is small."""
     spec = resolved(recipe, config)
     return spec is None or sum(1 for _ in spec.tensors()) <= MAX_TENSORS
 
@@ -114,7 +114,7 @@ def _filled_in(model_class: Any, config: dict[str, Any]) -> dict[str, Any] | Non
         return None
 
 
-# Where, whether the key is there then, and with which value.
+# Location, whether the key is present, and its value.
 _Change = tuple[Path, bool, Any]
 
 
@@ -135,7 +135,7 @@ def _changes(recipe: Recipe, defaults: Mapping[str, Any]) -> Iterator[_Change]:
 
 
 def _scaled(config: dict[str, Any], keys: tuple[str, ...], factor: int, value: int) -> dict[str, Any]:
-    """``config`` with the numbers at ``keys`` made ``factor`` times as large, plus ``value``."""
+    """Returns ``config`` with the numbers at ``keys`` multiplied by ``factor``, plus ``value``."""
     numbers = {key: config[key] for key in keys if isinstance(config.get(key), int)}
     return {**config, **{key: number * factor + value for key, number in numbers.items()}}
 

@@ -1,8 +1,8 @@
-"""The mutation hunt: every single mistake in every shipped recipe, and whether ``verify`` finds it and says where.
+"""The mutation hunt: checks for every single mistake in every shipped recipe whether ``verify`` finds and locates it.
 
-``python -m tests.verify.hunt`` judges all, writes docs/verify-mutations.md, and the figures for the matrix of proofs.
-What was judged before is kept in the directory that ``--work`` names and not judged again, unless the package, the
-recipes or the mistakes have changed.
+``python -m tests.verify.hunt`` judges all mutants and writes docs/verify-mutations.md and the figures for the matrix of
+proofs. Earlier verdicts are kept in the directory ``--work`` and used again, unless the package, the recipes or the
+mistakes have changed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tests.verify.internlm2 import InternLM2ForCausalLM
 from tests.verify.mutations import Mutant, mutants
 from tests.verify.survivors import Survivors
 
-# As many as `fastgen verify` draws unless told otherwise.
+# The default of `fastgen verify`.
 NUM_CONFIGS = 20
 
 # For architectures that transformers does not know.
 REFERENCES = {"internlm2": InternLM2ForCausalLM}
 
 _ROOT = Path(__file__).parents[2]
-_HEAVY = ("deepseek_v2", "deepseek_v3")  # they take longest, so they begin first
+_HEAVY = ("deepseek_v2", "deepseek_v3")  # they take longest, so they start first
 
 
 def shipped() -> dict[str, Recipe]:
@@ -48,7 +48,7 @@ def mutants_of(recipe: Recipe) -> list[Mutant]:
 
 
 def names_it(named: str, touched: Sequence[str]) -> bool:
-    """Whether the node named is one that was touched, lies below it, or at most two above it."""
+    """Returns whether the named node is one that was changed, is below it, or at most two levels above it."""
     node = named.split(".")
     for path in (one.split(".") for one in touched):
         common = min(len(node), len(path))
@@ -58,7 +58,7 @@ def names_it(named: str, touched: Sequence[str]) -> bool:
 
 
 class Hunt:
-    """Judges mutants of one recipe; what they have in common is made once."""
+    """Judges mutants of one recipe; what they share is made once."""
 
     def __init__(self, recipe: Recipe, directory: Path):
         cases = Cases(directory, num_configs=NUM_CONFIGS, seed=0, model_class=REFERENCES.get(recipe.name))
@@ -69,11 +69,11 @@ class Hunt:
         self.survivors = Survivors(recipe, cases, self.verifier.comparer)
 
     def verdict(self, mutant: Mutant) -> dict[str, Any]:
-        """``right`` or ``misnamed`` where verify rejects it; else what :class:`Survivors` says of it."""
+        """Returns ``right`` or ``misnamed`` if verify rejects it, else the verdict of :class:`Survivors`."""
         named = ""
         try:
             finding = self.verifier.verify(mutant.recipe).finding
-        except Exception as error:  # verify has to answer whatever the mistake is
+        except Exception as error:  # verify has to answer for every mistake
             verdict, why = "missed", f"verify itself fails: {type(error).__name__}: {error}"
         else:
             if finding is None:
@@ -85,7 +85,7 @@ class Hunt:
 
 
 def judge(name: str, work: Path) -> None:
-    """Judge the mutants of one recipe that no line of its file in ``work`` is about."""
+    """Judges the mutants of one recipe that have no line in its file in ``work``."""
     torch.set_num_threads(1)
     recipe, file = shipped()[name], work / f"{name}.jsonl"
     done = {each["what"] for each in judged(file)}
@@ -103,7 +103,7 @@ def judged(file: Path) -> list[dict[str, Any]]:
 
 
 def state() -> str:
-    """A digest of everything that a verdict depends on."""
+    """Returns a digest of everything that a verdict depends on."""
     files = [
         *(_ROOT / "fastgen").rglob("*.py"),
         *(_ROOT / "recipes").glob("*.yaml"),
@@ -114,7 +114,7 @@ def state() -> str:
 
 
 def report(names: Sequence[str], work: Path, page: Path) -> list[mutation_report.Row]:
-    """Write what the files in ``work`` say of the recipes ``names``."""
+    """Writes the results in ``work`` for the recipes ``names``."""
     rows, verdicts = [], {}
     for name in names:
         found = mutants_of(shipped()[name])

@@ -1,7 +1,7 @@
-"""InternLM2 in plain torch, made like a class of transformers: an independent reference, for transformers knows none.
+"""InternLM2 in plain torch, shaped like a class of transformers, which has none: an independent reference.
 
 After the InternLM2 report (Cai et al., 2024, arXiv:2403.17297): a Llama whose queries, keys and values are one matrix,
-in which each group has its queries, then its key, then its value beside each other.
+in which each group stores its queries, then its key, then its value.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ACTIVATIONS = {"silu": nn.functional.silu, "gelu": nn.functional.gelu, "relu": 
 
 
 class InternLM2Config:
-    """``config.json``, with attributes for its keys; ``rope_parameters`` is read as transformers 5 reads it."""
+    """The content of ``config.json`` as attributes; ``rope_parameters`` is read as in transformers 5."""
 
     def __init__(self, **content: Any):
         self.content = {**copy.deepcopy(_DEFAULTS), **content}
@@ -89,7 +89,7 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [1, T, heads, D]``, its features rotated i against i + D/2."""
+        """Rotates the features of ``x [1, T, heads, D]``, i against i + D/2."""
         angles = torch.arange(x.shape[1])[:, None] * self.inv_freq
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
         turned = torch.complex(*x.chunk(2, dim=-1)) * turn

@@ -1,4 +1,4 @@
-"""The hunt's results as a page of the docs, and what that page says, read back."""
+"""The results of the hunt as a page of the docs, written and read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "verify-mutations.md"
 
 _HEAD = """# The mutation hunt
 
-Written by `python -m tests.verify.hunt`; [verify.md](verify.md#how-much-it-catches) says what is done and what the
-words mean.
+Written by `python -m tests.verify.hunt`; [verify.md](verify.md#how-much-it-catches) says how
+the mistakes are made, and defines the words.
 
 | recipe | mistakes | change nothing | beyond a reference | rejected | at the right node | set |
 |---|---:|---:|---:|---:|---:|---|
@@ -25,7 +25,7 @@ words mean.
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe's figures. ``digest`` stands for the set of mutants."""
+    """The figures of one recipe. ``digest`` identifies the set of mutants."""
 
     recipe: str
     num_mutants: int
@@ -48,7 +48,7 @@ class Row:
 
 
 def digest(mutants: Iterable[Mutant]) -> str:
-    """A short name for a set of mutants."""
+    """Returns a short identifier of a set of mutants."""
     text = "\n".join(sorted(mutant.what for mutant in mutants))
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
@@ -98,7 +98,7 @@ _ROW = re.compile(
 
 
 def read(page: Path = PAGE) -> dict[str, Row]:
-    """The rows of the page, by recipe."""
+    """Returns the rows of the page, by recipe."""
     counts = ("mutants", "equivalent", "apart", "rejected", "right")
     return {
         match["recipe"]: Row(match["recipe"], *(int(match[name]) for name in counts), digest=match["digest"])

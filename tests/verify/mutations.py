@@ -1,7 +1,7 @@
-"""Single mistakes in a recipe, made mechanically over every node.
+"""Makes single mistakes in a recipe, mechanically over every node.
 
-A node dropped; two names of equal shape, or two entries of one mapping, exchanged; a number, flag, kind, text, operator
-or axis changed; a norm moved. What a recipe is called and which architectures it is for are no description and stay.
+A node is dropped; two names of equal shape, or two entries of one mapping, are exchanged; a number, flag, kind, text,
+operator or axis is changed; a norm is moved. The name and the architectures of the recipe stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.models.recipe.recipe import Recipe
-from fastgen.models.recipe.yaml_positions import NodePath, Scalar, Tree
+from fastgen.models.recipe.tree import NodePath, Scalar, Tree
 from fastgen.models.spec import ModelSpec
 from fastgen.verify.edits import nodes, replaced
 
@@ -36,7 +36,7 @@ _OPERATORS = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """``paths`` are the nodes that were touched."""
+    """A recipe with one mistake; ``paths`` are the changed nodes."""
 
     kind: str
     what: str
@@ -49,7 +49,9 @@ _Change = tuple[str, str, _Changes]
 
 
 def mutants(recipe: Recipe, specs: Iterable[ModelSpec]) -> Iterator[Mutant]:
-    """Every mutant that is a valid recipe, no two alike. ``specs`` are models of the recipe: they tell shapes."""
+    """Yields every distinct mutant that is a valid recipe. ``specs`` are models of the recipe, used for their
+    shapes.
+    """
     seen = {repr(recipe.tree.plain())}
     for kind, what, changes in _changes(recipe, list(specs)):
         changed = replaced(recipe, changes)
@@ -110,14 +112,14 @@ def _other_values(path: NodePath, value: Scalar) -> Iterator[tuple[str, Scalar]]
 
 
 def _other_axes(layout: str) -> Iterator[str]:
-    """Two axes exchanged, wherever they stand."""
+    """Yields layouts with two axes exchanged."""
     names = re.findall(r"\w+", layout)
     for one, other in combinations(names, 2):
         yield re.sub(r"\w+", lambda match, pair={one: other, other: one}: pair.get(match[0], match[0]), layout)
 
 
 def _other_expressions(text: str) -> Iterator[tuple[str, Scalar]]:
-    """One token of an expression changed: a number, an operator, a truth value, a quoted value."""
+    """Yields expressions with one token changed: a number, an operator, a truth value, a quoted value."""
     tokens = list(_TOKEN.finditer(text))
     texts = [token[0] for token in tokens if token[0][0] == "'"]
     paths = [span for match in re.finditer(r"first\(", text) for span in [_quoted_from(text, match.end())]]
@@ -130,7 +132,7 @@ def _other_expressions(text: str) -> Iterator[tuple[str, Scalar]]:
 
 
 def _quoted_from(text: str, start: int) -> tuple[int, int]:
-    """Where the quoted paths of a `first(` end that begins at ``start``."""
+    """Returns where the quoted paths of the `first(` that begins at ``start`` end."""
     match = re.compile(r"(\s*'[^']*'\s*,?)*").match(text, start)
     assert match is not None
     return match.span()
@@ -154,7 +156,7 @@ def _other_tokens(token: str, texts: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _moved_norms(path: NodePath, tree: Tree) -> Iterator[_Change]:
-    """A norm before, after or within the parts of a branch in another place of it or of another branch; at the ends."""
+    """Yields recipes with a norm moved within its branch, to another branch, or between the ends of the model."""
     branches = {(*path, name): branch for name, branch in _entries(tree)} if path[-1] == "residual" else {}
     for at, branch in branches.items():
         for place in _NORM_PLACES:
@@ -189,7 +191,7 @@ def _entries(tree: Tree) -> list[tuple[str, Tree]]:
 
 
 def _reordered(path: NodePath, tree: Tree) -> Iterator[_Change]:
-    """Neighbours exchanged where order means something: of branches, and of the parts of a fused tensor."""
+    """Yields recipes with adjacent branches, or adjacent parts of a fused tensor, exchanged."""
     entries = _entries(tree)
     for index in range(len(entries) - 1) if path[-1] in ("residual", "split") else ():
         (one, _), (other, _) = entries[index : index + 2]
@@ -199,19 +201,21 @@ def _reordered(path: NodePath, tree: Tree) -> Iterator[_Change]:
 
 
 def _exchanged_entries(recipe: Recipe) -> Iterator[_Change]:
-    """Values of one mapping in each other's place: numbers of the model, spellings, shares of a fused tensor."""
+    """Yields recipes with two values of one mapping exchanged: numbers, spellings, shares of a fused tensor."""
     for path, tree in nodes(recipe.tree):
         if path not in (("config",), ("aliases",)) and path[-1:] != ("split",):
             continue
         entries = _entries(tree)
-        pairs = pairwise(entries) if path == ("config",) else combinations(entries, 2)  # few numbers are of one size
+        pairs = (
+            pairwise(entries) if path == ("config",) else combinations(entries, 2)
+        )  # few numbers have the same value
         for (one, first), (other, second) in pairs:
             changes = {(*path, one): second, (*path, other): first}
             yield "exchange", f"{'.'.join(path)}: {one} and {other} exchanged", changes
 
 
 def _exchanged_names(recipe: Recipe, specs: list[ModelSpec]) -> Iterator[_Change]:
-    """Modules named in each other's place that are of equal shape in some model that has both."""
+    """Yields recipes with two module names exchanged that have equal shapes in some model."""
     shapes: list[dict[str, set[tuple[int, ...]]]] = []
     for spec in specs:
         found: dict[str, set[tuple[int, ...]]] = defaultdict(set)

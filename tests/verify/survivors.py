@@ -1,7 +1,7 @@
-"""What became of a mutant that verify did not reject: no mistake at all, beyond any reference, or missed.
+"""Judges a mutant that verify did not reject: equivalent, not decidable by a reference, or missed.
 
-It is held against a family of configurations, strictly: to refuse what the reference reads is as wrong as another
-answer.
+It is compared over a family of configurations, and strictly: refusing a configuration that the reference reads is as
+wrong as another answer.
 """
 
 from __future__ import annotations
@@ -14,39 +14,41 @@ from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.resolve.resolve import mentioned_paths
 from fastgen.verify.cases import Cases
 from fastgen.verify.compare import Comparer
-from fastgen.verify.essence import Essence, essence
+from fastgen.verify.fingerprint import Fingerprint, fingerprint
 from tests.verify.family import Family, resolved
 
-# Configurations in which both recipes make a model that are run to find one that shows the mistake.
+# Most configurations that are run to find one that shows the mistake, if both recipes make a model.
 MAX_WITNESSES = 12
 
 
 @dataclass(frozen=True)
 class _Differing:
-    """A configuration of which recipe and mutant make different models; ``None`` is none."""
+    """A configuration for which recipe and mutant make different models; ``None`` means no model."""
 
     config: dict[str, Any]
-    old: Essence | None
-    new: Essence | None
+    old: Fingerprint | None
+    new: Fingerprint | None
 
 
 class Survivors:
-    """Holds mutants of one recipe against the family of its configurations."""
+    """Compares mutants of one recipe with it over a family of configurations."""
 
     def __init__(self, recipe: Recipe, cases: Cases, comparer: Comparer):
         self.recipe, self.cases, self.comparer = recipe, cases, comparer
         self.model_class = cases.classes(recipe)[0]
         self.family = Family(recipe, self.model_class).configs()
-        self.essences = [_essence(recipe, config) for config in self.family]
+        self.fingerprints = [_fingerprint(recipe, config) for config in self.family]
 
     def fate(self, mutant: Recipe) -> tuple[str, str]:
-        """``equivalent``, ``apart`` or ``missed``, and why.
+        """Returns ``equivalent``, ``apart`` or ``missed``, and why.
 
         Equivalent: the same model for every configuration. Apart: the reference refuses every configuration in which
         they differ, or agrees with the mutant in those that only the mutant reads. All else is missed.
         """
-        pairs = zip(self.family, self.essences, strict=True)
-        differing = [_Differing(config, old, new) for config, old in pairs if (new := _essence(mutant, config)) != old]
+        pairs = zip(self.family, self.fingerprints, strict=True)
+        differing = [
+            _Differing(config, old, new) for config, old in pairs if (new := _fingerprint(mutant, config)) != old
+        ]
         lost = sorted(set(self.recipe.schema.ignores.tensors) - set(mutant.schema.ignores.tensors))
         if lost:
             return "missed", f"refuses files with {', '.join(lost)}, which the reference passes over"
@@ -71,7 +73,9 @@ class Survivors:
         return "apart", f"the reference refuses all of the {len(differing)} configurations in which it differs"
 
     def _wrong(self, mutant: Recipe, each: _Differing) -> bool | None:
-        """Whether the reference contradicts the mutant; ``None`` where it refuses, or contradicts the recipe too."""
+        """Returns whether the reference contradicts the mutant; ``None`` if it refuses, or contradicts the
+        recipe too.
+        """
         case = self.cases.case(self.model_class, each.config, 1)
         if isinstance(case, Exception):
             return None
@@ -80,13 +84,13 @@ class Survivors:
         return self.comparer.retry(mutant, case).disagreement is not None
 
     def _stated(self, config: dict[str, Any]) -> str:
-        """What of ``config`` the recipe asks for or ignores and the class does not say by itself."""
+        """Returns the keys of ``config`` that the recipe reads or ignores and the class does not fill in."""
         defaults = self.model_class.config_class().to_dict()
         asked = {path[0] for path in mentioned_paths(self.recipe)} | set(self.recipe.schema.ignores.config)
         stated = [f"{key}: {value}" for key, value in config.items() if key in asked and defaults.get(key) != value]
         return ", ".join(stated)
 
 
-def _essence(recipe: Recipe, config: dict[str, Any]) -> Essence | None:
+def _fingerprint(recipe: Recipe, config: dict[str, Any]) -> Fingerprint | None:
     spec = resolved(recipe, config)
-    return None if spec is None else essence(replace(spec, ignored_tensors=()))
+    return None if spec is None else fingerprint(replace(spec, ignored_tensors=()))

@@ -1,4 +1,4 @@
-"""Configurations are taken so that they differ in what they say together, and in the order that coverage gives."""
+"""Configurations are chosen so that their combinations of values differ, in the order of coverage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which keys a file has to state, and what a class reads a key as."""
+"""The keys that a file has to state, and the keys that a class reads."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fastgen.models.registry.registry import named_recipe
 from fastgen.verify.keys import needed_keys, read_spellings
 
 
-def test_a_key_is_needed_where_nothing_says_what_its_absence_means() -> None:
+def test_a_key_without_a_default_is_needed() -> None:
     needed = needed_keys(named_recipe("llama"))
     assert {"vocab_size", "hidden_size", "num_hidden_layers", "hidden_act", "rms_norm_eps"} <= needed
     assert not needed & {"num_key_value_heads", "head_dim", "rope_theta", "attention_bias", "tie_word_embeddings"}
 
 
-def test_what_define_and_config_name_is_no_key() -> None:
+def test_names_of_define_and_config_are_not_keys() -> None:
     assert "alibi" not in needed_keys(named_recipe("falcon"))
     assert "num_experts" not in needed_keys(named_recipe("qwen3_moe"))
     assert "layer" not in needed_keys(named_recipe("gpt2"))
@@ -30,12 +30,12 @@ def test_of_several_spellings_each_is_needed() -> None:
     [
         ("GPTNeoXConfig", "rotary_emb_base", "rope_theta"),
         ("GPTNeoXConfig", "rotary_pct", "partial_rotary_factor"),
-        ("GPTNeoXConfig", "rope_theta", None),  # it reads the other name only
+        ("GPTNeoXConfig", "rope_theta", None),  # the class reads only the other name
         ("BloomConfig", "n_embed", "hidden_size"),
         ("GPT2Config", "num_hidden_layers", "n_layer"),
         ("LlamaConfig", "rope_theta", "rope_theta"),
         ("LlamaConfig", "max_sequence_length", None),
     ],
 )
-def test_a_class_is_asked_what_it_reads(config: str, key: str, meant: str | None) -> None:
+def test_the_spellings_that_a_class_reads(config: str, key: str, meant: str | None) -> None:
     assert read_spellings(getattr(transformers, config), [key]).get(key) == meant

@@ -1,4 +1,6 @@
-"""The mutation hunt: its page is of today's recipes and mistakes, and few are missed; a sample is judged anew."""
+"""The mutation hunt: its page matches the current recipes and mistakes, few are missed, and a sample is
+judged again.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.models.recipe.yaml_positions import NodePath
+from fastgen.models.recipe.tree import NodePath
 from fastgen.models.registry.registry import named_recipe
 from fastgen.verify.edits import replaced
 from tests.verify import mutation_report
@@ -61,7 +63,7 @@ BOTH = "model.layers.residual.both"
     ],
 )
 def test_no_mistake_passes_for_none(hunt: Hunt, path: str, value: str | float) -> None:
-    """What survivors are held against would tell real mistakes, were verify blind to them."""
+    """The comparison of survivors would detect real mistakes if verify did not."""
     assert fate(hunt, {tuple(path.split(".")): value}) == "missed"
 
 
@@ -76,7 +78,7 @@ def test_a_recipe_that_refuses_what_the_reference_reads_is_missed(hunt: Hunt) ->
 
 @pytest.mark.slow
 def test_a_recipe_that_refuses_what_the_reference_refuses_is_set_apart(hunt: Hunt) -> None:
-    normed = "qk_layernorm | default(false)"  # by norms of a size that transformers makes of the hidden size
+    normed = "qk_layernorm | default(false)"  # whose norms have a size that transformers derives from the hidden size
     assert fate(hunt, requiring(f"not ({normed}) or head_dim == hidden_size / num_heads")) == "apart"
 
 
@@ -95,7 +97,7 @@ def fate(hunt: Hunt, changes: dict[NodePath, Any]) -> str:
     return hunt.survivors.fate(changed)[0]
 
 
-def test_what_counts_as_the_right_node() -> None:
+def test_the_nodes_that_count_as_right() -> None:
     touched = ("model.layers.residual.attend.attention.qkv.q",)
     right = ["", ".x", ".x.y"]
     assert all(names_it(touched[0] + below, touched) for below in right)

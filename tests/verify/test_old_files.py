@@ -1,4 +1,4 @@
-"""Files made to look old hold the same weights, under other names and among more tensors."""
+"""Files made to look old contain the same weights, under other names and with more tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References of one's own: a module, and activations recorded from one."""
+"""References given by the user: a module, and activations recorded from one."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_recorded_activations_are_a_reference(checkpoint: tuple[Path, LlamaForCa
 
 
 def test_a_class_is_a_reference() -> None:
-    """An architecture that transformers does not know is drawn in many configurations, too."""
+    """Configurations are drawn also for an architecture that transformers does not know."""
     report = verify("internlm2", reference=InternLM2ForCausalLM, configs=4)
     assert report.passed, report.finding
     assert len(report.configs) == 4
@@ -98,9 +98,9 @@ def test_a_class_is_a_reference() -> None:
 def test_without_a_reference_it_says_what_to_do(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text("name: own\nextends: llama\narchitectures: [NobodyKnowsForCausalLM]\n")
-    with pytest.raises(FastgenError, match=r"transformers knows none of .*; name a model's directory"):
+    with pytest.raises(FastgenError, match=r"transformers knows none of .*; give a model's directory"):
         verify(file)
-    with pytest.raises(InvalidArgumentError, match="name the model's directory"):
+    with pytest.raises(InvalidArgumentError, match="give the model's directory"):
         verify(file, reference=torch.nn.Linear(2, 2))
 
 

@@ -1,4 +1,4 @@
-"""Rotary facts in the spellings of transformers 4 and 5 make the model that transformers makes of them."""
+"""Rotary settings in the spellings of transformers 4 and 5 give the same model as in transformers."""
 
 from __future__ import annotations
 

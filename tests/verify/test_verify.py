@@ -1,4 +1,4 @@
-"""verify passes the shipped recipes, rejects hand-made mistakes at the right node, and names causes it tried out."""
+"""verify accepts the shipped recipes, rejects hand-made mistakes at the right node, and names tested causes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_model_is_tested_with_its_own_recipe_and_flags() -> None:
 
 
 def mutated(tmp_path: Path, name: str, old: str, new: str, count: int = 1) -> Recipe:
-    """The shipped recipe with a piece of its text replaced, ``count`` times."""
+    """Returns the shipped recipe with a piece of its text replaced ``count`` times."""
     text = (RECIPES / f"{name}.yaml").read_text()
     assert text.count(old) >= count, f"{old!r} stands {text.count(old)} times in {name}.yaml"
     file = tmp_path / f"{name}.yaml"
@@ -41,7 +41,7 @@ def mutated(tmp_path: Path, name: str, old: str, new: str, count: int = 1) -> Re
 
 
 MUTANTS = [
-    # recipe, what is replaced, by what, the node to be named, what the cause must mention
+    # recipe, old text, new text, expected node, expected text of the cause
     ("llama", "theta: first(", "theta: 10 * first(", f"{ATTEND}.attention.rotary.theta", "theta"),
     ("llama", "weight: input_layernorm, eps: rms_norm_eps", "weight: input_layernorm, eps: 1e-4", f"{ATTEND}.norm.eps",
      "rms_norm_eps"),

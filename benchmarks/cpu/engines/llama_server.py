@@ -1,6 +1,6 @@
-"""llama.cpp's server on this machine, asked over HTTP with token ids, one connection a request, tokens streamed.
+"""llama.cpp's server on this machine, called over HTTP with token ids, a connection for each request, with streaming.
 
-It is started anew for each workload with a slot for each request, since its context is divided between slots.
+It is restarted for each workload with a slot for each request, since its context is divided between slots.
 """
 
 from __future__ import annotations

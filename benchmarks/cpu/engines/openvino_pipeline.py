@@ -1,6 +1,6 @@
 """OpenVINO GenAI's pipeline with continuous batching and dynamic split-fuse.
 
-Arithmetic is asked for in fp32. The KV cache is fp32 beside fp32 weights and 8 bits, its default, beside smaller ones.
+Arithmetic is set to fp32. The KV cache is in fp32 with fp32 weights, and in 8 bits, its default, with smaller ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the benchmark asks of an engine, and the engines there are.
+"""The interface between the benchmark and an engine, and the list of engines.
 
-An adapter is a module of this folder with a function ``load(settings) -> Engine``. It runs in a process of its own, by
-the interpreter of the engine's own environment, where fastgen need not be: it imports the engine inside ``load``, and
-beside it only the standard library.
+An adapter is a module of this folder with a function ``load(settings) -> Engine``. It runs in a process of its own,
+under the interpreter of the engine's own environment, where fastgen need not be installed. So it imports the engine
+inside ``load``, and otherwise only the standard library.
 """
 
 from __future__ import annotations
@@ -19,37 +19,40 @@ MAX_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Settings:
-    """What a row of the benchmark is: ``model`` is the directory or file of weights that the engine reads, and
-    ``weight_format`` how it is to hold them, one of :data:`BITS`."""
+    """Describes a row of the benchmark.
+
+    ``model`` is the directory or file of weights that the engine reads, and ``weight_format`` the format in which it
+    holds them, one of :data:`BITS`.
+    """
 
     model: Path
     weight_format: str
     num_threads: int
-    # The program of an engine that is one.
+    # The program, for an engine that is one.
     server: str = ""
 
 
 @dataclass
 class Answer:
-    """The tokens of one request, and when each was there, by ``time.perf_counter``; times may be lacking."""
+    """Holds the tokens of one request and when each arrived, by ``time.perf_counter``; times may be missing."""
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
 
 class Engine(Protocol):
-    """A loaded model. ``about`` says how it is set up, with versions."""
+    """A loaded model. ``about`` has its settings and versions."""
 
     about: dict[str, Any]
 
     def prepare(self, requests: list[Request]) -> None:
-        """What comes before the clock starts, such as sizes that the engine wants to know."""
+        """Prepares a workload before the clock starts, for example with sizes that the engine needs."""
 
     def run(self, requests: list[Request]) -> list[Answer]:
         """Submits all at once; greedy, no end of text; returns when all are done, in the order of ``requests``."""
 
     def process_ids(self) -> list[int]:
-        """The processes beside this one whose memory is the engine's."""
+        """Returns the other processes whose memory belongs to the engine."""
 
     def close(self) -> None: ...
 
@@ -71,8 +74,10 @@ class BaseEngine:
 
 @dataclass(frozen=True)
 class Adapter:
-    """``module`` is in this folder, ``needs`` what it imports. ``formats`` gives for each weight format what the file
-    of weights is called: the model's name and this; an engine that reads the checkpoint itself has an empty one.
+    """Describes an adapter: ``module`` in this folder, and ``needs``, which it imports.
+
+    ``formats`` has for each weight format what follows the model's name in the name of the file of weights; it is empty
+    for an engine that reads the checkpoint itself.
     """
 
     module: str
@@ -101,7 +106,7 @@ BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of those that are installed."""
+    """Returns the versions of the packages that are installed."""
     found = {}
     for package in packages:
         try:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from fastgen.compile.build.builder import Kernel
+from fastgen.compile.build.launches import recorder
 from fastgen.compile.build.loader import KernelLoader, Progress
-from fastgen.compile.capture.recording import recorder
 from fastgen.compile.spec import KernelSpec
 
 

@@ -176,7 +176,8 @@ class Ops(ABC):
     """Makes the ops of one model. A backend gives one for a :class:`~fastgen.compile.backends.shapes.ModelShape`."""
 
     @abstractmethod
-    def table(self, shape: TableShape) -> Table: ...
+    def table(self, shape: TableShape) -> Table:
+        """Makes an empty table."""
 
     @abstractmethod
     def embedding(
@@ -196,19 +197,24 @@ class Ops(ABC):
         """Makes the addition of learned positions to what was projected from an embedding."""
 
     @abstractmethod
-    def linear(self, shape: LinearShape) -> LinearOp: ...
+    def linear(self, shape: LinearShape) -> LinearOp:
+        """Makes linear layers of one input. Their weights may be quantized."""
 
     @abstractmethod
-    def norm(self, shape: FeatureNorm) -> NormOp: ...
+    def norm(self, shape: FeatureNorm) -> NormOp:
+        """Makes a norm of rows."""
 
     @abstractmethod
-    def add(self, scale: float | None = None, *, needed_by: tuple[str, ...] = ()) -> AddOp: ...
+    def add(self, scale: float | None = None, *, needed_by: tuple[str, ...] = ()) -> AddOp:
+        """Makes the sum of the residual stream and ``scale`` times a branch."""
 
     @abstractmethod
-    def add_norm(self, shape: FeatureNorm, scale: float | None = None) -> AddNormOp: ...
+    def add_norm(self, shape: FeatureNorm, scale: float | None = None) -> AddNormOp:
+        """Makes that sum and the norm that follows it."""
 
     @abstractmethod
-    def activation(self, shape: ActivationShape) -> ActivationOp: ...
+    def activation(self, shape: ActivationShape) -> ActivationOp:
+        """Makes the activation of a feed-forward part."""
 
     @abstractmethod
     def attention(
@@ -220,19 +226,24 @@ class Ops(ABC):
         k_norm: QkNorm | None = None,
         alibi: Alibi | None = None,
         needed_by: tuple[str, ...] = (),
-    ) -> AttentionOp: ...
+    ) -> AttentionOp:
+        """Makes causal attention over the paged KV cache. ``rotary`` and ``alibi`` say how positions count."""
 
     @abstractmethod
-    def latent_attention(self, shape: LatentShape) -> LatentAttentionOp: ...
+    def latent_attention(self, shape: LatentShape) -> LatentAttentionOp:
+        """Makes latent attention."""
 
     @abstractmethod
-    def router(self, shape: RouterShape) -> RouterOp: ...
+    def router(self, shape: RouterShape) -> RouterOp:
+        """Makes the router of a mixture."""
 
     @abstractmethod
-    def experts(self, shape: ExpertsShape) -> ExpertsOp: ...
+    def experts(self, shape: ExpertsShape) -> ExpertsOp:
+        """Makes the experts of a mixture."""
 
     @abstractmethod
-    def head(self, table: Table, shape: HeadShape) -> HeadOp: ...
+    def head(self, table: Table, shape: HeadShape) -> HeadOp:
+        """Makes the head that multiplies by ``table``."""
 
     def workspaces(self) -> list[Tensor]:
         """Returns what kernels work in beside the results of a step; attention's parts aside."""

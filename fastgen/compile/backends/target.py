@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fastgen.compile.weights.formats import QUANTIZED, QuantizedFormat
+
 
 @dataclass(frozen=True)
 class TargetFacts:
@@ -16,6 +18,16 @@ class TargetFacts:
     arch: str = ""
     num_threads: int = 1
     num_sms: int = 0
+
+    @property
+    def has_kernels(self) -> bool:
+        """Tells if generated kernels compute; torch does otherwise."""
+        return self.name != "torch"
+
+    @property
+    def quantized_formats(self) -> tuple[QuantizedFormat, ...]:
+        """The formats of quantized weights that the target multiplies."""
+        return QUANTIZED[self.name]
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype of activations in a model of ``dtype``. C++ kernels sum products in fp32 anyway, so there

@@ -19,17 +19,20 @@ import os
 import re
 import statistics
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fastgen.compile.build.loader import KernelLoader, body_hash
+from fastgen.compile.build.builder import Builder
+from fastgen.compile.build.cache import Entry, KernelCache
+from fastgen.compile.build.fence import Fence
+from fastgen.compile.build.sources import body_hash
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import KernelError
 
@@ -44,6 +47,17 @@ _TOLERANCES = {torch.float32: 1e-4}  # of the largest number; sums in another or
 _NUM_REPLAYS = 25
 _TOLERANCE = 2e-2  # where they are rounded to 16 bits
 _log = logging.getLogger(__name__)
+
+
+class Loader(Protocol):
+    """What tuning needs of a kernel loader."""
+
+    builder: Builder
+    cache: KernelCache
+    fence: Fence
+
+    def build(self, specs: Iterable[KernelSpec]) -> Sequence[Entry]:
+        """See :meth:`fastgen.compile.build.loader.KernelLoader.build`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +79,7 @@ class Tuning:
     ``device_name`` is the GPU's, ``None`` where there is none; ``directory`` the kernel cache's.
     """
 
-    loader: KernelLoader
+    loader: Loader
     directory: Path | None = None
     device_name: str | None = None
     measure: Measure | None = None
@@ -161,7 +175,7 @@ class Tuning:
         return self.directory / _DIRECTORY / f"{re.sub(r'[^a-z0-9]+', '_', problem.lower())}-{digest}.json", key
 
 
-def tuning_here(loader: KernelLoader) -> Tuning:
+def tuning_here(loader: Loader) -> Tuning:
     """Of the GPU that is here and that ``loader`` builds for; else one that takes defaults.
 
     ``FASTGEN_AUTOTUNE=0`` in the environment measures nothing; what is known is taken all the same.

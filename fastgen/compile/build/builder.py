@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fastgen.compile.build.cache import Entry
-from fastgen.compile.capture.recording import recorder
+from fastgen.compile.build.launches import recorder
 from fastgen.compile.spec import KernelSpec, Target
 
 # The architecture that runs Triton kernels in Python on a CPU.
@@ -68,6 +68,8 @@ class Builder(Protocol):
 
     target: Target
     arch: str
+    # Tells if kernels are functions of the host, so that one native call can launch several.
+    launches_natively: bool
     # Of the bundle that kernels come from, what :meth:`accompany` put there; else ``None``.
     modules: Path | None
 

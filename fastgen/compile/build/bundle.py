@@ -28,13 +28,14 @@ from typing import Any
 
 from fastgen.compile.build.autotune import Tuning
 from fastgen.compile.build.builder import INTERPRET, Builder
-from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, can_run
 from fastgen.compile.build.cache import Entry, file_hash, publish, remove, sync
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, can_run
+from fastgen.compile.build.loader import KernelLoader, Progress, make_builder, target_of
+from fastgen.compile.build.sources import body_hash
 from fastgen.compile.host.device import Device, current
-from fastgen.compile.build.loader import KernelLoader, Progress, body_hash, make_builder, target_of
-from fastgen.compile.weights.formats import QUANTIZED
 from fastgen.compile.render import SUFFIXES
 from fastgen.compile.spec import KernelSpec
+from fastgen.compile.weights.formats import QUANTIZED
 from fastgen.errors import BundleError
 
 _MANIFEST = "bundle.json"

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fastgen.compile.build.builder import BuildFailure, BuiltKernel
 from fastgen.compile.build.cache import Entry
-from fastgen.compile.host.device import Device
 from fastgen.compile.build.reproduce import launch_error, made_up, script
+from fastgen.compile.host.device import Device
 from fastgen.compile.spec import KernelSpec, Target, torch_dtype
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError, KernelError
 
@@ -100,6 +100,7 @@ class CppBuilder:
     """
 
     target: Target = "cpp"
+    launches_natively = True
 
     def __init__(self, arch: str, compiler: str = ""):
         self.arch = arch

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastgen.compile.build.autotune import Tuning, tuning_here
 from fastgen.compile.build.builder import INTERPRET, Builder, BuildFailure, Kernel
 from fastgen.compile.build.cache import Entry, KernelCache
-from fastgen.compile.host.device import Device, current
 from fastgen.compile.build.fence import Fence
-from fastgen.compile.render import SUFFIXES, render_body, render_heading
 from fastgen.compile.build.reproduce import build_error
+from fastgen.compile.build.sources import source_of, text_hash
+from fastgen.compile.host.device import Device, current
+from fastgen.compile.render import SUFFIXES
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import InvalidArgumentError, KernelError
-
-if TYPE_CHECKING:
-    from fastgen.compile.build.autotune import Tuning
 
 # Told ``(done, total)`` after each kernel, from any thread, one at a time.
 Progress = Callable[[int, int], None]
@@ -81,8 +77,6 @@ class KernelLoader:
     @cached_property
     def tuning(self) -> Tuning:
         """Which ways to compute are taken here, where there are several."""
-        from fastgen.compile.build.autotune import tuning_here
-
         return tuning_here(self)
 
     def load(self, spec: KernelSpec) -> Kernel:
@@ -127,10 +121,10 @@ class KernelLoader:
 
     def find(self, spec: KernelSpec) -> Entry | None:
         """The entry, if it is cached."""
-        return self.cache.find(spec.name, self._key(spec, _source(spec)[1], dict(self.builder.versions())))
+        return self.cache.find(spec.name, self._key(spec, source_of(spec)[1], dict(self.builder.versions())))
 
     def _entry(self, spec: KernelSpec, versions: Mapping[str, str]) -> Entry:
-        heading, body = _source(spec)
+        heading, body = source_of(spec)
         key = self._key(spec, body, versions)
         if (entry := self.cache.find(spec.name, key)) is not None:
             return entry
@@ -151,30 +145,11 @@ class KernelLoader:
             raise ValueError(f"{spec}: this loader builds for {self.builder.target}")
         return {
             "suffix": SUFFIXES[spec.target],
-            "source": _sha256(body),
+            "source": text_hash(body),
             "spec": spec.digest,
             "arch": self.builder.arch,
             "versions": versions,
         }
-
-
-def body_hash(spec: KernelSpec) -> str:
-    """Of the source that is built for it here, without the heading, which names who asked."""
-    return _sha256(_source(spec)[1])
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _source(spec: KernelSpec) -> tuple[str, str]:
-    """Heading and body: rendered, or as they stand in a file of ``$FASTGEN_KERNEL_SOURCES`` that someone edited."""
-    if folder := os.environ.get("FASTGEN_KERNEL_SOURCES"):
-        file = Path(folder) / f"{spec.name}{SUFFIXES[spec.target]}"
-        if file.is_file():
-            warnings.warn(f"kernel {spec.name} is taken from {file} instead of being rendered", stacklevel=2)
-            return "", file.read_text(encoding="utf-8")
-    return render_heading(spec), render_body(spec)
 
 
 def _facts(spec: KernelSpec) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The ``triton`` target: kernels built ahead of time by worker processes, for a GPU that need not be there.
 
-A worker (:mod:`fastgen.compile.build.triton_worker`) makes exactly what Triton's just-in-time compiler would make of the
-declared arguments, and keys it the same way; loading on a GPU hands these files to the just-in-time compiler, which
+A worker (:mod:`fastgen.compile.build.triton_worker`) makes exactly what Triton's just-in-time compiler would make of
+the declared arguments, and keys it the same way; loading on a GPU hands these files to the just-in-time compiler, which
 then has nothing to compile. A launch with other arguments than a kernel was built for would make it compile again:
 that is an error, at any time. The architecture ``interpret`` runs kernels in Python on a CPU instead.
 """
@@ -32,11 +32,11 @@ from triton.errors import TritonError
 
 from fastgen.compile.build.builder import INTERPRET, BuildFailure, BuiltKernel
 from fastgen.compile.build.cache import Entry
-from fastgen.compile.host.device import Device
 from fastgen.compile.build.reproduce import launch_error, made_up, script
-from fastgen.compile.spec import Argument, KernelSpec, Target, torch_dtype
 from fastgen.compile.build.triton_modules import modules_from
 from fastgen.compile.build.triton_worker import FlatCache, parse_arch, stand_in
+from fastgen.compile.host.device import Device
+from fastgen.compile.spec import Argument, KernelSpec, Target, torch_dtype
 from fastgen.errors import KernelError
 
 TRITON_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
@@ -62,6 +62,7 @@ class TritonBuilder:
     """
 
     target: Target = "triton"
+    launches_natively = False
 
     def __init__(self, arch: str):
         self.arch = arch

@@ -1,4 +1,5 @@
-"""A process that compiles Triton kernels for one GPU architecture: ``python -m fastgen.compile.build.triton_worker sm_90``.
+"""A process that compiles Triton kernels for one GPU architecture: ``python -m fastgen.compile.build.triton_worker
+sm_90``.
 
 It reads one question a line from standard input and answers each with one line, JSON both. No GPU is needed: a stand-in
 driver names the architecture, and the kernel is warmed up with stand-ins for tensors, which leads Triton to the very
@@ -23,9 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import CacheManager
 from triton.runtime.jit import MockTensor
 
-from fastgen.compile.spec import DTYPES
 from fastgen.compile.build.triton_modules import compile_modules
 from fastgen.compile.build.triton_report import report
+from fastgen.compile.spec import DTYPES
 
 _TORCH_NAMES = {short: name for name, short in DTYPES.items()}
 # Neither 1 nor a multiple of 16, which Triton would compile in.

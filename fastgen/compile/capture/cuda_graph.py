@@ -45,7 +45,7 @@ class GraphPool:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
-        elif loader.builder.target == "cpp":
+        elif loader.builder.launches_natively:
             runner = loader.load(tape_spec())
             assert isinstance(runner, CppKernel)
             self._runner = runner

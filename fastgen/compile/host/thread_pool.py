@@ -1,7 +1,7 @@
 """The process's one pool of threads, which every kernel of the ``cpp`` target shares.
 
-It is a library of its own, built like a kernel (``templates/thread_pool.cpp.j2`` tells how it works) and loaded so
-that the libraries of kernels find it. Between kernels its threads look for work for a moment and then sleep. Torch has
+It is a library of its own, built like a kernel (``templates/thread_pool.h`` says how it works) and loaded so that the
+libraries of kernels find it. Between kernels its threads look for work for a moment and then sleep. Torch has
 a pool of its own, whose threads do the same: whoever runs kernels keeps torch to one thread.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
-from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import InvalidArgumentError
 
@@ -21,6 +23,19 @@ _SPIN_US = 50
 
 _lock = threading.Lock()
 _pool: ThreadPool | None = None
+
+
+class Built(Protocol):
+    """A built library; its shared object lies beside its ``source``."""
+
+    @property
+    def source(self) -> Path: ...
+
+
+class Builds(Protocol):
+    """What builds the pool: :class:`fastgen.compile.build.loader.KernelLoader`, which belongs to a room above this."""
+
+    def build(self, specs: Iterable[KernelSpec]) -> Sequence[Built]: ...
 
 
 class ThreadPool:
@@ -65,7 +80,7 @@ def thread_pool_spec() -> KernelSpec:
     )
 
 
-def load_thread_pool(loader: KernelLoader) -> ThreadPool:
+def load_thread_pool(loader: Builds) -> ThreadPool:
     """The pool, built with ``loader`` and loaded by the first call; must come before kernels that use it are loaded."""
     global _pool
     with _lock:

@@ -1,7 +1,7 @@
-"""Which files of a directory make a checkpoint, and what their JSON says. Needs no torch.
+"""The files of a checkpoint directory, and strict reading of their JSON. Needs no torch.
 
-The first of :data:`WEIGHT_FILES` present decides which weight files are read: an index names its shards, a single file
-stands for itself, and any other file is left alone.
+The first of :data:`WEIGHT_FILES` that is present decides which weight files are read: an index names its shards, and a
+single file is the only one. No other file is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_DIGITS = 1000
 
 
 def weights_entry(names: Collection[str]) -> str | None:
-    """Which of a directory's file ``names`` says where the weights are; ``None`` where it holds none that are read."""
+    """Returns the one of a directory's file ``names`` that leads to the weights; ``None`` if there is none."""
     return next((name for name in WEIGHT_FILES if name in names), None)
 
 
@@ -34,7 +34,7 @@ def is_index(entry: str) -> bool:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``, strictly: no repeated keys, no ``NaN``. Raises :class:`CheckpointError`."""
+    """Reads the JSON object in ``file`` strictly: no repeated keys, no ``NaN``. Raises :class:`CheckpointError`."""
     try:
         value = json.loads(
             file.read_text("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_int=_integer
@@ -46,36 +46,36 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # not UTF-8, a repeated key, a number too long, nested too deep
         raise CheckpointError(f"{file}: is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: holds a JSON {type(value).__name__}, not an object")
+        raise CheckpointError(f"{file}: contains a JSON {type(value).__name__}, not an object")
     return value
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if repeated:
-        raise ValueError(f"key {repeated[0]!r} stands there more than once")
+        raise ValueError(f"key {repeated[0]!r} occurs more than once")
     return dict(pairs)
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > _MAX_DIGITS:  # Python's own limit is the process's, and anyone may move it
+    if len(digits) > _MAX_DIGITS:  # Python's own limit is per process, and any code may change it
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """``weight_map`` of an index file: tensor name -> name of its shard, a file beside the index."""
+    """Returns the ``weight_map`` of an index file: tensor name -> name of its shard, a file beside the index."""
     shards = read_json_object(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
-        raise CheckpointError(f"{index}: has no 'weight_map' that says which file holds which tensor")
+        raise CheckpointError(f"{index}: has no 'weight_map' that maps tensors to files")
     suffix = ".safetensors" if index.name.endswith(".safetensors.index.json") else ".bin"
     for name, shard in shards.items():
         if not isinstance(shard, str) or not shard.endswith(suffix):
             raise CheckpointError(f"{index}: tensor {name!r}: {shard!r} is not the name of a {suffix} file")
         if "/" in shard or "\\" in shard or "\0" in shard:
-            raise CheckpointError(f"{index}: tensor {name!r}: {shard!r} leads out of the checkpoint's directory")
+            raise CheckpointError(f"{index}: tensor {name!r}: {shard!r} is outside the checkpoint's directory")
     return shards

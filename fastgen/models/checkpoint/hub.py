@@ -35,13 +35,13 @@ _AUTHENTICATE = "log in with `hf auth login`, or set HF_TOKEN to a token that ma
 
 
 def locate(model: str | Path, *, revision: str | None = None) -> Path:
-    """The directory that holds ``model``: config, tokenizer and weights.
+    """Returns the directory of ``model``, with its config, tokenizer and weights.
 
-    ``model`` is a local directory, else the name of a built-in, else a hub id (``owner/name``), of which only the files
-    needed are downloaded, with the user's own token. Without a network the copy in the hub's cache is taken.
-    ``revision`` is a branch, tag or commit of a hub repository, and refused for anything else.
+    ``model`` is a local directory, else the name of a built-in, else a hub id (``owner/name``). From the hub only the
+    files needed are downloaded, with the user's own token; without a network the copy in the hub's cache is used.
+    ``revision`` is a branch, tag or commit of a hub repository, and is refused for anything else.
 
-    Raises :class:`ModelNotFoundError` saying what was tried and what to do.
+    Raises :class:`ModelNotFoundError`, which says what was tried and what to do.
     """
     if not isinstance(model, (str, Path)):
         raise InvalidArgumentError(f"model is a directory, a built-in name or a hub id, not {model!r:.60}")
@@ -51,7 +51,9 @@ def locate(model: str | Path, *, revision: str | None = None) -> Path:
         _refuse_revision(revision, f"{directory} is a local directory")
         if not (directory / "config.json").is_file():
             hidden = f" It hides the built-in {name!r}; rename it or run elsewhere." if name in BUILTINS else ""
-            raise ModelNotFoundError(f"{directory.absolute()}: a directory without a config.json, so no model.{hidden}")
+            raise ModelNotFoundError(
+                f"{directory.absolute()}: the directory has no config.json, so it is no model.{hidden}"
+            )
         return directory
     if name in BUILTINS:
         _refuse_revision(revision, f"{name} is built in")
@@ -78,7 +80,7 @@ def _from_hub(repository: str, revision: str | None) -> Path:
 
 
 def _refusal(repository: str, revision: str | None, error: Exception) -> str | None:
-    """Why the hub will not give the repository, and what to do; ``None`` where it did not get to answer."""
+    """Returns why the hub refuses the repository, and what to do; ``None`` if the hub did not answer."""
     nowhere_else = f"{_shown(repository)} is no directory on this machine, no built-in ({', '.join(BUILTINS)})"
     if isinstance(error, HFValidationError):
         is_file = " It is a file; give the directory it is in." if os.path.isfile(repository) else ""
@@ -89,10 +91,12 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> str | N
     if isinstance(error, GatedRepoError):
         return f"{page} is gated: accept its terms there, then {_AUTHENTICATE}.{_cache_hint(repository, revision)}"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    if isinstance(error, RepositoryNotFoundError) or status == 401:  # the hub does not tell a stranger what is private
+    if (
+        isinstance(error, RepositoryNotFoundError) or status == 401
+    ):  # the hub does not show which private repositories exist
         return (
             f"{nowhere_else}, and {constants.ENDPOINT} shows no such repository ({_brief(error)}). It does not exist, "
-            f"or it is private: then {_AUTHENTICATE}.{_cache_hint(repository, revision)}"
+            f"or it is private; in that case {_AUTHENTICATE}.{_cache_hint(repository, revision)}"
         )
     if status == 403:
         return f"{page} refuses access ({_brief(error)}): {_AUTHENTICATE}.{_cache_hint(repository, revision)}"
@@ -100,7 +104,7 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> str | N
 
 
 def _from_cache(repository: str, revision: str | None, error: Exception) -> Path:
-    """The hub's cached copy, after ``error`` kept the hub itself from answering."""
+    """Returns the cached copy, after ``error`` prevented the hub from answering."""
     at = f" at revision {revision!r}" if revision else ""
     tried = f"fetching it from {constants.ENDPOINT} failed ({_brief(error)})"
     cached = _cached_snapshot(repository, revision)
@@ -114,10 +118,10 @@ def _from_cache(repository: str, revision: str | None, error: Exception) -> Path
     if missing:
         raise ModelNotFoundError(
             f"{repository!r}{at}: {tried}, and the copy in the cache is incomplete: {cached} lacks {missing}. "
-            f"Connect to the network, with HF_HUB_OFFLINE not set; the download goes on where it stopped."
+            f"Connect to the network, with HF_HUB_OFFLINE not set; the download continues where it stopped."
         ) from error
-    if not constants.HF_HUB_OFFLINE:  # else this is what was asked for
-        logger.warning("%s: %s; taking the copy in the cache, %s", repository, tried, cached)
+    if not constants.HF_HUB_OFFLINE:  # otherwise the user asked for the cache
+        logger.warning("%s: %s; using the copy in the cache, %s", repository, tried, cached)
     return cached
 
 
@@ -126,12 +130,12 @@ def _files_needed(repository: str, revision: str | None) -> list[str]:
     names = {sibling.rfilename for sibling in siblings}
     if "config.json" not in names:
         raise ModelNotFoundError(
-            f"{constants.ENDPOINT}/{repository} has no config.json, so it is no model fastgen can read."
+            f"{constants.ENDPOINT}/{repository} has no config.json, so it is not a model that fastgen can read."
         )
     entry = weights_entry(names)
     if entry is None:
         raise ModelNotFoundError(
-            f"{constants.ENDPOINT}/{repository} holds no weights fastgen reads ({', '.join(WEIGHT_FILES)})."
+            f"{constants.ENDPOINT}/{repository} has no weights that fastgen reads ({', '.join(WEIGHT_FILES)})."
         )
     weights = {entry}
     if is_index(entry):
@@ -155,7 +159,7 @@ def _cached_snapshot(repository: str, revision: str | None) -> Path | None:
 
 
 def _missing_files(snapshot: Path) -> str:
-    """What a snapshot lacks of config and weights, in words; empty where it is whole."""
+    """Returns which of config and weights a snapshot lacks, in words; empty if it is complete."""
     present = {file.name for file in snapshot.iterdir() if file.is_file()}
     if "config.json" not in present:
         return "config.json"

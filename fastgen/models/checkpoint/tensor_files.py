@@ -1,7 +1,7 @@
-"""The two kinds of weight file, ``.safetensors`` and PyTorch's ``.bin``: headers first, then tensors one at a time.
+"""Reads the two kinds of weight file, ``.safetensors`` and PyTorch's ``.bin``: headers first, then tensor by tensor.
 
-Files are memory-mapped by their own libraries. A page of a mapping that was read stays in the process's resident
-memory until it is unmapped, so a file is read in *windows*: each opens it anew, and closes it before the next.
+Both libraries map the file into memory. A page that was read stays in the process's resident memory until the file is
+unmapped, so a file is read in *windows*: each window opens the file again and closes it before the next window.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ZIP = b"PK\x03\x04"
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a file says about one of its tensors, known without reading it."""
+    """The file, shape and dtype of a tensor, known without reading the tensor."""
 
     file: Path
     shape: tuple[int, ...]
@@ -58,10 +58,10 @@ class TensorHeader:
 
 
 def read_headers(file: Path) -> dict[str, TensorHeader]:
-    """Every tensor of ``file``; no weight is read.
+    """Returns the headers of all tensors of ``file`` without reading a weight.
 
-    Raises :class:`CheckpointError` naming the file: missing, empty, truncated, damaged, not a plain table of tensors,
-    or holding code.
+    Raises :class:`CheckpointError`, which names the file, if it is missing, empty, truncated, damaged, not a plain
+    table of tensors, or contains code.
     """
     read = _safetensors_headers if file.suffix == ".safetensors" else _torch_headers
     return _explained(file, lambda: read(file))
@@ -70,12 +70,12 @@ def read_headers(file: Path) -> dict[str, TensorHeader]:
 def stream_tensors(
     file: Path, headers: Mapping[str, TensorHeader], *, window_bytes: int
 ) -> Generator[tuple[str, Tensor]]:
-    """The tensors named by ``headers``, in that order, on the CPU, as they stand in the file.
+    """Yields the tensors named by ``headers``, in that order, on the CPU, as they are stored.
 
-    Each is valid until the next is asked for, and must be dropped by then: a tensor held keeps its window mapped.
-    At most ``window_bytes``, or one tensor where that is larger, are resident at a time. The exception are ``.bin``
-    files in the format before PyTorch 1.6, which cannot be mapped: such a file is in memory as a whole, and its tensors
-    are freed as they are taken.
+    Each tensor is valid until the next one is requested and must be dropped by then, because a live tensor keeps its
+    window mapped. At most ``window_bytes``, or one tensor if that is larger, are resident at a time. ``.bin`` files in
+    the format before PyTorch 1.6 are an exception: they cannot be mapped, so the whole file is in memory, and each
+    tensor is freed after use.
     """
     open_file = _open_safetensors if file.suffix == ".safetensors" else _open_torch
     for names in _windows(headers, window_bytes if _can_map(file) else None):
@@ -118,11 +118,11 @@ def _open_safetensors(file: Path) -> Iterator[Callable[[str], Tensor]]:
 def _torch_headers(file: Path) -> dict[str, TensorHeader]:
     table = torch.load(file, map_location="meta", weights_only=True)
     if not isinstance(table, Mapping):
-        raise CheckpointError(f"{file}: holds a {type(table).__name__}, not a table of tensors")
+        raise CheckpointError(f"{file}: contains a {type(table).__name__}, not a table of tensors")
     for name, value in table.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.layout != torch.strided:
             raise CheckpointError(
-                f"{file}: entry {name!r} is no plain tensor but a {type(value).__name__}; save a model's state_dict()"
+                f"{file}: entry {name!r} is a {type(value).__name__}, not a plain tensor; save a model's state_dict()"
             )
     return {name: TensorHeader(file, tuple(value.shape), value.dtype) for name, value in table.items()}
 
@@ -139,15 +139,16 @@ def _can_map(file: Path) -> bool:
 
 
 def _explained(file: Path, action: Callable[[], T]) -> T:
-    """``action()``, with whatever goes wrong inside the libraries told as a :class:`CheckpointError` about ``file``.
+    """Returns ``action()`` and turns every error inside the libraries into a :class:`CheckpointError` about ``file``.
 
-    The error has neither cause nor context: their tracebacks would hold the libraries' frames, and with them the file.
+    The error has neither cause nor context, because their tracebacks would keep the frames of the libraries alive, and
+    with them the file.
     """
     try:
         return action()
     except CheckpointError as error:
         problem = str(error)
-    except Exception as error:  # a damaged pickle may fail in any way at all
+    except Exception as error:  # a damaged pickle may raise any error
         problem = f"{file}: {_explanation(file, error)}"
     raise CheckpointError(problem)
 
@@ -164,14 +165,14 @@ def _explanation(file: Path, error: Exception) -> str:
         return "is a git-lfs pointer, not the weights; run `git lfs pull` in the directory"
     if isinstance(error, SafetensorError):
         if "not fully covered" in str(error):
-            return f"is truncated, or longer than its header says ({file.stat().st_size} bytes); fetch it again"
-        return f"has a damaged header, or is no safetensors file; fetch it again ({error})"
+            return f"is truncated, or longer than its header says ({file.stat().st_size} bytes); download it again"
+        return f"has a damaged header, or is not a safetensors file; download it again ({error})"
     if isinstance(error, UnpicklingError):
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), None)
         if reason:
-            return f"refused, since it asks to run code and fastgen runs none from a checkpoint ({reason.strip()})"
-        return "is damaged, or holds more than tensors; fetch it again, or save it anew as safetensors"
-    return f"is truncated or damaged; fetch it again ({type(error).__name__}: {str(error).partition('. ')[0]})"
+            return f"refused: it asks to run code, and fastgen runs no code from a checkpoint ({reason.strip()})"
+        return "is damaged, or contains more than tensors; download it again, or save it again as safetensors"
+    return f"is truncated or damaged; download it again ({type(error).__name__}: {str(error).partition('. ')[0]})"
 
 
 def _first_bytes(file: Path) -> bytes:

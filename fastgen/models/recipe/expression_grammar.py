@@ -1,6 +1,7 @@
-"""What a recipe expression may consist of, checked on Jinja's syntax tree before anything is evaluated.
+"""The grammar of recipe expressions, checked on Jinja's syntax tree before anything is evaluated.
 
-An allow-list of nodes and functions, bounds on every size, and the names an expression mentions.
+It consists of an allow-list of nodes and functions and of bounds on every size. This module also finds the names that
+an expression mentions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _CLOSING: Final = frozenset({"rparen", "rbracket", "rbrace"})
 
 
 def check_tokens(types: Iterator[str]) -> None:
-    """Refuse what would make Jinja's recursive parser go deep, before it starts."""
+    """Refuses tokens that would make Jinja's recursive parser recurse deeply, before it starts."""
     depth = 0
     for count, kind in enumerate(types, start=1):
         depth += (kind in _OPENING) - (kind in _CLOSING)
@@ -52,7 +53,7 @@ def _add(a: Value, b: Value) -> Value:
 
 
 def _divide(a: Value, b: Value) -> Value:
-    """An integer where two integers divide exactly, so that a head size that is none is seen as such."""
+    """Returns an integer if two integers divide exactly, so that a head size that is not an integer is noticed."""
     if isinstance(a, int) and isinstance(b, int) and a % b == 0:
         return a // b
     return a / b
@@ -83,7 +84,7 @@ _FILTERS: Final = ("default", "otherwise")
 
 
 def check(node: nodes.Node, depth: int) -> None:
-    """Refuse every construct that the evaluator does not know. Raises :class:`ExpressionError`."""
+    """Refuses every construct that the evaluator does not know. Raises :class:`ExpressionError`."""
     if depth > MAX_DEPTH:
         raise ExpressionError(f"the expression is nested deeper than {MAX_DEPTH}")
     match node:
@@ -91,7 +92,7 @@ def check(node: nodes.Node, depth: int) -> None:
             bounded(value)
         case nodes.Name(name=name) | nodes.Getattr(attr=name):
             if name.startswith("__"):
-                raise ExpressionError(f"{name!r} is not a name a configuration may have")
+                raise ExpressionError(f"{name!r} is not allowed as the name of a key")
         case nodes.Getitem(arg=nodes.Slice()):
             raise ExpressionError("slices are not allowed in an expression")
         case nodes.Call(node=nodes.Name(name="first")):
@@ -102,7 +103,7 @@ def check(node: nodes.Node, depth: int) -> None:
             fewest, most, _ = FUNCTIONS[name]
             _check_arguments(name, node, fewest, most)
         case nodes.Call():
-            raise ExpressionError("only the language's own functions can be called, nothing that belongs to a value")
+            raise ExpressionError("only the functions of the recipe language can be called, not methods of values")
         case nodes.Filter(name=name):
             if name not in _FILTERS or node.node is None:
                 raise ExpressionError(f"unknown filter {name!r}{close_to(name, _FILTERS)}")
@@ -118,7 +119,7 @@ def check(node: nodes.Node, depth: int) -> None:
         case _ if type(node) not in ARITHMETIC:
             raise ExpressionError(f"{type(node).__name__} is not allowed in an expression")
     for child in node.iter_child_nodes():
-        if not (isinstance(node, nodes.Call) and child is node.node):  # a function's name is no key
+        if not (isinstance(node, nodes.Call) and child is node.node):  # the name of a function is not a key
             check(child, depth + 1)
 
 
@@ -134,7 +135,7 @@ def _check_first(node: nodes.Call) -> None:
     _check_arguments("first", node, 1, 16)
     paths, fallback = first_arguments(node)
     if not paths or len(paths) + (fallback is not None) != len(node.args):
-        raise ExpressionError("first takes quoted paths, as in first('a.b', 'c'), and after them one value at most")
+        raise ExpressionError("first takes quoted paths, as in first('a.b', 'c'), and then at most one value")
     for path in paths:
         for name in path:
             if not name.isidentifier() or name.startswith("__"):
@@ -142,7 +143,7 @@ def _check_first(node: nodes.Call) -> None:
 
 
 def first_arguments(node: nodes.Call) -> tuple[list[Path], nodes.Expr | None]:
-    """The paths ``first`` tries, and what it falls back to: a last argument that is not a quoted text."""
+    """Returns the paths that ``first`` tries, and its fallback: a last argument that is not a quoted text."""
     texts = [arg.value for arg in node.args if isinstance(arg, nodes.Const) and isinstance(arg.value, str)]
     last = node.args[-1]
     fallback = None if isinstance(last, nodes.Const) and isinstance(last.value, str) else last
@@ -150,7 +151,7 @@ def first_arguments(node: nodes.Call) -> tuple[list[Path], nodes.Expr | None]:
 
 
 def mentioned(node: nodes.Node) -> Iterator[Path]:
-    """Every path the expression mentions, the longest known without evaluating: ``a['b'][i].c`` gives ``a.b``."""
+    """Yields every path that the expression mentions, as far as it is constant: ``a['b'][i].c`` gives ``a.b``."""
     match node:
         case nodes.Call(node=nodes.Name(name="first")):
             paths, fallback = first_arguments(node)
@@ -170,7 +171,7 @@ def mentioned(node: nodes.Node) -> Iterator[Path]:
 
 
 def _static_path(node: nodes.Node) -> tuple[Path, list[nodes.Node]]:
-    """The path a chain of look-ups begins with, and the expressions inside it that may mention others."""
+    """Returns the constant path that a chain of lookups begins with, and the expressions inside the chain."""
     links: list[nodes.Node] = []
     while isinstance(node, nodes.Getattr | nodes.Getitem):
         links.append(node)
@@ -196,7 +197,9 @@ def _constant_key(link: nodes.Node) -> str | None:
 
 
 def bounded(value: Value) -> Value:
-    """``value``, unless it is an integer beyond 64 bits or a number that is not finite."""
+    """Returns ``value``; raises :class:`ExpressionError` for an integer beyond 64 bits or a number that is
+    not finite.
+    """
     if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
         raise ExpressionError("an integer beyond 64 bits")
     if isinstance(value, float) and not math.isfinite(value):

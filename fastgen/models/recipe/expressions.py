@@ -1,13 +1,13 @@
 """Recipe expressions: arithmetic over the keys of a checkpoint's ``config.json``, in Jinja's expression syntax.
 
-Jinja parses; it never compiles or evaluates. Its syntax tree is checked once against an allow-list and then walked by
-the code below, which looks only into JSON values. So an expression can run no code, and every size is bounded: the
-text, its nesting, the integers it makes. Nothing repeats or joins strings or lists.
+Jinja only parses; it never compiles or evaluates. Its syntax tree is checked once against an allow-list and is then
+walked by the code below, which looks only into JSON values. So an expression cannot run code, and every size is
+bounded: the text, its nesting, the integers that it makes. Nothing repeats or joins strings or lists.
 
-A bare key that is missing is an error. Three forms say what holds instead:
+A missing key is an error unless the expression provides a value for it, in one of three forms:
 
-- ``x | default(v)``: ``v`` where ``x`` is absent (a JSON ``null`` stays ``None``);
-- ``x | otherwise(v)``: ``v`` where ``x`` is absent or null;
+- ``x | default(v)``: ``v`` if ``x`` is absent (a JSON ``null`` stays ``None``);
+- ``x | otherwise(v)``: ``v`` if ``x`` is absent or null;
 - ``first('a.b', 'c', v)``: the first of these paths that is present, else ``v``.
 """
 
@@ -40,12 +40,12 @@ from fastgen.models.recipe.expression_grammar import (
 )
 from fastgen.models.recipe.spelling import close_to
 
-_JINJA: Final = Environment(autoescape=False)  # its lexer and its parser, nothing else of it
+_JINJA: Final = Environment(autoescape=False)  # only for its lexer and parser
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What names mean: ``names`` first, then the keys of ``config``. ``config_file`` is for messages only."""
+    """The values of names: those in ``names`` first, then the keys of ``config``. ``config_file`` is for messages."""
 
     config: Mapping[str, Value]
     names: Mapping[str, Value] = field(default_factory=dict)
@@ -57,14 +57,14 @@ class Scope:
 
 @dataclass(frozen=True, eq=False)
 class Expression:
-    """A parsed and checked expression. ``paths`` are the names it mentions, whatever a condition may choose."""
+    """A parsed and checked expression. ``paths`` are all names that it mentions, in every branch of a condition."""
 
     text: str
     node: nodes.Expr
     paths: frozenset[Path]
 
     def evaluate(self, scope: Scope) -> Value:
-        """The expression's value, a JSON value. Raises :class:`ExpressionError`."""
+        """Returns the expression's value, a JSON value. Raises :class:`ExpressionError`."""
         return _Evaluator(scope).value(self.node)
 
     def is_constant(self, value: bool | None) -> bool:
@@ -75,7 +75,7 @@ class Expression:
 
 
 def constant(value: bool | int | float | None) -> Expression:
-    """An expression that stands for ``value``."""
+    """Returns an expression whose value is ``value``."""
     node = nodes.Const(value)
     check(node, 0)
     return Expression(str(value), node, frozenset())
@@ -83,18 +83,18 @@ def constant(value: bool | int | float | None) -> Expression:
 
 @lru_cache(maxsize=4096)  # variants repeat the expressions of what they extend
 def parse_expression(text: str) -> Expression:
-    """Parse ``text`` and check it against the allow-list. Raises :class:`ExpressionError`."""
+    """Parses ``text`` and checks it against the allow-list. Raises :class:`ExpressionError`."""
     text = text.strip()
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"an expression may have {MAX_LENGTH} characters, this one has {len(text)}")
     if not text.isascii() or not text.isprintable():
-        raise ExpressionError(f"an expression is plain ASCII text on one line: {text!r}")
+        raise ExpressionError(f"an expression must be ASCII text on one line: {text!r}")
     try:
         check_tokens(token.type for token in _JINJA.lexer.tokenize(text, state="variable"))
         parser = Parser(_JINJA, text, state="variable")
         node = parser.parse_expression()
         if not parser.stream.eos:
-            raise ExpressionError(f"{text!r} goes on after the expression's end, at {str(parser.stream.current)!r}")
+            raise ExpressionError(f"{text!r} has extra text after the expression, at {str(parser.stream.current)!r}")
     except TemplateSyntaxError as error:
         raise ExpressionError(f"{text!r} is not an expression: {_problem(text, error)}") from None
     check(node, 0)
@@ -108,12 +108,12 @@ def _problem(text: str, error: TemplateSyntaxError) -> str:
     expected = re.search(r", expected '(.+)'", message)
     last = re.findall(r"\w+|\W", text)[-1:]
     where = f"it ends after {last[0]!r}" if last else "it is empty"
-    return f"{where}, where {expected[1]!r} is missing" if expected else where
+    return f"{where}, but {expected[1]!r} is expected there" if expected else where
 
 
 @dataclass(frozen=True)
 class _Absent:
-    """What a look-up found: nothing. ``what`` is missing; ``known`` is what there is, should nobody provide for it."""
+    """The result of a lookup that found nothing: ``what`` is missing, ``known`` are the names that exist instead."""
 
     what: str
     key: str = ""
@@ -125,7 +125,7 @@ class _Absent:
 
 
 class _Evaluator:
-    """Walks a checked tree. Every method returns JSON values; truth is never taken from anything but a bool."""
+    """Evaluates a checked tree. Every method returns JSON values; only a bool can be a condition."""
 
     def __init__(self, scope: Scope):
         self.scope = scope
@@ -137,7 +137,7 @@ class _Evaluator:
         return found
 
     def find(self, node: nodes.Node) -> Value | _Absent:
-        """Like :meth:`value`, but a missing key is an answer, for those who provide for it."""
+        """Returns what :meth:`value` returns, but an :class:`_Absent` for a missing key, which may have a default."""
         match node:
             case nodes.Const(value=value):
                 return value
@@ -184,26 +184,26 @@ class _Evaluator:
         if name in self.scope.config:
             return self.scope.config[name]
         if name == "layer":
-            return _Absent(f"no key {name!r}", advice="; `layer` is known inside model.layers only")
+            return _Absent(f"no key {name!r}", advice="; `layer` exists only inside model.layers")
         known = [*self.scope.names, *self.scope.config]
-        advice = " (provide for it with `| default(...)`; a text is written in quotes)"
+        advice = " (give it a value with `| default(...)`; put a text in quotes)"
         return _Absent(f"no key {name!r}", name, known, advice)
 
     def member(self, found: Value | _Absent, key: Value, spelling: str) -> Value | _Absent:
-        """``found[key]``. Below an absent or null mapping everything is absent."""
+        """Returns ``found[key]``. Below an absent or null mapping everything is absent."""
         if isinstance(found, _Absent):
             return found
         if found is None:
-            return _Absent(f"no {spelling}: what it is looked up in is null")
+            return _Absent(f"no {spelling}: the value that contains it is null")
         if isinstance(found, list) and isinstance(key, int) and not isinstance(key, bool):
             if 0 <= key < len(found):
                 return found[key]
-            raise ExpressionError(f"{spelling}: index {key} is outside of a list of {len(found)}")
+            raise ExpressionError(f"{spelling}: index {key} is out of range for a list of {len(found)}")
         if isinstance(found, dict) and isinstance(key, str):
             if key in found:
                 return found[key]
             return _Absent(f"no {spelling}", key, found)
-        raise ExpressionError(f"{spelling}: {_kind(found)} cannot be looked into by {_kind(key)}")
+        raise ExpressionError(f"{spelling}: {_kind(found)} cannot be indexed by {_kind(key)}")
 
     def first(self, node: nodes.Call) -> Value | _Absent:
         paths, fallback = first_arguments(node)
@@ -241,16 +241,16 @@ class _Evaluator:
             return _same(left, right) == (op == "eq")
         if op in ("in", "notin"):
             if not isinstance(right, list | dict):
-                raise ExpressionError(f"`in` looks into a list or a mapping, not into {_kind(right)}")
+                raise ExpressionError(f"`in` searches a list or a mapping, not {_kind(right)}")
             if len(right) > MAX_ITEMS:
-                raise ExpressionError(f"`in` looks into at most {MAX_ITEMS:,} items, here are {len(right):,}")
+                raise ExpressionError(f"`in` searches at most {MAX_ITEMS:,} items, but there are {len(right):,}")
             return any(_same(left, item) for item in right) == (op == "in")
         sign, apply = ORDER[op]
         return apply(_number(left, sign), _number(right, sign))
 
 
 def _compute(sign: str, apply: Callable[..., Value], operands: list[Value]) -> Value:
-    """``apply`` to numbers, giving a bounded number."""
+    """Applies ``apply`` to numbers and returns a bounded number."""
     try:
         return bounded(apply(*(_number(operand, sign) for operand in operands)))
     except ZeroDivisionError:
@@ -269,7 +269,7 @@ def _number(value: Value, sign: str) -> int | float:
 
 
 def _same(a: Value, b: Value) -> bool:
-    """Equality of JSON: ``true`` is not 1."""
+    """Compares as JSON does: ``true`` is not 1."""
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
@@ -291,7 +291,7 @@ def _kind(value: Value) -> str:
 
 
 def _spelling(node: nodes.Node) -> str:
-    """A chain of look-ups as the recipe's author wrote it, for messages."""
+    """Returns a chain of lookups as it is written in the recipe, for messages."""
     match node:
         case nodes.Name(name=name):
             return name

@@ -1,7 +1,7 @@
 """Layouts: how a stored tensor is read into a parameter, as the left side of an einops pattern.
 
-``(num_kv_heads part head_dim) in`` is a matrix whose rows are KV heads, within each of them parts, within these
-features. Names stand for sizes; ``in`` is the input axis, ``part`` the axis that several parameters share.
+``(num_kv_heads part head_dim) in`` is a matrix whose rows are grouped by KV head, then by part, then by feature. Names
+stand for sizes; ``in`` is the input axis, and ``part`` is the axis that several parameters share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_LENGTH: Final = 200
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a stored tensor: each one or several named ones laid together."""
+    """The axes of a stored tensor; each is one named axis or a group of named axes."""
 
     groups: tuple[tuple[str, ...], ...]
 
@@ -32,16 +32,16 @@ class Axes:
         return tuple(name for group in self.groups for name in group)
 
     def of_bias(self) -> Axes:
-        """The same without the input axis."""
+        """Returns the axes of the bias: these without the input axis."""
         groups = (tuple(name for name in group if name != "in") for group in self.groups)
         return Axes(tuple(group for group in groups if group))
 
     def fit(
         self, sizes: Mapping[str, int], *, rows: int, part: tuple[int, int] | None = None
     ) -> tuple[Layout, tuple[int, ...]]:
-        """The layout with every size known, for a parameter of ``rows``, and the shape in which it is stored.
+        """Returns the layout of a parameter of ``rows`` with every size known, and the stored shape.
 
-        Raises ``ValueError`` for a name without a size and where the rows do not come out.
+        Raises ``ValueError`` for a name without a size, and if the sizes do not multiply to ``rows``.
         """
         for name in self.names:
             if name not in sizes:
@@ -52,7 +52,7 @@ class Axes:
             kept = [name for name in self.names if name != "in"]
             counts = {name: sizes[name] for name in kept} | ({} if part is None else {"part": part[1] - part[0]})
             product = " * ".join(f"{counts[name]} ({name})" for name in kept)
-            raise ValueError(f"the layout makes {product} = {found} rows where {rows} are needed")
+            raise ValueError(f"the layout makes {product} = {found} rows, but {rows} are needed")
         stored_shape = tuple(prod(sizes[name] for name in group) for group in self.groups)
         return Layout(str(self), tuple((name, sizes[name]) for name in self.names), part), stored_shape
 
@@ -61,13 +61,13 @@ class Axes:
 
 
 def parse_layout(value: object) -> Axes:
-    """The layout in the text ``value``. Raises ``ValueError``."""
+    """Parses the layout in the text ``value``. Raises ``ValueError``."""
     if isinstance(value, Axes):
         return value
     text = re.sub(r" +", " ", value.strip()) if isinstance(value, str) and len(value) <= _MAX_LENGTH else ""
     if not _PATTERN.fullmatch(text):
         raise ValueError(
-            f"{value!r:.80} is not a layout: names of axes, those laid together in brackets, such as "
+            f"{value!r:.80} is not a layout: it consists of names of axes, with merged axes in brackets, such as "
             "'(num_heads part head_dim) in'"
         )
     axes = Axes(tuple(tuple((several or one).split()) for several, one in _GROUP.findall(text)))

@@ -1,4 +1,4 @@
-"""The recipe language, typed: the parts of a layer, and what they consist of."""
+"""The schema of the parts of a layer."""
 
 from __future__ import annotations
 
@@ -21,65 +21,65 @@ from fastgen.models.recipe.values import (
 
 
 class Norm(Section):
-    """A normalisation over features."""
+    """A normalization over features."""
 
     kind: Literal["rms", "layer"]
     """`rms` divides by the root mean square; `layer` subtracts the mean first."""
     weight: Module | None = None
-    """Module that holds the norm's weight; left out only where `affine` is false."""
+    """Module of the norm's weight; may be left out only if `affine` is false."""
     bias: Expr = FALSE
     """Whether it has a bias."""
     affine: Expr = TRUE
-    """Whether it has a weight (and the bias asked for)."""
+    """Whether it has a weight, and a bias if `bias` is true."""
     eps: Expr
-    """Added to the mean square, or to the variance, under the root."""
+    """Added to the mean square or to the variance, under the root."""
     offset: Expr = ZERO
-    """Added to the stored weight: 1 where the checkpoint keeps its difference from 1."""
+    """Added to the stored weight: 1 if the checkpoint stores the difference from 1."""
     when: Expr = TRUE
-    """The norm exists only where this is true."""
+    """The norm exists only if this is true."""
 
     @model_validator(mode="after")
     def _named(self) -> Self:
         if self.weight is None and not self.affine.is_constant(False):
-            raise ValueError("a norm needs the name of its `weight`, or `affine: false`")
+            raise ValueError("a norm needs a `weight`, or `affine: false`")
         return self
 
 
 class QkNorm(Norm):
-    """A normalisation of the queries or of the keys, before they are rotated."""
+    """A normalization of the queries or of the keys, before they are rotated."""
 
     over: Literal["head", "all"]
-    """Over the features of each `head`, or over those of `all` heads laid together."""
+    """Over the features of each `head`, or over the features of `all` heads together."""
     per_head_weight: Expr = FALSE
-    """Whether each head has a weight of its own, stored as [heads, head_dim]; for `over: head` only."""
+    """Whether each head has its own weight, stored as [heads, head_dim]; only for `over: head`."""
 
 
 class QkvSplit(Section):
-    """How many entries of a fused tensor's axis `part` are whose, in the order they lie in."""
+    """Numbers of entries on a fused tensor's axis `part`, in the order in which they are stored."""
 
     q: Expr
-    """Of the queries."""
+    """Entries of the queries."""
     k: Expr
-    """Of the keys."""
+    """Entries of the keys."""
     v: Expr
-    """Of the values."""
+    """Entries of the values."""
 
 
 class Qkv(Section):
-    """The projections to queries, keys and values: three modules, or one that holds all of them."""
+    """The projections to queries, keys and values: three modules, or one fused module."""
 
     q: Module | None = None
-    """Module that makes the queries."""
+    """Module of the queries."""
     k: Module | None = None
-    """Module that makes the keys."""
+    """Module of the keys."""
     v: Module | None = None
-    """Module that makes the values."""
+    """Module of the values."""
     fused: Module | None = None
-    """Module that makes all three."""
+    """Module of all three."""
     layout: LayoutPattern | None = None
-    """How the matrices are stored; left out, rows of outputs. A fused one has the axis `part`."""
+    """How the matrices are stored; by default as rows of outputs. A fused one has the axis `part`."""
     split: QkvSplit | None = None
-    """Whose the entries of the axis `part` are."""
+    """How the axis `part` is divided."""
     bias: Expr
     """Whether they have biases."""
 
@@ -97,15 +97,15 @@ class Rotary(Section):
     theta: Expr
     """Base of the frequencies."""
     fraction: Expr | None = None
-    """How much of each head is rotated, from its first feature on; left out, all of it."""
+    """Fraction of each head that is rotated, from its first feature on; by default all of it."""
     dim: Expr | None = None
-    """How many features of each head are rotated, where that is not said as a fraction."""
+    """Number of features of each head that are rotated, as an alternative to `fraction`."""
     scaling: Expr = NONE
     """`rope_parameters` or `rope_scaling` of config.json, or `none`: how the frequencies are stretched."""
     trained_positions: Expr | None = None
-    """The trained length, for scaling kinds that depend on it and a mapping that leaves it out; else max_positions."""
+    """The trained length, for scaling kinds that need it if the mapping does not state it; by default max_positions."""
     when: Expr = TRUE
-    """Rotated only where this is true."""
+    """Rotated only if this is true."""
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
@@ -118,31 +118,31 @@ class Alibi(Section):
     """A bias on the scores that is linear in the key's position, with a slope per head."""
 
     rounding: Literal["float32", "bfloat16"]
-    """In which dtype slope and bias are rounded."""
+    """Dtype to which slope and bias are rounded."""
     scaled: bool
-    """Whether the bias is multiplied by the scores' scale together with q·k."""
+    """Whether the bias is multiplied by the scale of the scores together with q·k."""
     when: Expr = TRUE
-    """Biased only where this is true."""
+    """Biased only if this is true."""
 
 
 class Output(Section):
     """The projection from the heads back to the stream."""
 
     weight: Module
-    """Module that holds the matrix."""
+    """Module of the matrix."""
     bias: Expr
     """Whether it has a bias."""
     layout: LayoutPattern | None = None
-    """How the matrix is stored; left out, rows of outputs; `in out` is transposed."""
+    """How the matrix is stored; by default as rows of outputs; `in out` is transposed."""
 
 
 class Part(Section):
-    """What all parts of a branch share."""
+    """The keys that all parts of a branch share."""
 
     norm: Norm | None = None
-    """The part's own norm, of the branch's (normed) input."""
+    """The part's own norm, of the (normalized) input of the branch."""
     when: Expr = TRUE
-    """The part exists only where this is true."""
+    """The part exists only if this is true."""
 
 
 class Attention(Part):
@@ -155,32 +155,32 @@ class Attention(Part):
     k_norm: QkNorm | None = None
     """Norm of the keys."""
     rotary: Rotary | None = None
-    """Rotary position embedding, where the model has one."""
+    """Rotary position embedding, if the model has one."""
     alibi: Alibi | None = None
-    """Linear bias on the scores, where the model has one."""
+    """Linear bias on the scores, if the model has one."""
     scale: Expr | None = None
-    """Factor on q·k; left out, one over the root of head_dim."""
+    """Factor on q·k; by default 1 / sqrt(head_dim)."""
     softcap: Expr = NONE
-    """Scores s become c·tanh(s / c); `none` leaves them as they are."""
+    """Scores s become c·tanh(s / c); `none` leaves them unchanged."""
     sliding_window: Expr = NONE
-    """How many tokens a token sees, itself included; `none` for all before it."""
+    """Number of tokens that a token sees, itself included; `none` for all before it."""
     output: Output
     """The projection from the heads back to the stream."""
 
 
 class LatentQuery(Section):
-    """Queries by two maps through a narrow, normed middle."""
+    """Queries by two maps through a narrow, normalized vector."""
 
     rank: Expr
-    """Features in the middle."""
+    """Features of the narrow vector."""
     down: Module
-    """Module that narrows."""
+    """Module that makes the narrow vector."""
     norm: Norm
-    """Norm of the middle."""
+    """Norm of the narrow vector."""
     up: Module
     """Module that makes the queries."""
     when: Expr = TRUE
-    """So only where this is true."""
+    """Used only if this is true."""
 
 
 class Query(Section):
@@ -189,33 +189,33 @@ class Query(Section):
     weight: Module
     """Module that makes the queries."""
     when: Expr = TRUE
-    """So only where this is true."""
+    """Used only if this is true."""
 
 
 class KvSplit(Section):
-    """How many entries of the axis `part` are whose, in the order they lie in."""
+    """Numbers of entries on the axis `part`, in the order in which they are stored."""
 
     k: Expr
-    """Of the keys."""
+    """Entries of the keys."""
     v: Expr
-    """Of the values."""
+    """Entries of the values."""
 
 
 class LatentKeysValues(Section):
-    """Keys and values of a latent vector, which is what the cache holds."""
+    """Keys and values from a latent vector, which the cache holds."""
 
     rank: Expr
     """Features of the latent vector."""
     down: Module
-    """Module that makes the latent vector and after it the rotated key that all heads share."""
+    """Module that makes the latent vector, followed by the rotated key that all heads share."""
     norm: Norm
     """Norm of the latent vector."""
     fused: Module
-    """Module that makes keys and values of the latent vector."""
+    """Module that makes keys and values from the latent vector."""
     layout: LayoutPattern
     """How its matrix is stored, with an axis `part`."""
     split: KvSplit
-    """Whose the entries of the axis `part` are."""
+    """How the axis `part` is divided."""
 
     @model_validator(mode="after")
     def _has_part(self) -> Self:
@@ -225,12 +225,12 @@ class LatentKeysValues(Section):
 
 
 class LatentAttention(Part):
-    """Multi-head latent attention: keys and values of all heads are made of one narrow vector a token."""
+    """Multi-head latent attention: keys and values of all heads are made from one narrow vector per token."""
 
     nope_dim: Expr
-    """Features of a query or key head that are not rotated, the first ones."""
+    """Features of a query or key head that are not rotated; they come first."""
     rope_dim: Expr
-    """Features of a query or key head that are rotated, the last ones."""
+    """Features of a query or key head that are rotated; they come last."""
     v_head_dim: Expr
     """Features of a value head."""
     q: Query | None = None
@@ -244,18 +244,18 @@ class LatentAttention(Part):
     rotary: Rotary
     """Rotary position embedding."""
     scale: Expr | None = None
-    """Factor on q·k; left out, one over the root of nope_dim + rope_dim."""
+    """Factor on q·k; by default 1 / sqrt(nope_dim + rope_dim)."""
     output: Output
     """The projection from the heads back to the stream."""
 
 
 class GateUpSplit(Section):
-    """How many entries of the axis `part` are whose, in the order they lie in."""
+    """Numbers of entries on the axis `part`, in the order in which they are stored."""
 
     gate: Expr
-    """Of the gate."""
+    """Entries of the gate."""
     up: Expr
-    """Of up."""
+    """Entries of up."""
 
 
 class FeedForward(Section):
@@ -266,19 +266,19 @@ class FeedForward(Section):
     size: Expr
     """Features between up and down."""
     activation: Expr
-    """Name of the activation, such as config.json's hidden_act, or a quoted text."""
+    """Name of the activation: a key of config.json such as hidden_act, or a quoted text."""
     gate: Module | None = None
-    """Module that makes the gate, where the kind is gated."""
+    """Module of the gate, if the kind is gated."""
     up: Module | None = None
-    """Module that widens."""
+    """Module of up, from the stream to the wide vector."""
     fused: Module | None = None
-    """Module that makes both gate and up."""
+    """Module of both gate and up."""
     split: GateUpSplit | None = None
-    """Whose the entries of the fused tensor's axis `part` are."""
+    """How the fused tensor's axis `part` is divided."""
     down: Module
-    """Module that narrows back to the stream."""
+    """Module of down, back to the stream."""
     layout: LayoutPattern | None = None
-    """How the matrices are stored, or the fused one alone; left out, rows of outputs; `in out` is transposed."""
+    """How the matrices, or only the fused one, are stored; by default as rows of outputs; `in out` is transposed."""
     bias: Expr
     """Whether all of them have biases."""
 
@@ -300,28 +300,28 @@ class Mlp(FeedForward, Part):
 
 
 class Experts(FeedForward):
-    """The experts of a mixture, all alike."""
+    """The experts of a mixture, all with the same structure."""
 
     at: ExpertPrefix
     """Prefix of an expert's tensors; {expert} stands for its index."""
     count: Expr
-    """How many experts there are."""
+    """Number of experts."""
 
 
 class Shared(FeedForward):
     """The expert that every token goes to."""
 
     when: Expr = TRUE
-    """It exists only where this is true."""
+    """It exists only if this is true."""
 
 
 class Router(Section):
-    """Which experts a token goes to, and with what weights."""
+    """Chooses the experts of a token, and their weights."""
 
     weight: Module
     """Module that makes a logit for each expert."""
     top_k: Expr
-    """Experts a token goes to."""
+    """Number of experts for each token."""
     scoring: Literal["softmax", "softmax_top_k", "sigmoid"]
     """Scores from logits: `softmax` over all experts, `softmax_top_k` over the chosen ones, `sigmoid` of each."""
     normalize: Expr
@@ -329,24 +329,24 @@ class Router(Section):
     scale: Expr = ONE
     """Factor on the chosen weights."""
     correction: Module | None = None
-    """Tensor (its whole name) that is added to the scores for choosing only."""
+    """Tensor (its full name) that is added to the scores for the choice only."""
     num_groups: Expr = ONE
-    """Groups the experts are in."""
+    """Number of groups of experts."""
     top_groups: Expr | None = None
-    """Groups that are chosen from; left out, all."""
+    """Number of groups that experts are chosen from; by default all."""
 
 
 class Moe(Part):
-    """A mixture of experts: the weighted sum of the chosen experts', and of the shared one's, outputs."""
+    """A mixture of experts: the weighted sum of the outputs of the chosen experts, plus that of the shared one."""
 
     router: Router
-    """Which experts a token goes to, and with what weights."""
+    """Chooses the experts of a token, and their weights."""
     experts: Experts
     """The experts."""
     shared: Shared | None = None
     """The expert that every token goes to."""
     shared_gate: Module | None = None
-    """Module that makes the weight of the shared expert, by a sigmoid."""
+    """Module that makes the weight of the shared expert, through a sigmoid."""
 
     @model_validator(mode="after")
     def _gate_of_something(self) -> Self:
@@ -356,7 +356,7 @@ class Moe(Part):
 
 
 def _check_fused(section: Qkv | FeedForward, names: tuple[str, ...]) -> None:
-    """Refuse anything but a module for each of ``names``, or one for all, with layout and split."""
+    """Refuses anything other than a module for each of ``names``, or one for all, with layout and split."""
     given = [name for name in names if getattr(section, name) is not None]
     listed = ", ".join(f"`{name}`" for name in names)
     if section.fused is None and len(given) < len(names):
@@ -366,7 +366,7 @@ def _check_fused(section: Qkv | FeedForward, names: tuple[str, ...]) -> None:
         if section.split is not None or (section.layout is not None and "part" in section.layout.names):
             raise ValueError("`split`, and an axis `part` of the `layout`, are for a `fused` module")
     elif given:
-        raise ValueError(f"`fused` stands for {listed}, so `{given[0]}` cannot be given beside it")
+        raise ValueError(f"`fused` contains {listed}, so `{given[0]}` cannot be given too")
     elif section.layout is None or section.split is None:
         raise ValueError("a `fused` module needs a `layout` and a `split`")
     elif "part" not in section.layout.names:

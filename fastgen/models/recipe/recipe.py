@@ -1,11 +1,10 @@
-"""Recipes: reading one from its file, with what it extends, into the typed schema.
+"""Loads a recipe from its file, merged over the recipes that it extends, into the typed schema.
 
-Every mistake is a :class:`~fastgen.errors.RecipeError` that names file, line and node.
+Every mistake in a recipe is a :class:`~fastgen.errors.RecipeError` that names file, line and node.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,21 +14,22 @@ from typing import Final
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from fastgen.errors import RecipeError
 from fastgen.models.recipe.schema import RecipeSchema
+from fastgen.models.recipe.search_path import find_file_by_name
 from fastgen.models.recipe.spelling import shown
+from fastgen.models.recipe.tree import NodePath, Tree, merge, stated_name
 from fastgen.models.recipe.values import MAX_NAME, NAME, PATTERNS
-from fastgen.models.recipe.yaml_positions import MAX_SIZE_BYTES, NodePath, Tree, check_size, merge, parse_recipe_yaml
+from fastgen.models.recipe.yaml_reader import parse_recipe_yaml, read_recipe_yaml, read_text
 
 MAX_EXTENDS: Final = 8
 
-# Where the recipe of a name is, these files left aside; ``None`` if nowhere.
+# Returns the file of the recipe with a name, other than these files; ``None`` if there is none.
 FindByName = Callable[[str, frozenset[Path]], Path | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """A recipe as its author means it: ``schema`` is what it says, ``tree`` where it says so, ``text`` its own file."""
+    """A loaded recipe: ``schema`` holds its typed content, ``tree`` the same with positions, ``text`` its own file."""
 
     schema: RecipeSchema
     tree: Tree
@@ -49,16 +49,12 @@ class Recipe:
         return f"Recipe({self.name!r}, {str(self.file)!r})"
 
 
-def load_recipe(path: str | Path, *, find: FindByName | None = None) -> Recipe:
-    """Read the recipe in the file ``path``.
+def load_recipe(path: str | Path, *, find: FindByName = find_file_by_name) -> Recipe:
+    """Loads the recipe in the file ``path``.
 
-    What it ``extends`` is looked for beside it, as ``<name>.yaml``, and then by ``find``: by default everywhere a
-    recipe can be (see :mod:`fastgen.models.registry.registry`). Raises :class:`~fastgen.errors.RecipeError`.
+    The recipe that it ``extends`` is looked up beside it, as ``<name>.yaml``, and then by ``find``, which by default
+    looks through the search path. Raises :class:`~fastgen.errors.RecipeError`.
     """
-    if find is None:
-        from fastgen.models.registry.registry import find_file_by_name  # the registry loads recipes itself
-
-        find = find_file_by_name
     file = Path(path)
     text = read_text(file)
     own = parse_recipe_yaml(text, str(file))
@@ -66,35 +62,8 @@ def load_recipe(path: str | Path, *, find: FindByName | None = None) -> Recipe:
     return Recipe(_validated(tree), tree, file, text, stated_name(own, "extends"))
 
 
-def read_text(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            content = stream.read(MAX_SIZE_BYTES + 1)  # one more than allowed, and it is too large
-            size_bytes = max(len(content), os.fstat(stream.fileno()).st_size)
-        check_size(size_bytes, str(file))
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        message = f"is not UTF-8 text: {error.reason} at byte {error.start}"
-        raise RecipeError(message, file=str(file), line=line) from None
-    except (OSError, ValueError) as error:  # the second: a path with a NUL
-        raise RecipeError(
-            f"cannot be read: {getattr(error, 'strerror', None) or error}", file=ascii(str(file))[1:-1]
-        ) from None
-
-
-def stated_name(tree: Tree, key: str) -> str | None:
-    """The text at the top-level ``key``, ``None`` where the file has no such key."""
-    entry = tree.child(key)
-    if entry is None:
-        return None
-    if not isinstance(entry.value, str):
-        raise tree.error((key,), "must be the name of a recipe")
-    return entry.value
-
-
 def _with_inherited(tree: Tree, file: Path, find: FindByName, chain: Mapping[Path, str]) -> Tree:
-    """``tree`` merged over all it extends. ``chain`` are the files that led here, each with its recipe's name."""
+    """Returns ``tree`` merged over all that it extends. ``chain`` maps the files that led here to their recipes."""
     parent_name = stated_name(tree, "extends")
     if parent_name is None:
         return tree
@@ -110,18 +79,18 @@ def _with_inherited(tree: Tree, file: Path, find: FindByName, chain: Mapping[Pat
         raise tree.error(("extends",), f"a recipe cannot extend itself: {' -> '.join([*chain.values(), parent_name])}")
     if parent is None:
         raise tree.error(("extends",), f"no recipe is called {shown(parent_name)}")
-    inherited = _with_inherited(parse_recipe_yaml(read_text(parent), str(parent)), parent, find, chain)
+    inherited = _with_inherited(read_recipe_yaml(parent), parent, find, chain)
     return merge(inherited, tree.without("extends"))
 
 
 def _sibling(file: Path, name: str) -> Path | None:
-    """The file called ``name`` beside ``file``, if it holds a recipe of that name."""
+    """Returns the file called ``name`` beside ``file``, if it contains a recipe of that name."""
     if len(name) > MAX_NAME or not re.fullmatch(NAME, name):
         return None
     candidate = file.with_name(f"{name}.yaml")
     if not candidate.is_file():
         return None
-    return candidate if stated_name(parse_recipe_yaml(read_text(candidate), str(candidate)), "name") == name else None
+    return candidate if stated_name(read_recipe_yaml(candidate), "name") == name else None
 
 
 def _validated(tree: Tree) -> RecipeSchema:
@@ -133,7 +102,7 @@ def _validated(tree: Tree) -> RecipeSchema:
 
 
 def _located(error: ErrorDetails) -> tuple[NodePath, str]:
-    """The node one of pydantic's errors is about, and what is wrong with it."""
+    """Returns the node that a pydantic error is about, and what is wrong with it."""
     path: NodePath = tuple(str(part) for part in error["loc"] if part != "[key]")
     match error["type"]:
         case "unknown_key":
@@ -165,5 +134,5 @@ def _located(error: ErrorDetails) -> tuple[NodePath, str]:
 
 
 def _kind(value: object) -> str:
-    """The value, or of a whole list or mapping only that it is one."""
+    """Returns the value as text; a list or a mapping is only named as such."""
     return "a list" if isinstance(value, tuple) else "a mapping" if isinstance(value, dict) else shown(value)

@@ -1,9 +1,12 @@
-"""The recipe language, typed: what every key means and what it may hold.
+"""The schema of the recipe language: the meaning and type of every key.
 
 A value that the schema types as an expression is evaluated against a checkpoint's ``config.json`` (see
-:mod:`fastgen.models.recipe.expressions`); everything else is taken as it stands. Keys the schema does not know are
-errors. A weight is named by its module: ``weight: mlp.up_proj`` claims ``mlp.up_proj.weight`` and, with a bias,
-``mlp.up_proj.bias``. Inside layers, names are relative to ``layers.at``.
+:mod:`fastgen.models.recipe.expressions`); every other value is used as written. Unknown keys are errors. A weight is
+named by its module: ``weight: mlp.up_proj`` claims ``mlp.up_proj.weight`` and, with a bias, ``mlp.up_proj.bias``.
+Inside layers, names are relative to ``layers.at``.
+
+The strings below the fields are their descriptions in the JSON Schema and in the reference tables of
+``docs/recipe-language.md``.
 """
 
 from __future__ import annotations
@@ -31,14 +34,14 @@ from fastgen.models.recipe.values import (
 
 
 class Config(Section):
-    """The numbers every model has, each an expression over ``config.json``. The model tree sees them by these names."""
+    """The numbers of every model, as expressions over ``config.json``. The model tree uses them by these names."""
 
     vocab_size: Expr
     """Rows of the token embedding."""
     hidden_size: Expr
     """Width of the residual stream."""
     num_layers: Expr
-    """How many layers."""
+    """Number of layers."""
     num_heads: Expr
     """Query heads of an attention."""
     num_kv_heads: Expr
@@ -46,67 +49,67 @@ class Config(Section):
     head_dim: Expr
     """Features of one head."""
     max_positions: Expr
-    """How many positions the model can have; `none` where there is no limit."""
+    """Most positions that the model supports; `none` if there is no limit."""
 
 
 class Ignores(Section):
-    """What a checkpoint may contain and the model does not need."""
+    """Content of a checkpoint that the model does not need."""
 
     config: tuple[str, ...] = ()
     """Keys of config.json that change nothing, whatever their value; dotted for keys inside a mapping."""
     tensors: tuple[str, ...] = ()
-    """Glob patterns of tensors that carry nothing the model needs."""
+    """Glob patterns of tensors that the model does not need."""
 
 
 class Project(Section):
     """A linear map between the embedding's width and the stream's."""
 
     weight: Module
-    """Module that holds the matrix."""
+    """Module of the matrix."""
     bias: Expr = FALSE
     """Whether it has a bias."""
     size: Expr
-    """The embedding's width."""
+    """Width of the embedding."""
     when: Expr = TRUE
-    """The projection exists only where this is true; elsewhere the embedding is as wide as the stream."""
+    """The projection exists only if this is true; otherwise the embedding is as wide as the stream."""
 
 
 class Positions(Section):
     """Learned absolute positions, added to the (projected) token embedding."""
 
     weight: Module
-    """Module that holds the table."""
+    """Module of the table."""
     offset: Expr
-    """Row of the table that position 0 uses."""
+    """Row of the table for position 0."""
     rows: Expr
     """Rows of the table."""
     when: Expr = TRUE
-    """The positions exist only where this is true."""
+    """The positions exist only if this is true."""
 
 
 class Embedding(Section):
     """From token ids to the residual stream."""
 
     tokens: Module
-    """Module that holds the token embedding."""
+    """Module of the token embedding."""
     scale: Expr = ONE
     """Factor on the token embedding."""
     project: Project | None = None
-    """From the embedding's width to the stream's, where they differ."""
+    """Projection from the embedding's width to the stream's, if they differ."""
     positions: Positions | None = None
     """Learned absolute positions."""
     norm: Norm | None = None
-    """Norm of the whole embedding."""
+    """Norm of the complete embedding."""
 
 
 class Branch(Section):
-    """One addition to the residual stream: x + scale · output_norm(part(norm(x))), then, where given, the sum's norm.
+    """One addition to the residual stream: x + scale · output_norm(part(norm(x))), then sum_norm of that, if any.
 
-    An attention and a feed-forward part in one branch run in parallel: what they make is added up.
+    An attention and a feed-forward part in one branch run in parallel, and their outputs are summed.
     """
 
     norm: Norm | None = None
-    """What the parts see the stream through."""
+    """Norm of the stream before the parts."""
     attention: Attention | None = None
     """An attention."""
     latent_attention: LatentAttention | None = None
@@ -116,35 +119,35 @@ class Branch(Section):
     moe: Moe | None = None
     """A feed-forward part of experts."""
     output_norm: Norm | None = None
-    """Norm of what the parts make, before the addition."""
+    """Norm of the output of the parts, before the addition."""
     scale: Expr = ONE
-    """Factor on what is added."""
+    """Factor on the added output."""
     sum_norm: Norm | None = None
     """Norm of the stream after the addition."""
     when: Expr = TRUE
-    """The branch exists only where this is true."""
+    """The branch exists only if this is true."""
 
     @model_validator(mode="after")
     def _has_a_part(self) -> Self:
         if not (self.attention or self.latent_attention or self.mlp or self.moe):
-            raise ValueError("a branch has at least one part: `attention`, `latent_attention`, `mlp` or `moe`")
+            raise ValueError("a branch needs at least one part: `attention`, `latent_attention`, `mlp` or `moe`")
         return self
 
 
 class Layers(Section):
-    """The layers, all of one shape; expressions inside may ask for the index `layer`."""
+    """The layers, all with the same structure; expressions inside may use the index `layer`."""
 
     at: LayerPrefix
     """Prefix of a layer's tensors; {layer} stands for its index."""
     residual: Annotated[dict[Identifier, Branch], Field(min_length=1, max_length=64)]
-    """The layer's branches by name, in the order they are taken."""
+    """The layer's branches by name, in the order in which they run."""
 
 
 class Head(Section):
     """From the last hidden state to the logits."""
 
     weight: Module
-    """Module that holds the output matrix."""
+    """Module of the output matrix."""
     tied: Expr
     """Whether the output matrix is the token embedding itself."""
     bias: Expr = FALSE
@@ -152,9 +155,9 @@ class Head(Section):
     scale: Expr = ONE
     """Factor on the logits."""
     softcap: Expr = NONE
-    """Logits l become c·tanh(l / c); `none` leaves them as they are."""
+    """Logits l become c·tanh(l / c); `none` leaves them unchanged."""
     project: Project | None = None
-    """From the stream's width to the embedding's, where they differ."""
+    """Projection from the stream's width to the embedding's, if they differ."""
 
 
 class Model(Section):
@@ -174,19 +177,19 @@ class RecipeSchema(Section):
     """One architecture, described as data."""
 
     name: RecipeName
-    """What the recipe is called."""
+    """Name of the recipe."""
     architectures: Annotated[tuple[Identifier, ...], Field(min_length=1)]
-    """Values of config.json's `architectures` that this recipe is for."""
+    """Values of `architectures` in config.json that this recipe is for."""
     config: Config
     """The numbers every model has."""
     define: dict[Identifier, Expr] = Field(default_factory=dict)
-    """Values the model tree's expressions may use by these names, each an expression over config and config.json."""
+    """Named values for expressions in the model tree, each an expression over config and config.json."""
     requires: tuple[Expr, ...] = ()
-    """Conditions over config and config.json; where one is false, the recipe does not describe the model."""
+    """Conditions over config and config.json; if one is false, the recipe does not describe the model."""
     ignores: Ignores = Ignores()
-    """What a checkpoint may contain and the model does not need."""
+    """Content of a checkpoint that the model does not need."""
     aliases: Annotated[dict[Module, tuple[Module, ...]], Field(max_length=64)] = Field(default_factory=dict)
-    """Prefixes of tensor names, and how checkpoints may spell them instead."""
+    """Prefixes of tensor names, and their other spellings in checkpoints."""
     model: Model
     """The model from token ids to logits."""
 
@@ -194,7 +197,7 @@ class RecipeSchema(Section):
     def _defines_anew(self) -> Self:
         for name in self.define:
             if name in Config.model_fields or name in ("layer", "expert", "in", "out", "part"):
-                raise ValueError(f"`define` cannot give {name!r} another meaning")
+                raise ValueError(f"`define` cannot give the name {name!r} another meaning")
         return self
 
 
@@ -204,13 +207,13 @@ class _SchemaGenerator(GenerateJsonSchema):
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a recipe file: a whole recipe, or with ``extends`` any part of one."""
+    """Returns the JSON Schema (2020-12) of a recipe file: a whole recipe, or with ``extends`` any part of one."""
     whole = RecipeSchema.model_json_schema(schema_generator=_SchemaGenerator)
     definitions: dict[str, Any] = whole.pop("$defs")
     variant = _partial(whole)
     variant["properties"]["extends"] = {
         "type": "string",
-        "description": "Name of the recipe this one differs from; mappings merge, null removes an inherited key.",
+        "description": "Name of the recipe that this one varies; mappings merge, null removes an inherited key.",
     }
     variant["required"] = ["name", "extends"]
     return {
@@ -225,7 +228,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _partial(section: dict[str, Any]) -> dict[str, Any]:
-    """``section`` with nothing required, its keys removable by null, and so on in all that it refers to."""
+    """Returns ``section`` with all keys optional and removable by null, also in everything that it refers to."""
     section = copy.deepcopy(section)
     section.pop("required", None)
 

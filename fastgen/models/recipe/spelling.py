@@ -1,4 +1,4 @@
-"""Names and values in error messages: what may have been meant, and what was there instead."""
+"""Names and values in error messages: suggestions for a mistyped name, and bounded output of values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 
 def close_to(name: object, known: Iterable[str], *, ending: str = "") -> str:
-    """``"; did you mean 'x'?"`` where some of ``known`` are spelled nearly like ``name``, else nothing.
+    """Returns ``"; did you mean 'x'?"`` if some of ``known`` are spelled nearly like ``name``, else nothing.
 
-    An ``ending`` that most of them share is left out of the comparison, in which it would make all of them alike.
+    An ``ending`` that most of them share is left out of the comparison, since it would make all of them similar.
     """
     text = str(name)
     whole = {each.removesuffix(ending): each for each in sorted(map(str, known))}
@@ -21,21 +21,21 @@ def close_to(name: object, known: Iterable[str], *, ending: str = "") -> str:
 
 
 def one_of(name: object, known: Iterable[str], *, ending: str = "") -> str:
-    """The same, and then all that are ``known``."""
+    """Returns :func:`close_to` and then a list of all that are ``known``."""
     known = list(known)
     near = close_to(name, known, ending=ending)
     return f"{near}{' Known' if near else '; known'} are {', '.join(known)}"
 
 
 def shown(value: object) -> str:
-    """The value as Python writes it, cut to a bearable length however long or deep it is."""
+    """Returns the ``repr`` of the value, shortened if it is long or deeply nested."""
     try:
         return reprlib.repr(value)
-    except ValueError:  # an integer of more digits than Python is willing to print
+    except ValueError:  # an integer with more digits than Python prints
         return f"{type(value).__name__} of thousands of digits"
 
 
 def quoted(name: str, most: int = 80) -> str:
-    """A name as it stands, cut to ``most`` characters, what cannot be printed escaped."""
+    """Returns a name, cut to ``most`` characters, with characters that cannot be printed escaped."""
     cut = name if len(name) <= most else f"{name[:most]}…"
     return cut if cut.isprintable() else ascii(cut)[1:-1]

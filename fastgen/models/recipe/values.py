@@ -1,4 +1,4 @@
-"""What stands at the leaves of a recipe: expressions, names of tensors, layouts; and what all its sections share."""
+"""The leaves of a recipe (expressions, names of tensors, layouts) and the base class of its sections."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def _name_in_layers(value: object) -> object:
 
 def _layer_prefix(value: str) -> str:
     if "{layer}" not in value:
-        raise ValueError("must contain {layer}, else all layers would claim the same tensors")
+        raise ValueError("must contain {layer}; otherwise all layers would claim the same tensors")
     return value
 
 
 def _expert_prefix(value: object) -> object:
     if isinstance(value, str):
         if "{expert}" not in value:
-            raise ValueError("must contain {expert}, else all experts would claim the same tensors")
+            raise ValueError("must contain {expert}; otherwise all experts would claim the same tensors")
         if re.search(r"\{(?!layer\}|expert\})", value):
             raise ValueError(f"{value!r}: the only placeholders of an expert's names are {{layer}} and {{expert}}")
     return value
@@ -57,12 +57,12 @@ NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.\-]*$"
 _MODULE: Final = r"^[A-Za-z0-9_\-{}]+(\.[A-Za-z0-9_\-{}]+)*$"
 _IDENTIFIER: Final = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
+# Describes each kind of name, for messages.
 PATTERNS: Final = {
-    NAME: "a recipe's name: letters and digits, and after the first of them _ - . too",
-    _MODULE: "a module's name: letters, digits, _ and -, in parts that dots separate",
-    _IDENTIFIER: "a name: letters, digits and _, with no digit first",
+    NAME: "a recipe's name: letters, digits, and after the first character also _ - .",
+    _MODULE: "a module's name: parts of letters, digits, _ and -, separated by dots",
+    _IDENTIFIER: "a name: letters, digits and _, not beginning with a digit",
 }
-"""What each kind of name may consist of, for messages."""
 
 Expr = Annotated[
     Expression,
@@ -81,7 +81,7 @@ ZERO, ONE = constant(0), constant(1)
 
 
 class Section(BaseModel):
-    """A mapping of a recipe: its keys are known, and none is changed once read."""
+    """A mapping in a recipe: unknown keys are refused, and it is immutable."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, use_attribute_docstrings=True

@@ -1,9 +1,9 @@
-"""Which known recipe is nearest to a checkpoint: by what its weight map explains, not by what anything is called.
+"""Finds the known recipe that is nearest to a checkpoint, by its tensors and not by the name of the architecture.
 
-A recipe is resolved against the checkpoint's configuration, in which a number may stand under another of its usual
-spellings, or in no key but in the tensors' shapes. Its tensors and the checkpoint's, indices of layers and experts
-folded, are then matched: those of one name and shape first, then those of one shape at the same depth, the nearest
-names first. Headers only, no weight is read.
+Each recipe is resolved against the checkpoint's configuration. A number may be there under another usual spelling, or
+only in the shapes of tensors. Then the tensors of the recipe and of the checkpoint are matched, with the indices of
+layers and experts folded: first those of equal name and shape, then those of equal shape at the same depth, the nearest
+names first. Only headers are read, no weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastgen.models.resolve.config_keys import HARMLESS, INERT
 from fastgen.models.resolve.resolve import mentioned_paths, resolve, unread_keys
 from fastgen.models.spec import ModelSpec, MoeSpec
 
-# What files call one and the same fact, by its meaning; the commonest spelling first.
+# The names that files use for one fact, by its meaning; the most common spelling first.
 SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "vocab_size": ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens", "padded_vocab_size", "vocab"),
     "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed", "dim", "model_dim", "embed_dim", "width", "emb_dim"),
@@ -50,19 +50,19 @@ SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
 _LAYER: Final = "{layer}"
 _EXPERT: Final = "{expert}"
 _INDEX: Final = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
-_WEIGHTS_OF_SCORE: Final = (1.0, 0.3, 0.3)  # of the structure, of names, of config keys
-_HINT_AT: Final = 0.5  # below this share of tensors the nearest recipe is of no help
+_WEIGHTS_OF_SCORE: Final = (1.0, 0.3, 0.3)  # weights of structure, names, config keys
+_HINT_AT: Final = 0.5  # smallest share of explained tensors at which the nearest recipe is worth naming
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Nearness:
-    """How well ``recipe`` describes a checkpoint: ``explained`` of its ``num_tensors``; a larger ``score`` is nearer.
+    """How well ``recipe`` describes a checkpoint: it explains ``explained`` of the ``num_tensors`` tensors.
 
-    ``structure`` is the share of tensors, folded, that both have, of those that either has; ``names`` how alike these
-    are called. ``spec`` is what the recipe makes of the configuration, but of layers alike the first and the last only,
-    and one expert of each mixture; ``None`` where the recipe cannot read it.
+    A larger ``score`` is nearer. ``structure`` is the share of folded tensors that both sides have among those that
+    either side has; ``names`` is the similarity of their names. ``spec`` is the resolved recipe, with only the first
+    and last of equal layers and one expert of each mixture; ``None`` if the recipe does not fit the configuration.
     """
 
     recipe: Recipe
@@ -76,7 +76,7 @@ class Nearness:
 
 @dataclass(frozen=True)
 class _Folded:
-    """The tensors of one name but for indices."""
+    """The tensors whose names differ only in indices."""
 
     name: str
     shape: Shape
@@ -88,7 +88,7 @@ class _Folded:
 
 
 def fold(name: str) -> str:
-    """``name`` with its first index as ``{layer}`` and its second as ``{expert}``."""
+    """Returns ``name`` with its first index replaced by ``{layer}`` and its second by ``{expert}``."""
     marks = iter((_LAYER, _EXPERT))
     return _INDEX.sub(lambda found: next(marks, found[0]), name)
 
@@ -96,22 +96,23 @@ def fold(name: str) -> str:
 def nearest_recipes(
     config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Iterable[Recipe]
 ) -> list[Nearness]:
-    """``recipes``, the nearest first, for a checkpoint with this ``config.json`` and tensors of these ``shapes``."""
+    """Sorts ``recipes``, the nearest first, for a checkpoint with this ``config.json`` and these tensor ``shapes``."""
     found, sample = _folded(shapes), _sample(shapes)
-    known = _told_by_shapes(config, found)
+    known = _numbers_from_shapes(config, found)
     measured = [_nearness(recipe, config, found, sample, known) for recipe in recipes]
     return sorted(measured, key=lambda each: (-each.score, len(each.recipe.text), each.recipe.name))
 
 
 def hint(config: Mapping[str, Any], directory: Path | None, recipes: Iterable[Recipe]) -> str:
-    """What an error about an unknown architecture says of the nearest recipe and of the way to one of its own, in whole
-    sentences; empty where there is nothing to read.
+    """Returns sentences for the error about an unknown architecture: the nearest recipe, and how to make a new one.
+
+    The text is empty if there are no tensors to read.
     """
     if directory is None:
         return ""
     try:
         best = next(iter(_nearest(config, directory, recipes)), None)
-    except (FastgenError, OSError):  # a broken checkpoint is told where it is asked for
+    except (FastgenError, OSError):  # a broken checkpoint is reported when it is loaded
         return ""
     advice = f"`fastgen recipe new {shlex.quote(str(directory))}` proposes a recipe for it."
     if best is None or best.explained < _HINT_AT * best.num_tensors:
@@ -120,8 +121,8 @@ def hint(config: Mapping[str, Any], directory: Path | None, recipes: Iterable[Re
     return f"The nearest known recipe is {best.recipe.name!r}, which explains {share}. {advice}"
 
 
-def suspicion(config: Mapping[str, Any], directory: Path, recipe: Recipe, recipes: Iterable[Recipe]) -> str:
-    """What to add to an error of ``recipe``, which the architecture chose: whose the tensors are if another's."""
+def tensors_of_another(config: Mapping[str, Any], directory: Path, recipe: Recipe, recipes: Iterable[Recipe]) -> str:
+    """Returns text to add to an error of ``recipe``: which other recipes fit the tensors, if ``recipe`` does not."""
     try:
         nearest = _nearest(config, directory, recipes)
     except (FastgenError, OSError):
@@ -134,7 +135,7 @@ def suspicion(config: Mapping[str, Any], directory: Path, recipe: Recipe, recipe
         return ""
     said = ", ".join(config.get("architectures") or [])
     return (
-        f"; config.json says that this is {said}, but its tensors are those of another: they fit the recipes "
+        f"; config.json says that this is {said}, but its tensors are those of another model: they fit the recipes "
         f"{', '.join(names)}. If it is one of these, pass its name as recipe="
     )
 
@@ -147,7 +148,7 @@ def _nearest(config: Mapping[str, Any], directory: Path, recipes: Iterable[Recip
 
 
 def translated(config: Mapping[str, Any], recipe: Recipe, known: Mapping[str, Any]) -> dict[str, Any]:
-    """``config``, and what the recipe asks for under a spelling that ``config`` does not have."""
+    """Returns ``config`` with the keys added that the recipe reads under a spelling that ``config`` does not have."""
     mentioned = {path[0] for path in mentioned_paths(recipe)}
     added: dict[str, Any] = {}
     for meaning, spellings in SPELLINGS.items():
@@ -194,11 +195,12 @@ def _nearness(
     )
 
 
-def _told_by_shapes(config: Mapping[str, Any], found: list[_Folded]) -> dict[str, Any]:
-    """What the tensors say, by its meaning in :data:`SPELLINGS`, for configurations that have no key of that meaning.
+def _numbers_from_shapes(config: Mapping[str, Any], found: list[_Folded]) -> dict[str, Any]:
+    """Returns the numbers that follow from the shapes of tensors, by their meaning in :data:`SPELLINGS`.
 
-    The embedding is the largest table outside of the layers. A head has an even share of the hidden size, unless the
-    attention's output is of another width; then some key has to say which.
+    They stand in for keys that the configuration lacks. The embedding is the largest table outside the layers. The head
+    size is the hidden size divided by the number of heads, unless the attention's output has another width; then it is
+    one of the other numbers in the configuration.
     """
 
     def stated(meaning: str) -> int | None:
@@ -206,18 +208,18 @@ def _told_by_shapes(config: Mapping[str, Any], found: list[_Folded]) -> dict[str
 
     inside = [each for each in found if _LAYER in each.name]
     tables = [each.shape for each in found if _LAYER not in each.name and len(each.shape) == 2]
-    told: dict[str, Any] = {}
+    by_shape: dict[str, Any] = {}
     if inside:
-        told["num_layers"] = Counter(each.count for each in inside if _EXPERT not in each.name).most_common(1)[0][0]
+        by_shape["num_layers"] = Counter(each.count for each in inside if _EXPERT not in each.name).most_common(1)[0][0]
     if tables:
-        told["vocab_size"], told["hidden_size"] = max(tables, key=math.prod)
-    hidden, heads = stated("hidden_size") or told.get("hidden_size"), stated("num_heads")
+        by_shape["vocab_size"], by_shape["hidden_size"] = max(tables, key=math.prod)
+    hidden, heads = stated("hidden_size") or by_shape.get("hidden_size"), stated("num_heads")
     if hidden and heads and heads > 0:
         shapes = {each.shape for each in inside}
         sizes = [hidden // heads, *(value for value in config.values() if type(value) is int and value > 0)]
         fitting = (size for size in sizes if {(hidden, heads * size), (heads * size, hidden)} & shapes)
-        told["head_dim"] = next(fitting, hidden // heads)
-    return told
+        by_shape["head_dim"] = next(fitting, hidden // heads)
+    return by_shape
 
 
 def _folded(shapes: Mapping[str, Shape]) -> list[_Folded]:
@@ -226,7 +228,7 @@ def _folded(shapes: Mapping[str, Shape]) -> list[_Folded]:
 
 
 def _sample(shapes: Mapping[str, Shape]) -> dict[int, int]:
-    """Layers to look at, and how many each stands for: of neighbours whose tensors are alike the first and the last."""
+    """Returns the layers to resolve, and how many layers each stands for: the first and last of each run of equals."""
     tensors: dict[int, set[tuple[str, Shape]]] = defaultdict(set)
     for name, shape in shapes.items():
         if found := _INDEX.search(name):
@@ -239,7 +241,9 @@ def _sample(shapes: Mapping[str, Shape]) -> dict[int, int]:
 
 
 def _described(spec: ModelSpec, sample: Mapping[int, int]) -> list[_Folded]:
-    """The tensors of the whole model of which ``spec`` is the ``sample``. Those that parameters share count once."""
+    """Returns the folded tensors of the whole model that ``spec`` samples. A tensor that parameters share
+    counts once.
+    """
     num_experts = max(
         (part.router.weight.out_features for part in spec.parts() if isinstance(part, MoeSpec)), default=1
     )
@@ -252,7 +256,7 @@ def _described(spec: ModelSpec, sample: Mapping[int, int]) -> list[_Folded]:
 
 
 def _pairs(found: list[_Folded], wanted: list[_Folded]) -> list[tuple[_Folded, _Folded]]:
-    """Tensors of both sides that may be the same, each in one pair."""
+    """Pairs the tensors of both sides that may be the same; each is in at most one pair."""
     exact = {(each.name, each.shape): each for each in wanted}
     pairs = [(each, exact.pop((each.name, each.shape))) for each in found if (each.name, each.shape) in exact]
     taken = {each.name for each, _ in pairs}

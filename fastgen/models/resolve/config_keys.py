@@ -1,7 +1,7 @@
-"""Every key of ``config.json`` is accounted for: used by the recipe, known to change nothing, or an error.
+"""Accounts for every key of ``config.json``: the recipe uses it, it is known to change nothing, or it is an error.
 
-A key is *inert* if none of its values changes what the model computes at inference. Where only some values are
-harmless, :data:`HARMLESS` says which; any other is an error that says so.
+A key is *inert* if none of its values changes what the model computes at inference. If only some values are harmless,
+:data:`HARMLESS` lists them; any other value is an error.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fastgen.models.recipe.spelling import close_to, quoted, shown
 
 INERT: Final = frozenset(
     (
-        # What the file is about and who wrote it
+        # Description and origin of the file
         *("architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path"),
         *("_commit_hash", "unsloth_version", "unsloth_fixed", "is_llama_config", "transformers.js_config"),
-        # The dtype of the weights: read by fastgen itself, a choice and no part of the architecture
+        # The dtype of the weights: fastgen reads it itself; it is not part of the architecture
         *("torch_dtype", "dtype", "use_bfloat16"),
-        # The tokenizer, and what text is put before a prompt
+        # The tokenizer, and the text before a prompt
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
         *("decoder_start_token_id", "tokenizer_class", "forced_bos_token_id", "forced_eos_token_id", "prefix"),
         *("task_specific_params",),
@@ -29,16 +29,16 @@ INERT: Final = frozenset(
         *("attention_probs_dropout_prob", "embd_pdrop", "attn_pdrop", "resid_pdrop", "classifier_dropout"),
         *("layerdrop", "initializer_range", "init_std", "initializer_factor", "gradient_checkpointing"),
         *("finetuning_task",),
-        # How a computation is carried out, not which
+        # How a computation is carried out
         *("use_cache", "is_decoder", "pretraining_tp", "chunk_size_feed_forward"),
         *("_attn_implementation_autoset", "_attn_implementation", "attn_implementation"),
         *("_flash_attn_2_enabled", "torchscript", "tf_legacy_loss"),
-        # What is returned from a forward pass
+        # The outputs of a forward pass
         *("output_hidden_states", "output_attentions", "output_scores", "return_dict"),
         *("return_dict_in_generate", "output_past"),
-        # Heads for classification, which a language model has none of
+        # Classification heads, which a language model does not have
         *("id2label", "label2id", "num_labels", "problem_type"),
-        # Defaults of generation, which have had a file of their own since transformers 4.25
+        # Defaults of generation, which have their own file since transformers 4.25
         *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "max_length", "min_length"),
         *("max_new_tokens", "min_new_tokens", "num_beams", "num_beam_groups", "num_return_sequences"),
         *("diversity_penalty", "length_penalty", "repetition_penalty", "early_stopping"),
@@ -49,16 +49,16 @@ INERT: Final = frozenset(
     )
 )
 
-HARMLESS: Final[dict[str, tuple[tuple[Any, ...], str]]] = {  # key: harmless values, what another one would mean
+HARMLESS: Final[dict[str, tuple[tuple[Any, ...], str]]] = {  # key: harmless values, the meaning of any other value
     "is_encoder_decoder": ((False,), "the model has an encoder"),
     "add_cross_attention": ((False,), "the layers attend to an encoder"),
     "cross_attention_hidden_size": ((None,), "the layers attend to an encoder"),
     "tie_encoder_decoder": ((False,), "the model has an encoder"),
     "pruned_heads": (({}, None), "some attention heads are removed"),
-    "quantization_config": ((None,), "the weights are quantised, and fastgen reads plain ones"),
-    "auto_map": ((None, {}), "the checkpoint brings its own code, which may compute something else and is never run"),
+    "quantization_config": ((None,), "the weights are quantized, and fastgen reads plain weights"),
+    "auto_map": ((None, {}), "the checkpoint has its own code, which may compute something else and is never run"),
     "partial_rotary_factor": ((None, 1), "only a part of each head is rotated"),
-    "sliding_window": ((None,), "a token sees only those in a window before it"),
+    "sliding_window": ((None,), "a token sees only the tokens in a window before it"),
     "rope_interleaved": ((False,), "features are rotated in another order"),
     "per_layer_config": ((None, {}), "layers differ from one another"),
     "output_projection": ((True, None), "there is no output projection"),
@@ -66,23 +66,24 @@ HARMLESS: Final[dict[str, tuple[tuple[Any, ...], str]]] = {  # key: harmless val
     "scale_embeddings": ((False,), "token embeddings are scaled"),
 }
 
-_MAX_TOLD: Final = 20
+# Most keys that an error lists.
+_MAX_LISTED: Final = 20
 
 
 def check_config_keys(
     config: Mapping[str, Any], mentioned: Collection[Path], ignored: Collection[str], *, config_file: str, recipe: str
 ) -> None:
-    """Raise one :class:`RecipeError` that lists every key of ``config`` nobody accounts for.
+    """Raises one :class:`RecipeError` that lists every key of ``config`` that is not accounted for.
 
-    ``mentioned`` are the paths in the recipe's expressions: naming a mapping accounts for all in it, naming a key
-    inside it for that key only. ``ignored`` are names, whole ones or dotted for keys inside a mapping.
+    ``mentioned`` are the paths in the recipe's expressions: a path to a mapping accounts for everything in it, a path
+    to a key inside it only for that key. ``ignored`` are names of keys, dotted for keys inside a mapping.
     """
     problems: list[str] = []
     num_left = 0
     used = {tuple(name.split(".")) for name in ignored} | {(name,) for name in ignored} | set(mentioned)
     for path, value in _unaccounted(config, used):
         key = ".".join(map(str, path))
-        if len(problems) == _MAX_TOLD:
+        if len(problems) == _MAX_LISTED:
             num_left += key not in INERT
         elif key in HARMLESS:
             harmless, meaning = HARMLESS[key]
@@ -98,8 +99,8 @@ def check_config_keys(
         raise RecipeError(
             f"recipe {recipe!r} does not account for the whole configuration:\n- "
             + "\n- ".join(problems)
-            + "\nA key that changes nothing for this model goes into the recipe's `ignores.config`, or is let pass "
-            "once with allow_config_keys=",
+            + "\nIf a key changes nothing for this model, list it in the recipe's `ignores.config`, or allow it once "
+            "with allow_config_keys=",
             file=config_file,
         )
 
@@ -117,9 +118,9 @@ def _unaccounted(config: Mapping[str, Any], used: Collection[Path], at: Path = (
 
 
 def allowed_paths(config: Mapping[str, Any], names: Collection[str], config_file: str) -> set[Path]:
-    """Where in ``config`` the keys are that ``allow_config_keys`` names: a whole key of its top level, else dotted.
+    """Returns the paths of the keys that ``allow_config_keys`` names: a key of the top level, else a dotted path.
 
-    Raises :class:`~fastgen.errors.InvalidArgumentError` for one that is not there: it would let nothing pass.
+    Raises :class:`~fastgen.errors.InvalidArgumentError` for a key that ``config`` does not have.
     """
     is_list = isinstance(names, Collection) and not isinstance(names, str)
     if not is_list or not all(isinstance(name, str) for name in names):
@@ -141,7 +142,7 @@ def _path_to(name: str, config: Mapping[str, Any], config_file: str) -> Path:
 
 
 def without_paths(config: Mapping[str, Any], paths: Collection[Path]) -> Mapping[str, Any]:
-    """``config`` less what is at ``paths``; those given are not changed."""
+    """Returns a copy of ``config`` without the keys at ``paths``."""
     for path in paths:
         config = _without(config, path)
     return config
@@ -151,5 +152,5 @@ def _without(mapping: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     first, *rest = path
     if not rest:
         return {key: value for key, value in mapping.items() if key != first}
-    inner = mapping.get(first)  # gone, where the whole mapping is allowed too
+    inner = mapping.get(first)  # absent if the whole mapping is allowed too
     return {**mapping, first: _without(inner, tuple(rest))} if isinstance(inner, Mapping) else mapping

@@ -1,4 +1,4 @@
-"""Resolving the parts of a layer: norms, attentions, feed-forwards and mixtures of experts."""
+"""Resolves the parts of a layer: norms, attentions, feed-forwards and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_EXPERTS_IN_ALL: Final = 2**16
 
 @dataclass(frozen=True)
 class Numbers:
-    """The recipe's ``config:``, evaluated. Its names are what the model tree's expressions see first."""
+    """The values of the recipe's ``config:``. Expressions in the model tree look up these names first."""
 
     vocab_size: int
     hidden_size: int
@@ -44,9 +44,9 @@ class Numbers:
 
 
 class Parts:
-    """Makes specs of the parts of a layer, of the experts of a mixture at most ``most_experts``.
+    """Makes the specs of the parts of a layer, with at most ``most_experts`` experts of a mixture.
 
-    ``axes`` are the sizes that the names in a layout may stand for.
+    ``axes`` maps the names that a layout may use to their sizes.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Parts:
     # ------------------------------------------------------------------------------------------------------ norms
 
     def norm(self, norm: schema.Norm | None, at: Place, size: int | None = None) -> NormSpec | None:
-        """A norm over ``size`` features, those of the stream if nothing else is said."""
+        """Resolves a norm over ``size`` features, by default over those of the stream."""
         if norm is None or not (at / "when").flag(norm.when):
             return None
         size = self.numbers.hidden_size if size is None else size
@@ -123,7 +123,7 @@ class Parts:
                 for name, size in rows.items()
             }
         else:
-            assert qkv.layout is not None  # the schema has seen to both
+            assert qkv.layout is not None  # the schema requires both
             assert qkv.split is not None
             split = self.split(qkv.split, at / "split")
             linears = self.tensors.fused(
@@ -132,7 +132,7 @@ class Parts:
         return linears["q"], linears["k"], linears["v"]
 
     def split(self, split: schema.QkvSplit | schema.KvSplit | schema.GateUpSplit, at: Place) -> dict[str, int]:
-        """How many entries of the axis ``part`` are whose, in the order in which the recipe says so."""
+        """Returns the number of entries of the axis ``part`` for each name, in the order of the recipe."""
         order = at.keys()
         return {name: (at / name).size(getattr(split, name)) for name in order}
 
@@ -141,7 +141,7 @@ class Parts:
         return self.linear(at, output.weight, bias, in_features, self.numbers.hidden_size, output.layout)
 
     def rotary(self, rotary: schema.Rotary | None, at: Place, width: int) -> RotarySpec | None:
-        """The rotation of vectors of ``width`` features."""
+        """Resolves the rotation of vectors of ``width`` features."""
         if rotary is None or not (at / "when").flag(rotary.when):
             return None
         theta = (at / "theta").number(rotary.theta)
@@ -157,8 +157,8 @@ class Parts:
             if not 0 < fraction <= 1 or dim == 0:
                 raise (at / "fraction").error(f"must be above 0 and at most 1, but is {fraction:g}")
         if dim % 2:
-            of = "head_dim" if dim == width else f"what is rotated of the {width} in a head"
-            raise at.error(f"rotates pairs of features, but {of} is {dim}")
+            rotated = f"head_dim is {dim}" if dim == width else f"{dim} of the {width} features of a head are rotated"
+            raise at.error(f"rotation works on pairs of features, but {rotated}, an odd number")
         return RotarySpec(theta, dim, self.scaling(rotary, at, fraction), at.ref(), kind=rotary.kind)
 
     def scaling(self, rotary: schema.Rotary, at: Place, fraction: float) -> RotaryScaling | None:
@@ -189,10 +189,10 @@ class Parts:
         rows = {"k": num_heads * nope, "v": num_heads * value}
         kv_norm = self.norm(latent.norm, kv_at / "norm", rank)
         if kv_norm is None:
-            raise (kv_at / "norm").error("the latent vector is always normed")
+            raise (kv_at / "norm").error("the latent vector needs a norm")
         rotary = self.rotary(attention.rotary, at / "rotary", rope)
         if rotary is None:
-            raise (at / "rotary").error("a latent attention is always rotated")
+            raise (at / "rotary").error("a latent attention needs a rotary embedding")
         kv_down = self.tensors.linear(kv_at / "down", latent.down, bias, hidden, rank + rope)
         split = self.split(latent.split, kv_at / "split")
         up = self.tensors.fused(
@@ -227,7 +227,7 @@ class Parts:
             if query is not None and (at / key / "when").flag(query.when)
         ]
         if len(present) != 1:
-            raise at.error(f"exactly one of `q` and `q_latent` must be present, here are {len(present)}")
+            raise at.error(f"exactly one of `q` and `q_latent` must be present, but there are {len(present)}")
         if present == ["q"]:
             assert attention.q is not None
             return None, None, self.tensors.linear(at / "q", attention.q.weight, False, hidden, rows)
@@ -241,7 +241,7 @@ class Parts:
     # ----------------------------------------------------------------------------------------------- feed-forward
 
     def mlp(self, mlp: schema.FeedForward, at: Place, size: int | None = None) -> MlpSpec:
-        """A feed-forward; ``size`` where it is known already."""
+        """Resolves a feed-forward; ``size`` is given if it is already known."""
         hidden = self.numbers.hidden_size
         size = (at / "size").size(mlp.size) if size is None else size
         bias = (at / "bias").flag(mlp.bias)
@@ -249,7 +249,7 @@ class Parts:
         gate = None
         layout = mlp.layout
         if mlp.fused is not None:
-            assert layout is not None  # the schema has seen to both
+            assert layout is not None  # the schema requires both
             assert mlp.split is not None
             split, rows = self.split(mlp.split, at / "split"), {"gate": size, "up": size}
             sizes = {**self.axes, "out": size}
@@ -266,9 +266,9 @@ class Parts:
     def moe(self, moe: schema.Moe, at: Place) -> MoeSpec:
         experts_at = at / "experts"
         count = (experts_at / "count").size(moe.experts.count, most=MAX_EXPERTS)
-        if count * self.numbers.num_layers > MAX_EXPERTS_IN_ALL:  # before one of them is made
+        if count * self.numbers.num_layers > MAX_EXPERTS_IN_ALL:  # checked before any of them is made
             raise (experts_at / "count").error(
-                f"{count:,} experts in {self.numbers.num_layers:,} layers each, at most {MAX_EXPERTS_IN_ALL:,} in all"
+                f"{count:,} experts in each of {self.numbers.num_layers:,} layers are more than {MAX_EXPERTS_IN_ALL:,}"
             )
         size = (experts_at / "size").size(moe.experts.size)
         experts = tuple(
@@ -290,13 +290,13 @@ class Parts:
         top_k = (at / "top_k").size(router.top_k, most=num_experts)
         num_groups = (at / "num_groups").size(router.num_groups, most=num_experts)
         if num_experts % num_groups:
-            raise (at / "num_groups").error(f"{num_experts} experts do not make {num_groups} groups of equal size")
+            raise (at / "num_groups").error(f"{num_experts} experts cannot be divided into {num_groups} equal groups")
         top_groups = num_groups
         if router.top_groups is not None:
             top_groups = (at / "top_groups").size(router.top_groups, most=num_groups)
         if top_k > top_groups * (num_experts // num_groups):
             raise (at / "top_groups").error(
-                f"{top_groups} groups of {num_experts // num_groups} experts have no {top_k} to choose"
+                f"{top_groups} groups of {num_experts // num_groups} experts are fewer than top_k, which is {top_k}"
             )
         correction: TensorSpec | None = None
         if router.correction is not None:
@@ -326,10 +326,10 @@ class Parts:
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """A slope per head, from steep to flat, as fp32 gives them (Press et al., 2022).
+    """Returns a slope per head, from steep to flat, computed in fp32 (Press et al., 2022).
 
-    For a power of two, 2^(-8/n) to its first, second … power; for another number of heads those of the power of two
-    below, and then every second one of the power of two above.
+    If the number of heads ``n`` is a power of two, the slopes are the powers 1, 2, … n of 2^(-8/n). Otherwise they are
+    the slopes for the next lower power of two, followed by every second slope for the next higher one.
     """
     below = 2 ** (num_heads.bit_length() - 1)
     slopes = _powers(2.0 ** (-8.0 / below), range(1, below + 1))

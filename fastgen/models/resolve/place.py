@@ -1,4 +1,4 @@
-"""Where resolving stands: a node of the recipe, what names mean there, and the tensors claimed so far."""
+"""The state of resolving: the current node of the recipe, the names it can use, and the tensors claimed so far."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastgen.models.recipe.expressions import Expression, Scope
 from fastgen.models.recipe.layout import Axes
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.recipe.spelling import shown
-from fastgen.models.recipe.yaml_positions import NodePath, Tree
+from fastgen.models.recipe.tree import NodePath, Tree
 from fastgen.models.spec import LinearSpec, NodeRef, TensorSpec
 
 MAX_SIZE: Final = 2**31 - 1
@@ -24,7 +24,7 @@ MAX_TENSORS: Final = 2**19
 
 @dataclass(frozen=True)
 class Place:
-    """A node being resolved: where it stands in the recipe, what its names mean, and the prefix of its tensors."""
+    """A node being resolved: its path in the recipe, the scope of its expressions, and the prefix of its tensors."""
 
     recipe: Recipe
     path: NodePath
@@ -35,7 +35,7 @@ class Place:
         return dataclasses.replace(self, path=(*self.path, key))
 
     def within(self, prefix: str, **names: Value) -> Place:
-        """The same node, its tensors below ``prefix``, its expressions seeing ``names`` too."""
+        """Returns the same node with its tensors below ``prefix`` and with ``names`` added to its scope."""
         return dataclasses.replace(self, prefix=f"{self.prefix}{prefix}.", scope=self.scope.with_names(**names))
 
     def ref(self) -> NodeRef:
@@ -45,7 +45,7 @@ class Place:
         return self.recipe.tree.error(self.path, message)
 
     def keys(self) -> tuple[str, ...]:
-        """The keys of the mapping here, in the order in which they are written."""
+        """Returns the keys of the mapping here, in the order in which they are written."""
         value = self.recipe.tree.find(self.path).value
         assert isinstance(value, Mapping)
         return tuple(value)
@@ -66,7 +66,7 @@ class Place:
         return value
 
     def optional_size(self, expression: Expression) -> int | None:
-        """An integer, or none."""
+        """Evaluates to an integer or none."""
         return None if self.value(expression) is None else self.size(expression)
 
     def number(self, expression: Expression) -> float:
@@ -76,14 +76,14 @@ class Place:
         return float(value)
 
     def factor(self, expression: Expression) -> float:
-        """A number something is multiplied by: any but 0."""
+        """Evaluates to a factor: any number except 0."""
         value = self.number(expression)
         if value == 0:
             raise self.wrong(expression, value, "a number other than 0")
         return value
 
     def optional_cap(self, expression: Expression) -> float | None:
-        """A number above 0, or none."""
+        """Evaluates to a number above 0 or none."""
         if self.value(expression) is None:
             return None
         value = self.number(expression)
@@ -104,7 +104,7 @@ class Place:
         return value
 
 
-@lru_cache(maxsize=4096)  # a mixture's tensors come from few nodes
+@lru_cache(maxsize=4096)  # the many tensors of a mixture come from few nodes
 def _ref(tree: Tree, path: NodePath) -> NodeRef:
     found = tree.find(path)
     text = "" if isinstance(found.value, Mapping) else str(found.value)
@@ -119,17 +119,17 @@ class Tensors:
         self.claims: dict[str, NodeRef] = {}
 
     def tensor(self, at: Place, name: str, shape: tuple[int, ...], *, also: tuple[str, ...] = ()) -> TensorSpec:
-        """Claim the tensor ``name`` for the node ``at``, and ``also`` under these names."""
+        """Claims the tensor ``name``, and its alternative names ``also``, for the node ``at``."""
         return TensorSpec(self.claim(at, name, also=also), shape, at.ref())
 
     def claim(self, at: Place, name: str, *, also: tuple[str, ...] = ()) -> tuple[str, ...]:
         names = tuple(dict.fromkeys((*self.spellings(at, name), *also)))
         for each in names:
             if each in self.claims:
-                raise at.error(f"tensor {each!r} is claimed twice, the first time by {self.claims[each]}")
+                raise at.error(f"tensor {each!r} is claimed twice, first by {self.claims[each]}")
             self.claims[each] = at.ref()
         if len(self.claims) > MAX_TENSORS:
-            raise at.error(f"the model has more than {MAX_TENSORS:,} tensors, their other spellings counted")
+            raise at.error(f"the model has more than {MAX_TENSORS:,} tensors, including their other spellings")
         return names
 
     def linear(
@@ -143,7 +143,7 @@ class Tensors:
         layout: Axes | None = None,
         sizes: Mapping[str, int] | None = None,
     ) -> LinearSpec:
-        """A map of its own; ``layout`` says how its matrix is stored, with ``sizes`` of the names in it."""
+        """Claims a linear map with its own matrix; ``layout`` describes how it is stored, ``sizes`` are its names."""
         if layout is None:
             weight = self.tensor(at, f"{module}.weight", (out_features, in_features))
             bias_tensor = self.tensor(at, f"{module}.bias", (out_features,)) if bias else None
@@ -164,7 +164,7 @@ class Tensors:
         split: Mapping[str, int],
         sizes: Mapping[str, int],
     ) -> dict[str, LinearSpec]:
-        """Maps that share one stored matrix: ``split`` says which entries of its axis ``part`` are whose."""
+        """Claims maps that share one stored matrix; ``split`` divides its axis ``part`` among them, in order."""
         names = self._matrix_and_bias(at / "fused", module, bias)
         sizes = {**sizes, "in": in_features, "part": sum(split.values())}
         linears, first = {}, 0
@@ -189,10 +189,10 @@ class Tensors:
         *,
         name: str = "",
     ) -> LinearSpec:
-        """The map whose matrix, and bias where it has one, are stored under ``names`` as ``axes`` say."""
+        """Returns the map whose matrix, and bias if it has one, are stored under ``names`` with the axes ``axes``."""
         tensors = []
         kinds = ((axes, (out_features, in_features)), (axes.of_bias(), (out_features,)))
-        for spellings, (stored, shape) in zip(names, kinds, strict=False):  # without a bias there is one name
+        for spellings, (stored, shape) in zip(names, kinds, strict=False):  # one entry if there is no bias
             try:
                 layout, stored_shape = stored.fit(sizes, rows=out_features, part=part)
             except ValueError as error:
@@ -203,10 +203,10 @@ class Tensors:
         return LinearSpec(tensors[0], tensors[1] if len(tensors) > 1 else None, in_features, out_features, node)
 
     def spellings(self, at: Place, name: str) -> tuple[str, ...]:
-        """The full name of the tensor ``name`` of the node ``at``, then what ``aliases`` make of it."""
+        """Returns the full name of the tensor ``name`` of the node ``at``, then its spellings by ``aliases``."""
         layer = at.scope.names.get("layer")
         if layer is None and "{layer}" in name:
-            raise at.error(f"{name!r}: {{layer}} means something inside layers only")
+            raise at.error(f"{name!r}: {{layer}} is defined only inside layers")
         name = at.prefix + name.replace("{layer}", str(layer))
         others = (
             spelling + name[len(prefix) :]

@@ -1,7 +1,7 @@
-"""Resolving: a recipe and a checkpoint's ``config.json`` become a :class:`ModelSpec`, every number known.
+"""Resolves a recipe against a checkpoint's ``config.json`` into a :class:`ModelSpec`, with every number known.
 
-All that can be told before a weight is read is checked here: each expression has a value of the right kind, shapes fit
-one another, no tensor is claimed twice, and no key of the configuration goes unnoticed.
+It checks everything that can be checked before a weight is read: each expression has a value of the right kind, shapes
+fit together, no tensor is claimed twice, and every key of the configuration is accounted for.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ def resolve(
     only_layers: Collection[int] | None = None,
     most_experts: int = MAX_EXPERTS,
 ) -> ModelSpec:
-    """The model that ``recipe`` describes for ``config``, the content of a ``config.json``.
+    """Returns the model that ``recipe`` describes for ``config``, the content of a ``config.json``.
 
-    ``allow_config_keys`` are keys to let pass although nothing accounts for them, dotted for keys inside a mapping.
-    ``only_layers`` and ``most_experts`` make a part of the model, for those who ask what one of many alike is: these
-    layers of it, and so many experts of each mixture.
+    ``allow_config_keys`` are keys to allow although nothing accounts for them, dotted for keys inside a mapping.
+    ``only_layers`` and ``most_experts`` limit the result to these layers and to this many experts of each mixture, for
+    callers that need only one of many equal layers or experts.
+
     Raises :class:`~fastgen.errors.RecipeError` with file, line and node, and
     :class:`~fastgen.errors.InvalidArgumentError` for an allowed key that the configuration does not have.
     """
@@ -58,8 +59,8 @@ def resolve(
     mentioned = mentioned_paths(recipe)
     config = without_paths(config, allowed_paths(config, allow_config_keys, config_file) - mentioned)
     try:
-        # Before the keys are accounted for: one that is mistyped in the recipe is missing there and left over here,
-        # and only the first error knows the place to mend.
+        # Resolve before checking the keys: a key that is mistyped in the recipe fails in both, and only the error of
+        # resolving knows the line to correct.
         spec = _Resolver(recipe, config, config_file, most_experts).model(only_layers)
         ignored = recipe.schema.ignores.config
         check_config_keys(config, mentioned, ignored, config_file=config_file, recipe=recipe.name)
@@ -74,13 +75,13 @@ def resolve(
 
 
 def stated_architectures(config: Mapping[str, Any]) -> list[str]:
-    """What ``config`` says it is, as far as that can be read."""
+    """Returns the architectures that ``config`` names; empty if it names none."""
     stated = config.get("architectures")
     return [name for name in stated if isinstance(name, str)] if isinstance(stated, list) else []
 
 
 def mentioned_paths(recipe: Recipe) -> frozenset[Path]:
-    """The paths into ``config.json`` that some expression of the recipe mentions."""
+    """Returns the paths into ``config.json`` that the expressions of the recipe mention."""
     numbers = set(schema.Config.model_fields)
     own = numbers | set(recipe.schema.define) | {"layer"}
     in_config = _paths(recipe.schema.config)
@@ -94,7 +95,7 @@ def mentioned_paths(recipe: Recipe) -> frozenset[Path]:
 
 
 def unread_keys(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
-    """The keys of ``config`` that no expression of ``recipe`` mentions, dotted inside mappings."""
+    """Returns the keys of ``config`` that no expression of ``recipe`` mentions, dotted inside mappings."""
     mentioned = mentioned_paths(recipe)
     keys = [key for key in config if all(path[0] != key for path in mentioned)]
     inner = (
@@ -111,7 +112,7 @@ def _paths(value: object) -> Iterator[Path]:
 
 
 def expressions_in(value: object) -> Iterator[Expression]:
-    """Every expression in a recipe's schema, or in a part of one."""
+    """Yields every expression in the schema of a recipe, or in a part of it."""
     if isinstance(value, Expression):
         yield value
     elif isinstance(value, BaseModel):
@@ -164,8 +165,8 @@ class _Resolver:
             }
             values = ", ".join(f"{key} is {shown(value)}" for key, value in said.items())
             raise at.error(
-                f"the recipe describes models for which `{condition.text}` holds, but in {at.scope.config_file} "
-                + (values or "it does not")
+                f"the recipe is only for models for which `{condition.text}` is true, but in {at.scope.config_file} "
+                + (values or "it is false")
             )
 
     def model(self, only_layers: Collection[int] | None) -> ModelSpec:
@@ -197,16 +198,16 @@ class _Resolver:
         )
 
     def architecture(self) -> str:
-        """The one among the configuration's architectures that the recipe is for; another if it was asked for so."""
+        """Returns the architecture in the configuration that the recipe is for; otherwise the first one it names."""
         names = stated_architectures(self.root.scope.config)
         known = self.recipe.architectures
         return next((name for name in names if name in known), (*names, *known)[0])
 
     def max_positions(self, attentions: list[AttentionSpec | LatentAttentionSpec]) -> int | None:
-        """The recipe's limit, but never beyond the trained length of a dynamic scaling.
+        """Returns the recipe's limit, but at most the trained length of a dynamic scaling.
 
-        There it would recompute the rotation of all earlier tokens as the sequence grows, so that what is cached for
-        one request would be wrong for the next.
+        Beyond that length dynamic scaling changes the rotation of all earlier tokens as the sequence grows, so keys
+        that one request cached would be wrong for the next.
         """
         limits = [
             each.rotary.scaling.original_max_positions
@@ -218,7 +219,7 @@ class _Resolver:
         return min(limits, default=None)
 
     def embedding_and_head(self, embedding: schema.Embedding, head: schema.Head) -> tuple[EmbeddingSpec, HeadSpec]:
-        """Both ends at once, for they may be one tensor: the tied head's name is then another of the embedding's."""
+        """Resolves both ends together: with a tied head, the head's tensor name is a spelling of the embedding's."""
         at, head_at = self.root / "embedding", self.root / "head"
         hidden = self.numbers.hidden_size
         width, project = self.project(embedding.project, at / "project", inward=True)
@@ -257,7 +258,7 @@ class _Resolver:
         )
 
     def project(self, project: schema.Project | None, at: Place, *, inward: bool) -> tuple[int, LinearSpec | None]:
-        """The embedding's width, and the map between it and the stream where there is one."""
+        """Returns the embedding's width, and the map between it and the stream if there is one."""
         hidden = self.numbers.hidden_size
         if project is None or not (at / "when").flag(project.when):
             return hidden, None
@@ -274,7 +275,7 @@ class _Resolver:
         most = self.numbers.max_positions
         if most is None or most + offset > rows:
             raise (at / "rows").error(
-                f"a table of {rows} rows has room for {rows - offset} positions from row {offset} on, but "
+                f"a table of {rows} rows holds {rows - offset} positions from row {offset} on, but "
                 f"config.max_positions is {most}"
             )
         return PositionsSpec(
@@ -294,7 +295,7 @@ class _Resolver:
         norm = self.parts.norm(branch.norm, at / "norm")
         parts = tuple(self.branch_parts(branch, at))
         if not parts:
-            raise at.error("the branch is present, but none of its parts is")
+            raise at.error("the branch is present, but all of its parts are absent")
         return BranchSpec(
             name,
             norm,
@@ -306,7 +307,7 @@ class _Resolver:
         )
 
     def branch_parts(self, branch: schema.Branch, at: Place) -> Iterator[PartSpec]:
-        """The parts that are present; of the attentions one at most, and of the feed-forwards."""
+        """Yields the parts that are present: at most one attention and at most one feed-forward."""
         for kinds in (("attention", "latent_attention"), ("mlp", "moe")):
             present = [
                 (kind, part)

@@ -1,8 +1,8 @@
-"""``rope_parameters`` and ``rope_scaling`` of ``config.json``, read strictly into a :class:`RotaryScaling`.
+"""Reads ``rope_parameters`` and ``rope_scaling`` of ``config.json`` strictly into a :class:`RotaryScaling`.
 
-The two are one mapping under two names; its kind is ``rope_type``, formerly ``type``. What each kind may contain and
-which length counts as the trained one is as in transformers 5; YaRN's attention factor is equation 22 of Peng et al.
-2023 (arXiv:2309.00071), in DeepSeek's form where both ``mscale`` and ``mscale_all_dim`` are given.
+The two are one mapping under two names; its kind is ``rope_type``, formerly ``type``. The keys of each kind, and the
+choice of the trained length, follow transformers 5. YaRN's attention factor is equation 22 of Peng et al. 2023
+(arXiv:2309.00071), or DeepSeek's form of it if both ``mscale`` and ``mscale_all_dim`` are given.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _OF_EVERY_KIND: Final = ("rope_type", "type", "rope_theta", "partial_rotary_fact
 
 
 class RopeConfigError(FastgenError, ValueError):
-    """The mapping is malformed, or of a kind fastgen cannot compute."""
+    """The mapping is malformed, or of a kind that fastgen cannot compute."""
 
 
 def rotary_scaling(mapping: Any, *, trained_positions: int | None, fraction: float = 1.0) -> RotaryScaling | None:
-    """What ``mapping`` asks for; ``None`` where it asks for nothing.
+    """Returns the scaling that ``mapping`` describes; ``None`` if it describes none.
 
-    ``trained_positions`` is the length that the model's configuration gives outside of the mapping: it is the trained
-    length of ``dynamic``, and that of ``llama3`` and ``yarn`` where the mapping has none. ``fraction`` is how much of
-    each head the model rotates; a mapping that says another one is refused. Raises :class:`RopeConfigError`.
+    ``trained_positions`` is the length in the model's configuration outside the mapping. It is the trained length of
+    ``dynamic``, and of ``llama3`` and ``yarn`` if the mapping states none. ``fraction`` is the part of each head that
+    the model rotates; a mapping that states another fraction is refused. Raises :class:`RopeConfigError`.
     """
     if not mapping and (mapping is None or isinstance(mapping, Mapping)):
         return None
@@ -59,7 +59,7 @@ class _RopeConfig:
             if key not in known:
                 raise RopeConfigError(
                     f"rotary scaling of kind {kind!r} has no key {shown(key)}{close_to(key, known)}; if it changes "
-                    f"nothing, allow_config_keys= lets it pass by its dotted name"
+                    f"nothing, allow it by its dotted name with allow_config_keys="
                 )
         stated = self.number("partial_rotary_factor", self.fraction)
         if stated != self.fraction:
@@ -84,13 +84,13 @@ class _RopeConfig:
         kind = next((name for name in (kind, old) if name is not None), "default")
         if not isinstance(kind, str) or kind not in _KEYS:
             raise RopeConfigError(
-                f"rotary scaling of kind {shown(kind)} is not supported; supported are {', '.join(_KEYS)}"
+                f"rotary scaling of kind {shown(kind)} is not supported; the supported kinds are {', '.join(_KEYS)}"
             )
         return kind
 
     def dynamic(self) -> RotaryScaling:
         if self.trained_positions is None:
-            raise RopeConfigError("dynamic rotary scaling needs the trained length, and the model states no limit")
+            raise RopeConfigError("dynamic rotary scaling needs the trained length, but the model states none")
         stated = self.integer("original_max_position_embeddings", self.trained_positions)
         if stated != self.trained_positions:
             raise RopeConfigError(
@@ -109,7 +109,7 @@ class _RopeConfig:
 
     def yarn(self) -> RotaryScaling:
         original = self.original_length()
-        # A factor of null is the ratio of the lengths: what the model states is then the stretched one.
+        # A factor of null means the ratio of the lengths: the length that the model states is then the stretched one.
         ratio = self.trained_positions / original if self.trained_positions and "factor" in self.mapping else None
         factor = self.factor(default=ratio)
         fast, slow = self.number("beta_fast", 32.0) or 32.0, self.number("beta_slow", 1.0) or 1.0
@@ -153,7 +153,7 @@ class _RopeConfig:
         return self.integer("original_max_position_embeddings", self.trained_positions)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """The finite number at ``key``; ``default`` where there is none or null."""
+        """Returns the finite number at ``key``; ``default`` if it is absent or null."""
         value = self.mapping.get(key)
         if value is None and default is not None:
             return default
@@ -166,7 +166,7 @@ class _RopeConfig:
     def integer(self, key: str, default: int | None) -> int:
         value = self.mapping.get(key, default)
         if value is None:
-            raise RopeConfigError(f"rotary scaling lacks {key!r}, and the model states no limit")
+            raise RopeConfigError(f"rotary scaling lacks {key!r}, and the model states no length")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**53:
             raise RopeConfigError(f"{key} must be a positive integer, not {shown(value)}")
         return value

@@ -1,4 +1,4 @@
-"""What two recipes say differently, node by node of their trees with everything they extend merged in."""
+"""Compares two recipes node by node, each with everything that it extends merged in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from fastgen.models.recipe.recipe import Recipe
-from fastgen.models.recipe.yaml_positions import NodePath, Tree
+from fastgen.models.recipe.tree import NodePath, Tree
 
 Kind = Literal["only in a", "only in b", "changed", "reordered"]
 
@@ -17,10 +17,10 @@ _SPLIT: Final = "split"
 
 @dataclass(frozen=True)
 class Difference:
-    """One node that differs: ``a`` and ``b`` are what stands at ``path``, ``None`` on the side that has nothing there.
+    """One node that differs: ``a`` and ``b`` are the subtrees at ``path``; ``None`` on a side that has none.
 
-    A whole subtree that one side lacks is one difference. Two mappings differ in the order of their keys alone, where
-    that means something: the branches of a layer are taken in it, and the parts of a fused tensor lie in it.
+    A whole subtree that one side lacks is one difference. Two mappings may differ only in the order of their keys if
+    the order matters: for the branches of a layer, and for the parts of a fused tensor.
     """
 
     path: NodePath
@@ -45,14 +45,14 @@ class Difference:
 
 
 def recipe_differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """How ``b`` differs from ``a``: names and architectures first, then in the order of the recipes."""
+    """Returns the differences of ``b`` from ``a``: names and architectures first, then in the order of the recipes."""
     found = list(tree_differences(a.tree, b.tree))
     first = ("name", "architectures")
     return sorted(found, key=lambda each: first.index(each.path[0]) if each.path[0] in first else len(first))
 
 
 def tree_differences(a: Tree, b: Tree, path: NodePath = ()) -> Iterator[Difference]:
-    """The same of two trees that stand at ``path``. None of the differences lies within another, but for an order."""
+    """Yields the differences of two trees at ``path``. They do not overlap, except that an order may contain others."""
     if not isinstance(a.value, Mapping) or not isinstance(b.value, Mapping):
         if not _same(a, b):
             yield Difference(path, a, b)
@@ -68,13 +68,13 @@ def tree_differences(a: Tree, b: Tree, path: NodePath = ()) -> Iterator[Differen
 
 
 def _in_one_order(a: list[str], b: list[str]) -> bool:
-    """Whether what only one side has stands after all that both have, which is in the same order on both."""
+    """Returns whether the common keys are in the same order and come before the keys of only one side."""
     common = [key for key in a if key in b]
     return a[: len(common)] == common == b[: len(common)]
 
 
 def _keys(a: list[str], b: list[str]) -> list[str]:
-    """All keys in the order of ``a``, what only ``b`` has after what it comes after there."""
+    """Returns all keys in the order of ``a``; a key of only ``b`` follows the key that it follows in ``b``."""
     keys = list(a)
     for index, key in enumerate(b):
         if key not in keys:
@@ -83,7 +83,7 @@ def _keys(a: list[str], b: list[str]) -> list[str]:
 
 
 def _same(a: Tree, b: Tree) -> bool:
-    """Equality as YAML means it: ``true`` is not 1, and 1 is not 1.0."""
+    """Compares as YAML does: ``true`` is not 1, and 1 is not 1.0."""
     if isinstance(a.value, tuple) and isinstance(b.value, tuple):
         return len(a.value) == len(b.value) and all(map(_same, a.value, b.value))
     if isinstance(a.value, Mapping) and isinstance(b.value, Mapping):

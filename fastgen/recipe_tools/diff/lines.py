@@ -1,4 +1,4 @@
-"""The differences of two recipes as lines: ``-`` for what A has, ``+`` for what B has, each with its file and line."""
+"""Writes the differences of two recipes as lines: ``-`` for A, ``+`` for B, each with its file and line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Literal
 
 from fastgen.errors import RecipeError
 from fastgen.models.recipe.recipe import Recipe
-from fastgen.models.recipe.yaml_positions import Scalar, Tree, parse_recipe_yaml
+from fastgen.models.recipe.tree import Scalar, Tree
+from fastgen.models.recipe.yaml_reader import parse_recipe_yaml
 from fastgen.recipe_tools.diff.diff import Difference
 from fastgen.recipe_tools.diff.specs import SpecDifference
 from fastgen.recipe_tools.explain.plain_text import from_here, printable
@@ -19,19 +20,19 @@ from fastgen.recipe_tools.explain.plain_text import from_here, printable
 
 @dataclass(frozen=True)
 class Line:
-    """One line, and whether it tells of A, of B, or of where they differ."""
+    """One line of output. Its style is the side (``-`` or ``+``), or ``title`` for the node that differs."""
 
     text: str
     style: Literal["-", "+", "title", "text"]
 
 
 Side = Literal["-", "+"]
-# Whose it is, the node it is about, and what stands there.
+# The side, the node, and the text to write for it.
 Row = tuple[Side, Tree | None, str]
 
 
 def lines_of(a: Recipe, b: Recipe, differences: Iterable[Difference | SpecDifference]) -> Iterator[Line]:
-    """Two lines that say which recipes are compared, and for each difference a paragraph."""
+    """Yields two lines that name the compared recipes, and then a paragraph for each difference."""
     width = max(len(a.name), len(b.name))
     yield Line(f"--- {a.name:{width}}  {from_here(a.file)}", "-")
     yield Line(f"+++ {b.name:{width}}  {from_here(b.file)}", "+")
@@ -67,7 +68,7 @@ def _name(a: Recipe, b: Recipe, side: Side) -> str:
 
 
 class _Labels:
-    """What files are called in front of a line: their names, or their paths where two have one name."""
+    """The labels of files before each line: their names, or their paths if two files have the same name."""
 
     def __init__(self, differences: Iterable[Difference | SpecDifference]):
         trees = [tree for each in differences if isinstance(each, Difference) for tree in (each.a, each.b) if tree]
@@ -116,7 +117,7 @@ def _rows(difference: Difference) -> Iterator[Row]:
 
 
 def _items(side: Side, tree: Tree, other: Tree) -> Iterator[Row]:
-    """Of two lists what only this one has; where they have the same, the whole, for its order."""
+    """Yields the items of a list that the other side lacks; all items if only their order differs."""
     assert isinstance(tree.value, tuple)
     assert isinstance(other.value, tuple)
     theirs = Counter(map(_inline, other.value))
@@ -130,7 +131,7 @@ def _items(side: Side, tree: Tree, other: Tree) -> Iterator[Row]:
 
 
 def _written(side: Side, tree: Tree, indent: str = "") -> Iterator[Row]:
-    """A subtree, a line for each of its scalars and lists."""
+    """Yields a subtree, with a line for each of its scalars and lists."""
     if not isinstance(tree.value, Mapping):
         yield side, tree, _inline(tree)
         return
@@ -151,7 +152,7 @@ def _inline(tree: Tree) -> str:
 
 
 def _scalar(value: Scalar) -> str:
-    """As YAML could say it: a text in quotes only where it would else mean something different, or harm a terminal."""
+    """Returns the scalar as YAML; a text is quoted only if it would otherwise mean something else or is unprintable."""
     if not isinstance(value, str):
         return json.dumps(value)
     try:

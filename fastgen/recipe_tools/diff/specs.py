@@ -1,4 +1,4 @@
-"""What two recipes make of one configuration differently: numbers, tensors and layers of the two resolved models."""
+"""Compares the models that two recipes make of one configuration: their numbers, tensors and layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMBERS: Final = (
     *("num_parameters", "tied"),
 )
 
-# What a model consists of, by dotted path: each number, and each tensor with its shape.
+# The content of a model by dotted path: each number, and each tensor with its shape.
 Leaves = dict[str, str]
 
 Rename = Callable[[str], str]
@@ -37,9 +37,9 @@ Rename = Callable[[str], str]
 
 @dataclass(frozen=True)
 class SpecDifference:
-    """One thing that differs in ``layers`` (``None`` outside of them): what each side has there, a line each.
+    """One difference at ``path`` in ``layers`` (``None`` outside the layers), as lines for each side.
 
-    A side that has nothing there is empty; what only one side has is folded into one difference.
+    A side that has nothing there is empty. A subtree that only one side has is folded into one difference.
     """
 
     path: str
@@ -49,7 +49,7 @@ class SpecDifference:
 
     @property
     def place(self) -> str:
-        """Where it is, for people."""
+        """The location as text, for people."""
         return ": ".join(part for part in ("" if self.layers is None else layer_list(self.layers), self.path) if part)
 
     def as_json(self) -> dict[str, Any]:
@@ -59,10 +59,10 @@ class SpecDifference:
 def spec_differences(
     a: Recipe, b: Recipe, config: Mapping[str, Any], *, config_file: str = "config.json"
 ) -> list[SpecDifference]:
-    """How the model that ``b`` makes of ``config`` differs from the one ``a`` makes of it.
+    """Returns the differences of the models that ``a`` and ``b`` make of ``config``.
 
     A key that one of the recipes does not account for is a difference, not an error. Raises
-    :class:`~fastgen.errors.RecipeError` where a recipe makes no model of the configuration.
+    :class:`~fastgen.errors.RecipeError` if a recipe cannot be resolved against the configuration.
     """
     (spec_a, refused_a), (spec_b, refused_b) = (_resolved(each, config, config_file) for each in (a, b))
     found = []
@@ -78,7 +78,7 @@ def spec_differences(
 
 
 def _resolved(recipe: Recipe, config: Mapping[str, Any], file: str) -> tuple[ModelSpec, tuple[str, ...]]:
-    """The model, and what of the configuration had to be passed over for it."""
+    """Returns the model, and the complaints about keys of the configuration that had to be ignored for it."""
     try:
         return resolve(recipe, config, config_file=file), ()
     except RecipeError as error:
@@ -87,7 +87,7 @@ def _resolved(recipe: Recipe, config: Mapping[str, Any], file: str) -> tuple[Mod
 
 
 def _compared(a: Leaves, b: Leaves) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """Paths that differ, with what is there; what stands on one side only, folded to the highest path."""
+    """Yields paths that differ, with both sides' lines; what only one side has is folded to the highest path."""
     done: set[str] = set()
     for path in dict.fromkeys([*a, *b]):
         if a.get(path) == b.get(path):
@@ -123,7 +123,7 @@ def _ends(spec: ModelSpec) -> Leaves:
 
 
 def _layer(recipe: Recipe, spec: ModelSpec, index: int) -> Leaves:
-    """One layer, its own index taken out of the names of its tensors. Empty where there is no such layer."""
+    """Returns the content of one layer, without its index in tensor names; empty if there is no such layer."""
     if index >= len(spec.layers):
         return {}
     layer: LayerSpec = spec.layers[index]
@@ -153,12 +153,12 @@ def _leaves(node: object, path: str, rename: Rename) -> Iterator[tuple[str, str]
             kind = f"{path.rpartition('.')[0]}.{_KINDS[type(node.part)]}"
             yield from _leaves(node.norm, f"{kind}.norm", rename)
             yield from _leaves(node.part, kind, rename)
-        case LinearSpec():  # its sizes are those of the matrix
+        case LinearSpec():  # the matrix shows its sizes
             yield from _leaves(node.weight, f"{path}.weight", rename)
             yield from _leaves(node.bias, f"{path}.bias", rename)
         case MoeSpec():
             yield f"{path}.experts.count", _value(len(node.experts))
-            yield from _leaves(node.experts[0], f"{path}.experts.each", rename)  # they are alike
+            yield from _leaves(node.experts[0], f"{path}.experts.each", rename)  # all are equal
             for name in ("router", "shared", "shared_gate"):
                 yield from _leaves(getattr(node, name), f"{path}.{name}", rename)
         case tuple() if all(isinstance(each, PartSpec) for each in node):

@@ -1,4 +1,4 @@
-"""What the nodes of a recipe say, as boxes of facts: norms, attentions, feed-forwards, and both ends of the model."""
+"""Turns the nodes of a recipe into boxes of facts: norms, attentions, feed-forwards, and both ends of the model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def attention_box(reader: Reader, attention: schema.Attention, node: str) -> Box
     facts = [Fact("heads", _heads(reader)), *_qkv(reader, attention.qkv, f"{node}.qkv")]
     for label, norm in (("q norm", attention.q_norm), ("k norm", attention.k_norm)):
         if norm is not None and reader.there(norm):
-            over = "over each head" if norm.over == "head" else "over all heads laid together"
+            over = "over each head" if norm.over == "head" else "over all heads together"
             own = reader.flag(norm.per_head_weight)
             over += (
                 "" if own is False else ", each with its own weight" if own else ", perhaps each with its own weight"
@@ -80,13 +80,13 @@ def attention_box(reader: Reader, attention: schema.Attention, node: str) -> Box
 
 
 def _heads(reader: Reader) -> str:
-    """How many heads of queries, and of keys and values."""
+    """Returns the number of query heads, and of key and value heads, as text."""
     num_heads, num_kv_heads = reader.number("num_heads"), reader.number("num_kv_heads")
     features = f"{reader.number('head_dim')} features each"
     expressions = [getattr(reader.numbers, name).text for name in ("num_heads", "num_kv_heads")]
     if num_heads == num_kv_heads or (not reader.scopes and expressions[0] == expressions[1]):
-        return f"{num_heads}, as many of keys and values; {features}"
-    return f"{num_heads}, sharing {num_kv_heads} of keys and values; {features}"
+        return f"{num_heads}, and as many key and value heads; {features}"
+    return f"{num_heads}, sharing {num_kv_heads} key and value heads; {features}"
 
 
 def _qkv(reader: Reader, qkv: schema.Qkv, node: str) -> list[Fact]:
@@ -99,7 +99,7 @@ def _qkv(reader: Reader, qkv: schema.Qkv, node: str) -> list[Fact]:
 def _fused(
     reader: Reader, label: str, module: str, layout: Axes | None, split: BaseModel | None, node: str
 ) -> list[Fact]:
-    """One stored matrix that holds several: where each lies in it."""
+    """Describes one stored matrix that contains several, and the part of each."""
     parts = ", then ".join(f"{_bracketed(reader.text(getattr(split, name)))} of {name}" for name in reader.keys(node))
     return [Fact(label, f"{module}, all in one"), *_layout(layout), Fact("part", parts)]
 
@@ -110,12 +110,12 @@ def _layout(layout: Axes | None) -> list[Fact]:
 
 def _rotary(reader: Reader, rotary: schema.Rotary, node: str) -> list[Fact]:
     pairs = "i with i + dim/2" if rotary.kind == "half" else "2i with 2i + 1"
-    facts = [Fact("rotary", f"turns features by position, {pairs}{reader.only(rotary)}")]
+    facts = [Fact("rotary", f"rotates features by position, {pairs}{reader.only(rotary)}")]
     facts.append(Fact("θ", reader.text(rotary.theta)))
     if rotary.dim is not None:
-        facts.append(Fact("turned", f"the first {_bracketed(reader.text(rotary.dim))} features of each head"))
+        facts.append(Fact("rotated", f"the first {_bracketed(reader.text(rotary.dim))} features of each head"))
     elif rotary.fraction is not None and not reader.is_always(rotary.fraction, 1):
-        facts.append(Fact("turned", f"this part of each head: {reader.text(rotary.fraction)}"))
+        facts.append(Fact("rotated", f"this part of each head: {reader.text(rotary.fraction)}"))
     resolved = reader.rotaries.get(node)
     if resolved is None:
         return (
@@ -128,7 +128,7 @@ def _rotary(reader: Reader, rotary: schema.Rotary, node: str) -> list[Fact]:
 
 
 def _scale(reader: Reader, scale: Expression | None) -> Fact:
-    root = f"/ √{reader.number('head_dim')}"  # which in a latent attention is nope_dim + rope_dim
+    root = f"/ √{reader.number('head_dim')}"  # head_dim of a latent attention is nope_dim + rope_dim
     return Fact("scores", f"q·k {root if scale is None else f'× {_bracketed(reader.text(scale))}'}")
 
 
@@ -152,7 +152,7 @@ def latent_attention_box(reader: Reader, attention: schema.LatentAttention, node
         facts.append(Fact("q", query.weight + reader.only(query)))
     if (latent := attention.q_latent) is not None and reader.there(latent):
         words = f"{latent.down} narrows to {reader.text(latent.rank)}, {latent.up} widens{reader.only(latent)}"
-        facts += [Fact("q latent", words), Fact("q norm", _norm_words(reader, latent.norm, "of what is narrow"))]
+        facts += [Fact("q latent", words), Fact("q norm", _norm_words(reader, latent.norm, "of the narrow vector"))]
     kept = attention.kv_latent
     words = f"{kept.down} makes the {reader.text(kept.rank)} + {rope} features that the cache keeps"
     facts += [Fact("latent", words), Fact("norm", _norm_words(reader, kept.norm, "of the latent vector"))]
@@ -209,7 +209,7 @@ def moe_box(reader: Reader, moe: schema.Moe, node: str) -> Box:
 
 
 def _below(facts: list[Fact]) -> list[Fact]:
-    """Facts about what the one before them names."""
+    """Indents facts that belong to the fact before them."""
     return [Fact(f"· {fact.label}", fact.text) for fact in facts]
 
 
@@ -234,7 +234,7 @@ def embedding_boxes(reader: Reader, embedding: Embedding, node: str) -> tuple[Bo
     width = hidden
     if project is not None and embedding.project is not None:
         width = _bracketed(reader.text(embedding.project.size))
-        width += "" if reader.flag(embedding.project.when) else f", of {hidden} where there is no projection"
+        width += "" if reader.flag(embedding.project.when) else f", or of {hidden} without the projection"
     facts.append(Fact("size", f"{reader.number('vocab_size')} rows of {width}"))
     if not reader.is_always(embedding.scale, 1):
         facts.append(Fact("times", reader.text(embedding.scale)))

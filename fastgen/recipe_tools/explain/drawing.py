@@ -1,7 +1,7 @@
-"""The drawing of a recipe: one scene on a grid of character cells, from which both text and SVG are made.
+"""Draws a recipe as one scene on a grid of character cells, from which both text and SVG are made.
 
-The stream runs down the left side. A branch leaves it to the right, passes its boxes, and comes back at a ⊕. Parts that
-work side by side stand side by side, and so do alternatives, which meet in a ○ where those added up meet in a ⊕.
+The stream runs down the left side. A branch leaves it to the right, passes its boxes, and returns at a ⊕. Parallel
+parts are drawn side by side and meet in a ⊕. Alternatives are drawn side by side too, but meet in a ○.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from fastgen.recipe_tools.explain.wrap import wrapped
 
 MIN_WIDTH: Final = 40
 DEFAULT_WIDTH: Final = 80
-# Beyond it lines are too long to be read with ease; pictures are drawn so wide.
+# Width of pictures, and the widest drawing by default: longer lines are hard to read.
 MAX_WIDTH: Final = 96
-
 
 _STREAM: Final = 5  # column of the stream
 _INDENT: Final = 2  # first column of boxes on the stream
 _CONTENT: Final = 10  # first column of a branch's boxes
 _GAP: Final = 3  # columns between boxes side by side
 _LEAST_COLUMN: Final = 12  # columns of the narrowest box
-_LEAST_BESIDE: Final = 18  # columns that a text beside its label needs, else it goes below
+_LEAST_BESIDE: Final = 18  # fewest columns for a text beside its label; with fewer it goes below the label
 
 Style = Literal["title", "label", "text"]
 
@@ -42,9 +41,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A box: border cells from ``(x, y)``, ``width`` by ``height`` of them, its texts within. ``node`` is whose it is.
+    """A box of ``width`` by ``height`` cells, including its border, at ``(x, y)``, with texts inside.
 
-    A ``frame`` encloses other boxes.
+    ``node`` is the recipe node that it shows. A ``frame`` encloses other boxes.
     """
 
     x: int
@@ -68,7 +67,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Joint:
-    """Where wires meet: ``⊕`` adds, ``○`` takes what is there, and where they only part there is no ``sign``."""
+    """A point where wires meet: ``⊕`` adds, ``○`` takes the one that exists; a fork has no ``sign``."""
 
     x: int
     y: int
@@ -80,7 +79,7 @@ End = Rectangle | Joint
 
 @dataclass(frozen=True)
 class Wire:
-    """A path of the vectors from ``start`` to ``end``: cells at which it turns, the first and last on the two."""
+    """A path of vectors from ``start`` to ``end``: the cells at which it turns, with the first and last on the ends."""
 
     start: End
     end: End
@@ -90,7 +89,7 @@ class Wire:
 
 @dataclass
 class Scene:
-    """All that is drawn. ``width`` and ``height`` are in cells."""
+    """Everything that is drawn. ``width`` and ``height`` are in cells."""
 
     title: str
     description: str
@@ -102,13 +101,13 @@ class Scene:
     labels: list[Span] = field(default_factory=list)
 
     def spans(self) -> list[Span]:
-        """All texts, from top to bottom and left to right."""
+        """Returns all texts, from top to bottom and left to right."""
         inside = [span for rectangle in self.rectangles for span in rectangle.spans]
         return sorted(self.labels + inside, key=lambda span: (span.y, span.x))
 
 
 def draw(explanation: Explanation, width: int = DEFAULT_WIDTH) -> Scene:
-    """The scene, ``width`` columns wide, but at least :data:`MIN_WIDTH`, and 70 where four parts stand side by side."""
+    """Draws the scene, ``width`` columns wide, but at least :data:`MIN_WIDTH`, and 70 for four parts side by side."""
     branches = [branch for kind in explanation.layers for branch in kind.branches]
     most = max(sum(len(lane.alternatives) for lane in branch.lanes) for branch in branches) if branches else 1
     needed = _CONTENT + _INDENT + 1 + most * (_LEAST_COLUMN + _GAP) - _GAP
@@ -118,7 +117,7 @@ def draw(explanation: Explanation, width: int = DEFAULT_WIDTH) -> Scene:
 
 
 class _Layout:
-    """Places one thing after the other, ``y`` being the first free row; ``tail`` is where the stream has come to."""
+    """Places the boxes from top to bottom. ``y`` is the first free row; ``tail`` is the current end of the stream."""
 
     def __init__(self, explanation: Explanation, width: int):
         title = f"{explanation.recipe}: {', '.join(explanation.architectures)}"
@@ -142,7 +141,7 @@ class _Layout:
     # ---------------------------------------------------------------------------------------------- on the stream
 
     def on_stream(self, box: Box) -> None:
-        """A box that the whole stream goes through."""
+        """Places a box that the whole stream goes through."""
         if self.tail is not None:
             self.y += 1
         rectangle = self.box(box, _INDENT, self.y, self.width - 2 * _INDENT)
@@ -150,7 +149,7 @@ class _Layout:
         self.y = rectangle.bottom + 1
 
     def added(self, box: Box) -> None:
-        """A box beside the stream whose output is added to it."""
+        """Places a box beside the stream whose output is added to it."""
         self.y += 1
         rectangle = self.box(box, _CONTENT, self.y, self.width - _CONTENT - _INDENT)
         joint = self.joint(_STREAM, rectangle.y + 1, "⊕")
@@ -189,7 +188,7 @@ class _Layout:
     # -------------------------------------------------------------------------------------------- beside the stream
 
     def lanes(self, branch: Branch) -> tuple[End, int]:
-        """The branch from where it leaves the stream to where its lanes have met, and the column of that."""
+        """Places a branch up to where its lanes meet; returns that point and its column."""
         left, width = _CONTENT, self.width - _CONTENT - _INDENT - 1
         columns = [boxes for lane in branch.lanes for boxes in lane.alternatives]
         places = _columns(left, width, len(columns))
@@ -211,7 +210,7 @@ class _Layout:
         return self.meet(branch.lanes, ends, bottom + 1)
 
     def column(self, boxes: Sequence[Box], source: End, x: int, width: int) -> Rectangle:
-        """Boxes below one another, the first fed by ``source``. The last of them."""
+        """Places boxes below one another, with ``source`` as input of the first; returns the last of them."""
         middle, y = x + width // 2, self.y
         for box in boxes:
             rectangle = self.box(box, x, y, width)
@@ -225,7 +224,7 @@ class _Layout:
         return rectangle
 
     def meet(self, lanes: Sequence[Lane], ends: Sequence[Rectangle], y: int) -> tuple[End, int]:
-        """Alternatives meet, then lanes, each at the column of the first of them."""
+        """Joins alternatives and then lanes, each at the column of the first of them."""
         found: list[tuple[End, int]] = []
         remaining = list(ends)
         for lane in lanes:
@@ -236,7 +235,7 @@ class _Layout:
         return self.join(found, y, "⊕")
 
     def join(self, ends: Sequence[tuple[End, int]], y: int, sign: Literal["⊕", "○"]) -> tuple[End, int]:
-        """One joint in row ``y`` of all ``ends``, below the first; of one alone, that itself."""
+        """Joins all ``ends`` in row ``y``, below the first of them; a single end is returned as it is."""
         (first, x), *others = ends
         if not others:
             return first, x
@@ -247,7 +246,7 @@ class _Layout:
         return joint, x
 
     def after(self, boxes: Sequence[Box], end: End, x: int) -> tuple[End, int]:
-        """What the sum of the lanes goes through before it is added to the stream."""
+        """Places the boxes that the sum of the lanes goes through before it is added to the stream."""
         for box in boxes:
             left, width = _CONTENT, self.width - _CONTENT - _INDENT - 1
             rectangle = self.box(box, left, _lowest(end) + 2, width)
@@ -262,13 +261,13 @@ class _Layout:
     # ------------------------------------------------------------------------------------------------------- pieces
 
     def fork(self, y: int) -> Joint:
-        """A place on the stream at which a branch leaves it."""
+        """Places a point at which a branch leaves the stream."""
         fork = self.joint(_STREAM, y, "")
         self.flow(fork, y)
         return fork
 
     def flow(self, end: End, y: int, *, arrow: bool = False) -> None:
-        """The stream goes on to ``end``, which it reaches in row ``y``."""
+        """Extends the stream to ``end``, which it reaches in row ``y``."""
         if self.tail is not None:
             self.wire(self.tail, end, (_STREAM, _lowest(self.tail)), (_STREAM, y), arrow=arrow)
         self.tail = end
@@ -286,7 +285,7 @@ class _Layout:
         self.scene.labels.append(Span(x, y, text, style))
 
     def box(self, box: Box, x: int, y: int, width: int) -> Rectangle:
-        """A box with its title in its upper border's place and a row or more for each fact."""
+        """Places a box with its title at the top and one or more rows for each fact."""
         inner = width - 4
         spans = [Span(x + 2, y + 1 + row, text, "title") for row, text in enumerate(wrapped(box.title, inner))]
         column = 2 + max((len(fact.label) for fact in box.facts), default=0)
@@ -306,7 +305,7 @@ class _Layout:
 
 
 def _columns(left: int, width: int, count: int) -> list[tuple[int, int]]:
-    """First column and width of ``count`` boxes side by side."""
+    """Returns the first column and the width of each of ``count`` boxes side by side."""
     each = (width - _GAP * (count - 1)) // count
     return [(left + index * (each + _GAP), each) for index in range(count)]
 

@@ -1,6 +1,6 @@
-"""What a recipe says, for people: the model from token ids to logits as boxes, and in sentences.
+"""Explains a recipe to people: the model from token ids to logits as boxes, and in sentences.
 
-With a configuration, conditions are resolved away, expressions have values, and layers that are alike are told once.
+With a configuration, conditions are resolved, expressions have values, and equal layers are explained once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastgen.recipe_tools.explain.boxes import (
 from fastgen.recipe_tools.explain.plain_text import layer_list, printable
 from fastgen.recipe_tools.explain.reading import Box, Fact, Reader
 
-# Kinds of layers that are drawn each with its own numbers; where there are more, a number that varies is a range.
+# Most kinds of layers that are drawn each with its own numbers; if there are more, a number that varies is a range.
 MAX_KINDS: Final = 4
 
 _PARTS: Final = (
@@ -38,15 +38,18 @@ _PARTS: Final = (
 
 @dataclass(frozen=True)
 class Lane:
-    """One way through a branch: of its ``alternatives`` exactly one is there in a layer, boxes from first to last."""
+    """One path through a branch. Each layer has exactly one of its ``alternatives``, each a sequence of boxes."""
 
     alternatives: tuple[tuple[Box, ...], ...]
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One addition to the stream. What the ``lanes`` make of the normed stream is added up, then goes through
-    ``after``; ``sum_norm`` is a norm of the stream after the addition. ``condition`` is ``None`` where it always is."""
+    """One addition to the stream.
+
+    The outputs of the ``lanes`` for the normalized stream are summed and go through ``after``. ``sum_norm`` is a norm
+    of the stream after the addition. ``condition`` is ``None`` if every layer has the branch.
+    """
 
     name: str
     node: str
@@ -57,7 +60,7 @@ class Branch:
     sum_norm: Box | None
 
     def boxes(self) -> Iterator[Box]:
-        """Its boxes, from first to last."""
+        """Yields its boxes, from first to last."""
         yield from (self.norm,) if self.norm else ()
         yield from (box for lane in self.lanes for boxes in lane.alternatives for box in boxes)
         yield from self.after
@@ -66,7 +69,9 @@ class Branch:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that are alike, and their branches in order; without a configuration all of them, in number unknown."""
+    """Equal layers and their branches in order. Without a configuration it is all layers, and ``indices`` is
+    ``None``.
+    """
 
     title: str
     indices: tuple[int, ...] | None
@@ -75,7 +80,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A recipe as boxes and sentences; ``legend`` says what the names and numbers in the boxes are."""
+    """A recipe as boxes and sentences; ``legend`` explains the names and numbers in the boxes."""
 
     recipe: str
     architectures: tuple[str, ...]
@@ -86,7 +91,7 @@ class Explanation:
     legend: tuple[Box, ...]
 
     def boxes(self) -> Iterator[Box]:
-        """All boxes of the model, from first to last."""
+        """Yields all boxes of the model, from first to last."""
         yield from self.embedding
         yield from (box for kind in self.layers for branch in kind.branches for box in branch.boxes())
         yield from self.ending
@@ -102,9 +107,9 @@ def explain(
     config_file: str = "config.json",
     allow_config_keys: Collection[str] = (),
 ) -> Explanation:
-    """What ``recipe`` says; with ``config``, the content of a ``config.json``, what it makes of that.
+    """Explains ``recipe``, or with ``config``, the content of a ``config.json``, the model that it makes of that.
 
-    Raises :class:`~fastgen.errors.RecipeError` where the recipe does not fit the configuration.
+    Raises :class:`~fastgen.errors.RecipeError` if the recipe does not fit the configuration.
     """
     spec = scope = None
     if config is not None:
@@ -122,7 +127,7 @@ def explain(
 
 
 def _scope(recipe: Recipe, config: Mapping[str, Any]) -> Scope:
-    """What names mean in the model tree of a recipe that has been resolved against ``config``."""
+    """Returns the scope of the model tree of a recipe that was resolved against ``config``."""
     scope = Scope(config)
     numbers = {name: getattr(recipe.schema.config, name).evaluate(scope) for name in schema.Config.model_fields}
     scope = scope.with_names(**numbers)
@@ -148,7 +153,7 @@ def _layer_kinds(recipe: Recipe, spec: ModelSpec | None, scope: Scope | None) ->
 
 
 def _alike(layers: Sequence[LayerSpec], key: Callable[[LayerSpec], Hashable]) -> list[list[LayerSpec]]:
-    """The layers, those of one ``key`` together, in the order in which the keys come up."""
+    """Groups the layers by ``key``, in the order in which the keys first occur."""
     found: dict[Hashable, list[LayerSpec]] = {}
     for layer in layers:
         found.setdefault(key(layer), []).append(layer)
@@ -156,7 +161,7 @@ def _alike(layers: Sequence[LayerSpec], key: Callable[[LayerSpec], Hashable]) ->
 
 
 def _nodes(branches: Sequence[Branch]) -> tuple[tuple[str, ...], ...]:
-    """What is there: the nodes of all boxes, and in them what facts are about."""
+    """Returns the nodes of all boxes with the labels of their facts."""
     return tuple((box.node, *(fact.label for fact in box.facts)) for branch in branches for box in branch.boxes())
 
 
@@ -168,16 +173,16 @@ def _legend(recipe: Recipe, reader: Reader) -> Iterator[Box]:
         yield Box("names that the recipe defines", "define", tuple(defined))
     if whole.requires:
         conditions = [Fact(f"{index}", reader.source(each)) for index, each in enumerate(whole.requires, start=1)]
-        yield Box("only for models for which all of this is true", "requires", tuple(conditions))
+        yield Box("only for models for which all of these are true", "requires", tuple(conditions))
     if whole.aliases:
         spellings = [Fact(name, f"or {', '.join(others)}") for name, others in whole.aliases.items()]
         yield Box("other spellings of tensors", "aliases", tuple(spellings))
 
 
 def _signs(layers: Sequence[LayerKind]) -> Box:
-    facts = [Fact("⊕", "adds up what meets there")]
+    facts = [Fact("⊕", "adds its inputs")]
     if any(len(lane.alternatives) > 1 for kind in layers for branch in kind.branches for lane in branch.lanes):
-        facts.append(Fact("○", "takes the one that is there in a layer"))
+        facts.append(Fact("○", "takes the one that a layer has"))
     return Box("signs", "", tuple(facts))
 
 
@@ -188,7 +193,7 @@ def _numbers(config: schema.Config, reader: Reader) -> Iterator[Fact]:
 
 
 def _meaning(reader: Reader, expression: Expression) -> str:
-    """The expression; with a configuration its value, and then the expression."""
+    """Returns the expression; with a configuration its value and then the expression."""
     text, source = reader.text(expression), reader.source(expression)
     return source if text == source else f"{text} = {source}"
 
@@ -233,27 +238,27 @@ def _sentences(
 ) -> Iterator[str]:
     hidden, count = reader.number("hidden_size"), reader.number("num_layers")
     yield (
-        f"Each token becomes a vector of {hidden} numbers, the stream, which passes {count} layers. "
-        "A layer's branches read the stream, and what they make of it is added to it."
+        f"Each token becomes a vector of {hidden} numbers, the stream, which passes through {count} layers. "
+        "The branches of a layer read the stream, and their outputs are added to it."
     )
     if len(layers) > 1:
-        yield f"The layers are of {len(layers)} kinds; each kind is drawn once, whichever order the layers are in."
+        yield f"There are {len(layers)} kinds of layers; each kind is drawn once, in any order of the layers."
     positions = _positions(embedding, layers)
-    yield f"Where a token stands, the model knows {positions}."
+    yield f"The model gets the position of a token {positions}."
     said = dict.fromkeys(_branch_sentence(branch) for kind in layers for branch in kind.branches)
     yield from said
-    final = "normed and then " if any(box.node == "model.final_norm" for box in ending) else ""
-    yield f"After the last layer the stream is {final}compared with every token of the vocabulary: the logits."
+    final = "normalized and then " if any(box.node == "model.final_norm" for box in ending) else ""
+    yield f"After the last layer the stream is {final}multiplied by the head, which gives a logit for every token."
 
 
 def _positions(embedding: Sequence[Box], layers: Sequence[LayerKind]) -> str:
     labels = {fact.label for kind in layers for branch in kind.branches for box in branch.boxes() for fact in box.facts}
     ways = [
-        *(["from a learned vector that is added to the token's"] if any(box.added for box in embedding) else []),
-        *(["from queries and keys that are turned by their position (rotary)"] if "rotary" in labels else []),
+        *(["from a learned vector that is added to the token's vector"] if any(box.added for box in embedding) else []),
+        *(["from queries and keys that are rotated by position (rotary)"] if "rotary" in labels else []),
         *(["from scores that fall with distance (ALiBi)"] if "ALiBi" in labels else []),
     ]
-    return " or ".join(ways) if ways else "only from what it may see: nothing says how far away a token is"
+    return " or ".join(ways) if ways else "only from the causal mask: nothing encodes distances"
 
 
 def _branch_sentence(branch: Branch) -> str:
@@ -261,9 +266,11 @@ def _branch_sentence(branch: Branch) -> str:
     reads = "reads the stream through a norm" if branch.norm else "reads the stream as it is"
     if branch.norm is None and all(len(boxes) > 1 for lane in branch.lanes for boxes in lane.alternatives):
         reads = "reads the stream through a norm of its own"
-    together = f"{ways[0]} {reads}" if len(ways) == 1 else f"{' and '.join(ways)} work side by side; each {reads}"
-    after = [f"{'normed' if box.title.endswith('norm') else 'scaled'}" for box in branch.after]
-    made = f"what {'it makes' if len(ways) == 1 else 'they make'} is {' and '.join([*after, 'added to the stream'])}"
-    summed = ", and the sum is normed" if branch.sum_norm else ""
+    together = f"{ways[0]} {reads}" if len(ways) == 1 else f"{' and '.join(ways)} run in parallel; each {reads}"
+    after = [f"{'normalized' if box.title.endswith('norm') else 'scaled'}" for box in branch.after]
+    made = (
+        f"{'its output is' if len(ways) == 1 else 'their outputs are'} {' and '.join([*after, 'added to the stream'])}"
+    )
+    summed = ", and the sum is normalized" if branch.sum_norm else ""
     condition = f" (only if {branch.condition})" if branch.condition else ""
     return f"{branch.name}{condition}: {together}; {made}{summed}."

@@ -1,4 +1,4 @@
-"""Text about recipes for people: made harmless to print, lists of layers, locations."""
+"""Text about recipes for people: escaping for terminals, lists of layers, locations."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def printable(text: str) -> str:
-    """``text`` in which every character but those of printable ASCII is escaped.
+    """Returns ``text`` with every character escaped that is not printable ASCII.
 
-    What comes from a file can then neither steer a terminal nor be wider than it looks.
+    Text from a file can then neither control a terminal nor be wider than its length.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -22,7 +22,7 @@ def printable(text: str) -> str:
 
 
 def layer_list(indices: Sequence[int]) -> str:
-    """``layer 5``, ``layers 0–2, 7``, ``layers 0, 2, 4 … 40`` of ascending ``indices``."""
+    """Returns ascending ``indices`` as ``layer 5``, ``layers 0–2, 7`` or ``layers 0, 2, 4 … 40``."""
     if len(indices) == 1:
         return f"layer {indices[0]}"
     steps = {after - before for before, after in pairwise(indices)}
@@ -38,7 +38,7 @@ def layer_list(indices: Sequence[int]) -> str:
 
 
 def from_here(file: str | Path) -> str:
-    """The path of ``file`` as it is found from the working directory, where it lies below it."""
+    """Returns the path of ``file``, relative to the working directory if it is below it."""
     path = os.path.abspath(file)
     below = os.path.join(os.getcwd(), "")
     return printable(path.removeprefix(below))

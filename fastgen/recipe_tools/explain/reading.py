@@ -1,6 +1,6 @@
-"""Reading a recipe for people: expressions as they are written, or with a configuration their values.
+"""Reads a recipe for people: expressions as they are written, or with a configuration their values.
 
-What is read becomes facts, in boxes.
+The result is facts in boxes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fastgen.models.recipe.spelling import shown
 from fastgen.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, RotarySpec
 from fastgen.recipe_tools.explain.plain_text import printable
 
-# Of an expression, or of a value, in a drawing; what is longer is cut.
+# Most characters of an expression or a value in a drawing; longer ones are cut.
 MAX_CHARACTERS: Final = 400
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing a box says: ``text``, and before it in a column what that is about."""
+    """One entry of a box: ``text``, with ``label`` in a column before it."""
 
     label: str
     text: str
@@ -30,9 +30,9 @@ class Fact:
 
 @dataclass(frozen=True)
 class Box:
-    """Something that is done to a vector. ``node`` is its path in the recipe.
+    """An operation on a vector. ``node`` is its path in the recipe.
 
-    What an ``added`` box makes is added to the stream; the others' takes the place of what they got.
+    The output of an ``added`` box is added to the stream; the output of any other box replaces its input.
     """
 
     title: str
@@ -42,9 +42,9 @@ class Box:
 
 
 class Reader:
-    """Says what expressions are: as they are written, or with ``scopes`` (one for each layer spoken of) their values.
+    """Turns expressions into text: as they are written, or with ``scopes``, one for each layer, their values.
 
-    ``layers`` are these layers of the resolved model.
+    ``layers`` are the same layers of the resolved model.
     """
 
     def __init__(self, recipe: Recipe, scopes: Sequence[Scope] = (), layers: Sequence[LayerSpec] = ()):
@@ -56,16 +56,16 @@ class Reader:
         self.rotaries: dict[str, RotarySpec] = {rotary.node.path: rotary for rotary in rotaries if rotary is not None}
 
     def values(self, expression: Expression) -> list[Value] | None:
-        """Its value in each layer, or the only one; ``None`` where it depends on a configuration that is not given."""
+        """Returns its value in each layer, or its constant value; ``None`` if it needs a configuration and has none."""
         scopes = self.scopes if expression.paths else (Scope({}),)
         try:
             return [expression.evaluate(scope) for scope in scopes] or None
-        except ExpressionError:  # of a node that is not there in all of these layers, or of one that has no value
+        except ExpressionError:  # a node that some of these layers do not have, or an expression without a value
             return None
 
     @staticmethod
     def source(expression: Expression) -> str:
-        """The expression as it is written."""
+        """Returns the expression as it is written."""
         return _cut(expression.text)
 
     def text(self, expression: Expression) -> str:
@@ -78,33 +78,33 @@ class Reader:
         return f"{texts[0]} … {texts[-1]}, by layer: {self.source(expression)}"
 
     def flag(self, expression: Expression) -> bool | None:
-        """Whether it is true, ``None`` where that depends."""
+        """Returns whether it is true; ``None`` if that depends on the layer or on the configuration."""
         values = self.values(expression)
         return values[0] if values and all(value is values[0] for value in values) else None
 
     def is_always(self, expression: Expression, value: float | None) -> bool:
-        """Whether it is known to be ``value``, a number or none, in every layer."""
+        """Returns whether it is known to be ``value``, a number or none, in every layer."""
         values = self.values(expression)
         return values is not None and all(each == value and not isinstance(each, bool) for each in values)
 
     def number(self, name: str) -> str:
-        """One of the numbers every model has, by its name."""
+        """Returns one of the numbers in ``config:`` as text, or its name if there is no configuration."""
         return self.text(getattr(self.numbers, name)) if self.scopes else name
 
     def keys(self, node: str) -> tuple[str, ...]:
-        """The keys of the mapping at a path, in the order in which they are written."""
+        """Returns the keys of the mapping at a path, in the order in which they are written."""
         value = self.tree.find(tuple(node.split("."))).value
         return tuple(value) if isinstance(value, Mapping) else ()
 
     def there(self, node: Any) -> bool:
-        """Whether a node is there, or may be."""
+        """Returns whether a node is present, or may be."""
         return node is not None and self.flag(node.when) is not False
 
     def when(self, node: Any) -> list[Fact]:
         return [] if self.flag(node.when) else [Fact("only if", self.text(node.when))]
 
     def only(self, node: Any) -> str:
-        """The same as the end of a sentence."""
+        """Returns the condition of a node as the end of a sentence."""
         return "" if self.flag(node.when) else f"; only if {self.text(node.when)}"
 
     def bias(self, expression: Expression, label: str = "bias") -> list[Fact]:
@@ -115,7 +115,7 @@ class Reader:
 
 
 def value_text(value: Value) -> str:
-    """A value of the configuration, bounded and harmless to print."""
+    """Returns a value of the configuration as text, bounded and safe to print."""
     match value:
         case None:
             return "none"

@@ -1,4 +1,4 @@
-"""A scene as an SVG picture: self-contained, without scripts, readable on light and on dark ground."""
+"""Writes a scene as an SVG picture: self-contained, without scripts, readable on light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastgen.recipe_tools.explain.drawing import Rectangle, Scene, Span, Wire
 
 CELL_WIDTH: Final = 8.4
 CELL_HEIGHT: Final = 18.0
-# Cells are wider than what common monospaced fonts give a character of this size (0.6 of it), so text stays inside.
+# Common monospaced fonts give a character 0.6 of this size, which is less than a cell, so text stays inside.
 FONT_SIZE: Final = 13.0
 
 _MARGIN: Final = 12.0
@@ -42,7 +42,7 @@ text { fill: #e6edf3; }
 .joint { fill: #0d1117; stroke: #b1bac4; }
 }
 """
-_CLASSES: Final = {  # by the last key of the node whose box it is
+_CLASSES: Final = {  # by the last key of the box's node
     **dict.fromkeys(("norm", "output_norm", "sum_norm", "final_norm"), "norm"),
     **dict.fromkeys(("attention", "latent_attention"), "attention"),
     **dict.fromkeys(("mlp", "moe"), "feed-forward"),
@@ -50,7 +50,7 @@ _CLASSES: Final = {  # by the last key of the node whose box it is
 
 
 def as_svg(scene: Scene) -> str:
-    """The picture as an XML document in UTF-8, sized to its content."""
+    """Returns the picture as an XML document in UTF-8, sized to its content."""
     width = scene.width * CELL_WIDTH + 2 * _MARGIN
     height = scene.height * CELL_HEIGHT + 2 * _MARGIN
     return (
@@ -80,7 +80,7 @@ def _elements(scene: Scene) -> Iterator[str]:
 
 
 def _center(x: int, y: int) -> tuple[float, float]:
-    """The middle of a cell."""
+    """Returns the center of a cell."""
     return round(_MARGIN + (x + 0.5) * CELL_WIDTH, 2), round(_MARGIN + (y + 0.5) * CELL_HEIGHT, 2)
 
 

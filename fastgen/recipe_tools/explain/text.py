@@ -1,4 +1,4 @@
-"""A scene as lines of text, of box-drawing characters."""
+"""Writes a scene as lines of text with box-drawing characters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from fastgen.recipe_tools.explain.drawing import Joint, Rectangle, Scene, Style
 
 _UP, _DOWN, _LEFT, _RIGHT = 1, 2, 4, 8
-_LINES: Final = {  # by the directions in which a cell's lines go
+_LINES: Final = {  # by the directions of the lines in a cell
     **{0: " ", _UP: "│", _DOWN: "│", _LEFT: "─", _RIGHT: "─", _UP | _DOWN: "│", _LEFT | _RIGHT: "─"},
     **{_DOWN | _RIGHT: "┌", _DOWN | _LEFT: "┐", _UP | _RIGHT: "└", _UP | _LEFT: "┘"},
     **{_UP | _DOWN | _RIGHT: "├", _UP | _DOWN | _LEFT: "┤", _DOWN | _LEFT | _RIGHT: "┬", _UP | _LEFT | _RIGHT: "┴"},
@@ -21,12 +21,12 @@ Cell = tuple[str, Style | None]
 
 
 def as_text(scene: Scene) -> str:
-    """The drawing, a line for each row, each at most ``scene.width`` characters."""
+    """Returns the drawing, one line per row, each with at most ``scene.width`` characters."""
     return "".join("".join(character for character, _ in row).rstrip() + "\n" for row in cells(scene))
 
 
 def cells(scene: Scene) -> list[list[Cell]]:
-    """Every row's characters, with the style of those that are text."""
+    """Returns the characters of every row, with the style of those that are text."""
     rows = _lines(scene)
     for span in scene.spans():
         for offset, character in enumerate(span.text):
@@ -49,7 +49,7 @@ def _lines(scene: Scene) -> list[list[Cell]]:
         path = list(wire.points)
         for start, end in pairwise(path):
             for cell in _between(start, end):
-                signs.pop(cell, None)  # it passes through a frame
+                signs.pop(cell, None)  # the wire passes through a frame
         (x0, y0), (x1, y1) = path[-2:]
         step = ((x1 > x0) - (x1 < x0), (y1 > y0) - (y1 < y0))
         before = (x1 - step[0], y1 - step[1])

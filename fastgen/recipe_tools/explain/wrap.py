@@ -1,15 +1,15 @@
-"""Breaking text into lines of a width: at spaces, else where names and expressions have joints, else anywhere."""
+"""Breaks text into lines of a width: at spaces, else at joints of names and expressions, else anywhere."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# Where a word is broken, after one of the first of these if that leaves a line of some length, else of the next.
+# Characters after which a word may be broken; the first group is preferred if it gives a long enough line.
 _JOINTS: Final = (".,/|()", "_-")
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """``text`` in lines of at most ``width`` characters (at least 1); nothing but spaces at line ends is lost."""
+    """Returns ``text`` in lines of at most ``width`` characters (at least 1); only spaces at line ends are lost."""
     assert width > 0
     lines: list[str] = []
     line = ""
@@ -28,7 +28,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def _cut(word: str, width: int) -> int:
-    """How much of a ``word`` longer than ``width`` goes into a line."""
+    """Returns how many characters of a ``word`` longer than ``width`` go into a line."""
     for joints in _JOINTS:
         cut = 1 + max(word.rfind(joint, 0, width) for joint in joints)
         if cut > width // 2:

@@ -1,4 +1,4 @@
-"""The attention of a proposal: projections, norms of queries and keys, positions, scores."""
+"""Proposes the attention: projections, norms of queries and keys, positions, scores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AttentionNodes(Sources):
         return {"weight": leaf(module.name), **layout, "bias": leaf(module.has_bias)}
 
     def qkv(self, match: Match) -> Node:
-        ask = f"which of these is which? Headers fit any order of {', '.join(match.rivals)}" if match.rivals else None
+        ask = f"which is which? The shapes fit any order of {', '.join(match.rivals)}" if match.rivals else None
         if match.kind == "three":
             modules = [match.roles[role] for role in "qkv"]
             node: Node = {role: leaf(match.roles[role].name) for role in "qkv"}
@@ -80,7 +80,7 @@ class AttentionNodes(Sources):
         return node
 
     def scores(self) -> Node:
-        """Scale, soft cap and window of the scores, where a key says them."""
+        """Returns scale, soft cap and window of the scores, if the configuration has keys for them."""
         node: Node = {}
         if scale := self.keys.containing("attention", "mult"):
             node["scale"] = leaf(scale)
@@ -102,12 +102,12 @@ class AttentionNodes(Sources):
         return leaf(key, "in every layer?") if flag is not None or self.near_windows() else leaf(key)
 
     def near_windows(self) -> bool:
-        """Whether the nearest recipe has windows in some layers only."""
+        """Returns whether the nearest recipe has windows in only some layers."""
         parts = list(self.nearest.attentions()) if self.nearest is not None else []
         return len({part.sliding_window for part in parts if isinstance(part, AttentionSpec)}) > 1
 
     def places(self, width: int) -> Node:
-        """How positions enter the attention, unless they are in the embedding."""
+        """Returns the rotary or ALiBi node, or nothing if positions are in the embedding."""
         theta = self.keys.named("theta")
         flag = self.keys.containing("alibi", kind=bool)
         alibi = next((p.alibi for p in self.near_attentions() if isinstance(p, AttentionSpec) and p.alibi), None)
@@ -136,7 +136,7 @@ class AttentionNodes(Sources):
         ask = None if flag else "features i and i + dim/2 rotated together (half), or 2i and 2i + 1 (interleaved)?"
         node: Node = {
             "kind": leaf(kind, ask),
-            "theta": leaf(theta) if theta else leaf(10000, "no key says a base: 10000? Or `alibi`, and no rotary?"),
+            "theta": leaf(theta) if theta else leaf(10000, "no key states the base: 10000? Or `alibi` and no rotary?"),
         }
         if fraction := self.keys.containing("partial", "rotary") or self.keys.containing("rotary", "pct"):
             node["fraction"] = leaf(fraction)
@@ -158,7 +158,7 @@ class AttentionNodes(Sources):
         return None
 
     def latent_sizes(self) -> tuple[int, int, int]:
-        """Features of a head without rotation, with it, and of a value head."""
+        """Returns the features of a head without rotation, with rotation, and of a value head."""
         match, heads = self.structure.attention, self.structure.num_heads
         narrow, rank = match.size("kv_down")[0], match.size("kv_up")[1]
         value = match.size("output")[1] // heads
@@ -188,7 +188,7 @@ class AttentionNodes(Sources):
             "down": leaf(match.roles["kv_down"].name),
             "norm": self.latent_norm(norms.get("kv")),
             "fused": leaf(match.roles["kv_up"].name),
-            "layout": leaf("(num_heads part) in", "each head's keys and values beside each other?"),
+            "layout": leaf("(num_heads part) in", "are the keys and values of each head adjacent?"),
             "split": {"k": leaf(self.size_text(nope, "nope")), "v": leaf(self.size_text(value, "v_head", "value"))},
         }
         node["bias"] = leaf(biased or match.roles["kv_down"].has_bias)
@@ -202,5 +202,5 @@ class AttentionNodes(Sources):
             "weight": leaf("missing"),
             "eps": leaf(1e-6),
         }
-        node["eps"] = leaf(1e-6, "1e-6 in all that are known; or the model's eps?")
+        node["eps"] = leaf(1e-6, "1e-6 in all known models; or the model's eps?")
         return node

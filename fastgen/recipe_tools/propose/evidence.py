@@ -1,6 +1,6 @@
-"""What a checkpoint's headers say: modules with their tensors, the same ones of all layers and experts as one.
+"""Gathers facts from the headers of a checkpoint: its modules, with equal ones of all layers and experts merged.
 
-Facts only: nothing here guesses what a module is for.
+Nothing here guesses the role of a module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _CONFIG_DEPTH: Final = 3
 
 @dataclass(frozen=True)
 class Module:
-    """A module's tensors by the last part of their names. ``name`` is below the layer (or expert), or from the top."""
+    """The tensors of a module by the last part of their names.
+
+    ``name`` is relative to the layer or expert; outside the layers it is the full name.
+    """
 
     name: str
     shapes: Mapping[str, Shape]
@@ -27,7 +30,7 @@ class Module:
 
     @property
     def weight(self) -> Shape:
-        """The weight's shape, ``()`` where there is none."""
+        """The weight's shape; ``()`` if there is no weight."""
         return self.shapes.get("weight", ())
 
     @property
@@ -36,13 +39,13 @@ class Module:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds a weight, perhaps a bias, and nothing else."""
+        """True if it has a weight, perhaps a bias, and nothing else."""
         return "weight" in self.shapes and self.shapes.keys() <= {"weight", "bias"}
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer, all alike: ``at`` is their prefix, below the layer, with {expert} in it."""
+    """The experts of a layer, all equal. ``at`` is their prefix, relative to the layer, with {expert} in it."""
 
     at: str
     count: int
@@ -52,10 +55,10 @@ class Experts:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A checkpoint's structure. ``odd`` are tensors that do not stand in all layers, or experts, in one shape."""
+    """A checkpoint's structure. ``odd`` are tensors that not all layers or experts have in the same shape."""
 
     config: Mapping[str, Any]
-    # All that the configuration says, keys inside mappings dotted.
+    # All keys of the configuration with their values, dotted for keys inside mappings.
     values: Mapping[str, Any]
     shapes: Mapping[str, Shape]
     top: tuple[Module, ...]
@@ -67,7 +70,7 @@ class Evidence:
 
 
 def gather(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Evidence:
-    """The structure of a checkpoint whose tensors have ``shapes``; ``layers_at`` is empty where nothing repeats."""
+    """Returns the structure of a checkpoint whose tensors have ``shapes``; ``layers_at`` is empty without layers."""
     prefix, num_layers = _layers_at(shapes)
     outside: dict[str, Shape] = {}
     inside: dict[str, dict[int, Shape]] = defaultdict(dict)
@@ -103,7 +106,7 @@ def _is_index(text: str, count: int) -> bool:
 
 
 def _layers_at(shapes: Mapping[str, Shape]) -> tuple[str, int]:
-    """The prefix below which indices count the layers, and how many: the one with most tensors, then the first."""
+    """Returns the prefix of the indexed layers, and their number: the prefix with most tensors, then the first."""
     indices: dict[str, set[int]] = defaultdict(set)
     tensors: Counter[str] = Counter()
     for name in shapes:
@@ -120,7 +123,7 @@ def _layers_at(shapes: Mapping[str, Shape]) -> tuple[str, int]:
 def _experts(
     alike: Mapping[str, tuple[Shape, frozenset[int]]],
 ) -> tuple[list[Experts], dict[str, tuple[Shape, frozenset[int]]], list[str]]:
-    """Experts, what is no expert's, and the names that stand below an expert's prefix but not in all of them alike."""
+    """Returns the experts, the tensors outside experts, and the names of tensors that not all experts have equally."""
     below: dict[str, dict[str, dict[int, tuple[Shape, frozenset[int]]]]] = defaultdict(lambda: defaultdict(dict))
     for rest, entry in alike.items():
         if found := _INDEXED.match(rest):
@@ -133,7 +136,7 @@ def _experts(
             for after, by_index in names.items()
             if set(by_index) == set(range(count)) and len(set(by_index.values())) == 1
         }
-        if count < 2 or not whole:  # parts of something, not copies of one thing
+        if count < 2 or not whole:  # parts of one module, not copies of one module
             continue
         modules = tuple(_modules(whole))
         experts.append(Experts(f"{before}{{expert}}", count, modules, modules[0].layers))
@@ -145,7 +148,7 @@ def _experts(
 
 
 def _modules(tensors: Mapping[str, tuple[Shape, frozenset[int]]]) -> Iterator[Module]:
-    """Tensors by module; those of one module that stand in different layers apart."""
+    """Groups tensors by module and by the layers that have them."""
     found: dict[tuple[str, frozenset[int]], dict[str, Shape]] = defaultdict(dict)
     for name, (shape, layers) in tensors.items():
         module, _, last = name.rpartition(".")
@@ -157,7 +160,7 @@ def _modules(tensors: Mapping[str, tuple[Shape, frozenset[int]]]) -> Iterator[Mo
 def _flat(config: Mapping[str, Any], at: str = "", depth: int = _CONFIG_DEPTH) -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
-            continue  # no expression can name it
+            continue  # no expression can name this key
         yield f"{at}{key}", value
         if isinstance(value, Mapping) and depth > 1:
             yield from _flat(value, f"{at}{key}.", depth - 1)

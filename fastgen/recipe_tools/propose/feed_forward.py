@@ -1,4 +1,4 @@
-"""The feed-forward of a proposal, dense or a mixture of experts."""
+"""Proposes the feed-forward, dense or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class FeedForwardNodes(Sources):
     """Writes the nodes of the feed-forwards."""
 
     def forwards(self) -> Node:
-        """The dense feed-forward and the mixture, each with its layers where there are both."""
+        """Returns the dense feed-forward and the mixture, each with its layers if there are both."""
         structure = self.structure
         node: Node = {}
         if structure.forward is not None:
@@ -40,7 +40,7 @@ class FeedForwardNodes(Sources):
             "size": self.size(size, "features between up and down"),
             "activation": self.activation(kind),
         }
-        ask = f"which is {' and which '.join(match.rivals)}? Shapes are the same" if match.rivals else None
+        ask = f"which is {' and which '.join(match.rivals)}? The shapes are the same" if match.rivals else None
         if match.kind == "fused":
             node["fused"] = leaf(match.roles["gate_up"].name)
             node["layout"] = leaf(
@@ -69,14 +69,14 @@ class FeedForwardNodes(Sources):
             None,
         )
         usual = near or ("silu" if kind == "gated" else "gelu")
-        return leaf(f"'{usual}'", "no key says the activation: 'silu', 'gelu', 'gelu_new', 'relu' …?")
+        return leaf(f"'{usual}'", "no key names the activation: 'silu', 'gelu', 'gelu_new', 'relu' …?")
 
     def moe(self) -> Node:
         mixture = self.structure.mixture
         assert mixture is not None
         expert = self.feed_forward(mixture.forward)
         key = self.keys.of_value("", mixture.experts.count, "num_experts", "experts")
-        count = leaf(key) if key else leaf(mixture.experts.count, "no key says how many experts there are")
+        count = leaf(key) if key else leaf(mixture.experts.count, "no key states the number of experts")
         node: Node = {
             "router": self.router(),
             "experts": {"at": leaf(mixture.experts.at), "count": count, **expert},
@@ -107,7 +107,7 @@ class FeedForwardNodes(Sources):
         normalize = self.keys.containing("norm", "topk", kind=bool) or self.keys.containing("norm", "top_k", kind=bool)
         node: Node = {
             "weight": leaf(mixture.router.name),
-            "top_k": leaf(top_k) if top_k else leaf(2, "no key says to how many experts a token goes"),
+            "top_k": leaf(top_k) if top_k else leaf(2, "no key states how many experts a token goes to"),
             "scoring": leaf(scoring, None if key else "softmax, softmax_top_k or sigmoid?"),
             "normalize": leaf(normalize) if normalize else leaf(True, "are the chosen weights divided by their sum?"),
         }

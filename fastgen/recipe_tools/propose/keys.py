@@ -1,4 +1,4 @@
-"""Which key of ``config.json`` says a number: by the spellings of its meaning, and always by its value."""
+"""Finds the key of ``config.json`` for a number: by the spellings of its meaning, and always by its value."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fastgen.recipe_tools.propose.evidence import Evidence
 
 
 class Keys:
-    """A configuration's keys, looked up by what they mean and what a tensor's shape says their value is."""
+    """The keys of a configuration, looked up by their meaning and by the value that the shape of a tensor implies."""
 
     def __init__(self, evidence: Evidence):
         self.values: Mapping[str, Any] = evidence.values
 
     def named(self, meaning: str) -> str | None:
-        """The key that has a spelling of ``meaning`` and is not null."""
+        """Returns the key that is a spelling of ``meaning`` and is not null."""
         spelled = SPELLINGS[meaning]
         found = [key for key in self.values if key.rpartition(".")[2] in spelled and self.values[key] is not None]
         return min(found, key=lambda key: (key.count("."), spelled.index(key.rpartition(".")[2])), default=None)
@@ -28,8 +28,11 @@ class Keys:
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
     def of_value(self, meaning: str, value: int, *like: str) -> str | None:
-        """The key that says ``value``: one with a spelling of ``meaning``, else the one whose name has most of the
-        parts ``like`` in it, else the only one whose value it is."""
+        """Returns the key whose value is ``value``.
+
+        It is a spelling of ``meaning``, else the key whose name contains most of the parts ``like``, else the only key
+        with this value.
+        """
         key = self.named(meaning) if meaning in SPELLINGS else None
         if key is not None and self._is(key, value):
             return key
@@ -45,7 +48,7 @@ class Keys:
         return others[0] if len(others) == 1 else None
 
     def containing(self, *parts: str, kind: type | tuple[type, ...] = (int, float)) -> str | None:
-        """The first key whose name has all of ``parts`` in it and whose value is of that kind (a flag is no number)."""
+        """Returns the first key whose name contains all of ``parts`` and whose value has that type (not a flag)."""
         for key, value in self.values.items():
             is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
             if is_kind and all(part in key.rpartition(".")[2] for part in parts):

@@ -1,7 +1,7 @@
-"""Which modules of a layer make the attention, and which the feed-forward: shapes say what can be, names what is.
+"""Finds the modules of a layer that make the attention and the feed-forward: by shapes first, then by names.
 
-A *hypothesis* gives each role of a kind of part a module. Every one that shapes allow is scored by how well the names
-speak for the roles; the best attention and the best feed-forward that share no module are taken.
+A *hypothesis* assigns a module to each role of a kind of part. Every hypothesis that the shapes allow is scored by how
+well the names match the roles. The best attention and the best feed-forward that share no module are taken.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from typing import Final
 
 from fastgen.recipe_tools.propose.evidence import Module
-from fastgen.recipe_tools.propose.words import about_attention, about_feed_forward, speaks_for
+from fastgen.recipe_tools.propose.words import about_attention, about_feed_forward, name_score
 
 # Outputs and inputs of each role's matrix.
 Sizes = Mapping[str, tuple[int, int]]
 
-_CANDIDATES: Final = 6  # modules tried for a role, those whose names speak for it first
-_PER_MODULE: Final = 2.0  # what it is worth to have found a role for a module
-_TIE: Final = 0.25
-_KEPT: Final = 100  # hypotheses that are compared with one another
+_CANDIDATES: Final = 6  # most modules tried for a role; those with the best names come first
+_PER_MODULE: Final = 2.0  # score for each module that has a role
+_TIE: Final = 0.25  # difference of scores below which hypotheses count as equal
+_KEPT: Final = 100  # most hypotheses that are compared with one another
 
 
 @dataclass(frozen=True)
 class Match:
-    """A kind of part and the module of each of its roles. ``rivals`` are roles that could as well be swapped."""
+    """A kind of part and the module of each of its roles. ``rivals`` are roles that could equally be swapped."""
 
     kind: str
     roles: Mapping[str, Module]
@@ -33,7 +33,7 @@ class Match:
     rivals: tuple[str, ...] = ()
 
     def size(self, role: str) -> tuple[int, int]:
-        """Outputs and inputs of the matrix of ``role``."""
+        """Returns the outputs and inputs of the matrix of ``role``."""
         return _size(self.roles[role], self.transposed)
 
     @property
@@ -44,7 +44,7 @@ class Match:
 def match_layer(
     modules: Sequence[Module], hidden: int, *, norm_sizes: frozenset[int], needs_mlp: bool
 ) -> tuple[Match | None, Match | None]:
-    """The attention and the feed-forward among the ``modules`` of a layer."""
+    """Returns the attention and the feed-forward among the ``modules`` of a layer."""
     best: tuple[Match | None, Match | None] = None, None
     for transposed in _orientations(modules):
         attentions = _ranked(_attentions(modules, hidden, transposed, norm_sizes))
@@ -56,7 +56,7 @@ def match_layer(
 
 
 def match_experts(modules: Sequence[Module], hidden: int) -> Match | None:
-    """The feed-forward that an expert's ``modules`` make."""
+    """Returns the feed-forward that the ``modules`` of an expert make."""
     found = [each for transposed in (False, True) for each in feed_forwards(modules, hidden, transposed)]
     return next(iter(_ranked(found)), None)
 
@@ -67,7 +67,7 @@ def _best_pair(attentions: list[Match], forwards: list[Match], needs_mlp: bool) 
         for forward in [*forwards, None]:
             together = (attention.score if attention else 0) + (forward.score if forward else 0)
             if together <= _worth(best):
-                break  # those that follow are worse
+                break  # all following ones are worse
             if attention is None or forward is None or not attention.modules & forward.modules:
                 best = attention, forward
                 break
@@ -79,7 +79,9 @@ def _worth(pair: tuple[Match | None, Match | None]) -> float:
 
 
 def _orientations(modules: Sequence[Module]) -> tuple[bool, ...]:
-    """Whether matrices may be stored inputs first: a bias, which has the outputs' size, decides where there is one."""
+    """Returns the possible orientations of matrices: a bias has the size of the outputs, so it decides if
+    there is one.
+    """
     votes = {
         module.weight[1] == module.shapes["bias"][0]
         for module in modules
@@ -126,11 +128,11 @@ def _attentions(
 
 
 def _is_fused(module: Module) -> bool:
-    return speaks_for("qkv", module.name) > 0 or speaks_for("output", module.name) > 0
+    return name_score("qkv", module.name) > 0 or name_score("output", module.name) > 0
 
 
 def feed_forwards(modules: Sequence[Module], hidden: int, transposed: bool) -> Iterator[Match]:
-    """The feed-forwards that some of ``modules`` may make."""
+    """Yields the feed-forwards that some of ``modules`` may make."""
 
     def gated(sizes: Sizes) -> bool:
         size = sizes["up"][0]
@@ -171,7 +173,7 @@ def _hypotheses(
     matrices = [module for module in modules if len(module.weight) == 2 and module.is_plain and min(module.weight) > 0]
     worth = {
         role: sorted(
-            ((speaks_for(role, each.name) + context(each), index) for index, each in enumerate(matrices)),
+            ((name_score(role, each.name) + context(each), index) for index, each in enumerate(matrices)),
             key=lambda pair: (-pair[0], pair[1]),
         )[:_CANDIDATES]
         for role in roles
@@ -195,7 +197,7 @@ def _hypotheses(
 
 
 def _ranked(matches: Iterator[Match] | list[Match]) -> list[Match]:
-    """The best first, each with the roles for which another of nearly the same worth has another module."""
+    """Sorts matches, the best first; adds to each the roles that a nearly equal match gives to other modules."""
     ranked = sorted(matches, key=lambda match: -match.score)[:_KEPT]
     result = []
     for place, match in enumerate(ranked):

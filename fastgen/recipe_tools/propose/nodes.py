@@ -1,4 +1,4 @@
-"""A recipe in the making: nested mappings whose leaves know whether headers say them, and what is to be asked."""
+"""The nodes of a proposal: nested mappings whose leaves hold values and questions to a person."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value of a recipe. It is ``sure`` if headers or the configuration say so, else a default that may yield.
+    """A value of a recipe. It is ``sure`` if it follows from headers or configuration, else a default.
 
-    ``question`` is what a person has to answer here. An ``implied`` value is what the language takes anyway; it is
-    written only where an inherited one would be another. A ``commented`` one is no part of the recipe, but suggested.
+    ``question`` is what a person has to answer here. An ``implied`` value is the default of the language; it is written
+    only if the inherited value differs. A ``commented`` value is only a suggestion, not part of the recipe.
     """
 
     value: Scalar | tuple[Scalar, ...]
@@ -30,12 +30,12 @@ Node = dict[str, Any]
 
 
 def leaf(value: Scalar | tuple[Scalar, ...], question: str | None = None) -> Leaf:
-    """What headers say; with a ``question``, what they leave open."""
+    """Returns a value that follows from headers, or with a ``question`` one that they leave open."""
     return Leaf(value, sure=question is None, question=question)
 
 
 def assumed(value: Scalar) -> Leaf:
-    """A default that the nearest recipe may overrule, and that needs no question where it does not."""
+    """Returns a default that the nearest recipe may override and that needs no question otherwise."""
     return Leaf(value, sure=False)
 
 
@@ -44,7 +44,7 @@ def implied(value: Scalar) -> Leaf:
 
 
 def questions(node: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[str, str]]:
-    """Every question with the dotted path of its node."""
+    """Yields every question with the dotted path of its node."""
     for key, child in node.items():
         if isinstance(child, Leaf):
             if child.question:
@@ -54,12 +54,12 @@ def questions(node: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[str, str
 
 
 def is_commented(node: Mapping[str, Any]) -> bool:
-    """Whether nothing in ``node`` is a part of the recipe."""
+    """Returns whether everything in ``node`` is only a suggestion."""
     return all(child.commented if isinstance(child, Leaf) else is_commented(child) for child in node.values())
 
 
 def written(node: Mapping[str, Any]) -> Node:
-    """``node`` without what is implied, and without mappings that are then empty."""
+    """Returns ``node`` without implied values, and without mappings that are then empty."""
     kept: Node = {}
     for key, child in node.items():
         if isinstance(child, Leaf):

@@ -1,7 +1,7 @@
-"""From a checkpoint's structure to a recipe: every module in its node, every number an expression over the config.
+"""Turns a checkpoint's structure into a recipe: each module in its node, each number an expression over the config.
 
-What headers cannot tell is taken from the nearest known recipe where that has such a node, else it is the commonest
-choice; either way a question stands at its line.
+What headers leave open is taken from the nearest known recipe if it has such a node, else it is the most common choice.
+In both cases the line has a question.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Proposer(AttentionNodes, FeedForwardNodes):
         module = self.structure.final_norm
         node = self.norm(module, "final norm")
         if node is not None and module is not None and not module.has_bias and node["offset"].implied:
-            node["weight"] = Leaf(module.name, question="is 1 to be added to the norms' weights (offset: 1, in all)?")
+            node["weight"] = Leaf(module.name, question="is 1 added to the weights of the norms (offset: 1, in all)?")
         return node
 
     @staticmethod
@@ -50,11 +50,9 @@ class Proposer(AttentionNodes, FeedForwardNodes):
         structure = self.structure
         heads = self.number("num_heads", structure.num_heads)
         if not structure.heads_known:
-            heads = leaf(
-                structure.num_heads, f"no key says how many heads there are; {structure.head_dim} features each?"
-            )
+            heads = leaf(structure.num_heads, f"no key states the number of heads; {structure.head_dim} features each?")
         limit = self.keys.named("max_positions")
-        unlimited = leaf("none", "no key says how many positions the model was trained on")
+        unlimited = leaf("none", "no key states how many positions the model was trained on")
         if structure.positions is not None and limit is None:
             unlimited = leaf(structure.positions.weight[0])
         return {
@@ -98,16 +96,16 @@ class Proposer(AttentionNodes, FeedForwardNodes):
         multiplier = self.keys.containing("embedding", "mult") or self.keys.containing("embed", "scale")
         if multiplier:
             node["scale"] = leaf(multiplier)
-        elif self.twin is not None and self.twin.embedding.scale != 1:
-            root = abs(self.twin.embedding.scale**2 - self.twin.hidden_size) < 0.5
-            scale: Scalar = "sqrt(hidden_size)" if root else self.twin.embedding.scale
+        elif self.very_near is not None and self.very_near.embedding.scale != 1:
+            root = abs(self.very_near.embedding.scale**2 - self.very_near.hidden_size) < 0.5
+            scale: Scalar = "sqrt(hidden_size)" if root else self.very_near.embedding.scale
             node["scale"] = leaf(scale, "the nearest recipe scales the embedding; does this model? Else 1")
         if structure.project_in is not None:
             node["project"] = self.project(structure.project_in)
         if structure.positions is not None:
             node["positions"] = self.positions(structure.positions)
         if node["scale"].implied:
-            ask = "no key says that the embedding is scaled (scale: sqrt(hidden_size), …); is it?"
+            ask = "no key states a scale of the embedding (scale: sqrt(hidden_size), …); is it scaled?"
             node["tokens"] = Leaf(structure.tokens.name, question=ask)
         return node | self.optional("norm", self.norm(structure.embedding_norm, "norm of the embedding"))
 
@@ -135,13 +133,13 @@ class Proposer(AttentionNodes, FeedForwardNodes):
             stated = tied_key is not None and self.keys.values[tied_key] is True
             node["weight"] = assumed("lm_head")
             question = (
-                None if stated else "no tensor is the head, so it is taken for the embedding itself; or is it missing?"
+                None if stated else "no tensor is the head, so it is assumed to be the embedding; or is it missing?"
             )
             node["tied"] = leaf(tied_key if stated else True, question)
         else:
             node["weight"] = leaf(structure.head.name)
             node["tied"] = leaf(tied_key if tied_key and self.keys.values[tied_key] is False else False)
-            if tied_key and self.keys.values[tied_key] is True:  # both are there and must be equal
+            if tied_key and self.keys.values[tied_key] is True:  # both tensors exist and must be equal
                 node["tied"] = leaf(tied_key)
             node |= self.bias(structure.head)
         if structure.project_out is not None:
@@ -194,10 +192,10 @@ class Proposer(AttentionNodes, FeedForwardNodes):
     def ask_after(norm: Module | None) -> str | None:
         if norm is None or is_after(norm.name):
             return None
-        return "does this norm stand before its part (norm), after it (output_norm), or on the sum (sum_norm)?"
+        return "is this norm before its part (norm), after it (output_norm), or on the sum (sum_norm)?"
 
     def is_parallel(self) -> tuple[bool, str | None]:
-        """Whether attention and feed-forward see the same stream, and the question where nothing says so."""
+        """Returns whether attention and feed-forward read the same stream, and a question if nothing shows it."""
         norms = self.structure.norms
         if not norms.stream:
             return False, None
@@ -210,8 +208,8 @@ class Proposer(AttentionNodes, FeedForwardNodes):
             parallel = bool(self.keys.values[flag])
             self.requires.append(flag if parallel else f"not {flag}")
             return parallel, None
-        near = self.twin.layers[0].branches if self.twin is not None else ()
+        near = self.very_near.layers[0].branches if self.very_near is not None else ()
         parallel = len(near) == 1 and len(near[0].parts) == 2
         ask = "one after the other (attend, transform), or in parallel (one branch, both)?"
-        told = any("post" in module.name or "input" in module.name for module in norms.stream)
-        return parallel, ask if parallel or not told else None
+        sequential = any("post" in module.name or "input" in module.name for module in norms.stream)
+        return parallel, ask if parallel or not sequential else None

@@ -1,6 +1,6 @@
-"""Proposing a recipe for a checkpoint of an unknown architecture, from its configuration and its headers.
+"""Proposes a recipe for a checkpoint of an unknown architecture, from its configuration and its headers.
 
-No weight is read. What headers cannot tell is marked in the file: ``# QUESTION: …`` at the line concerned.
+No weight is read. What headers leave open is marked in the file by ``# QUESTION: …`` on its line.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from fastgen.recipe_tools.propose.recipe_text import QUESTION_MARK, recipe_text,
 from fastgen.recipe_tools.propose.structure import read_structure
 from fastgen.recipe_tools.propose.variant import Difference
 
-# Last parts of names of tensors that hold no parameters: masks, frequencies.
+# Last parts of the names of tensors that are not parameters: masks, frequencies.
 _BUFFERS: Final = ("inv_freq", "masked_bias", "attn.bias", "attention.bias", "embed_positions", "position_ids")
-_LIKE_THE_NEAREST: Final = 0.55  # of the folded tensors of both sides; below, its choices say nothing
-_SAME_NAMES: Final = 0.99  # of structure and names: it is the nearest recipe, and what that says is not asked again
+_LIKE_THE_NEAREST: Final = 0.55  # smallest share of common folded tensors at which choices of the nearest recipe count
+_SAME_NAMES: Final = 0.99  # smallest share of structure and names at which its choices are not asked again
 _LISTED: Final = 12
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _UNREAD: Final = (
-    "nothing reads these, so the model cannot be loaded; say in the recipe what one changes, and let this line ignore "
-    "those that change nothing:"
+    "nothing reads these keys, so the model cannot be loaded; describe in the recipe what a key changes, and let this "
+    "line ignore those that change nothing:"
 )
-_UNCLAIMED: Final = "{} tensors are claimed by no node of this recipe; what are they for?"
-_MISSING: Final = "{} tensors are asked for that are not there, or have another shape"
+_UNCLAIMED: Final = "{} tensors are not claimed by any node of this recipe; what are they for?"
+_MISSING: Final = "{} tensors that this recipe needs are missing or have another shape"
 
 
 @dataclass(frozen=True)
 class Question:
-    """What headers cannot tell of the node ``path``."""
+    """A question that headers leave open about the node ``path``."""
 
     path: str
     text: str
@@ -53,11 +53,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A recipe's ``text`` for a checkpoint, the nearest known recipe, and what is left to a person.
+    """The ``text`` of a recipe for a checkpoint, the nearest known recipe, and what is left to a person.
 
-    ``missing`` are tensors it asks for that the checkpoint lacks, or has in another shape; ``unread`` are keys of the
+    ``missing`` are tensors of the recipe that the checkpoint lacks or has in another shape. ``unread`` are keys of the
     configuration that nothing accounts for, dotted inside mappings. ``only_here`` and ``only_nearest`` are tensors that
-    the other side has not, folded over layers and experts.
+    the other side lacks, folded over layers and experts.
     """
 
     text: str
@@ -73,11 +73,11 @@ class Proposal:
 
 
 def propose(config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Sequence[Recipe]) -> Proposal:
-    """A recipe for a checkpoint with this ``config.json`` and tensors of these ``shapes``, near one of ``recipes``.
+    """Proposes a recipe for a checkpoint with this ``config.json`` and these tensor ``shapes``.
 
-    It resolves, the keys in ``unread`` let pass: those that it cannot place are left to a person, and so no model is
-    loaded with them unanswered. Tensors it cannot place are ``unclaimed``, and listed in the text. Raises
-    :class:`CheckpointError` where there is no decoder to be made out.
+    The recipe resolves if the keys in ``unread`` are allowed. A person has to decide about these keys, so the model
+    cannot be loaded before that. Tensors without a place are ``unclaimed`` and listed in the text. Raises
+    :class:`CheckpointError` if the tensors do not look like a decoder.
     """
     evidence = gather(config, shapes)
     keys = Keys(evidence)
@@ -91,7 +91,7 @@ def propose(config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Seq
         whole = maker.make(written(tree), None)
     except RecipeError as error:
         raise CheckpointError(
-            f"config.json and the tensors do not make one model that a recipe can say: {error.node}: {error.message}"
+            f"config.json and the tensors do not describe one model: {error.node}: {error.message}"
         ) from None
     best = whole
     for base in [each for each in measured[:3] if each.structure >= _LIKE_THE_NEAREST]:
@@ -118,7 +118,7 @@ class _Maker:
         self.config, self.shapes, self.recipes, self.name = config, shapes, recipes, name
 
     def variant(self, tree: Node, base: Nearness, evidence: Evidence, whole: _Made) -> _Made | None:
-        """The proposal as a difference from ``base``, where that says the same of every tensor."""
+        """Returns the proposal as a difference from ``base``, if the result claims every tensor in the same way."""
         same_names = min(base.structure, base.names) >= _SAME_NAMES
         difference = Difference(base.recipe, self.config, evidence.num_layers, keep_questions=not same_names)
         try:
@@ -128,7 +128,7 @@ class _Maker:
         return made if self._claims(made.spec) == self._claims(whole.spec) else None
 
     def make(self, node: Node, base: Recipe | None) -> _Made:
-        """``node`` as a recipe, loaded and resolved, with a question for what it does not account for."""
+        """Makes ``node`` a recipe, loaded and resolved, with questions for keys that it does not account for."""
         head: Node = {"name": leaf(self.name)}
         if base is not None:
             head["extends"] = leaf(base.name)
@@ -239,7 +239,7 @@ class _Maker:
         )
 
     def _claims(self, spec: ModelSpec) -> Mapping[str, set[object]]:
-        """What is claimed of each tensor of the checkpoint, and what is missing in it."""
+        """Returns the claimed shapes by the name of the tensor in the checkpoint, including missing tensors."""
         found: dict[str, set[object]] = defaultdict(set)
         for each in spec.tensors():
             name = next((name for name in each.names if name in self.shapes), each.names[0])
@@ -262,7 +262,7 @@ def _brief(value: object) -> str:
 
 
 def _name(config: Mapping[str, Any], recipes: Sequence[Recipe]) -> str:
-    """A name for the recipe: the architecture's without what all of them end in, as recipes write theirs."""
+    """Returns a name for the recipe: that of the architecture in snake case, without its common ending."""
     text = next(iter(stated_architectures(config)), str(config.get("model_type") or "new"))
     text = re.sub(r"(ForCausalLM|LMHeadModel|Model)$", "", text)
     text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower()

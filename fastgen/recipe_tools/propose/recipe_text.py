@@ -1,6 +1,6 @@
-"""Writing a recipe's text: short mappings on one line, a question as a comment at the line concerned.
+"""Writes the text of a recipe: short mappings on one line, a question as a comment on its line.
 
-What is only suggested is a comment itself, which becomes a part of the recipe where its `# ` is removed.
+A suggestion is written as a comment, which becomes part of the recipe if its `# ` is removed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK: Final = frozenset(("config", "define", "model", "layers", "residual", "i
 
 
 def recipe_text(node: Node, comments: Sequence[str] = ()) -> str:
-    """The YAML of ``node``, below ``comments``."""
+    """Returns the YAML of ``node``, below ``comments``."""
     head = [line for comment in comments for line in textwrap.wrap(_plain(comment), _WIDTH) or [""]]
     lines = [f"# {line}".rstrip() for line in head] + list(_block(node, ""))
     return "\n".join(lines) + "\n"
@@ -60,7 +60,7 @@ def _value(leaf: Leaf, *, flow: bool = False) -> str:
 
 
 def scalar(value: Scalar, *, flow: bool = False) -> str:
-    """A scalar as YAML writes it, in quotes only where it would be read as something else without."""
+    """Returns a scalar as YAML writes it, quoted only if it would otherwise be read as something else."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -79,5 +79,5 @@ def scalar(value: Scalar, *, flow: bool = False) -> str:
 
 
 def _plain(text: str) -> str:
-    """On one line, and of printable characters only."""
+    """Returns ``text`` on one line, with only printable characters."""
     return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))

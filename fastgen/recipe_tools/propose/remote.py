@@ -1,4 +1,4 @@
-"""A checkpoint on the Hugging Face hub, its configuration and headers only: no weight is fetched."""
+"""Reads the configuration and headers of a checkpoint on the Hugging Face hub, without downloading weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Headers = tuple[dict[str, Any], dict[str, tuple[int, ...]]]
 
 
 def read_remote(repository: str) -> Headers:
-    """What the files of ``repository``, ``owner/name``, say of the model; without a network those in the hub's cache.
+    """Returns configuration and shapes of ``repository``, ``owner/name``; without a network from the hub's cache.
 
-    Raises :class:`ModelNotFoundError` saying what was tried and what to do.
+    Raises :class:`ModelNotFoundError`, which says what was tried and what to do.
     """
     page = f"{constants.ENDPOINT}/{repository}"
     try:
@@ -44,21 +44,21 @@ def read_remote(repository: str) -> Headers:
     except RepositoryNotFoundError as error:
         raise ModelNotFoundError(
             f"{repository!r} is no directory on this machine and no built-in, and {constants.ENDPOINT} shows no such "
-            f"repository. It does not exist, or it is private: then log in with `hf auth login`"
+            f"repository. It does not exist, or it is private; in that case log in with `hf auth login`"
         ) from error
-    except LocalEntryNotFoundError as error:  # an EntryNotFoundError too, but it says that nobody was asked
+    except LocalEntryNotFoundError as error:  # a subclass of EntryNotFoundError, but the hub was not asked
         return _from_cache(repository, error)
     except (EntryNotFoundError, NotASafetensorsRepoError) as error:
         raise ModelNotFoundError(
-            f"{page} lacks a config.json or weights in safetensors, whose headers alone can be fetched; for other "
-            f"weights, download it (`hf download {repository} --local-dir DIRECTORY`) and give that directory"
+            f"{page} has no config.json or no safetensors weights, the only format whose headers can be read remotely; "
+            f"download the repository (`hf download {repository} --local-dir DIRECTORY`) and give that directory"
         ) from error
     except Exception as error:  # the HTTP client's own classes, and huggingface_hub has changed its client
         return _from_cache(repository, error)
 
 
 def _from_cache(repository: str, error: Exception) -> Headers:
-    """The hub's cached copy, after ``error`` kept the hub itself from answering."""
+    """Returns the headers of the cached copy, after ``error`` prevented the hub from answering."""
     try:
         checkpoint = Checkpoint.open(snapshot_download(repository, local_files_only=True))
     except Exception:  # there is none, or it lacks files

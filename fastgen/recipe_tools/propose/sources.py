@@ -1,4 +1,4 @@
-"""What a proposal's nodes are made with: the structure, the configuration's keys, and what the nearest recipe says."""
+"""The sources of a proposal's values: the structure, the keys of the configuration, and the nearest recipe."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from fastgen.recipe_tools.propose.keys import Keys
 from fastgen.recipe_tools.propose.nodes import Leaf, Node, implied, leaf
 from fastgen.recipe_tools.propose.structure import Structure
 
-_TWIN: Final = 0.8  # of the folded tensors in common: what is seldom is taken over from such a recipe only
+# Smallest share of common folded tensors at which rare choices are taken from the nearest recipe.
+_VERY_NEAR: Final = 0.8
 
 
 class Sources:
-    """Where a proposal's values come from, and the nodes that several parts share: numbers and norms."""
+    """The sources of a proposal's values, and the nodes that several parts share: numbers and norms."""
 
     def __init__(self, structure: Structure, keys: Keys, nearest: Nearness | None):
         self.structure, self.keys = structure, keys
         self.nearest = nearest.spec if nearest is not None else None
-        self.twin = self.nearest if nearest is not None and nearest.structure >= _TWIN else None
+        self.very_near = self.nearest if nearest is not None and nearest.structure >= _VERY_NEAR else None
         self.requires: list[str] = []
 
     def near_attentions(self) -> tuple[AttentionSpec | LatentAttentionSpec, ...]:
         return tuple(self.nearest.attentions()) if self.nearest is not None else ()
 
     def number(self, meaning: str, value: int, what: str = "") -> Leaf:
-        """The key that says ``value``, else the number itself and a question."""
+        """Returns the key whose value is ``value``, else the number itself and a question."""
         key = self.keys.of_value(meaning, value)
         if key is not None:
             return leaf(key)
-        return leaf(value, f"no single key says {value}{what}; which one, or an expression of which?")
+        return leaf(value, f"no single key states {value}{what}; which key, or which expression?")
 
     def size(self, value: int, what: str) -> Leaf:
-        """The features between two maps."""
+        """Returns the number of features between two maps."""
         key = self.keys.of_value("intermediate_size", value)
         if key is None and value == 4 * self.structure.hidden:
             return leaf("4 * hidden_size")
         return leaf(key) if key else self.number("intermediate_size", value, f" ({what})")
 
     def size_text(self, value: int, *like: str) -> str:
-        """The key that says ``value``, its name like one of ``like``, else the number itself."""
+        """Returns the key whose value is ``value`` and whose name is like one of ``like``, else the number itself."""
         return str(self.keys.of_value("", value, *like) or value)
 
     def norm(self, module: Module | None, where: str, *, ask: str | None = None) -> Node | None:
@@ -49,20 +50,20 @@ class Sources:
             return None
         kind = "layer" if module.has_bias else "rms"
         question = ask
-        told = module.has_bias
+        known = module.has_bias
         if not module.has_bias and not self.keys.containing("rms", kind=float):
-            told = self.keys.containing("layer_norm", kind=float) is not None
-            kind = "layer" if told else self.near_norm_kind() or kind
-            question = question or f"{where}: rms, or layer without a bias? Headers are the same"
+            known = self.keys.containing("layer_norm", kind=float) is not None
+            kind = "layer" if known else self.near_norm_kind() or kind
+            question = question or f"{where}: rms, or layer without a bias? The headers are the same"
         node: Node = {
-            "kind": Leaf(kind, sure=told or question is None, question=question),
+            "kind": Leaf(kind, sure=known or question is None, question=question),
             "weight": leaf(module.name),
             **self.bias(module),
             "eps": self.eps(kind),
             "offset": implied(0),
         }
         if self.near_offset() and "latent" not in where and "head" not in where:
-            node["offset"] = leaf(1, "the nearest recipe keeps norms' difference from 1; does this one? Else 0")
+            node["offset"] = leaf(1, "the nearest recipe stores norm weights minus 1; does this model? Else 0")
         return node
 
     def bias(self, module: Module) -> Node:
@@ -70,7 +71,7 @@ class Sources:
 
     def eps(self, kind: str) -> Leaf:
         key = self.keys.named("eps") or self.keys.containing("eps", kind=float)
-        return leaf(key) if key else leaf(1e-6 if kind == "rms" else 1e-5, "no key says eps: 1e-5 or 1e-6?")
+        return leaf(key) if key else leaf(1e-6 if kind == "rms" else 1e-5, "no key states eps: 1e-5 or 1e-6?")
 
     def near_norm_kind(self) -> str | None:
         branches = self.near_branches()
@@ -80,7 +81,7 @@ class Sources:
         return next((norm.kind for norm in norms if norm is not None and norm.bias is None), None)
 
     def near_offset(self) -> bool:
-        norm = self.twin.final_norm if self.twin is not None else None
+        norm = self.very_near.final_norm if self.very_near is not None else None
         return (
             norm is not None
             and norm.offset == 1

@@ -1,4 +1,4 @@
-"""What a checkpoint's modules are for, as far as headers tell, and the sizes that follow from their shapes."""
+"""Finds the roles of a checkpoint's modules from its headers, and the sizes that follow from their shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastgen.recipe_tools.propose.words import (
     about_norm,
     comes_second,
     is_shared,
-    speaks_for,
+    name_score,
     words,
 )
 
@@ -25,7 +25,7 @@ _USUAL_HEAD_DIMS: Final = (128, 64, 96, 80, 256, 32, 112, 160, 16, 8)
 
 @dataclass
 class Norms:
-    """The norms of a layer, by where they stand: before a part, after it, or on queries and keys."""
+    """The norms of a layer by position: before a part, after it, or on queries and keys."""
 
     attend: Module | None = None
     transform: Module | None = None
@@ -42,7 +42,7 @@ class Norms:
 
 @dataclass
 class Mixture:
-    """A mixture of experts: ``forward`` is one expert's."""
+    """A mixture of experts; ``forward`` is the feed-forward of one expert."""
 
     experts: Experts
     forward: Match
@@ -54,7 +54,7 @@ class Mixture:
 
 @dataclass
 class Structure:
-    """Every module that has a role. ``num_heads`` is ``None`` where nothing says it."""
+    """All modules that have a role. ``heads_known`` is false if the number of heads is a guess."""
 
     hidden: int
     vocab: int
@@ -81,9 +81,12 @@ class Structure:
 
 
 def read_structure(evidence: Evidence, keys: Keys) -> Structure:
-    """Raises :class:`CheckpointError` where there are no layers, no embedding, or no attention to be found."""
+    """Finds the roles of all modules.
+
+    Raises :class:`CheckpointError` if there are no layers, no embedding or no attention.
+    """
     if not evidence.shapes:
-        raise CheckpointError("the checkpoint holds no tensors")
+        raise CheckpointError("the checkpoint contains no tensors")
     if not evidence.layers_at:
         raise CheckpointError("no tensors are numbered by layer (as in `layers.0.…`), so there is nothing to propose")
     hidden = _hidden(evidence, keys)
@@ -94,7 +97,7 @@ def read_structure(evidence: Evidence, keys: Keys) -> Structure:
     if attention is None:
         listed = ", ".join(sorted({module.name for module in evidence.layer})[:8])
         raise CheckpointError(
-            f"no modules of a layer fit an attention over {hidden} features that the recipe language has; below "
+            f"no modules of a layer fit an attention of the recipe language over {hidden} features; below "
             f"{evidence.layers_at} are {listed or 'only indices'}"
         )
     if forward is None and mixture is None:
@@ -107,7 +110,7 @@ def read_structure(evidence: Evidence, keys: Keys) -> Structure:
 
 
 def _hidden(evidence: Evidence, keys: Keys) -> int:
-    """The width of the stream: as the configuration says if tensors have it, else what most norms have."""
+    """Returns the width of the stream: the one in the configuration if tensors have it, else the most common one."""
     inside = Counter(size for module in evidence.layer for size in module.weight if len(module.weight) <= 2)
     stated = keys.number("hidden_size")
     if stated is not None and inside[stated]:
@@ -128,26 +131,26 @@ def _tokens(evidence: Evidence, keys: Keys, hidden: int) -> Module:
         module for module in tables if module.weight[1] == hidden
     ]
     if not fitting:
-        raise CheckpointError(f"no tensor outside of the layers is a token embedding of {hidden} features")
+        raise CheckpointError(f"no tensor outside the layers is a token embedding of {hidden} features")
     return max(
         fitting,
         key=lambda module: (
-            speaks_for("tokens", module.name)
-            - speaks_for("head", module.name)
-            - 2 * speaks_for("positions", module.name),
+            name_score("tokens", module.name)
+            - name_score("head", module.name)
+            - 2 * name_score("positions", module.name),
             module.weight[0],
         ),
     )
 
 
 def _mixture(evidence: Evidence, hidden: int) -> tuple[Mixture | None, list[Module]]:
-    """The mixture of experts, if there is one, and the modules of a layer that are not of it."""
+    """Returns the mixture of experts, if there is one, and the other modules of a layer."""
     modules = list(evidence.layer)
     for experts in evidence.experts:
         forward = match_experts(experts.modules, hidden)
         here = [module for module in modules if module.layers == experts.layers]
         routers = [module for module in here if module.weight == (experts.count, hidden)]
-        router = max(routers, key=lambda each: speaks_for("router", each.name), default=None)
+        router = max(routers, key=lambda each: name_score("router", each.name), default=None)
         if forward is None or router is None:
             continue
         correction = next(
@@ -175,14 +178,14 @@ def _only(module: Module, last: str) -> Module:
     return Module(module.name, {last: module.shapes[last]}, module.layers)
 
 
-def _spoken_for(modules: Sequence[Module], role: str) -> Module | None:
-    """The module whose name speaks most for ``role``, if any name does."""
-    worth = {module.name: speaks_for(role, module.name) for module in modules}
+def _best_named(modules: Sequence[Module], role: str) -> Module | None:
+    """Returns the module whose name matches ``role`` best, if any name matches."""
+    worth = {module.name: name_score(role, module.name) for module in modules}
     return max((each for each in modules if worth[each.name] > 0), key=lambda each: worth[each.name], default=None)
 
 
 def _heads(structure: Structure, evidence: Evidence, keys: Keys) -> None:
-    """Query heads, KV heads and the head's size, of what the configuration says and shapes allow."""
+    """Finds query heads, KV heads and head size from the configuration, as far as the shapes allow."""
     attention = structure.attention
     queries = attention.size("output")[1]
     heads = keys.number("num_heads")
@@ -219,7 +222,7 @@ def _latent_norms(structure: Structure, evidence: Evidence) -> dict[str, Module]
 
 
 def _norms(structure: Structure, modules: list[Module]) -> None:
-    """Norms of queries and keys by size and name; those of the stream by name, in the order in which they are taken."""
+    """Finds the norms of queries and keys by size and name, and those of the stream by name, in execution order."""
     norms, size = structure.norms, structure.head_dim
     used = structure.attention.modules | (structure.forward.modules if structure.forward else frozenset())
     used |= {id(each) for each in structure.latent_norms.values()}
@@ -228,7 +231,7 @@ def _norms(structure: Structure, modules: list[Module]) -> None:
     free = [each for each in free if each.layers == layers]
     for role, heads in (("q", structure.num_heads), ("k", structure.num_kv_heads)):
         shapes = ((size,), (heads * size,), (heads, size))
-        found = _spoken_for([each for each in free if each.weight in shapes], f"{role}_norm")
+        found = _best_named([each for each in free if each.weight in shapes], f"{role}_norm")
         if found is not None and structure.attention.kind != "latent":
             setattr(norms, role, found)
             free.remove(found)
@@ -242,9 +245,11 @@ def _norms(structure: Structure, modules: list[Module]) -> None:
 def _place(norms: Norms, stream: list[Module]) -> None:
     before = [each for each in stream if not _follows(each, stream)]
     after = [each for each in stream if _follows(each, stream)]
-    if len(before) > 2:  # too many stand before: those that are left over follow
+    if len(before) > 2:  # too many norms before parts: the others are after parts
         before, after = before[:2], [*after, *before[2:]]
-    if len(before) == 1 and len(after) == 1 and len(stream) == 2:  # `post_attention` beside `input` is the second's
+    if (
+        len(before) == 1 and len(after) == 1 and len(stream) == 2
+    ):  # `post_attention` beside `input` is before the second
         before, after = [before[0], after[0]], []
     for name, module in zip(("attend", "transform"), before, strict=False):
         setattr(norms, name, module)
@@ -254,18 +259,18 @@ def _place(norms: Norms, stream: list[Module]) -> None:
 
 
 def _follows(norm: Module, stream: list[Module]) -> bool:
-    """Whether the name says that the norm follows a part."""
+    """Returns whether the name says that the norm is after a part."""
     found = set(words(norm.name))
     return bool(found & {"post", "after", "output", "out"}) and len(stream) > 1
 
 
 def _ends(structure: Structure, evidence: Evidence) -> None:
-    """What stands before the first layer and after the last."""
+    """Finds the modules before the first layer and after the last."""
     hidden, width, vocab = structure.hidden, structure.width, structure.vocab
     free = [each for each in evidence.top if each is not structure.tokens and each.is_plain]
 
     heads = [each for each in free if each.weight in ((vocab, width), (vocab, hidden))]
-    structure.head = _spoken_for(heads, "head") or next(iter(heads), None)
+    structure.head = _best_named(heads, "head") or next(iter(heads), None)
     if width != hidden:
         structure.project_in = next((each for each in free if each.weight == (hidden, width)), None)
         structure.project_out = next((each for each in free if each.weight == (width, hidden)), None)
@@ -273,7 +278,7 @@ def _ends(structure: Structure, evidence: Evidence) -> None:
     free = [each for each in free if each not in taken]
     least = Keys(evidence).number("max_positions") or 1
     tables = [each for each in free if len(each.weight) == 2 and each.weight[1] == hidden and each.weight[0] >= least]
-    structure.positions = _spoken_for(tables, "positions") or next(iter(tables), None)
+    structure.positions = _best_named(tables, "positions") or next(iter(tables), None)
     norms = [each for each in free if each.weight == (hidden,)]
     by_embedding = [each for each in norms if {"embed", "embedding", "embeddings", "emb"} & set(words(each.name))]
     finals = [each for each in norms if each not in by_embedding]

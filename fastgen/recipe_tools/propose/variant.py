@@ -1,4 +1,4 @@
-"""A proposal as a difference from a known recipe: what that says already, for this configuration, is left out."""
+"""Writes a proposal as a difference from a known recipe, without what that recipe already says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.recipe.schema import Config
 from fastgen.recipe_tools.propose.nodes import Leaf, Node, Path, written
 
-# Keys whose values are no expressions.
+# Keys whose values are not expressions.
 _TEXTS: Final = frozenset(
     (
         *("kind", "weight", "tokens", "at", "layout", "over", "rounding", "scoring", "scaled"),
@@ -24,17 +24,17 @@ _SECTIONS: Final = frozenset(
         *("mlp", "moe", "positions", "project", "shared", "q_latent", "rotary", "alibi"),
     )
 )
-# What a checkpoint's structure shows: a proposal that lacks one says that the model has none.
+# Keys that follow from the structure of a checkpoint: if a proposal lacks one, the model has none.
 _MODULES: Final = frozenset(
     ("q", "k", "v", "fused", "gate", "up", "split", "layout", "correction", "shared_gate", "fraction", "dim")
 )
-# What a recipe may leave out, and the language then takes for absent.
+# Keys that a recipe may leave out, which the language then takes as absent.
 _OPTIONAL: Final = frozenset(("scale", "softcap", "sliding_window", "offset", "bias"))
 _MISSING: Final = object()
 
 
 class Difference:
-    """Finds what of a proposal the recipe ``nearest`` does not say of a model with this ``config``."""
+    """Finds the nodes of a proposal that differ from the recipe ``nearest`` for a model with this ``config``."""
 
     def __init__(self, nearest: Recipe, config: Mapping[str, Any], num_layers: int, *, keep_questions: bool):
         self.recipe, self.num_layers, self.keep_questions = nearest, num_layers, keep_questions
@@ -80,7 +80,7 @@ class Difference:
             return Leaf(tuple(dict.fromkeys((*theirs, *mine.value))))
         if (
             not mine.sure and not isinstance(theirs, Mapping) and self._is_supported(theirs, path)
-        ):  # what headers leave open is as the nearest has it
+        ):  # what headers leave open is taken from the nearest recipe
             return Leaf(theirs, question=mine.question) if mine.question and self.keep_questions else None
         return mine
 
@@ -93,7 +93,7 @@ class Difference:
         return path[:1] == ("model",) and (below_residual or key in _SECTIONS or key in _MODULES)
 
     def _is_supported(self, value: Any, path: Path) -> bool:
-        """Whether ``value`` is no guess of the nearest recipe: it mentions no key, or one that this model has."""
+        """Returns whether ``value`` fits this model: it mentions no key, or a key that this model has."""
         if not isinstance(value, str) or path[-1] in _TEXTS:
             return True
         names = {name for paths in [parse_expression(value).paths] for name in paths}
@@ -117,7 +117,7 @@ class Difference:
         return equal and self._reads_as_much(mine, theirs, path)
 
     def _reads_as_much(self, mine: Any, theirs: Any, path: Path) -> bool:
-        """Whether ``theirs`` has its value from the configuration too, if ``mine`` has, and not by default."""
+        """Returns whether ``theirs`` reads its value from the configuration if ``mine`` does, not from a default."""
         reads = isinstance(mine, str) and any(name[0] in self.scope.config for name in parse_expression(mine).paths)
         return not reads or self._is_supported(theirs, path)
 

@@ -1,4 +1,4 @@
-"""How well a module's name speaks for a role. Names never decide alone: shapes say first what is possible."""
+"""Scores how well a module's name matches a role. Names never decide alone: shapes first limit what is possible."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _SECOND: Final = frozenset(("post", "2", "ffn", "mlp", "feed", "forward", "feedf
 
 
 def words(name: str) -> list[str]:
-    """The words of a name, lower case: ``self_attn.qProj`` has self, attn, q, proj."""
+    """Returns the words of a name in lower case: ``self_attn.qProj`` gives self, attn, q, proj."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", name)
     return [part for part in re.split(r"[^a-z0-9]+", apart.lower()) if part]
 
 
-def speaks_for(role: str, module: str) -> float:
-    """0 where the name of ``module`` says nothing for ``role``, 3 where its last part is a word for it."""
+def name_score(role: str, module: str) -> float:
+    """Returns a score: 0 if the name of ``module`` does not match ``role``, 3 if its last part is a word for it."""
     path, _, last = module.rpartition(".")
     text = "_".join(words(last))
     best = 0.0
@@ -56,7 +56,7 @@ def speaks_for(role: str, module: str) -> float:
             best = max(best, weight - 1)
         elif len(word) > 2 and word in text:
             best = max(best, weight - 2)
-    if best == 0 and role in ("tokens", "positions", "q_norm", "k_norm"):  # it may be the module around that says it
+    if best == 0 and role in ("tokens", "positions", "q_norm", "k_norm"):  # the enclosing module may have the word
         best = 0.5 if set(words(path)) & set(_WORDS[role]) else 0
     return best
 
@@ -78,7 +78,7 @@ def is_shared(module: str) -> bool:
 
 
 def comes_second(module: str) -> float:
-    """Whether a norm's name speaks for the feed-forward: above 0 it does, below 0 for the attention."""
+    """Returns a score of a norm's name: above 0 it belongs to the feed-forward, below 0 to the attention."""
     found = words(module)
     first = sum(word in _FIRST for word in found)
     second = sum(word in _SECOND for word in found)
@@ -86,5 +86,5 @@ def comes_second(module: str) -> float:
 
 
 def is_after(module: str) -> bool:
-    """Whether a norm's name says that it follows what it is named for."""
+    """Returns whether a norm's name says that it is after the part that it is named for."""
     return bool({"post", "after", "output", "out"} & set(words(module)))

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 from fastgen.runtime.flight.recording import (
     Admission,
@@ -36,8 +37,9 @@ from fastgen.runtime.flight.recording import (
 from fastgen.runtime.flight.snapshot import SchedulerState
 from fastgen.runtime.requests.outputs import FinishReason
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
-from fastgen.runtime.sampling.beam_group import BeamForks
 from fastgen.runtime.scheduling.policies import policy_name
+from fastgen.runtime.step.observer import Observer
+from fastgen.runtime.step.step import Step as EngineStep
 from fastgen.version import __version__
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ _BYTES_PER_TOKEN = 40
 
 
 class StepRecord:
-    """A step in the making: the engine writes down the times, and who was given a token."""
+    """One step, whose times and tokens are filled in as they become known."""
 
     __slots__ = (
         "admitted",
@@ -161,26 +163,17 @@ class _Withdrawn(NamedTuple):
 
 
 class BeamMoves:
-    """Passes on to ``forks`` what a beam search asks of them, and remembers it."""
+    """What a beam search does with its sequences after a step."""
 
-    def __init__(self, forks: BeamForks, request_id: int, step: int, *, keeps_tokens: bool):
-        self._forks, self._keeps_tokens = forks, keeps_tokens
-        self.request_id, self.step = request_id, step
-        # Of each: which sequence, its new parent, what tokens it had, and how many of them are the prompt's.
+    def __init__(self) -> None:
+        self.request_id = self.step = -1
+        # For each move: the sequence, its new parent, the tokens it had, and how many of them are the prompt's.
         self.moves: list[tuple[_Key, _Key | None, SequenceOf[int], int]] = []
         self.given: list[_Key] = []
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        self._note(child, parent.key)
-        self._forks.fork(parent, child)
-
-    def park(self, beam: Sequence) -> None:
-        self._note(beam, None)
-        self._forks.park(beam)
-
-    def _note(self, seq: Sequence, parent: _Key | None) -> None:
-        token_ids = list(seq.token_ids) if self._keeps_tokens else ()
-        self.moves.append((seq.key, parent, token_ids, seq.num_prompt_tokens))
+    def add(self, beam: Sequence, parent: Sequence | None, *, keeps_tokens: bool) -> None:
+        token_ids = list(beam.token_ids) if keeps_tokens else ()
+        self.moves.append((beam.key, None if parent is None else parent.key, token_ids, beam.num_prompt_tokens))
 
     @property
     def num_bytes(self) -> int:
@@ -192,7 +185,7 @@ _RingEvent = StepRecord | Request | _Finished | _Withdrawn | BeamMoves | Schedul
 _SNAPSHOTS = 4
 
 
-class Recorder:
+class Recorder(Observer):
     """Keeps the last ``max_steps`` steps of an engine, or fewer where they and the tokens of their requests would take
     more than about ``max_bytes``.
     """
@@ -217,11 +210,13 @@ class Recorder:
         # Arrivals that left the ring before the ends of their requests.
         self._early: dict[int, Request] = {}
         self._running: set[_Key] = set()
-        # Whose tokens came last.
+        # The step whose tokens arrived last.
         self._ran: StepRecord | None = None
+        # The records of steps that have not ended.
+        self._records: WeakKeyDictionary[EngineStep, StepRecord] = WeakKeyDictionary()
+        self._moves = BeamMoves()
 
     def arrived(self, request: Request) -> None:
-        """``request`` was queued."""
         self._open[request.request_id] = request
         self._append(request, _arrival_bytes(request))
 
@@ -246,7 +241,10 @@ class Recorder:
         """Record from here on, where these have their slots."""
         self._running.update(seq.key for seq in running)
 
-    def scheduled(
+    def scheduled(self, step: EngineStep, scheduler: Scheduler) -> None:
+        self._records[step] = self.record(step.schedule, scheduler, step.began_s, step.scheduled_s, step.held_back)
+
+    def record(
         self,
         schedule: Schedule,
         scheduler: Scheduler,
@@ -254,8 +252,8 @@ class Recorder:
         scheduled_s: float,
         held_back: SequenceOf[Sequence] | None = None,
     ) -> StepRecord:
-        """``scheduler`` made ``schedule`` between these two clock values; ahead of the tokens of the step before, where
-        ``held_back`` are those that had to wait for theirs. What is returned is to be filled in.
+        """Adds the step of ``schedule``, which ``scheduler`` made between these two clock values. In a step ahead of
+        the tokens of the one before, ``held_back`` are the sequences that have to wait for theirs.
         """
         record = StepRecord(self._next_step, schedule, scheduler, began_s, scheduled_s, held_back)
         self._running.difference_update(record.preempted)
@@ -270,32 +268,37 @@ class Recorder:
         self._append(record, record.num_bytes)
         return record
 
-    def ran(self, record: StepRecord, build_s: float, num_padding: int, now_s: float) -> None:
-        """The tokens of a step are here. What ends until it is over ends by them."""
-        record.build_s, record.num_padding, record.ran_s = build_s, num_padding, now_s
-        self._ran = record
+    def ran(self, step: EngineStep) -> None:
+        """Notes that what ends from here on, until ``step`` has ended, ends by its tokens."""
+        record = self._ran = self._records[step]
+        record.build_s, record.num_padding, record.ran_s = step.build_s, step.num_padding, step.ran_s
 
-    def beam_moves(self, forks: BeamForks, request: Request, step: StepRecord) -> BeamMoves:
-        """Stands in for ``forks`` where the search of ``request`` moves after ``step``."""
-        return BeamMoves(forks, request.request_id, step.number, keeps_tokens=self.engine.prefix_caching)
+    def ended(self, step: EngineStep) -> None:
+        record = self._records.pop(step)
+        record.ended_s, record.sampled = step.ended_s, [sequence.key for sequence, _ in step.given]
 
-    def beams_moved(self, request: Request, moves: BeamMoves) -> None:
-        """The beams of ``request`` made these moves, and each was given a token."""
+    def beam_moves(self, beam: Sequence, parent: Sequence | None) -> None:
+        self._moves.add(beam, parent, keeps_tokens=self.engine.prefix_caching)
+
+    def beams_moved(self, request: Request, step: EngineStep) -> None:
+        """Records the moves since the last call, and that each beam of ``request`` that runs was given a token."""
+        moves, self._moves = self._moves, BeamMoves()
         beams = [seq for seq in request.sequences if seq.status is SequenceStatus.RUNNING and seq.num_pending_tokens]
+        moves.request_id, moves.step = request.request_id, self._records[step].number
         moves.given = [seq.key for seq in beams]
         self._append(moves, moves.num_bytes)
 
-    def withdrawn(self, request: Request, step: StepRecord) -> None:
-        """After ``step`` what was computed for ``request`` left the prefix cache."""
-        event = _Withdrawn(request.request_id, step.number)
+    def withdrawn(self, request: Request, step: EngineStep) -> None:
+        event = _Withdrawn(request.request_id, self._records[step].number)
         self._append(event, event.num_bytes)
 
-    def finished(self, seq: Sequence, reason: FinishReason, now_s: float, *, num_tokens: int, is_last: bool) -> None:
-        """``seq``, a completion, ended with so many tokens, as the last one of its request or not."""
-        self._running.discard(seq.key)
-        request = self._open.pop(seq.request.request_id) if is_last else None
+    def finished(
+        self, sequence: Sequence, reason: FinishReason, now_s: float, token_times_s: SequenceOf[float], is_last: bool
+    ) -> None:
+        self._running.discard(sequence.key)
+        request = self._open.pop(sequence.request.request_id) if is_last else None
         step = self._ran.number if self._ran is not None and self._ran.ended_s is None else None
-        event = _Finished(seq.key, now_s, reason, num_tokens, request, step)
+        event = _Finished(sequence.key, now_s, reason, len(token_times_s), request, step)
         self._append(event, event.num_bytes)
 
     def last_steps(self, max_steps: int) -> list[StepRecord]:

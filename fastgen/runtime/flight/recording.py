@@ -296,7 +296,7 @@ class Snapshot:
     kind: Literal["snapshot"] = "snapshot"
     step: int
     num_opened: int
-    next_spare: int
+    next_lookahead: int
     now_s: float
     # What the policy has learned.
     policy: tuple[float, ...]
@@ -308,15 +308,15 @@ class Snapshot:
     decodes: tuple[str, ...]
     prompts: tuple[str, ...]
     free_slots: tuple[int, ...]
-    untold: tuple[BlockEntry, ...]
+    updates: tuple[BlockEntry, ...]
     waiting: tuple[Waiting, ...]
     held: tuple[str, ...]
     forked: tuple[str, ...]
     copies: tuple[tuple[str, Copy], ...]
     private: tuple[str, ...]
     may_share: tuple[str, ...]
-    due: tuple[str, ...]
-    spares: tuple[str, ...]
+    deferred: tuple[str, ...]
+    lookahead: tuple[str, ...]
 
 
 Event = Arrival | Step | Finish | Blocks | Beams | Withdrawal | Snapshot

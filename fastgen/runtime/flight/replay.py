@@ -30,7 +30,7 @@ from fastgen.runtime.flight.recording import (
 from fastgen.runtime.flight.snapshot import restore
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import make_policy
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
@@ -212,14 +212,14 @@ class _Player:
 
     def move_beams(self, event: Beams) -> None:
         forks = [(move.sequence, move.parent) for move in event.moves if move.parent is not None]
-        parked = [move.sequence for move in event.moves if move.parent is None]
+        suspended = [move.sequence for move in event.moves if move.parent is None]
         for name, parent in forks:
             self.scheduler.forks.fork(self.sequences[parent], self.sequences[name])
             self._begin_life(name)
         for name in event.given:
             self._give_token(name)
-        for name in parked:
-            self.scheduler.forks.park(self.sequences[name])
+        for name in suspended:
+            self.scheduler.forks.suspend(self.sequences[name])
             self._begin_life(name)
 
     def step(self, event: Step) -> Step | None:
@@ -232,7 +232,7 @@ class _Player:
             schedule = self.scheduler.schedule_ahead(event.began_s)
         if schedule is None:
             return None
-        decided = self._recorder.scheduled(schedule, self.scheduler, event.began_s, event.scheduled_s).step()
+        decided = self._recorder.record(schedule, self.scheduler, event.began_s, event.scheduled_s).step()
         given = {entry.sequence: entry.num_sampled for entry in event.entries}
         entries = tuple(entry._replace(num_sampled=given.get(entry.sequence, 0)) for entry in decided.entries)
         rest = {name: getattr(decided, name) for name in DECISIONS if name != "entries"}
@@ -241,7 +241,7 @@ class _Player:
             self._commit(_Played(event, schedule))
         elif replayed == event:
             if event.ran_s is not None:
-                self.scheduler.told(schedule)
+                self.scheduler.launched(schedule)
             self._ahead = _Played(event, schedule)
             if self._last is not None:
                 self._give_tokens(self._last)

@@ -42,12 +42,12 @@ class SchedulerState:
     def __init__(self, scheduler: Scheduler, step: int):
         running, waiting, kv = scheduler.running, scheduler.waiting, scheduler.kv
         self.step = step
-        self.num_opened, self.next_spare, self.now_s = scheduler.place
+        self.num_opened, self.next_lookahead, self.now_s = scheduler.place
         self.policy = scheduler.policy.learned
         self.kv: KVState = kv.state()
         self.nodes = [] if kv.prefix_cache is None else [(node, node.block_ids) for node in kv.prefix_cache.nodes]
         self.decodes, self.prompts = tuple(running.decodes), tuple(running.prompts)
-        self.free_slots, self.untold = running.free_slots, running.block_updates
+        self.free_slots, self.updates = running.free_slots, running.block_updates
         self.forked = tuple(scheduler.forks.forked)
         self.waiting = waiting.entries
         self.held = tuple(waiting.held)
@@ -75,7 +75,7 @@ class SchedulerState:
         return Snapshot(
             step=self.step,
             num_opened=self.num_opened,
-            next_spare=self.next_spare,
+            next_lookahead=self.next_lookahead,
             now_s=self.now_s,
             policy=self.policy,
             free=tuple(self.kv.free),
@@ -98,7 +98,7 @@ class SchedulerState:
             decodes=_names(self.decodes),
             prompts=_names(self.prompts),
             free_slots=self.free_slots,
-            untold=tuple(BlockEntry(*update) for update in self.untold),
+            updates=tuple(BlockEntry(*update) for update in self.updates),
             waiting=tuple(
                 Waiting(f"{who.request_id}.0", since_s, (who.sampling.priority, who.turn, 0))
                 if isinstance(who, Request)
@@ -110,8 +110,8 @@ class SchedulerState:
             copies=tuple((seq.name, Copy(*copy)) for copy, seq in self.kv.copies),
             private=_names(self.kv.private),
             may_share=_names(self.kv.may_share),
-            due=_names(self.kv.due),
-            spares=_names(self.kv.spares),
+            deferred=_names(self.kv.deferred),
+            lookahead=_names(self.kv.lookahead),
         )
 
 
@@ -151,8 +151,8 @@ def restore(scheduler: Scheduler, snapshot: Snapshot, sequences: Mapping[str, Se
             },
             private=found(snapshot.private),
             may_share=found(snapshot.may_share),
-            due=found(snapshot.due),
-            spares=found(snapshot.spares),
+            deferred=found(snapshot.deferred),
+            lookahead=found(snapshot.lookahead),
             copies=[(BlockCopy(*copy), sequences[name]) for name, copy in snapshot.copies],
         ),
         [entry.block_id for seq in found((*snapshot.decodes, *snapshot.prompts)) for entry in held_entries(seq)],
@@ -161,13 +161,13 @@ def restore(scheduler: Scheduler, snapshot: Snapshot, sequences: Mapping[str, Se
         found(snapshot.decodes),
         found(snapshot.prompts),
         snapshot.free_slots,
-        [BlockUpdate(*entry) for entry in snapshot.untold],
+        [BlockUpdate(*entry) for entry in snapshot.updates],
     )
     scheduler.waiting.restore(
         [(sequences[each.sequence], each.since_s) for each in snapshot.waiting], found(snapshot.held)
     )
     scheduler.forks.forked.update(found(snapshot.forked))
-    scheduler.place = (snapshot.num_opened, snapshot.next_spare, snapshot.now_s)
+    scheduler.place = (snapshot.num_opened, snapshot.next_lookahead, snapshot.now_s)
     scheduler.policy.recall(snapshot.policy)
 
 

@@ -1,1 +1,1 @@
-"""Who owns which blocks of the KV cache, what they contain, and who shares them."""
+"""The paged KV cache on the host: block ownership, sharing and the prefix cache."""

@@ -1,13 +1,13 @@
-"""The pool of KV cache blocks: how many hold each, which are free, and which are kept for what they contain.
+"""The pool of KV cache blocks: reference counts, free blocks and cached blocks.
 
-It knows neither who holds a block nor what is in it. A block is in one of three states::
+The pool knows neither which sequence holds a block nor what the block contains. A block is in one of three states::
 
-    free                    no reference, contents of no use
-    held                    one reference or more: of sequences, or of copies that are still to be made
-    cached                  no reference, but kept: it has been published and may be held again for what it contains
+    free                    no reference, and its contents are of no use
+    held                    one reference or more, of sequences or of copies that are not made yet
+    cached                  no reference, but kept: it is published and may be held again for its contents
 
-Cached blocks stand in a line, the one released longest ago first. Where an allocation finds no free block, they are
-evicted from that end, so they count as free in everything that asks how much room there is.
+Cached blocks are kept in the order of their release. Where an allocation finds no free block, the block released
+longest ago is evicted first. Cached blocks therefore count as free in every question about room.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy as np
 
 from fastgen.errors import InvalidArgumentError
 
-# Where padding tokens write their keys and values, and which nobody reads. It is never handed out.
+# Padding tokens write their keys and values here. It is never read and never handed out.
 PADDING_BLOCK = 0
 
 
 class BlockPool:
     """Block ids ``1 .. num_blocks - 1`` with reference counts. Block 0 is the padding block.
 
-    Constant time a block. The free block freed last is handed out first, while it is still warm in the processor's
-    cache. ``on_evict`` is told the id of each published block whose contents are given up.
+    Every operation takes constant time a block. The block freed last is handed out first, while it is still in the
+    processor's cache. ``on_evict`` is called with the id of each published block whose contents are dropped.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None):
@@ -45,37 +45,37 @@ class BlockPool:
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be held at once."""
+        """Returns how many blocks can be held at once."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now: those that are free, and those that are merely cached."""
+        """Returns how many blocks can be allocated now: the free ones and the cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Blocks without a reference that are kept for what they contain."""
+        """Returns how many blocks without a reference are kept for their contents."""
         return len(self._cached)
 
     @property
     def cached(self) -> list[int]:
-        """These blocks, the next to be evicted first."""
+        """Returns the cached blocks in the order of eviction."""
         return list(self._cached)
 
     @property
     def published(self) -> set[int]:
-        """Every block that is kept for what it contains, or will be when its last reference is gone."""
+        """Returns every block that is kept for its contents, or will be once its last reference is gone."""
         return {block_id for block_id, is_published in enumerate(self._is_published) if is_published}
 
     @property
     def free_order(self) -> list[int]:
-        """The free blocks, the next to be handed out last."""
+        """Returns the free blocks; the last one is handed out next."""
         return list(self._free)
 
     def restore(self, free: list[int], cached: list[int], held: Iterable[int], published: Iterable[int]) -> None:
-        """Be, new, as another was: with the blocks ``free`` in this :attr:`order <free_order>`, ``cached`` and
-        ``published`` ones, and ``held`` as often as they are named.
+        """Restores a saved state into a new pool: blocks ``free`` in the order of :attr:`free_order`, ``cached`` and
+        ``published`` ones, and one reference for each time that ``held`` names a block.
         """
         self._free, self._cached = free, OrderedDict.fromkeys(cached)
         for block_id in held:
@@ -84,8 +84,8 @@ class BlockPool:
             self._is_published[block_id] = True
 
     def map(self, blocks_per_cell: int) -> tuple[list[int], list[int]]:
-        """How many blocks are held, and how many cached, among blocks 1 to ``blocks_per_cell``, among as many that
-        follow, and so on; the last of these cells may have fewer. A fraction of a millisecond for 100,000 blocks.
+        """Returns the numbers of held and cached blocks per cell of ``blocks_per_cell`` blocks, from block 1 on. The
+        last cell may have fewer blocks. It takes a fraction of a millisecond for 100,000 blocks.
         """
         held = np.frombuffer(self._references, dtype=np.intc)[1:] > 0
         cached = (np.frombuffer(self._is_published, dtype=np.uint8)[1:] > 0) & ~held
@@ -94,11 +94,13 @@ class BlockPool:
         return num_held.tolist(), num_cached.tolist()
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether somebody else relies on what ``block_id`` contains, so that its holder must not write into it."""
+        """Returns whether another holder or the prefix cache relies on ``block_id``. If so, it must not be written."""
         return self._references[block_id] > 1 or bool(self._is_published[block_id])
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """``num_blocks`` block ids, each with one reference, or ``None`` with nothing changed where fewer are free."""
+        """Returns ``num_blocks`` block ids with one reference each, or ``None`` with nothing changed where fewer are
+        free.
+        """
         if num_blocks > self.num_free:
             return None
         for _ in range(num_blocks - len(self._free)):
@@ -109,7 +111,7 @@ class BlockPool:
         return block_ids
 
     def share(self, block_id: int) -> None:
-        """Take one more reference on a block that is held or cached.
+        """Takes one more reference on a block that is held or cached.
 
         :raises InvalidArgumentError: where it is neither.
         """
@@ -119,13 +121,13 @@ class BlockPool:
         self._cached.pop(block_id, None)
 
     def publish(self, block_ids: Iterable[int]) -> None:
-        """Keep what the held ``block_ids`` contain, also when its last reference is gone, until it is evicted."""
+        """Keeps the contents of the held ``block_ids`` after their last reference is gone, until they are evicted."""
         for block_id in block_ids:
             assert self._references[block_id], f"block {block_id} is published and nobody holds it"
             self._is_published[block_id] = True
 
     def withdraw(self, block_id: int) -> None:
-        """Keep what the published ``block_id`` contains for nobody else: it is free when its last reference is gone."""
+        """Ends the publication of ``block_id``: it is free once its last reference is gone."""
         assert self._is_published[block_id], f"block {block_id} is withdrawn and was not published"
         self._is_published[block_id] = False
         if block_id in self._cached:
@@ -133,12 +135,11 @@ class BlockPool:
             self._free.append(block_id)
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Take one reference of each of ``block_ids`` back, as often as it is named.
+        """Returns one reference of each of ``block_ids``, as often as it is named.
 
-        A published block whose last reference this was is cached; those named first will be evicted first.
+        A published block whose last reference this was becomes cached. Blocks named first are evicted first.
 
-        :raises InvalidArgumentError: where one has fewer references than that: free already, named once too often, or
-            never handed out. Nothing is changed then.
+        :raises InvalidArgumentError: where a block has fewer references than that. Nothing is changed then.
         """
         returned = list(block_ids)
         wrong = [
@@ -158,8 +159,8 @@ class BlockPool:
                 self._free.append(block_id)
 
     def check_integrity(self, held: Iterable[int]) -> None:
-        """Assert that the references are exactly ``held``, one for each time a block is named, and that each block
-        without any is either free or cached.
+        """Asserts that the references are exactly ``held``, one for each time that a block is named, and that each
+        block without a reference is either free or cached.
         """
         free, references = set(self._free), Counter(held)
         assert len(free) == len(self._free), f"free twice: {sorted(self._free)}"

@@ -1,4 +1,4 @@
-"""The values that block tables are told of in, and how many blocks a sequence holds."""
+"""Entries, updates and copies of block tables, and how many blocks a sequence holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastgen.runtime.requests.request import Sequence
 
 
 class TableEntry(NamedTuple):
-    """``block_tables[group][table_index]`` of a sequence is ``block_id`` now."""
+    """``block_tables[group][table_index]`` of a sequence is now ``block_id``."""
 
     group: int
     table_index: int
@@ -20,7 +20,7 @@ class TableEntry(NamedTuple):
 
 
 class BlockUpdate(NamedTuple):
-    """``block_tables[group, slot, table_index] = block_id`` on the device."""
+    """Sets ``block_tables[group, slot, table_index] = block_id`` on the device."""
 
     slot: int
     group: int
@@ -29,8 +29,8 @@ class BlockUpdate(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Entry ``table_index`` of a sequence's table in ``group`` was block ``source`` and is ``destination`` now, which
-    is to be given what ``source`` contains before the step's forward pass.
+    """Entry ``table_index`` of a sequence's table in ``group`` was block ``source`` and is now ``destination``. The
+    device copies the contents of ``source`` before the step's forward pass.
     """
 
     group: int
@@ -41,14 +41,14 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What a sequence was given: blocks ``appended`` to its tables, and ``copies`` of blocks it shared."""
+    """The blocks ``appended`` to the tables of a sequence, and the ``copies`` of blocks that it shared."""
 
     appended: list[TableEntry] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
 
 
 def held_entries(seq: Sequence) -> list[TableEntry]:
-    """Every entry of its block tables where ``seq`` holds a block."""
+    """Returns every entry of the block tables of ``seq`` that holds a block."""
     return [
         TableEntry(group, index, block_id)
         for group, table in enumerate(seq.block_tables)
@@ -58,11 +58,12 @@ def held_entries(seq: Sequence) -> list[TableEntry]:
 
 
 def max_blocks_held(num_tokens: int, window: int | None, block_size: int, *, max_chunk: int | None) -> int:
-    """The most blocks of one KV group that a sequence of ``num_tokens`` tokens holds at once, in steps of at most
-    ``max_chunk``.
+    """Returns the most blocks of one KV group that a sequence of ``num_tokens`` tokens holds at once, in steps of at
+    most ``max_chunk`` of its tokens.
 
-    With a window ``w``, before a chunk of ``c`` tokens that begins in block ``b``, what is kept reaches from the block
-    of token ``b*P - w + 1`` to the last of the chunk: ``ceil((w - 1)/P)`` blocks, ``b``, and ``ceil((c - 1)/P)`` more.
+    With a window ``w``, before a chunk of ``c`` tokens that begins in block ``b``, the kept blocks reach from the block
+    of token ``b*P - w + 1`` to the last block of the chunk: ``ceil((w - 1)/P)`` blocks, ``b``, and ``ceil((c - 1)/P)``
+    more.
     """
     num_blocks = -(-num_tokens // block_size)
     if window is None or max_chunk is None:
@@ -73,7 +74,7 @@ def max_blocks_held(num_tokens: int, window: int | None, block_size: int, *, max
 def arithmetic(
     num_prompt_tokens: int, max_new_tokens: int, windows: SequenceOf[int | None], block_size: int, max_chunk: int | None
 ) -> str:
-    """How many blocks a sequence needs at most, as a sum over the KV groups that need the same."""
+    """Returns the most blocks that a sequence needs as the text of a sum over KV groups that need the same."""
     num_tokens = num_prompt_tokens + max_new_tokens - 1
     terms: Counter[str] = Counter()
     for window in windows:

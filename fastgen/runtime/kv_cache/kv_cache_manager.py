@@ -1,4 +1,4 @@
-"""Which sequence holds which blocks of the KV cache, which of them others may use too, and what can fit at all.
+"""The KV cache manager: which sequence holds which blocks, which blocks are shared, and which requests can fit at all.
 
 A sequence has one block table per KV group (the layers with one window). Entry ``i`` of a table is the block with the
 keys and values of tokens ``i*P .. i*P + P - 1``. Here ``P = 4`` and there is one group; of 12 tokens 6 are computed,
@@ -9,14 +9,14 @@ and the next step takes 5 more::
     table [       7       |       2       |       5       ]
                                               appended: allocate(seq, 5) -> [(group 0, index 2, block 5)]
 
-Nothing is reserved for tokens that are not generated yet. The last token a request generates is never computed, since
-nothing follows it, so a prompt of ``p`` tokens and ``m`` new ones fill at most ``p + m - 1`` places of each group.
+Nothing is reserved for tokens that are not generated yet. The last token of a request is never computed, because
+nothing follows it. So a prompt of ``p`` tokens and ``m`` new ones fill at most ``p + m - 1`` places of each group.
 
-**Sharing.** Full blocks are published in the prefix cache when they have been computed, and a sequence that begins
-with the same tokens takes references on them instead of computing them again. A fork takes references on all blocks of
-its parent. Nobody writes into a block that is shared or published: blocks found in the cache are full, and of a shared
-block that is partly filled :meth:`KVCacheManager.allocate` makes a copy for who writes first (copy-on-write). The
-source keeps a reference until the copy is known to be made, since a step that failed is made again.
+**Sharing.** Full blocks are published in the prefix cache once they are computed. A sequence that begins with the same
+tokens takes references on them instead of computing them again. A fork takes references on all blocks of its parent. A
+shared or published block is never written: blocks found in the cache are full, and for a shared block that is partly
+filled :meth:`KVCacheManager.allocate` makes a copy for the sequence that writes first (copy-on-write). The source keeps
+a reference until the copy is known to be made, because a failed step is made again.
 
 **Windows.** A group with a window ``w`` keeps only the blocks that a later token sees. Entries left of these become the
 padding block, and tables keep their length. With ``P = 4`` and ``w = 6``, after 13 tokens::
@@ -25,12 +25,13 @@ padding block, and tables keep their length. With ``P = 4`` and ``w = 6``, after
                                     <---- token 12 saw ---->     the block of tokens 4 … 7 is kept, for token 7
     table [       0       |       2       |       5       |  9
 
-What a window leaves behind is freed whenever a sequence has filled a block, not token by token.
+Blocks that a window leaves behind are freed whenever the sequence has filled a block, not token by token.
 
-**Spreading.** Many decodes may fill a block in the same step, and what is to be done then takes longer than the rest of
-scheduling. So where there are many, a few in each step are given a *spare*, the block they will come to next, which is
-taken back where anybody else wants it. The blocks of an answer are published when it ends, or its sequence is preempted
-or forked, and not while it is made; with windows, which leave blocks behind, that is *due* for a few in each step too.
+**Staggering.** Many decodes may fill a block in the same step, and serving all of them at once takes longer than the
+rest of scheduling. So with many decodes, a few in each step get a *lookahead block*: the block that they will need
+next. It is taken back when another sequence needs a block. Blocks of an answer are published when the answer ends, or
+its sequence is preempted or forked, and not while it is generated. With windows, freeing blocks is *deferred* as well
+and done for a few decodes in each step.
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ from fastgen.runtime.kv_cache.block_tables import (
     max_blocks_held,
 )
 from fastgen.runtime.kv_cache.kv_state import KVState
+from fastgen.runtime.kv_cache.lookahead_blocks import LookaheadBlocks
 from fastgen.runtime.kv_cache.prefix_cache import PrefixCache, PrefixNode, first_seen_block
-from fastgen.runtime.kv_cache.spare_blocks import SpareBlocks
 from fastgen.runtime.requests.request import Sequence
 
 
 class KVCacheManager:
     """Block tables over one pool of ``num_blocks`` blocks of ``block_size`` tokens, which all KV groups share.
 
-    ``num_blocks`` counts the padding block, as the cache tensors' first axis does. ``windows`` has an entry for each KV
-    group: how many positions a token sees there, its own included, or ``None`` for all. ``max_chunk`` is the most
-    tokens of a sequence that one step takes, the token budget; it bounds what a windowed group holds at once.
+    ``num_blocks`` counts the padding block, as the first axis of the cache tensors does. ``windows`` has an entry for
+    each KV group: how many positions a token sees there, its own included, or ``None`` for all. ``max_chunk`` is the
+    most tokens of a sequence that one step takes (the token budget). It bounds what a windowed group holds at once.
     """
 
     def __init__(
@@ -82,41 +83,43 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, self.prefix_cache.forget if self.prefix_cache else None)
         self.block_size, self.windows, self.max_chunk = block_size, tuple(windows), max_chunk
         self.num_groups, self._has_windows = len(self.windows), any(self.windows)
-        # Of each sequence that holds blocks, the node of the last block it has published, or took from the cache.
+        # For each sequence that holds blocks: the node of the last block that it published or took from the cache.
         self._nodes: dict[Sequence, PrefixNode] = {}
-        # Those that publish no more, since what they hold is not to be trusted.
+        # Sequences that publish no more, because their blocks may be wrong.
         self._private: set[Sequence] = set()
-        # Those whose next token may go into a block that is not theirs alone, since one was forked from another. Any
-        # other has its place for that token already, unless ``num_computed_tokens`` is a multiple of ``block_size``.
+        # Sequences whose next token may go into a shared block, after a fork. Any other sequence has a place for its
+        # next token already, unless ``num_computed_tokens`` is a multiple of ``block_size``.
         self.may_share: set[Sequence] = set()
-        # For whom each copy is that is due; it holds a reference on its source.
+        # The sequence of each pending copy. A copy holds a reference on its source.
         self._pending_copies: dict[BlockCopy, Sequence] = {}
-        # Those attached to what the cache has of them, but not given places for more yet.
+        # Sequences that hold cached blocks, but have no places for more tokens yet.
         self._looked_up: set[Sequence] = set()
-        # Decodes that have filled a block since they were advanced, in that order.
-        self._due: dict[Sequence, None] = {}
-        self.spares = SpareBlocks(self.pool, block_size, len(windows))
+        # Decodes that have filled a block since their last `advance`, in that order.
+        self._deferred: dict[Sequence, None] = {}
+        self.lookahead = LookaheadBlocks(self.pool, block_size, len(windows))
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now, spares included."""
-        return self.pool.num_free + self.spares.num_blocks
+        """Returns how many blocks can be allocated now, lookahead blocks included."""
+        return self.pool.num_free + self.lookahead.num_blocks
 
     # What fits
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """The most blocks that a sequence of ``num_tokens`` tokens ever holds at once, over all groups."""
+        """Returns the most blocks that a sequence of ``num_tokens`` tokens ever holds at once, over all groups."""
         return sum(
             max_blocks_held(num_tokens, window, self.block_size, max_chunk=self.max_chunk) for window in self.windows
         )
 
     def check_fits(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
-        """Refuse a sequence that could not finish even with the whole cache to itself.
+        """Refuses a sequence that could not finish even with the whole cache to itself.
 
         :raises RequestTooLargeError: with the arithmetic.
         """
         num_tokens = num_prompt_tokens + max_new_tokens - 1
-        if self.num_groups * -(-num_tokens // self.block_size) <= self.pool.capacity:  # nearly always, and at once
+        if (
+            self.num_groups * -(-num_tokens // self.block_size) <= self.pool.capacity
+        ):  # the common case, decided at once
             return
         needed = self.blocks_needed(num_tokens)
         if needed <= self.pool.capacity:
@@ -133,25 +136,26 @@ class KVCacheManager:
         )
 
     def max_tokens(self, seq: Sequence) -> int:
-        """How many tokens beyond those computed ``seq`` has places for, counting the blocks now free as its own."""
-        num_held = (len(seq.block_tables[0]) if seq.block_tables else 0) - (seq in self.spares.holders)
+        """Returns how many tokens beyond the computed ones ``seq`` can place if it gets all blocks that are free."""
+        num_held = (len(seq.block_tables[0]) if seq.block_tables else 0) - (seq in self.lookahead.holders)
         num_free = self.num_free - len(self._shared_entries(seq))
-        if num_free < 0:  # not even the copies that its next token needs
+        if num_free < 0:  # too few even for the copies that its next token needs
             return 0
         return (num_held + num_free // self.num_groups) * self.block_size - seq.num_computed_tokens
 
-    # A sequence's blocks, from admission to the end
+    # The blocks of a sequence, from admission to the end
 
     def attach_cached(self, seq: Sequence) -> list[TableEntry]:
-        """Give a waiting ``seq`` what the prefix cache has of its tokens, but for at least one, which must be computed.
+        """Gives a waiting ``seq`` the blocks that the prefix cache has for its tokens. At least one token is left to
+        compute.
 
         Sets ``block_tables``, ``num_computed_tokens`` and, unless it was preempted, ``num_cached_tokens``. Returns the
-        entries of its tables that hold a block: of one that was forked, those it has already. Nothing is looked up
-        where prompt log-probabilities are asked for, since these need every token computed.
+        entries of its tables that hold a block; a forked sequence has some already. Nothing is looked up where prompt
+        log-probabilities are requested, because these need every token computed.
         """
         if self._looks_up(seq):
             assert self.prefix_cache is not None
-            self.catch_up()
+            self.advance_deferred()
             assert not seq.num_computed_tokens, f"{seq} has computed tokens already"
             node = self.prefix_cache.find(seq.token_ids, (seq.num_tokens - 1) // self.block_size)
             seq.num_computed_tokens = node.depth * self.block_size
@@ -166,7 +170,7 @@ class KVCacheManager:
         return held_entries(seq)
 
     def detach(self, seq: Sequence) -> None:
-        """Undo :meth:`attach_cached` of a sequence that could not be admitted after all."""
+        """Undoes :meth:`attach_cached` for a sequence that could not be admitted after all."""
         if seq in self._looked_up:
             self.free(seq)
             seq.num_computed_tokens = 0
@@ -174,11 +178,11 @@ class KVCacheManager:
                 seq.num_cached_tokens = 0
 
     def allocate(self, seq: Sequence, num_new_tokens: int) -> Allocation | None:
-        """Make places for the ``num_new_tokens`` tokens of ``seq`` that follow the computed ones.
+        """Makes places for the ``num_new_tokens`` tokens of ``seq`` that follow the computed ones.
 
-        Nothing is allocated where it has the places already and they are its own. ``None`` with nothing changed where
-        the free blocks do not suffice for all groups. Of :attr:`Allocation.copies` the table entries are the
-        destinations already; the copies are due until :meth:`copies_done`.
+        Allocates nothing where the places exist and belong to the sequence alone. Returns ``None`` with nothing changed
+        where the free blocks do not suffice for all groups. Table entries of :attr:`Allocation.copies` are the
+        destinations already; the copies stay pending until :meth:`copies_done`.
         """
         num_held = len(seq.block_tables[0]) if seq.block_tables else 0
         end = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
@@ -186,12 +190,12 @@ class KVCacheManager:
         num_appended = max(0, end - num_held) * self.num_groups
         block_ids = self.pool.allocate(num_appended + len(shared))
         if block_ids is None:
-            if not self._due and not self.spares.holders:
+            if not self._deferred and not self.lookahead.holders:
                 return None
-            self.settle()
+            self.flush()
             return self.allocate(seq, num_new_tokens)
         if end >= num_held:
-            self.spares.holders.discard(seq)
+            self.lookahead.holders.discard(seq)
         self.may_share.discard(seq)
         if seq in self._looked_up:
             self._note_lookup(seq)
@@ -212,22 +216,22 @@ class KVCacheManager:
 
     @property
     def pending_copies(self) -> tuple[BlockCopy, ...]:
-        """All copies that are due, those of steps that failed included; the device makes them before its forward."""
+        """Returns all copies that are not known to be made, also those of failed steps. The device makes them first."""
         return tuple(self._pending_copies)
 
     def copies_done(self, copies: Iterable[BlockCopy]) -> None:
-        """The step that made ``copies`` is committed: their sources may go. Those of sequences freed since are none."""
+        """Releases the sources of ``copies``, whose step is committed. Copies for sequences freed since are ignored."""
         for copy in copies:
             if copy in self._pending_copies:
                 del self._pending_copies[copy]
                 self.pool.free([copy.source])
 
     def advance(self, seq: Sequence) -> None:
-        """``num_computed_tokens`` of ``seq`` has grown: publish the blocks that are full now, and free those that no
-        later token sees. There is nothing to do unless a block has been filled since the last call.
+        """Publishes the blocks of ``seq`` that are full now, and frees those that no later token sees. Called when its
+        ``num_computed_tokens`` has grown; it does nothing unless a block was filled since the last call.
         """
         num_full = seq.num_computed_tokens // self.block_size
-        self._due.pop(seq, None)
+        self._deferred.pop(seq, None)
         if self.prefix_cache is not None:
             self._publish(seq, num_full)
         if not self._has_windows:
@@ -242,26 +246,29 @@ class KVCacheManager:
         for entry in left:
             seq.block_tables[entry.group][entry.table_index] = PADDING_BLOCK
 
-    def advance_later(self, decodes: Iterable[Sequence]) -> None:
-        """Each of ``decodes`` has filled a block: :meth:`advance` is due for it. Where no window leaves blocks behind,
-        that is when it ends, is preempted or forked: nobody asks for an answer that is not there yet.
+    def defer_advance(self, decodes: Iterable[Sequence]) -> None:
+        """Defers :meth:`advance` for ``decodes``, each of which has filled a block. Without windows there is nothing to
+        free, and blocks are published when the sequence ends, is preempted or forked: until then no prompt can ask
+        for its answer.
         """
         if self._has_windows:
-            self._due.update(dict.fromkeys(decodes))
+            self._deferred.update(dict.fromkeys(decodes))
 
-    def catch_up(self, most: int | None = None) -> None:
-        """Do what is due, for ``most`` sequences at most."""
-        for seq in tuple(islice(self._due, most)) if self._due else ():
+    def advance_deferred(self, most: int | None = None) -> None:
+        """Calls the deferred :meth:`advance` of at most ``most`` sequences, or of all."""
+        for seq in tuple(islice(self._deferred, most)) if self._deferred else ():
             self.advance(seq)
 
-    def settle(self) -> None:
-        """Do all that is due, and take back all spares."""
-        self.catch_up()
-        if self.spares.holders:
-            self.spares.take_back()
+    def flush(self) -> None:
+        """Does everything deferred, and takes back all lookahead blocks."""
+        self.advance_deferred()
+        if self.lookahead.holders:
+            self.lookahead.take_back()
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
-        """Whether ``parent`` has computed its first ``num_tokens`` tokens, and still has what :meth:`fork` needs."""
+        """Returns whether ``parent`` has computed its first ``num_tokens`` tokens and still has the blocks for
+        :meth:`fork`.
+        """
         if not 0 < num_tokens <= parent.num_computed_tokens or parent in self._pending_copies.values():
             return False
         num_full, num_now = num_tokens // self.block_size, parent.num_computed_tokens // self.block_size
@@ -271,11 +278,11 @@ class KVCacheManager:
         )
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Let ``child``, which holds nothing, share the blocks of the first ``num_tokens`` computed tokens of
-        ``parent``; these tokens must be the same in both, and count as computed for the child.
+        """Lets ``child``, which holds nothing, share the blocks of the first ``num_tokens`` computed tokens of
+        ``parent``. These tokens must be the same in both; they count as computed for the child.
 
-        Whoever writes into a last block that is partly filled gets a copy of it. Where ``num_tokens`` is less than the
-        parent has computed, windows must not have left behind what the child needs.
+        The sequence that writes first into a partly filled last block gets a copy of it. Where ``num_tokens`` is less
+        than the parent has computed, no window may have left behind what the child needs.
         """
         assert not child.block_tables, f"{child} holds blocks already"
         self._publish_all(parent)
@@ -300,14 +307,15 @@ class KVCacheManager:
             self._stand_at(child, node)
 
     def withdraw(self, seq: Sequence) -> None:
-        """What was computed for ``seq`` proved to be wrong: nobody is to find it, or anything computed from it.
+        """Removes from the prefix cache what was computed for ``seq`` and everything computed from it, because it is
+        wrong.
 
-        Which of its blocks is at fault is not known, nor who took it from where. So all goes that begins with the same
-        block, and those that hold some of that keep it, and publish no more.
+        It is unknown which of its blocks is at fault and where a block came from. So every published block with the
+        same first block is removed, and the sequences that hold such blocks keep them but publish no more.
         """
         if self.prefix_cache is None or not seq.block_tables:
             return
-        self.catch_up()
+        self.advance_deferred()
         node = self._nodes.get(seq, self.prefix_cache.root)
         branch = set() if node is self.prefix_cache.root else self.prefix_cache.branch(node)
         block_ids = sorted(block_id for each in branch for block_id in each.block_ids if block_id != PADDING_BLOCK)
@@ -319,10 +327,10 @@ class KVCacheManager:
             self.prefix_cache.remove(block_id)
 
     def free(self, seq: Sequence) -> None:
-        """Take back all that ``seq`` holds; of what stays cached, its last blocks will be evicted first."""
+        """Frees everything that ``seq`` holds. Of the blocks that stay cached, its last ones are evicted first."""
         self._publish_all(seq)
-        self._due.pop(seq, None)
-        self.spares.holders.discard(seq)
+        self._deferred.pop(seq, None)
+        self.lookahead.holders.discard(seq)
         if self._pending_copies:
             self.copies_done([copy for copy, owner in self._pending_copies.items() if owner is seq])
         tables = reversed(list(zip(*seq.block_tables, strict=True)))
@@ -334,7 +342,7 @@ class KVCacheManager:
         self._stand_at(seq, None)
 
     def state(self) -> KVState:
-        """What it goes by now, between two steps."""
+        """Returns the state between two steps."""
         assert not self._looked_up
         return KVState(
             free=self.pool.free_order,
@@ -342,13 +350,15 @@ class KVCacheManager:
             nodes=dict(self._nodes),
             private=list(self._private),
             may_share=list(self.may_share),
-            due=list(self._due),
-            spares=list(self.spares.holders),
+            deferred=list(self._deferred),
+            lookahead=list(self.lookahead.holders),
             copies=list(self._pending_copies.items()),
         )
 
     def restore(self, state: KVState, held: Iterable[int]) -> None:
-        """Be, new, as another was, whose sequences held the blocks ``held``; the tree of prefixes is there already."""
+        """Restores ``state`` into a new manager whose sequences held the blocks ``held``. The tree of prefixes is
+        restored already.
+        """
         published = [] if self.prefix_cache is None else self.prefix_cache.named
         sources = [copy.source for copy, _ in state.copies]
         self.pool.restore(state.free, state.cached, [*held, *sources], published)
@@ -356,12 +366,12 @@ class KVCacheManager:
             self._stand_at(seq, node)
         self._private.update(state.private)
         self.may_share.update(state.may_share)
-        self._due.update(dict.fromkeys(state.due))
-        self.spares.holders.update(state.spares)
+        self._deferred.update(dict.fromkeys(state.deferred))
+        self.lookahead.holders.update(state.lookahead)
         self._pending_copies.update(state.copies)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that ``sequences`` and pending copies account for every reference, that tables hold what is computed
+        """Asserts that ``sequences`` and pending copies account for every reference, that tables hold what is computed
         and not left behind, and that the prefix cache agrees.
         """
         sequences = list(sequences)
@@ -376,7 +386,7 @@ class KVCacheManager:
             num_full = seq.num_computed_tokens // self.block_size
             for table, window in zip(seq.block_tables, self.windows, strict=False):
                 first = first_seen_block(num_full, window, self.block_size)
-                is_left = seq in self._due or not any(table[:first])
+                is_left = seq in self._deferred or not any(table[:first])
                 assert is_left, f"{seq}: blocks left behind by a window of {window}: {table[:first]}"
                 assert all(table[first:]), f"{seq}: blocks missing from its table: {table}"
         for copy, owner in self._pending_copies.items():
@@ -384,9 +394,9 @@ class KVCacheManager:
                 f"{owner} has no use for {copy}"
             )
         assert self._looked_up.issubset(sequences), f"neither admitted nor detached: {self._looked_up}"
-        self.spares.check_integrity()
-        known = self.may_share.union(self._nodes, self._private, self._pending_copies.values(), self._due)
-        known |= self.spares.holders
+        self.lookahead.check_integrity()
+        known = self.may_share.union(self._nodes, self._private, self._pending_copies.values(), self._deferred)
+        known |= self.lookahead.holders
         holders = {seq for seq in sequences if seq.block_tables}
         assert known <= holders, f"remembered and hold nothing: {known - holders}"
         if self.prefix_cache is not None:
@@ -396,7 +406,7 @@ class KVCacheManager:
         return self.prefix_cache is not None and not seq.block_tables and seq.request.sampling.prompt_logprobs is None
 
     def _shared_entries(self, seq: Sequence) -> list[TableEntry]:
-        """The blocks that the next token of ``seq`` goes into and that are not its own."""
+        """Returns the blocks that the next token of ``seq`` goes into and that others hold too."""
         index, offset = divmod(seq.num_computed_tokens, self.block_size)
         if not offset or seq not in self.may_share:
             return []
@@ -431,12 +441,12 @@ class KVCacheManager:
             cache.move_user_down(before, node)
 
     def _publish_all(self, seq: Sequence) -> None:
-        """Publish what of ``seq`` was left for later."""
+        """Publishes the full blocks of ``seq`` whose publication was deferred."""
         if self.prefix_cache is not None and seq.block_tables:
             self._publish(seq, seq.num_computed_tokens // self.block_size)
 
     def _stand_at(self, seq: Sequence, node: PrefixNode | None) -> None:
-        """Remember the node below which ``seq`` publishes its next block; ``None`` where it holds nothing any more."""
+        """Sets the node below which ``seq`` publishes its next block; ``None`` where it holds nothing any more."""
         if self.prefix_cache is None:
             return
         before = self._nodes.pop(seq, None)

@@ -1,4 +1,4 @@
-"""The state of a :class:`~fastgen.runtime.kv_cache.kv_cache_manager.KVCacheManager`, to be taken and restored."""
+"""The state of a :class:`~fastgen.runtime.kv_cache.kv_cache_manager.KVCacheManager`, for snapshots."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fastgen.runtime.requests.request import Sequence
 
 @dataclass(frozen=True, slots=True)
 class KVState:
-    """What a manager goes by, beside the tables of the sequences and the tree of prefixes."""
+    """Holds the state of a manager beside the block tables of sequences and the tree of prefixes."""
 
     free: list[int]
     cached: list[int]
     nodes: dict[Sequence, PrefixNode]
     private: list[Sequence]
     may_share: list[Sequence]
-    due: list[Sequence]
-    spares: list[Sequence]
+    deferred: list[Sequence]
+    lookahead: list[Sequence]
     copies: list[tuple[BlockCopy, Sequence]]

@@ -1,18 +1,18 @@
-"""What the blocks of the KV cache contain: a tree of the token ids that were computed, to be found by who begins alike.
+"""The prefix cache: a tree of computed token ids that finds the blocks for prompts which begin alike.
 
 A node is one full block of ``P`` tokens after the blocks of its parents, so the path to it spells all tokens that its
-keys and values depend on. A child is found by its parent's number and the ids of its own block, as bytes, compared
-whole: two prefixes are never mistaken for one another, and each further block of a prompt costs one look into a
-dictionary, however long the prompt. There is one dictionary for all nodes, so that a node is one object to Python's
-garbage collector, which would otherwise take longer than all else here.
+keys and values depend on. A child is found by its parent's number and the bytes of its own token ids, compared in full.
+So two prefixes are never mistaken for one another, and each further block of a prompt costs one dictionary lookup,
+however long the prompt. All nodes share one dictionary. A node is then a single object for Python's garbage collector,
+which would otherwise take longer than everything else here.
 
 ::
 
     root ── 3 1 4 1 ──┬── 5 9 2 6        group 0: block 7   group 1: block 12
-                      └── 5 3 5 8        group 0: block 4   group 1: none (evicted, or left its window behind)
+                      └── 5 3 5 8        group 0: block 4   group 1: none (evicted, or left behind by its window)
 
-A node names one block in each KV group, or none. A node that lost its blocks stays while something stands below it,
-since what a windowed group needs of a long prefix is only its last blocks.
+A node names one block in each KV group, or none. A node that lost its blocks stays as long as it has children, because
+a windowed group needs only the last blocks of a long prefix.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
 
 @dataclass
 class PrefixCacheStatistics:
-    """Counted since the start. The hit rate is ``hit_tokens / lookup_tokens``."""
+    """Counts since the start. The hit rate is ``hit_tokens / lookup_tokens``."""
 
-    # Sequences admitted that were looked up, those that came back after a preemption included.
+    # Admitted sequences that were looked up, also those admitted again after a preemption.
     lookups: int = 0
-    # Tokens they had then.
+    # Tokens that these sequences had.
     lookup_tokens: int = 0
-    # Tokens of these that were found and not computed again.
+    # Tokens among them that were found and not computed again.
     hit_tokens: int = 0
-    # Blocks whose contents were given up for an allocation.
+    # Blocks evicted for an allocation.
     evictions: int = 0
 
 
 class PrefixNode:
-    """One full block of tokens after those of its parents; ``depth`` blocks in all.
+    """One full block of tokens after those of its parents; the path has ``depth`` blocks.
 
     ``block_ids`` has a block of each KV group, the padding block where there is none. ``num_users`` counts the
-    sequences that will publish their next block below this one. ``prefix`` is what the keys of its children begin with.
+    sequences that will publish their next block below this node. ``prefix`` begins the keys of its children.
     """
 
     __slots__ = ("block_ids", "depth", "key", "num_children", "num_users", "parent", "prefix")
@@ -59,7 +59,7 @@ class PrefixNode:
 
     @property
     def token_ids(self) -> array[int]:
-        """Of its own block."""
+        """Returns the token ids of the node's own block."""
         return array("I", self.key[_PREFIX_BYTES:])
 
 
@@ -67,25 +67,25 @@ class PrefixCache:
     """The tree over blocks of ``block_size`` tokens in ``len(windows)`` KV groups.
 
     ``windows[group]`` is how many positions a token of the group sees, its own included, or ``None`` for all. The cache
-    names blocks and holds none: whoever takes a block shares it in the pool, and the pool says which it gave up.
+    names blocks and holds none: a sequence that takes a block shares it in the pool, and the pool reports evictions.
     """
 
     def __init__(self, block_size: int, windows: SequenceOf[int | None]):
         self.block_size, self.windows = block_size, tuple(windows)
         self._none = (PADDING_BLOCK,) * len(self.windows)
         self.root = PrefixNode(None, b"", 0, self._none, bytes(_PREFIX_BYTES))
-        # All but the root, by what they are found by.
+        # All nodes but the root, by their keys.
         self._nodes: dict[bytes, PrefixNode] = {}
         self._numbers = count(1)
         self.statistics = PrefixCacheStatistics()
         self._node_of_block: dict[int, PrefixNode] = {}
 
     def find(self, token_ids: SequenceOf[int], max_blocks: int) -> PrefixNode:
-        """The deepest node of at most ``max_blocks`` blocks that ``token_ids`` begin with and from which one can go on:
-        all blocks that later tokens see are there, in every group. The root where there is none.
+        """Returns the deepest usable node of at most ``max_blocks`` blocks that ``token_ids`` begin with, or the root.
+        A node is usable if every group still has all blocks that later tokens see.
         """
         node = found = self.root
-        runs = [0] * len(self.windows)  # of each group, how many blocks up to here are there without a gap
+        runs = [0] * len(self.windows)  # for each group, how many blocks up to here are present without a gap
         while node.depth < max_blocks:
             child = self._nodes.get(self._key(node, token_ids))
             if child is None:
@@ -102,7 +102,9 @@ class PrefixCache:
         return found
 
     def block_tables(self, node: PrefixNode) -> list[list[int]]:
-        """For each group the blocks of ``node`` and its parents; the padding block where no later token sees one."""
+        """Returns for each group the blocks of ``node`` and its parents; the padding block where no later token sees
+        one.
+        """
         firsts = [first_seen_block(node.depth, window, self.block_size) for window in self.windows]
         tables = [[PADDING_BLOCK] * node.depth for _ in self.windows]
         while node.parent is not None and node.depth > min(firsts):
@@ -113,10 +115,11 @@ class PrefixCache:
         return tables
 
     def publish(self, node: PrefixNode, token_ids: SequenceOf[int], block_ids: tuple[int, ...]) -> PrefixNode:
-        """The node below ``node`` for the next block of ``token_ids``, which ``block_ids`` contain, one in each group.
+        """Returns the node below ``node`` for the next block of ``token_ids``, computed in ``block_ids``, one for each
+        group.
 
-        Where the node has a block of a group already, that one stays: it contains the same, and the caller's remains
-        its own affair.
+        Where the node has a block of a group already, that block stays; it contains the same, and the caller keeps its
+        own.
         """
         key = self._key(node, token_ids)
         child = self._nodes.get(key)
@@ -130,16 +133,16 @@ class PrefixCache:
 
     @property
     def nodes(self) -> Iterable[PrefixNode]:
-        """All nodes but the root, parents before their children."""
+        """Yields all nodes but the root, parents before their children."""
         return self._nodes.values()
 
     @property
     def named(self) -> list[int]:
-        """All blocks that a node names."""
+        """Returns all blocks that a node names."""
         return list(self._node_of_block)
 
     def add(self, parent: PrefixNode, token_ids: Iterable[int], block_ids: tuple[int, ...]) -> PrefixNode:
-        """A new node below ``parent``, whose own block has ``token_ids``, as one was elsewhere."""
+        """Adds a node below ``parent`` whose own block has ``token_ids``, from a snapshot."""
         return self._add(parent, parent.prefix + array("I", token_ids).tobytes(), block_ids)
 
     def _add(self, parent: PrefixNode, key: bytes, block_ids: tuple[int, ...]) -> PrefixNode:
@@ -152,18 +155,18 @@ class PrefixCache:
         return node
 
     def forget(self, block_id: int) -> None:
-        """The pool has given up what ``block_id`` contained."""
+        """Drops ``block_id``, whose contents the pool has evicted."""
         self.statistics.evictions += 1
         self.remove(block_id)
 
     def remove(self, block_id: int) -> None:
-        """Name ``block_id`` no more."""
+        """Removes ``block_id`` from the node that names it."""
         node = self._node_of_block.pop(block_id)
         node.block_ids = tuple([PADDING_BLOCK if each == block_id else each for each in node.block_ids])
         self._prune(node)
 
     def branch(self, node: PrefixNode) -> set[PrefixNode]:
-        """All nodes that begin with the same block as ``node``, which is not the root, does."""
+        """Returns all nodes that begin with the same block as ``node``, which is not the root."""
         while node.depth > 1:
             assert node.parent is not None
             node = node.parent
@@ -174,13 +177,13 @@ class PrefixCache:
         return found
 
     def move_user_down(self, before: PrefixNode | None, after: PrefixNode) -> None:
-        """A sequence that stood at ``before``, or came, stands further down, at ``after``."""
+        """Moves a user from ``before``, or a new one, down to ``after``."""
         after.num_users += 1
         if before is not None:
             before.num_users -= 1
 
     def move_user(self, before: PrefixNode | None, after: PrefixNode | None) -> None:
-        """A sequence that stood at ``before`` stands at ``after`` now; ``None`` where it came or went."""
+        """Moves a user from ``before`` to ``after``; ``None`` where it is new or gone."""
         if after is not None:
             after.num_users += 1
         if before is not None:
@@ -188,8 +191,8 @@ class PrefixCache:
             self._prune(before)
 
     def check_integrity(self, published: set[int], users: Iterable[PrefixNode]) -> None:
-        """Assert that nodes and the ``published`` blocks name each other, that no node is left that nothing needs, and
-        that each of ``users`` is counted.
+        """Asserts that nodes and the ``published`` blocks name each other, that no unneeded node is left, and that each
+        of ``users`` is counted.
         """
         found: dict[int, PrefixNode] = {}
         num_users, num_children = Counter(map(id, users)), Counter(id(node.parent) for node in self._nodes.values())
@@ -218,7 +221,7 @@ class PrefixCache:
             node.num_children -= 1
 
     def _key(self, node: PrefixNode, token_ids: SequenceOf[int]) -> bytes:
-        """What the child of ``node`` with the next block of ``token_ids`` is found by."""
+        """Returns the key of the child of ``node`` with the next block of ``token_ids``."""
         begin = node.depth * self.block_size
         return node.prefix + array("I", token_ids[begin : begin + self.block_size]).tobytes()
 
@@ -232,5 +235,6 @@ def _first_block(one: int, other: int) -> int:
 
 
 def first_seen_block(num_full_blocks: int, window: int | None, block_size: int) -> int:
-    """The first block that a token after ``num_full_blocks`` blocks sees, and the first that must be kept for it."""
+    """Returns the first block that a token after ``num_full_blocks`` blocks sees, the first that must be kept for
+    it."""
     return 0 if window is None else max(0, num_full_blocks * block_size - window + 1) // block_size

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fastgen.compile.weights.formats import QUANTIZED, QuantizedFormat
+from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.errors import FastgenError
 from fastgen.models.builder import kv_windows
 from fastgen.runtime.kv_cache.block_tables import max_blocks_held
@@ -95,7 +95,7 @@ def _for_weights(memory: MemoryModel, asked: AskedSizes, resolve: Resolve) -> st
         quantized = MemoryModel(replace(build, weight_format=weight_format), memory.device)
         return _resolves(resolve, quantized, asked)
 
-    smaller = [f"quantize={each!r}" for each in QUANTIZED[build.target.name] if fits_in(each)]
+    smaller = [f"quantize={each!r}" for each in build.target.quantized_formats if fits_in(each)]
     if smaller:
         return f"no sizes of the engine help, but it fits with {', or with '.join(smaller)}"
     elsewhere = MemoryModel(build, replace(memory.device, memory_bytes=_PLENTY))

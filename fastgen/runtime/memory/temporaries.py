@@ -20,8 +20,8 @@ from fastgen.models.measure import MeasuredModel
 from fastgen.runtime.memory.held import results
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.requests.request import Request, Sequence
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.sampler import Sampler, prompt_logprobs
-from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.sampling.slot_sampler import slot_sampler
 from fastgen.runtime.step.input_batch import InputBatch
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS

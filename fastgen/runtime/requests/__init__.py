@@ -1,1 +1,1 @@
-"""Requests, their checks, deadlines and answers."""
+"""What is asked of a model: requests, their sampling parameters, checks and deadlines; and what is sampled for them."""

@@ -1,16 +1,25 @@
-"""What a model can be asked, before anything of a request is queued."""
+"""Checks of a request against the model, before the request is queued."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
-from fastgen.runtime.sampling.sampling_params import SamplingParams
-from fastgen.runtime.sampling.structured_output import Grammars
+from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.requests.sampling_params import SamplingParams
+
+
+class FormatCompiler(Protocol):
+    """Compiles response formats."""
+
+    def compile(self, response_format: ResponseFormat) -> None:
+        """Raises ``InvalidArgumentError`` for a format that the model cannot follow."""
+        ...
 
 
 class RequestChecks:
-    """Of one model; ``grammars`` is ``None`` where response formats cannot be kept to, for want of a tokenizer."""
+    """The limits of one model. ``formats`` is ``None`` if the model has no tokenizer and so can follow no format."""
 
     def __init__(
         self,
@@ -18,15 +27,15 @@ class RequestChecks:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         has_tokenizer: bool,
-        grammars: Grammars | None,
+        formats: FormatCompiler | None,
     ):
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
-        self.has_tokenizer, self.grammars = has_tokenizer, grammars
-        # Parameters that were found to go with the model: many requests come with the same.
+        self.has_tokenizer, self.formats = has_tokenizer, formats
+        # The parameters that were checked last: many requests share one object.
         self._last: SamplingParams | None = None
 
     def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Raise ``InvalidArgumentError`` where the model cannot answer, saying why."""
+        """Raises ``InvalidArgumentError`` with the reason if the model cannot answer."""
         if not prompt_ids:
             raise InvalidArgumentError("the prompt has no tokens; give it at least one")
         if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
@@ -49,17 +58,17 @@ class RequestChecks:
             )
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
-        """What does not depend on the prompt."""
+        """Checks what does not depend on the prompt."""
         sampling.check_against(self.vocab_size)
         if sampling.stop and not self.has_tokenizer:
             raise InvalidArgumentError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         if sampling.response_format is not None:
-            if self.grammars is None:
+            if self.formats is None:
                 raise InvalidArgumentError("response_format needs a tokenizer, and this model has none")
-            self.grammars.compile(sampling.response_format)
+            self.formats.compile(sampling.response_format)
         num_endings = len(sampling.stop_ids(self.eos_token_ids))
         if 1 < sampling.beam_width > self.vocab_size - num_endings:
             raise InvalidArgumentError(
-                f"beam_width={sampling.beam_width} beams cannot all go on with different tokens: of {self.vocab_size} "
-                f"in the vocabulary {num_endings} end a beam"
+                f"beam_width={sampling.beam_width} beams cannot all continue with different tokens: of "
+                f"{self.vocab_size} in the vocabulary {num_endings} end a beam"
             )

@@ -1,4 +1,4 @@
-"""When requests time out."""
+"""Deadlines of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class _Open(Container[int], Sized, Protocol):
 
 
 class Deadlines:
-    """The deadlines of requests by their ids, the next first; seconds of the engine's clock."""
+    """A heap of deadlines, the next first, in seconds of the engine's clock."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int]] = []
@@ -21,16 +21,16 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, request_id: int, deadline_s: float) -> None:
-        """The request times out at ``deadline_s``."""
+        """Adds the time ``deadline_s`` at which a request times out."""
         heappush(self._heap, (deadline_s, request_id))
 
     def passed(self, now_s: float) -> Iterator[int]:
-        """Take out whose deadline has passed, perhaps of requests that have ended since."""
+        """Removes and yields the requests whose deadline has passed. Some of them may have ended before."""
         while self._heap and self._heap[0][0] <= now_s:
             yield heappop(self._heap)[1]
 
     def keep(self, open_ids: _Open) -> None:
-        """Hold no more than twice as many as there are ``open_ids``: those of ended requests go."""
+        """Drops the deadlines of ended requests once there are more than two deadlines for each of the ``open_ids``."""
         if len(self._heap) > 2 * len(open_ids):
             self._heap = [each for each in self._heap if each[1] in open_ids]
             heapify(self._heap)

@@ -1,4 +1,4 @@
-"""What a request gives back: whole outputs, pieces of a stream, and where its time went."""
+"""The results of a request: finished outputs, pieces of a stream, and times."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
-# Token id to natural log-probability; the token that stands there is always among them.
+# Token id to natural log-probability. The token at that position is always included.
 Logprobs = dict[int, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMetrics:
-    """Where a request's time went. Times are seconds of a monotonic clock."""
+    """Times of one completion, in seconds of a monotonic clock."""
 
     # From submission until the first of its tokens was scheduled.
     queue_s: float
@@ -22,22 +22,22 @@ class RequestMetrics:
     gaps_s: list[float] = field(default_factory=list)
     # Prompt tokens whose keys and values were found in the prefix cache.
     cached_tokens: int = 0
-    # Generated tokens that had been drafted before, so that each came in the step of the token before it.
+    # Generated tokens that had been drafted: each came in the same step as the token before it.
     accepted_drafts: int = 0
-    # How often its blocks were taken away and it was computed anew.
+    # How often its blocks were freed and it was computed again.
     preemptions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOutput:
-    """One completion of a prompt, finished."""
+    """One finished completion of a prompt."""
 
     # Requests of an engine are numbered in order of arrival.
     request_id: int
     # Which of the ``n`` completions of its request it is.
     index: int = 0
     text: str
-    # All generated ids, those of a stop string and a final stop or end-of-text token included.
+    # All generated ids, including those of a stop string and a final stop or end-of-text token.
     token_ids: list[int]
     finish_reason: FinishReason
     prompt_token_ids: list[int]

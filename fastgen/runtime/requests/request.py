@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.requests.constraint import Constraint
+from fastgen.runtime.requests.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from fastgen.runtime.sampling.sampling_params import SamplingParams
-    from fastgen.runtime.sampling.structured_output import Constraint
-
-
-# Stands for a sequence's newest token while that has been sampled and is not known on the host.
+# Stands for a sequence's newest token while that token has been sampled and is not known on the host.
 TO_COME: Final = -1
 
 
@@ -32,8 +29,8 @@ class Request:
     ``request_id`` numbers requests in order of arrival; ``arrival_s`` is when this one came (seconds).
     ``constraint`` is its compiled ``response_format``, if it has one.
 
-    Its sequences are made when somebody asks for them, which is when its turn is near: however many wait, a request is
-    one object.
+    Its sequences are created at first use, when the request is near the head of the queue. While it waits, a request
+    is one object.
     """
 
     __slots__ = ("_sequences", "arrival_s", "constraint", "prompt_ids", "request_id", "sampling", "turn")
@@ -49,7 +46,7 @@ class Request:
         if not prompt_ids:
             raise InvalidArgumentError(f"request {request_id}: the prompt has no tokens; give it at least one")
         self.request_id = request_id
-        self.prompt_ids = tuple(prompt_ids)  # which the garbage collector passes by, however many wait
+        self.prompt_ids = tuple(prompt_ids)  # the garbage collector does not visit a tuple of integers
         self.sampling = sampling
         self.arrival_s = arrival_s
         self.constraint = constraint
@@ -63,7 +60,7 @@ class Request:
         return self._sequences
 
     def queue(self, turn: int) -> None:
-        """It came to wait as number ``turn``."""
+        """Notes that the request waits as number ``turn``."""
         self.turn = turn
         for seq in self._sequences or ():
             seq.urgency = (self.sampling.priority, turn, seq.index)
@@ -74,7 +71,7 @@ class Request:
 
     @property
     def has_beams(self) -> bool:
-        """Whether its sequences are the beams of one search, which only move together."""
+        """Returns whether the sequences are the beams of one search, which only move together."""
         return self.sampling.beam_width > 1
 
     def __repr__(self) -> str:
@@ -86,13 +83,13 @@ class Sequence:
     their keys and values in the KV cache.
 
     There is no prefill or decode phase. The scheduler closes the gap between ``num_computed_tokens`` and
-    ``num_tokens``, and a step that closes it wants a token sampled. The newest token is therefore never computed yet,
-    and a preempted sequence simply has a wide gap again.
+    ``num_tokens``. A step that closes it samples the next token. So the newest token is never computed yet, and a
+    preempted sequence has a wide gap again.
 
-    ``token_ids`` is appended to by the engine; every other field is the scheduler's and its KV cache manager's to
-    write. ``block_tables`` holds one list of block ids per KV group, and ``slot`` the row of the device-side arrays;
-    both are held from admission until the sequence finishes or is preempted. ``matcher`` says what a constrained
-    sequence may have next; it stays, whatever becomes of slot and blocks, and moves on with each token.
+    The engine appends to ``token_ids``. The scheduler and the KV cache manager write every other field.
+    ``block_tables`` holds one list of block ids per KV group, and ``slot`` is the row of the device-side arrays; a
+    sequence holds both from admission until it finishes or is preempted. ``matcher`` knows which tokens a constrained
+    sequence may have next. It survives preemption and advances with each token.
     """
 
     __slots__ = (
@@ -125,13 +122,13 @@ class Sequence:
         self.slot: int | None = None
         self.status = SequenceStatus.WAITING
         self.num_preemptions = 0
-        # Of the tokens it came with, those that the prefix cache had when it was first admitted.
+        # Tokens that the prefix cache held when the sequence was first admitted.
         self.num_cached_tokens = 0
         self.matcher = None if request.constraint is None else request.constraint.matcher()
 
     @property
     def name(self) -> str:
-        """The key as recordings spell it."""
+        """Returns the key as recordings spell it."""
         return f"{self.key[0]}.{self.index}"
 
     @property
@@ -140,20 +137,20 @@ class Sequence:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens that are known and not computed."""
+        """Returns how many tokens are known and not computed."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def is_decode(self) -> bool:
-        """Whether only the token generated last is pending, so that the sequence costs one token a step.
+        """Returns whether only the token generated last is pending, so that the sequence costs one token a step.
 
-        False while any of the prompt is pending, though it be one token, and while more of a preempted sequence is.
+        False while any prompt token is pending, even a single one, and while a preempted sequence is computed again.
         """
         return self.num_computed_tokens >= self.num_prompt_tokens and self.num_pending_tokens == 1
 
     @property
     def begins_request(self) -> bool:
-        """Whether nothing of its request was ever admitted: it is the first sequence, and was not preempted."""
+        """Returns whether this is the first sequence of its request and was never preempted."""
         return not self.index and not self.num_preemptions
 
     def __repr__(self) -> str:

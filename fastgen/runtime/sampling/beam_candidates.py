@@ -1,8 +1,8 @@
-"""From rows of logits to the candidates of a beam search: the likeliest next tokens, with what they score.
+"""From rows of logits to the candidates of a beam search: the likeliest next tokens and their scores.
 
-Penalties, bias and the tokens that ``min_new_tokens`` forbids apply to log-probabilities where a sampled sequence has
-them applied to logits, and nothing is normalised after them: so do transformers' logits processors in a beam search.
-The arithmetic is torch's on every target, row by row, so company does not move a score.
+Penalties, bias and the tokens that ``min_new_tokens`` forbids apply to log-probabilities here, and to logits in
+ordinary sampling. Nothing is normalised after them. transformers' logits processors do the same in a beam search. The
+arithmetic is torch's on every target, row by row, so other requests in the batch do not change a score.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from torch import Tensor
 
 from fastgen.compile.ops.sampling.reference import Adjustments, adjust, likeliest
 from fastgen.runtime.requests.outputs import Logprobs
-from fastgen.runtime.sampling.beam_search import Candidate
-from fastgen.runtime.step.host_copy import HostCopies
+from fastgen.runtime.requests.sampled import Candidate
+from fastgen.runtime.sampling.host_copy import HostCopies
 
 
 def beam_candidates(
     logits: Tensor, counts: SequenceOf[int], adjustments: Adjustments | None, num_logprobs: SequenceOf[int | None]
 ) -> Callable[[], list[list[Candidate]]]:
-    """The ``counts[row]`` likeliest tokens after each row of ``logits [R, V]``, or all that are possible, best first.
+    """Computes the ``counts[row]`` likeliest tokens after each row of ``logits [R, V]``, or all that are possible, best
+    first.
 
     ``adjustments`` are those of the rows. A row with ``num_logprobs`` reports that many alternatives beside each
-    candidate, by the model's own distribution. What is returned waits for them, and does not need ``logits`` any more.
+    candidate, by the model's own distribution. Returns a function that waits for the candidates; ``logits`` may be
+    overwritten before it is called.
     """
     log_probs = logits.float().log_softmax(dim=-1)
     adjusted = log_probs if adjustments is None else adjust(log_probs, adjustments)
     scores, ids = likeliest(adjusted, min(max(counts), logits.shape[1]))
     raw = log_probs.gather(1, ids)
     most = max((number for number in num_logprobs if number is not None), default=0)
-    # One more than asked for, since the token itself may be among the likeliest.
+    # One more than requested, since the token itself may be among the likeliest.
     top, top_ids = likeliest(log_probs, min(most + 1, logits.shape[1]) if most else 0)
     copies = HostCopies([ids, scores, raw, top_ids, top])
 

@@ -5,7 +5,7 @@ The search of "Sequence Transduction with Recurrent Neural Networks" (Graves, 20
 termination are those of ``GenerationMixin._beam_search`` in transformers 5. With ``W = beam_width``, each step
 
 1. extends every live beam by every token, a continuation scoring the sum of its tokens' scores, and takes the best
-   ``W * max(2, 1 + stop ids)`` continuations: so many that ``W`` of them go on whatever the others do;
+   ``W * max(2, 1 + stop ids)`` continuations: so many that ``W`` of them continue even if all others end;
 2. makes hypotheses of those among the best ``W`` that end, by a stop id or by being ``max_new_tokens`` long. The score
    of a hypothesis is its sum divided by ``length ** length_penalty``, the length being that of its generated tokens
    with the one that ends it. A continuation that ends behind the best ``W`` is dropped. The best ``W`` hypotheses of
@@ -26,24 +26,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fastgen.runtime.requests.outputs import Logprobs
+from fastgen.runtime.requests.sampled import Candidate
 
 EarlyStopping = bool | Literal["never"]
 
 
-class Candidate(NamedTuple):
-    """A token that may come next in a beam."""
-
-    token_id: int
-    # What it adds to the beam's sum: its log-probability, as penalties and bias made it. Finite.
-    score: float
-    # What is reported of it, where log-probabilities were asked for.
-    logprobs: Logprobs | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """What was generated so far along one path: the ``newest`` token after those of ``parent``."""
+    """One path of the search: the ``newest`` token after those of ``parent``."""
 
     parent: Beam | None = None
     newest: Candidate | None = None
@@ -56,7 +46,7 @@ class Beam:
         return Beam(self, token, self.score + token.score, self.length + 1)
 
     def tokens(self) -> list[Candidate]:
-        """The generated tokens, oldest first."""
+        """Returns the generated tokens, oldest first."""
         found: list[Candidate] = []
         beam = self
         while beam.parent is not None:
@@ -74,7 +64,7 @@ class Hypothesis(NamedTuple):
 
 
 class BeamSearch:
-    """One search. ``live`` are the beams to be continued, best first: at first one, which has generated nothing."""
+    """A beam search. ``live`` are the beams to be continued, best first: at first a single one without tokens."""
 
     def __init__(
         self,
@@ -97,16 +87,16 @@ class BeamSearch:
         return not self.live
 
     def advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[int]:
-        """One step: ``candidates[i]`` are the likeliest tokens after ``live[i]``, best first, :func:`num_candidates` of
-        them or all that are possible.
+        """Makes one step. ``candidates[i]`` are the likeliest tokens after ``live[i]``, best first,
+        :func:`num_candidates` of them or all that are possible.
 
-        Returns for each beam that is live now the index of the beam that it continues; none where the search is over.
+        Returns for each beam that is live now the index of the beam that it continues; none if the search is over.
         """
         assert len(candidates) == len(self.live), f"{len(candidates)} candidate lists for {len(self.live)} live beams"
         continuations = [
             (index, beam.extended(token)) for index, beam in enumerate(self.live) for token in candidates[index]
         ]
-        continuations.sort(key=lambda continuation: -continuation[1].score)  # stable, which settles ties
+        continuations.sort(key=lambda continuation: -continuation[1].score)  # stable, which decides ties
         del continuations[num_candidates(self.beam_width, self.stop_ids) :]
 
         next_beams: list[tuple[int, Beam]] = []
@@ -126,13 +116,14 @@ class BeamSearch:
         return [index for index, _ in next_beams]
 
     def ranking(self) -> list[Hypothesis]:
-        """The hypotheses, best first. Before the search is done the live beams are ranked with them, as if they ended
-        here."""
+        """Returns the hypotheses, best first. Before the search is done the live beams are ranked with them, as if they
+        ended here.
+        """
         found = self.finished + [self._hypothesis(beam) for beam in self.live]
         return sorted(found, key=lambda hypothesis: -hypothesis.score)
 
     def _is_enough(self, best: Beam) -> bool:
-        """Whether the hypotheses kept are the answer, the ``best`` live beam notwithstanding."""
+        """Returns whether the hypotheses kept are the answer, even though the ``best`` beam is live."""
         if len(self.finished) < self.beam_width:
             return False
         if self.early_stopping is True:
@@ -150,5 +141,7 @@ class BeamSearch:
 
 
 def num_candidates(beam_width: int, stop_ids: frozenset[int]) -> int:
-    """How many continuations a step of the search looks at, and so how many candidates it may need of one beam."""
+    """Returns how many continuations a step of the search considers, and so how many candidates of one beam it may
+    need.
+    """
     return beam_width * max(2, 1 + len(stop_ids))

@@ -1,6 +1,6 @@
-"""What the sampling kernel is told of a sequence: kept while the sequence is sampled in every step, else made anew.
+"""The parameters of the sampling kernel for one sequence, kept while the sequence is sampled in every step.
 
-All of it is derived from the sequence's parameters and tokens, so a sequence that was preempted is told of alike.
+They are derived from the sequence's parameters and tokens, so they are the same after a preemption.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 
 from fastgen.compile.ops.sampling.cpp import NO_BIASES, NO_USES, Biases, RowSampling, SampledRow, Uses
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 
-# Of every sequence that :func:`is_plain`.
+# The row of every sequence that :func:`is_plain`.
 PLAIN_ROW = SampledRow(RowSampling(), 0)
 
 
 class RowHistory:
     """The rows of one sequence, step by step.
 
-    ``ending_ids`` are forbidden until ``min_new_tokens`` are generated. Token ids from ``vocab_size`` on, which the
-    model's head does not reach, are left out.
+    ``ending_ids`` are forbidden until ``min_new_tokens`` tokens are generated. Token ids from ``vocab_size`` on are
+    left out, since the model's head does not have them.
     """
 
     def __init__(self, sequence: Sequence, ending_ids: frozenset[int], vocab_size: int):
@@ -38,7 +38,7 @@ class RowHistory:
         self._uses = _UsedTokens(sequence, vocab_size) if penalises(sampling) else None
 
     def row(self, drafts: SequenceOf[int] = ()) -> SampledRow:
-        """That of the sequence's next token, were ``drafts`` generated before it."""
+        """Returns the row of the sequence's next token, as if ``drafts`` had been generated before it."""
         position = self._sequence.num_tokens + len(drafts)
         uses = NO_USES if self._uses is None else self._uses.after(drafts)
         return SampledRow(
@@ -47,8 +47,8 @@ class RowHistory:
 
 
 def is_plain(sampling: SamplingParams) -> bool:
-    """Whether each token is the likeliest and nothing more is to be known, so that a row needs no history. Of a beam
-    nothing is: its search chooses among candidates.
+    """Returns whether each token is simply the likeliest one and nothing else is reported, so that a row needs no
+    history. A beam is plain too, since its search chooses among candidates.
     """
     return sampling.beam_width > 1 or (
         sampling.greedy
@@ -61,7 +61,7 @@ def is_plain(sampling: SamplingParams) -> bool:
 
 
 def penalises(sampling: SamplingParams) -> bool:
-    """Whether what a sequence has generated, or its prompt, changes its logits."""
+    """Returns whether the generated tokens of a sequence, or its prompt, change its logits."""
     return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
@@ -78,7 +78,7 @@ def _row_sampling(sampling: SamplingParams, sequence_index: int, vocab_size: int
         repetition=sampling.repetition_penalty,
         presence=sampling.presence_penalty,
         frequency=sampling.frequency_penalty,
-        # One more than asked for, since the token itself may be among the likeliest.
+        # One more than requested, since the token itself may be among the likeliest.
         num_top=min(num_top + 1, vocab_size) if num_top else num_top,
     )
 
@@ -90,7 +90,7 @@ def _bias_list(biases: dict[int, float]) -> Biases:
 
 
 class _UsedTokens:
-    """Which tokens a sequence has, each once, and how often it generated them; follows the sequence as it grows."""
+    """The distinct tokens of a sequence and how often it generated each. Follows the sequence as it grows."""
 
     def __init__(self, sequence: Sequence, vocab_size: int):
         self._sequence, self._vocab_size = sequence, vocab_size
@@ -102,7 +102,7 @@ class _UsedTokens:
         self._ids, self._uses = _with_room(ids), _with_room(np.ones(len(ids), np.int32))
 
     def after(self, drafts: SequenceOf[int]) -> Uses:
-        """Of all the sequence's tokens, and of ``drafts`` behind them, which are not remembered."""
+        """Returns the uses of all the sequence's tokens and of ``drafts`` after them, which are not remembered."""
         for token_id in islice(self._sequence.token_ids, self._num_counted, None):
             self._count(token_id)
         self._num_counted = self._sequence.num_tokens
@@ -133,5 +133,5 @@ class _UsedTokens:
 
 
 def _with_room(numbers: NDArray[np.int32]) -> NDArray[np.int32]:
-    """With twice the room, so that appending costs little."""
+    """Returns a copy with twice the room, so that appending costs little."""
     return np.concatenate([numbers, np.empty(len(numbers) + 64, np.int32)])

@@ -1,8 +1,8 @@
 """The sampler: one token for each row of logits, by each sequence's own parameters.
 
-Penalties are derived from a sequence's tokens and draws from its request's seed, its index and the position, so a
-sequence that was preempted and computed anew gets the tokens it would have got: what is kept between steps only saves
-making it again. Where there are kernels, they sample; elsewhere torch does.
+Penalties follow from a sequence's tokens, and draws from its request's seed, its index and the position. So a sequence
+that was preempted and computed again gets the same tokens; what is kept between steps only saves time. Kernels sample
+where there are any, torch elsewhere.
 
 ``R`` rows, ``V`` vocabulary.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,12 +30,13 @@ from fastgen.compile.ops.sampling.reference import (
 from fastgen.errors import GenerationError
 from fastgen.runtime.requests.outputs import Logprobs
 from fastgen.runtime.requests.request import Sequence
+from fastgen.runtime.requests.sampled import SampledToken
 from fastgen.runtime.sampling.beam_candidates import beam_candidates
-from fastgen.runtime.sampling.beam_search import Candidate, num_candidates
+from fastgen.runtime.sampling.beam_search import num_candidates
+from fastgen.runtime.sampling.host_copy import HostCopies
 from fastgen.runtime.sampling.sampled_rows import PLAIN_ROW, RowHistory, is_plain
 from fastgen.runtime.sampling.slot_sampler import SlotSampler, gives_logprobs
 from fastgen.runtime.scheduling.drafts import SampledSequence
-from fastgen.runtime.step.host_copy import HostCopies
 
 _MAX_INT64 = 2**63 - 1
 _FP32 = torch.finfo(torch.float32)
@@ -47,26 +47,13 @@ _ERRORS = {
 _NO_TOKEN_FITS = "no token can be chosen: response_format allows none of the model's tokens here, or only at logit -inf"
 
 
-class SampledToken(NamedTuple):
-    """What became of one row. With an ``error`` the ``token_id`` means nothing and there are no ``logprobs``."""
-
-    token_id: int
-    # As :attr:`SamplingParams.logprobs` asks; see :func:`token_logprobs`.
-    logprobs: Logprobs | None = None
-    error: str | None = None
-    # Whether the error is that logits were no numbers, so that nothing computed for the sequence is to be trusted.
-    is_damaged: bool = False
-    # Of a beam; which of them follow is for its search to say, not for ``token_id``.
-    candidates: list[Candidate] | None = None
-
-
 class Sampler:
     """Chooses tokens. ``eos_token_ids`` are the model's end-of-text ids; ``kernel``, if given, is for its vocabulary.
-    With ``slots`` tokens are chosen on the device, where logits are computed; here they are read.
+    With ``slots`` the device chooses tokens where it computes logits, and they are read here.
 
     While a sequence has fewer than ``min_new_tokens`` generated tokens, its stop token ids and the end-of-text ids are
-    forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled. Where a sequence
-    has a matcher, that alone says what is allowed.
+    forbidden. With ``ignore_eos`` the latter are ordinary tokens: never forbidden, and may be sampled. For a sequence
+    with a matcher, the matcher alone decides what is allowed.
     """
 
     def __init__(
@@ -80,7 +67,7 @@ class Sampler:
         self._histories: dict[Sequence, RowHistory | None] = {}
 
     def prepare(self, sequences: SequenceOf[SampledSequence]) -> None:
-        """Before the step that computes the logits of ``sequences``."""
+        """Prepares for ``sequences`` before the step that computes their logits."""
         for sequence in sequences:
             if sequence.matcher is not None:
                 sequence.matcher.prepare()
@@ -88,26 +75,26 @@ class Sampler:
             self.slots.prepare(_undrafted(sequences), self._early_ids)
 
     def constrain(self, sequences: SequenceOf[SampledSequence]) -> None:
-        """Before the logits of ``sequences``, the latest moment at which a device may hear what they may have next."""
+        """Sends the masks of ``sequences`` to the device. Call it last before their logits are computed."""
         if self.slots is not None:
             self.slots.constrain(_undrafted(sequences))
 
     def sample(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> list[SampledToken]:
-        """One token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``. What was drafted
-        for a sequence stands behind it.
+        """Returns one token per row: row ``i`` of ``logits [R, V]`` is for the next token of ``sequences[i]``. The
+        drafts of a sequence follow it.
 
         A drawn (not greedy) sequence's request must have its seed; see ``resolve_seed``. A row that cannot be sampled
-        gets an error and disturbs no other.
+        gets an error and affects no other.
         """
         return self.launch(logits, sequences)()
 
     def launch(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> Callable[[], list[SampledToken]]:
-        """The same, given by what is returned: with ``slots`` it waits until the tokens are here, and nothing else
-        needs ``logits`` any more; elsewhere they are here already. A row whose sequence has no slot any more gets
-        anything.
+        """Launches the sampling of ``logits [R, V]``, and returns a function that returns the tokens of :meth:`sample`.
+        With ``slots`` the function waits for them; otherwise they are complete already. ``logits`` may be overwritten
+        before it is called. A row whose sequence has no slot any more gets an arbitrary token.
         """
         candidates = self._launch_candidates(logits, sequences)
-        if self.slots is not None:  # without a row too: the step must have ended before its inputs are written again
+        if self.slots is not None:  # even without rows: the step must have ended before its inputs are overwritten
             answers = _launch_answers(logits, self.slots.chosen(sequences), sequences, self.slots)
             return lambda: candidates(answers())
         if not sequences:
@@ -130,7 +117,7 @@ class Sampler:
     def _launch_candidates(
         self, logits: Tensor, sequences: SequenceOf[SampledSequence]
     ) -> Callable[[list[SampledToken]], list[SampledToken]]:
-        """What gives tokens of beams their candidates, and leaves the others as they are."""
+        """Returns a function that adds candidates to the tokens of beams, and leaves other tokens as they are."""
         rows = [row for row, each in enumerate(sequences) if each.request.sampling.beam_width > 1]
         if not rows:
             return lambda tokens: tokens
@@ -158,7 +145,7 @@ class Sampler:
         logits = logits.float().contiguous()
         known, current = self._histories, _undrafted(sequences)
         if list(known) != current:
-            # Only of this step's sequences: the others have ended, or wait so long that making it anew does not matter.
+            # Only this step's sequences: others have ended, or wait so long that making theirs again does not matter.
             self._histories = {each: known[each] if each in known else self._history(each) for each in current}
         if not any(self._histories.values()):
             ids = kernel.greedy(logits)
@@ -173,7 +160,7 @@ class Sampler:
         ]  # fmt: skip
 
     def rows(self, sequences: SequenceOf[Sequence]) -> list[SampledRow]:
-        """What the kernel is told of the next token of ``sequences``, to which it gave the last."""
+        """Returns the kernel's parameters for the next token of ``sequences``, whose last tokens it sampled."""
         return list(map(self._row, sequences))
 
     def _row(self, sequence: SampledSequence) -> SampledRow:
@@ -189,7 +176,7 @@ class Sampler:
         return RowHistory(sequence, self._early_ids(sequence), self.kernel.vocab_size)
 
     def _adjusted(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> Tensor:
-        """``logits`` itself when no sequence adjusts them, else a copy in fp32 with the adjustments applied."""
+        """Returns ``logits`` itself if no sequence adjusts them, else a copy in fp32 with the adjustments applied."""
         forbidden = [self._forbidden(sequence) for sequence in sequences]
         rows = [row for row, sequence in enumerate(sequences) if forbidden[row] or _adjusts(sequence)]
         if not rows:
@@ -207,7 +194,7 @@ class Sampler:
         return self._early_ids(sequence)
 
     def _early_ids(self, sequence: SampledSequence) -> frozenset[int]:
-        """Those that ``min_new_tokens`` forbids."""
+        """Returns the tokens that ``min_new_tokens`` forbids."""
         if sequence.matcher is not None:
             return frozenset()
         sampling = sequence.request.sampling
@@ -221,8 +208,9 @@ def _undrafted(sequences: SequenceOf[SampledSequence]) -> list[Sequence]:
 def _launch_answers(
     logits: Tensor, found: Tensor, sequences: SequenceOf[SampledSequence], slots: SlotSampler | None = None
 ) -> Callable[[], list[SampledToken]]:
-    """What gives each row its token, or what its ``-status`` means, as ``found [R]`` says, with the log-probabilities
-    that are asked for: those that the kernels of ``slots`` computed, the others by torch."""
+    """Returns a function that returns the result of each row: a token or the error of a ``-status``, as ``found [R]``
+    says, with the log-probabilities that are requested. The kernels of ``slots`` compute some of these, torch the rest.
+    """
     by_kernel: dict[int, int] = {}
     by_torch: dict[int, int] = {}
     for row, sequence in enumerate(sequences):
@@ -249,7 +237,7 @@ def _launch_answers(
 
 
 def sampled_token(found: int, sequence: SampledSequence, logprobs: Logprobs | None = None) -> SampledToken:
-    """What the token or ``-status`` means that was ``found`` for ``sequence``."""
+    """Returns the meaning of the token or ``-status`` that was ``found`` for ``sequence``."""
     if found >= 0:
         return SampledToken(found, logprobs)
     status = RowStatus(-found)
@@ -260,7 +248,7 @@ def sampled_token(found: int, sequence: SampledSequence, logprobs: Logprobs | No
 
 
 def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceOf[int]) -> list[Logprobs]:
-    """Log-probabilities of each row's token and of its ``counts[row]`` likeliest alternatives to it.
+    """Returns log-probabilities of each row's token and of its ``counts[row]`` likeliest alternatives to it.
 
     They are the model's own distribution, the log-softmax of the raw ``logits [R, V]`` before penalties, bias,
     temperature and filters: comparable between requests and with the prompt's. A row's token comes first, then the
@@ -270,16 +258,17 @@ def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceO
 
 
 def _launch_logprobs(logits: Tensor, token_ids: Tensor, counts: SequenceOf[int]) -> Callable[[], list[Logprobs]]:
-    """What gives :func:`token_logprobs` when they are here."""
+    """Returns a function that waits for :func:`token_logprobs`."""
     most = max(counts, default=0)
-    # One more than asked for, since the token itself may be among the likeliest.
+    # One more than requested, since the token itself may be among the likeliest.
     num_top = min(most + 1, logits.shape[1]) if most else 0
     return _copy_logprobs([token_ids, *log_probabilities(logits, token_ids, num_top)], counts)
 
 
 def _copy_logprobs(computed: SequenceOf[Tensor], counts: SequenceOf[int]) -> Callable[[], list[Logprobs]]:
-    """What gives them when they are here: ``computed`` are each row's token, its log-probability, the likeliest ones'
-    and their ids."""
+    """Returns a function that waits for them. ``computed`` are each row's token, its log-probability, the likeliest
+    log-probabilities and their ids.
+    """
     copies = HostCopies(computed)
 
     def logprobs() -> list[Logprobs]:
@@ -292,10 +281,10 @@ def _copy_logprobs(computed: SequenceOf[Tensor], counts: SequenceOf[int]) -> Cal
 
 
 def prompt_logprobs(logits: Tensor, token_ids: SequenceOf[int], count: int) -> list[Logprobs]:
-    """Log-probabilities of prompt tokens: row ``i`` of ``logits [R, V]`` is the prediction of ``token_ids[i]``.
+    """Returns log-probabilities of prompt tokens: row ``i`` of ``logits [R, V]`` is the prediction of ``token_ids[i]``.
 
-    Each entry has the token and ``count`` alternatives. Raises ``GenerationError`` where logits hold NaN or +inf, or
-    are −inf altogether.
+    Each entry has the token and ``count`` alternatives. Raises ``GenerationError`` if logits hold NaN or +inf, or all
+    are −inf.
     """
     for state in row_status(logits).tolist():
         if state != RowStatus.OK:
@@ -340,7 +329,7 @@ def _adjustments(
     seen, counts, bias = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape), torch.zeros(shape)
     for row, sequence in enumerate(sequences):
         sampling = sequence.request.sampling
-        # Ids that the head does not reach are left out: prompts and parameters may hold such.
+        # Prompts and parameters may hold ids that the head does not have; these are left out.
         if sampling.repetition_penalty != 1.0:
             seen[row, _within(sequence.token_ids, vocab_size)] = True
         generated = sequence.token_ids[sequence.num_prompt_tokens :]
@@ -360,7 +349,7 @@ def _adjustments(
     return Adjustments(
         seen=to_device(seen, device),
         counts=to_device(counts, device),
-        # Kept to what fp32 can hold: an extreme penalty neither becomes 0 nor infinite.
+        # Clamped to the range of fp32, so that an extreme penalty becomes neither 0 nor infinite.
         repetition=column([min(max(sampling.repetition_penalty, _FP32.tiny), _FP32.max) for sampling in parameters]),
         presence=column([sampling.presence_penalty for sampling in parameters]),
         frequency=column([sampling.frequency_penalty for sampling in parameters]),
@@ -387,7 +376,7 @@ def _draws(sequences: SequenceOf[SampledSequence], device: torch.device) -> Draw
 
 
 def _seed_bits(greedy: bool, seed: int | None) -> int:
-    """The seed modulo 2**64 as the signed number with the same bits."""
+    """Returns the seed modulo 2**64 as the signed number with the same bits."""
     if greedy:
         return 0
     assert seed is not None, "a request that draws has its seed resolved when it is submitted"

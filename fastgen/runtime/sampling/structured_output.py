@@ -1,8 +1,8 @@
-"""Structured output: which tokens may come next, for an answer to have its request's ``response_format``.
+"""Structured output: which tokens may come next so that an answer follows its request's ``response_format``.
 
 The library is llguidance: an Earley parser over a lexer of regular-expression derivatives, walked along the trie of all
-tokens. It has the grammar's state; here are the model's side of it (which ids are tokens, which end an answer), the
-limits, and the threads that compute the next mask while the device computes the next logits.
+tokens. It keeps the state of the grammar. This module has the model's side (which ids are tokens, which end an answer),
+the limits, and the threads that compute the next mask while the device computes the next logits.
 
 ``V`` is the vocabulary of the model's head. A *mask* is ``[⌈V/32⌉]`` int32: bit ``i % 32`` of word ``i // 32`` says
 whether token ``i`` is allowed.
@@ -25,21 +25,20 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.sampling.response_format import JSON_OPTIONS, ResponseFormat
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.constraint import Mask
+from fastgen.runtime.requests.response_format import JSON_OPTIONS, ResponseFormat
+from fastgen.runtime.requests.sampling_params import SamplingParams
 
-Mask = NDArray[np.int32]
 _END = "<|fastgen: the answer may end|>"
 
-# Compiled formats that are kept for the next request that asks for the same; the one used longest ago goes first.
+# Compiled formats that are kept for later requests; the least recently used one is dropped first.
 MAX_KEPT = 64
 MAX_THREADS = 4
 
-# What a grammar may cost, in the library's own units: it is refused, or its request ends with an error, where it takes
-# more. Beside them what the library says they take.
+# The most that a grammar may cost, in the library's own units. A grammar that takes more is refused, or its request
+# ends with an error. The comments give the time or memory that the library says each limit takes.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,  # to compile: 20 ms
     "max_grammar_size": 500_000,  # symbols in productions
@@ -49,24 +48,24 @@ _LIMITS = {
     "max_lexer_states": 100_000,  # 200 MB at worst
 }
 MAX_MASK_CPU_S = 0.1
-# Of an answer; with one more that takes longer it fails, for a step of all waits for its mask. What a token costs goes
-# by the square of the parser's branches, which no limit of the library's is about.
+# Masks of one answer that may take longer than that. One more, and the answer fails, since the whole step waits for its
+# mask. The cost of a token grows with the square of the parser's branches, which no limit of the library covers.
 MAX_SLOW_MASKS = 3
-# Of one mask; then nothing waits for it any more, and its answer fails.
+# Processor time after which nothing waits for a mask any more, and its answer fails.
 MAX_AWAITED_CPU_S = 0.3
-# Of an answer, to take its tokens into the parser, which the engine does itself: with more it fails. Only those count
-# that take longer than each of an ordinary grammar's.
+# Processor time that the engine itself may spend to feed the tokens of one answer to the parser; with more it fails.
+# Only tokens count that take longer than any token of an ordinary grammar.
 MAX_TAKEN_CPU_S = 0.5
 SLOW_TAKE_CPU_S = 0.005
-# Of an object, that may be left out; with fewer no limit is near.
+# Optional properties of an object; with fewer no limit is near.
 _MANY_PROPERTIES = 300
 
 
 class Grammars:
-    """Compiles formats for one model, and keeps those used last. Not thread-safe.
+    """Compiles formats for one model, and keeps the most recent ones. Not thread-safe.
 
     ``tokenizer`` is transformers' own; ``vocab_size`` is ``V``; ``eos_token_ids`` end an answer where its grammar may
-    end. The library is imported, and told of the tokenizer, when the first format is compiled.
+    end. The library is imported and gets the tokenizer when the first format is compiled.
     """
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Iterable[int]):
@@ -75,11 +74,13 @@ class Grammars:
         self._kept: OrderedDict[ResponseFormat, Any] = OrderedDict()
 
     def compile(self, response_format: ResponseFormat) -> None:
-        """Raise ``InvalidArgumentError`` where the format cannot be kept to; then :meth:`constraint` has it ready."""
+        """Compiles a format, so that :meth:`constraint` has it ready. Raises ``InvalidArgumentError`` for a format that
+        cannot be followed.
+        """
         self._compiled(response_format)
 
     def constraint(self, sampling: SamplingParams) -> Constraint | None:
-        """What holds for each answer to a request with ``sampling``; ``None`` where it asks for no format."""
+        """Returns the constraint of each answer to a request with ``sampling``; ``None`` if it has no format."""
         if sampling.response_format is None:
             return None
         start = self._compiled(sampling.response_format)
@@ -101,7 +102,7 @@ class Grammars:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A request's compiled format, of which each of its sequences has a :class:`Matcher`."""
+    """A request's compiled format. Each sequence of the request has a :class:`Matcher` of it."""
 
     # The library's matcher before the first token; it is copied, never advanced.
     start: Any
@@ -115,7 +116,8 @@ class Constraint:
 
 
 class Matcher:
-    """What one sequence may have next. It stays with the sequence, running or not, and knows nothing of steps.
+    """The tokens that one sequence may have next. It stays with the sequence, running or not, and knows nothing of
+    steps.
 
     A token that ends the request is allowed exactly where the grammar may end, and not before ``min_new_tokens``,
     unless no other token is. Tokens that the tokenizer does not know, and special ones, have no text and are allowed
@@ -128,25 +130,25 @@ class Matcher:
         self._num_tokens = 0
         self._mask: Future[Mask] | None = None
         self._threads = constraint.vocabulary.threads
-        # The processor clock of the thread that computes the mask, and what it said when that began.
+        # The processor clock of the thread that computes the mask, and its value when that started.
         self._began: tuple[int, float] | None = None
         self._failure = ""
         self._num_slow = 0
         self._taken_s = 0.0
 
     def prepare(self) -> None:
-        """Begin to compute the mask of the next token, on another thread, unless that was done."""
+        """Starts to compute the mask of the next token on another thread, unless that has started."""
         if self._mask is not None:
             return
         self._began = None
         self._threads = self._constraint.vocabulary.threads
         try:
             self._mask = self._threads.submit(self._compute)
-        except RuntimeError as error:  # no thread can be started: it is this sequence's failure and no other's
+        except RuntimeError as error:  # no thread can start: only this sequence fails
             self._mask = self._fail(error)
 
     def mask(self) -> Mask:
-        """Of the next token. No bit is set where the grammar can neither go on nor end, or the mask could not be made;
+        """Returns the mask of the next token. No bit is set if the grammar can neither continue nor end, or on failure;
         see :attr:`error`.
         """
         while True:
@@ -155,7 +157,7 @@ class Matcher:
             try:
                 return self._mask.result(MAX_MASK_CPU_S)
             except TimeoutError:
-                if self._mask.cancel():  # not begun: all threads are at what takes long
+                if self._mask.cancel():  # not started: all threads are busy with slow masks
                     self._mask = None
                 elif self._spent_s() > MAX_AWAITED_CPU_S and not self._mask.done():
                     why = f"a token took more than {MAX_AWAITED_CPU_S:g} s of processor time"
@@ -165,24 +167,26 @@ class Matcher:
                 self._constraint.vocabulary.replace_threads(self._threads)
 
     def _spent_s(self) -> float:
-        """Processor time of the thread since it began with the mask; 0 where the system does not tell."""
+        """Returns the processor time of the thread since it started with the mask; 0 if the system does not report
+        it.
+        """
         if self._began is None:
             return 0.0
         clock, began_s = self._began
         try:
             return time.clock_gettime(clock) - began_s
-        except OSError:  # it has just ended, and with it the thread
+        except OSError:  # the mask is complete, and the thread has just ended
             return 0.0
 
     @property
     def error(self) -> str:
-        """What the library says where it gave up, a limit being reached, or what else failed; empty otherwise."""
-        self.mask()  # no other thread uses the state from here on, unless it was given up
-        return self._failure or _told(self._state.get_error())
+        """Returns the library's message if it reached a limit, or what else failed; empty otherwise."""
+        self.mask()  # from here on no other thread uses the state, unless its mask was abandoned
+        return self._failure or _message(self._state.get_error())
 
     def advance(self, token_id: int) -> bool:
-        """Take the next token, one that :meth:`mask` allows and that does not end the request. Returns whether the
-        answer is complete: nothing can follow. Otherwise the next mask is begun.
+        """Takes the next token, one that :meth:`mask` allows and that does not end the request. Returns whether the
+        answer is complete, so that nothing can follow. Otherwise starts the next mask.
         """
         self.mask()
         self._mask = None
@@ -212,11 +216,11 @@ class Matcher:
                     f"of {MAX_SLOW_MASKS + 1} tokens each took more than {MAX_MASK_CPU_S:g} s of processor time"
                 )
             return mask
-        except BaseException as error:  # a panic of the library's is no ``Exception``, and nobody interrupts a thread
+        except BaseException as error:  # a panic of the library is no ``Exception``; interrupts do not reach here
             return self._fail(error).result()
 
     def _fail(self, error: BaseException) -> Future[Mask]:
-        """There is no next token: the mask that says so."""
+        """Notes the failure, and returns a mask that allows no token."""
         self._failure = f"{type(error).__name__}: {error}"
         mask: Future[Mask] = Future()
         mask.set_result(self._constraint.vocabulary.mask_of(()))
@@ -234,14 +238,14 @@ class Matcher:
 
 
 class _Vocabulary:
-    """The model's tokens as the library knows them, and the threads that compute masks of them."""
+    """The model's tokens as the library knows them, and the threads that compute masks."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self._library = _import_library()
         self._vocab_size, self._num_words = vocab_size, -(-vocab_size // 32)
         try:
-            # The library knows one end-of-text token, which it allows where the grammar may end. It gets one that the
-            # model has not, so that what is a token of the model's and what is the end are never confused.
+            # The library has one end-of-text token, which it allows where the grammar may end. It gets one that the
+            # model lacks, so that a token of the model is never confused with the end.
             backend = deepcopy(tokenizer.backend_tokenizer)
             backend.add_special_tokens([_END])
             self._end_id: int = backend.token_to_id(_END)
@@ -259,19 +263,19 @@ class _Vocabulary:
         self.threads = _new_threads()
 
     def replace_threads(self, busy: ThreadPoolExecutor) -> None:
-        """Have others for what comes, if these are those that there are: some are at what cannot be stopped."""
+        """Replaces the threads if ``busy`` are the current ones: some of these compute what cannot be stopped."""
         if self.threads is busy:
             self.threads = _new_threads()
             busy.shutdown(wait=False)
 
     def mask_of(self, token_ids: Iterable[int]) -> Mask:
-        """With the bits of ``token_ids`` set; those that the head does not reach are left out."""
+        """Returns a mask with the bits of ``token_ids`` set, except ids that the model's head does not have."""
         bits = np.zeros(32 * self._num_words, np.uint8)
         bits[[each for each in token_ids if each < self._vocab_size]] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def compile(self, response_format: ResponseFormat) -> Any:
-        """The library's matcher, at the start. Raises ``InvalidArgumentError`` for what it cannot keep to."""
+        """Returns the library's matcher at its start. Raises ``InvalidArgumentError`` for a format it cannot follow."""
         matcher = self._library.LLMatcher
         refused = f"response_format ({response_format.kind}) is refused"
         try:
@@ -280,11 +284,11 @@ class _Vocabulary:
             raise InvalidArgumentError(f"{refused}: {error}") from None
         start = matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if start.is_error():
-            raise InvalidArgumentError(f"{refused}: {_told(start.get_error())}")
+            raise InvalidArgumentError(f"{refused}: {_message(start.get_error())}")
         first = start.deep_copy()
         allowed, may_end = self.next_tokens(first)
         if not (may_end or allowed.any()):
-            reason = _told(first.get_error()) or "none of the model's tokens can begin such an answer"
+            reason = _message(first.get_error()) or "none of the model's tokens can begin such an answer"
             raise InvalidArgumentError(f"{refused}: {reason}")
         if response_format.kind == "json_schema":
             for names in optional_runs(json.loads(response_format.text)):
@@ -296,19 +300,19 @@ class _Vocabulary:
         return start
 
     def _too_wide(self, names: SequenceOf[str]) -> str:
-        """What the library says where so many properties may be next; empty where it goes on."""
+        """Returns the library's message if any of the properties ``names`` may be next; empty if it can continue."""
         schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}}
         grammar = _json_grammar(self._library.LLMatcher, json.dumps(schema))
         state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        for _ in range(2):  # behind the brace any of them may come
+        for _ in range(2):  # after the brace any of them may come
             allowed, _ = self.next_tokens(state)
             if not allowed.any():
                 break
             state.consume_token(_first_of(allowed))
-        return _told(state.get_error())
+        return _message(state.get_error())
 
     def next_tokens(self, state: Any) -> tuple[Mask, bool]:
-        """The mask of the library's own tokens after ``state``, and whether the grammar may end there."""
+        """Returns the mask of the library's tokens after ``state``, and whether the grammar may end there."""
         words = np.empty(-(-self._tokenizer.vocab_size // 32), np.int32)
         state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if state.is_error():
@@ -326,11 +330,10 @@ def _first_of(mask: Mask) -> int:
 
 
 def optional_runs(schema: object) -> Iterator[list[str]]:
-    """Of each object in a JSON ``schema`` the longest run of properties that may be left out, where it is long enough
-    to be of interest.
+    """Yields for each object in a JSON ``schema`` its longest run of optional properties, if that is long.
 
-    They come in the schema's order, so behind a required one, or the beginning, any of the next run can be next, or the
-    one behind it.
+    Properties come in the schema's order. So after a required one, or at the beginning, any property of the next run
+    can be next, or the one after the run.
     """
     stack = [schema]
     while stack:
@@ -351,10 +354,12 @@ def optional_runs(schema: object) -> Iterator[list[str]]:
             yield longest
 
 
-def _told(error: str) -> str:
-    """The library's message, without its note that it could say more; empty where it is only that no token fits."""
-    told = error.removesuffix("<non-verbose/>").strip()
-    return "" if told == "NoExtensionBias" else told
+def _message(error: str) -> str:
+    """Returns the library's message without its note that more could be said; empty if it only means that no token
+    fits.
+    """
+    message = error.removesuffix("<non-verbose/>").strip()
+    return "" if message == "NoExtensionBias" else message
 
 
 def _import_library() -> ModuleType:

@@ -1,18 +1,18 @@
-"""Speculative decoding by prompt lookup: a sequence's own tokens say what may come next.
+"""Speculative decoding by prompt lookup: drafts come from the sequence's own earlier tokens.
 
-Where the last n tokens of a sequence have stood in it before, what followed them then is proposed to follow now::
+Where the last n tokens of a sequence occurred in it before, the tokens that followed them are proposed as drafts::
 
     tokens    5  9  2  7  4  1  5  9  2
               -------           -------    the last three stood at the beginning,
                        7  4  1  5          and with k = 4 these are the drafts
 
-The drafts are computed beside the token that is due, as one ragged chunk whose every row gets logits, and each row is
-sampled as it would have been anyway: a draft is accepted while it equals the token that was sampled before it. So the
-tokens are the same as without drafts, and a step that accepts ``a`` of them gives ``a + 1``.
+The drafts are computed with the pending token as one ragged chunk in which every row gets logits. Each row is sampled
+as it would be without drafts. A draft is accepted while it equals the token that was sampled before it. So the tokens
+are the same as without drafts, and a step that accepts ``a`` of them gives ``a + 1`` tokens.
 
 After "Prompt Lookup Decoding" (Saxena, 2023) and "Inference with Reference: Lossless Acceleration of Large Language
-Models" (Yang et al., 2023), which copies from a text beside the prompt. What follows may overlap what it is copied to,
-as in LZ77 (Ziv and Lempel, 1977), so that a text that repeats a single word gets all its drafts.
+Models" (Yang et al., 2023), which copies from a text beside the prompt. The copied tokens may overlap their copy, as in
+LZ77 (Ziv and Lempel, 1977), so a text that repeats a single word gets all its drafts.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ from collections.abc import Sequence as SequenceOf
 from fastgen.runtime.requests.request import TO_COME, Sequence
 from fastgen.runtime.scheduling.schedule import ScheduledTokens
 
-# Asked for at most so many guesses of what follows the tokens of a decode.
+# Returns at most so many guesses of what follows the tokens of a decode.
 ProposeDrafts = Callable[[Sequence, int], SequenceOf[int]]
 
-# Sizes of the n-grams that are looked up, the largest first. A single token is no evidence of what comes next.
+# Sizes of the n-grams that are looked up. A single token is no evidence of what comes next.
 MIN_NGRAM, MAX_NGRAM = 2, 3
-# Tokens of a long prompt that one step indexes at most, in about a millisecond.
+# Most tokens of a long prompt that one step indexes, in about a millisecond.
 INDEXED_AT_ONCE = 1024
 _TOKEN_BITS = 32
 
 
 class NgramIndex:
-    """Where each n-gram of a sequence was seen last. Follows the sequence as it grows, in constant time a token, and
-    takes about 200 bytes for each.
+    """Holds where each n-gram of a sequence occurred last. It follows the growing sequence in constant time a token,
+    and takes about 200 bytes for each token.
     """
 
     def __init__(self) -> None:
         sizes = range(MAX_NGRAM, MIN_NGRAM - 1, -1)
-        # For each size the bits of so many tokens, and by n-gram where the token stands that followed it.
+        # For each size: the mask of its bits, and by n-gram the position of the token that followed it.
         self._followers: list[tuple[int, dict[int, int]]] = [((1 << size * _TOKEN_BITS) - 1, {}) for size in sizes]
         self._num_indexed = 0
-        # The last tokens as one number, each plus 1, so that fewer than an n-gram has are none. A number, unlike a
-        # tuple, is nothing that garbage collection has to look at.
+        # The last tokens as one number, each plus 1, so that too few tokens match no n-gram. Unlike a tuple, a number
+        # is not visited by garbage collection.
         self._last = 0
 
     def find(self, token_ids: list[int]) -> int | None:
-        """Where the token stands that followed the last tokens when they stood in ``token_ids`` before: as many of
-        these as possible, and then the latest place. ``None`` where there is none, or the index still lags behind.
+        """Returns the position of the token that followed an earlier occurrence of the last tokens of ``token_ids``:
+        for the longest n-gram that occurred, its latest occurrence. ``None`` where there is none, or the index still
+        lags behind.
         """
         end = min(len(token_ids), self._num_indexed + INDEXED_AT_ONCE)
         last, longest = self._last, self._followers[0][0]
@@ -67,11 +68,11 @@ class NgramIndex:
 
 
 class NgramDrafter:
-    """Drafts for the decodes of an engine, at most ``num_draft_tokens`` for each.
+    """Proposes drafts for the decodes of an engine, at most ``num_draft_tokens`` for each.
 
-    A sequence is proposed as many as were right the last time, one at least, and twice as many where all were. So text
-    that does not repeat itself costs one row more where an n-gram happens to occur again, and nothing elsewhere.
-    Sequences with a ``response_format``, beams, and those that ``may_draft`` refuses, get none.
+    A sequence gets as many drafts as were right the last time, at least one, and twice as many where all were right. So
+    text that does not repeat itself costs one row more where an n-gram happens to occur again, and nothing elsewhere.
+    Sequences with a ``response_format``, beams, and sequences that ``may_draft`` refuses get none.
     """
 
     def __init__(self, num_draft_tokens: int, may_draft: Callable[[Sequence], bool] = lambda sequence: True):
@@ -79,10 +80,10 @@ class NgramDrafter:
         self._of_sequence: dict[Sequence, _Drafts] = {}
 
     def propose(self, sequence: Sequence, max_tokens: int) -> SequenceOf[int]:
-        """At most ``max_tokens`` drafts of what follows the tokens of ``sequence``, a decode.
+        """Returns at most ``max_tokens`` drafts for what follows the tokens of ``sequence``, a decode.
 
-        There are never so many that the token sampled after the last of them would exceed ``max_new_tokens``. Depends
-        on the sequence's tokens and on when it was asked for drafts before.
+        The token sampled after the last draft never exceeds ``max_new_tokens``. The result depends on the tokens of the
+        sequence and on the steps in which drafts were requested before.
         """
         sampling = sequence.request.sampling
         num_generated = sequence.num_tokens - sequence.num_prompt_tokens
@@ -95,16 +96,16 @@ class NgramDrafter:
         return drafts.next(sequence.token_ids, most)
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """Whether ``sequence`` is looked at at all."""
+        """Returns whether ``sequence`` can get drafts at all."""
         return sequence.matcher is None and not sequence.request.has_beams and self._may_draft(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """``sequence`` has ended."""
+        """Drops the state of ``sequence``, which has ended."""
         self._of_sequence.pop(sequence, None)
 
 
 class _Drafts:
-    """Of one sequence."""
+    """Holds the state of one sequence."""
 
     __slots__ = ("_end", "_index", "_last", "_limit", "_most")
 
@@ -112,7 +113,7 @@ class _Drafts:
         self._index = NgramIndex()
         self._limit = self._most = most
         self._last: list[int] = []
-        # Where the ``_last`` drafts would have stood.
+        # The position of the first of the ``_last`` drafts.
         self._end = 0
 
     def next(self, token_ids: list[int], max_tokens: int) -> list[int]:
@@ -137,11 +138,9 @@ class _Drafts:
 
 
 class DraftedSequence:
-    """A sequence as it would be with ``drafts`` generated, to the eyes of a sampler: what the row of the last of them
-    is sampled for.
-    """
+    """A sequence as it would be with ``drafts`` generated, as the sampler sees it for the row of the last draft."""
 
-    # Sequences that have one are drafted nothing: only the step that samples a token says what may follow it.
+    # Sequences with a matcher get no drafts: only the step that samples a token knows what may follow it.
     matcher = None
 
     __slots__ = ("drafts", "index", "num_prompt_tokens", "num_tokens", "request", "sequence")
@@ -157,20 +156,20 @@ class DraftedSequence:
         return [*self.sequence.token_ids, *self.drafts]
 
 
-# What a row of logits is sampled for.
+# The sequence, perhaps with drafts, that a row of logits is sampled for.
 SampledSequence = Sequence | DraftedSequence
 
 
 def owner(row: SampledSequence) -> Sequence:
-    """Whose row it is."""
+    """Returns the sequence that a row belongs to."""
     return row if isinstance(row, Sequence) else row.sequence
 
 
 def with_drafts(
     decodes: list[Sequence], num_places: int, propose: ProposeDrafts, allocate: Callable[[Sequence, int], bool]
 ) -> tuple[list[Sequence], list[ScheduledTokens]]:
-    """The decodes without drafts (beams have none), and those with, as chunks; at most ``num_places`` drafts. Where
-    ``allocate`` has no blocks for so many tokens there are none.
+    """Returns the decodes without drafts (beams have none), and the decodes with drafts as chunks, with at most
+    ``num_places`` drafts in all. There are none where ``allocate`` has no blocks for so many tokens.
     """
     plain, drafted = [], []
     for seq in decodes:

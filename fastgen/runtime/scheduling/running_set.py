@@ -1,4 +1,4 @@
-"""The sequences that run: who decodes, who has more pending, on which slots, and what the device is to be told."""
+"""The running sequences: decodes and prompts, their slots, and block table updates for the device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _urgency = attrgetter("urgency")
 
 
 class RunningSet:
-    """At most ``max_num_seqs`` sequences, each on a slot of its own.
+    """Holds at most ``max_num_seqs`` sequences, each in a slot of its own.
 
-    ``decodes`` have their newest token pending and nothing else, or nothing at all: beams until their search has moved,
-    and, while ``some_wait``, those that are planned without, since their newest token is not known yet. ``prompts``
-    have more, and are in order of urgency. A decode costs nothing here from step to step.
+    ``decodes`` have one pending token or none. Beams have none until their search has moved; while ``some_wait``,
+    sequences whose newest token is not known yet have none either. ``prompts`` have more pending tokens and are kept in
+    order of urgency. A decode costs nothing here from step to step.
 
-    As long as a beam of a request runs, slots are kept for all of them.
+    As long as a beam of a request runs, slots are reserved for all its beams.
     """
 
     def __init__(self, max_num_seqs: int):
@@ -27,10 +27,10 @@ class RunningSet:
         self.decodes: list[Sequence] = []
         self.prompts: list[Sequence] = []
         self.some_wait = False
-        # The requests of which beams run.
+        # Requests with running beams.
         self._searches: dict[int, Request] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
-        # By slot, group and index: what the device has not been told.
+        # Updates that the device does not have yet, by slot, group and index.
         self._updates: dict[tuple[int, int, int], BlockUpdate] = {}
 
     def __len__(self) -> int:
@@ -42,13 +42,13 @@ class RunningSet:
 
     @property
     def num_free_slots(self) -> int:
-        """Those that are not kept for beams."""
+        """Returns how many slots are free and not reserved for beams."""
         beams = (seq for request in self._searches.values() for seq in request.sequences)
         return len(self._free_slots) - sum(seq.status is SequenceStatus.WAITING for seq in beams)
 
     @property
-    def due_decodes(self) -> list[Sequence]:
-        """The decodes whose newest token is pending."""
+    def pending_decodes(self) -> list[Sequence]:
+        """Returns the decodes whose newest token is pending."""
         some_wait = self.some_wait or self._searches
         return [seq for seq in self.decodes if seq.num_pending_tokens] if some_wait else self.decodes
 
@@ -58,26 +58,26 @@ class RunningSet:
 
     @property
     def block_updates(self) -> tuple[BlockUpdate, ...]:
-        """All entries of block tables that the device has not been told."""
+        """Returns all entries of block tables that the device does not have yet."""
         return tuple(self._updates.values())
 
     def add_prompt(self, seq: Sequence) -> None:
-        """Give ``seq`` a slot, which there must be."""
+        """Gives ``seq`` a slot. There must be a free one."""
         self._slot(seq)
         insort(self.prompts, seq, key=_urgency)
 
     def add_decode(self, seq: Sequence) -> None:
-        """The same, where only its newest token is pending."""
+        """Gives ``seq`` a slot, as a decode: only its newest token is pending."""
         self._slot(seq)
         self.decodes.append(seq)
 
     def make_decode(self, seq: Sequence) -> None:
-        """Of the prompt ``seq`` nothing but its newest token is pending any more."""
+        """Turns the prompt ``seq`` into a decode: only its newest token is pending now."""
         self.prompts.remove(seq)
         self.decodes.append(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Take its slot, and forget what the device has not been told of it."""
+        """Frees the slot of ``seq`` and drops its updates."""
         assert seq.slot is not None
         place = bisect_left(self.prompts, seq.urgency, key=_urgency)
         if place < len(self.prompts) and self.prompts[place] is seq:
@@ -91,23 +91,23 @@ class RunningSet:
         if seq.request.has_beams and all(beam.slot is None for beam in seq.request.sequences):
             del self._searches[seq.key[0]]
 
-    def tell(self, seq: Sequence, entries: Iterable[TableEntry]) -> None:
-        """The device is to be told of these entries of the tables of ``seq``."""
+    def add_entries(self, seq: Sequence, entries: Iterable[TableEntry]) -> None:
+        """Adds these entries of the tables of ``seq`` to the updates for the device."""
         assert seq.slot is not None
-        self.tell_all([BlockUpdate(seq.slot, *entry) for entry in entries])
+        self.add_updates([BlockUpdate(seq.slot, *entry) for entry in entries])
 
-    def tell_all(self, updates: Iterable[BlockUpdate]) -> None:
-        """The device is to be told of these."""
+    def add_updates(self, updates: Iterable[BlockUpdate]) -> None:
+        """Adds ``updates`` for the device."""
         for update in updates:
             self._updates[update[:3]] = update
 
-    def told(self) -> None:
-        """The device has been told all."""
+    def updates_launched(self) -> None:
+        """Clears the updates: a launched step carries all of them."""
         self._updates.clear()
 
     @property
     def free_slots(self) -> tuple[int, ...]:
-        """The next to be given last, those kept for beams among them."""
+        """Returns the free slots, also those reserved for beams; the last one is given next."""
         return tuple(self._free_slots)
 
     def restore(
@@ -115,15 +115,15 @@ class RunningSet:
         decodes: list[Sequence],
         prompts: list[Sequence],
         free_slots: Iterable[int],
-        untold: Iterable[BlockUpdate],
+        updates: Iterable[BlockUpdate],
     ) -> None:
-        """Be, new, as another was."""
+        """Restores the state of a snapshot into a new set."""
         self.decodes, self.prompts, self._free_slots = decodes, prompts, list(free_slots)
         self._searches = {seq.key[0]: seq.request for seq in self if seq.request.has_beams}
-        self.tell_all(untold)
+        self.add_updates(updates)
 
     def check_integrity(self) -> None:
-        """Assert that slots and order are accounted for."""
+        """Asserts that slots and order are accounted for."""
         running = list(self)
         taken = [seq.slot for seq in running if seq.slot is not None]
         assert len(taken) == len(running), f"running without a slot: {running}"
@@ -136,12 +136,12 @@ class RunningSet:
         searches = {seq.key[0] for seq in running if seq.request.has_beams}
         assert self._searches.keys() == searches, f"searches {searches}, known {list(self._searches)}"
         assert self.num_free_slots >= 0, f"{self._free_slots} free, but more are kept for {self._searches}"
-        told = {slot for slot, _, _ in self._updates}
-        assert told <= set(taken), f"updates for the slots {told}"
+        slots = {slot for slot, _, _ in self._updates}
+        assert slots <= set(taken), f"updates for the slots {slots}"
 
     def _slot(self, seq: Sequence) -> None:
         seq.slot = self._free_slots.pop()
         seq.status = SequenceStatus.RUNNING
         if seq.request.has_beams:
             self._searches[seq.key[0]] = seq.request
-        self.tell(seq, held_entries(seq))
+        self.add_entries(seq, held_entries(seq))

@@ -1,4 +1,4 @@
-"""What one step computes, as a value."""
+"""The schedule: what one step computes, as a value."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import NamedTuple
 from fastgen.runtime.kv_cache.block_tables import BlockCopy, BlockUpdate
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.scheduling.step_time import StepWork, decode_work
+from fastgen.runtime.scheduling.policies.step_time import StepWork, decode_work
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledTokens:
-    """Tokens ``start .. end - 1`` of ``seq``; ``samples`` where nothing remains pending, so that the step samples
-    the next token.
+    """Tokens ``start .. end - 1`` of ``seq``. With ``samples`` nothing remains pending, so the step samples the next
+    token.
 
-    The last of them are ``drafts``: guesses that ``seq`` does not have. The step samples behind each of them too.
+    The last of them are ``drafts``: guesses that are not tokens of ``seq`` yet. The step samples behind each of them
+    too.
     """
 
     seq: Sequence
@@ -32,11 +33,11 @@ class ScheduledTokens:
 
     @property
     def num_rows(self) -> int:
-        """How many of its last tokens need logits."""
+        """Returns how many of the last tokens need logits."""
         return 1 + len(self.drafts) if self.samples else 0
 
     def check(self, kv: KVCacheManager) -> None:
-        """Assert that its tokens are pending, running and have their blocks."""
+        """Asserts that its tokens are pending, that the sequence runs and has blocks for them."""
         seq = self.seq
         assert seq.slot is not None, f"{self} has no slot"
         known_end = self.end - len(self.drafts)
@@ -51,10 +52,10 @@ class ScheduledTokens:
 class Schedule(NamedTuple):
     """What one step computes: one token of each of the ``decodes``, which all sample, and the ``chunks``.
 
-    ``positions`` has for each decode where its token stands. Chunks of prompts come in order of urgency, and behind
-    them those of decodes with drafts. ``block_updates`` are the entries of the block tables that the device has not
-    been given; ``block_copies`` are to be made before the forward pass, all at once. ``preempted`` lost their slots and
-    blocks before the step. ``size`` is the captured size to run at.
+    ``positions`` has the position of each decode's token. Chunks of prompts come in order of urgency, then those of
+    decodes with drafts. ``block_updates`` are the entries of block tables that the device does not have yet.
+    ``block_copies`` are made before the forward pass, all at once. ``preempted`` sequences lost their slots and blocks
+    before the step. ``size`` is the captured size to run at.
     """
 
     decodes: tuple[Sequence, ...]
@@ -68,22 +69,24 @@ class Schedule(NamedTuple):
 
     @property
     def entries(self) -> tuple[ScheduledTokens, ...]:
-        """The decodes, each as the chunk of one token that it is, and the chunks: for tests and tools. The step itself
-        makes no object for a decode.
+        """Returns decodes, each as a chunk of one token, and chunks; for tests and tools. The step itself makes no
+        object a decode.
         """
         decodes = zip(self.decodes, self.positions, strict=True)
         return (*(ScheduledTokens(seq, position, 1, samples=True) for seq, position in decodes), *self.chunks)
 
     @property
     def work(self) -> StepWork:
-        """What its time depends on."""
+        """Returns the work that the time of the step depends on."""
         work = decode_work(self.positions)
         for chunk in self.chunks:
             work = work.with_chunk(chunk.start, chunk.num_tokens)
         return work
 
     def check(self, kv: KVCacheManager, token_budget: int) -> None:
-        """Assert what a step relies on: it fits its size, and its tokens are pending, running and have their blocks."""
+        """Asserts what a step relies on: it fits its size; its tokens are pending, of running sequences, and have
+        blocks.
+        """
         entries = self.entries
         num_tokens = sum(entry.num_tokens for entry in entries)
         assert num_tokens == self.num_tokens, f"{num_tokens} tokens are said to be {self.num_tokens}"

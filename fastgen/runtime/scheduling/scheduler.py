@@ -3,24 +3,24 @@
 Every unfinished sequence has an urgency: its class, its turn in the class, its index in its request
 (:mod:`fastgen.runtime.scheduling.waiting_queue`). A step takes
 
-1. one token of every decode. One that finds no free block preempts the least urgent running sequence, which may be
-   itself: its blocks are freed, it waits for a slot, and will be computed again from its first token;
-2. prompt tokens, as many as the :mod:`policy <fastgen.runtime.scheduling.policies>` says, the most urgent prompt's
-   first: of those that run and are partly computed, and of those that wait, which are admitted as long as slots last. A
-   chunk is cut to what the free blocks hold. No one is admitted in a step that had to preempt, and one that was
-   preempted comes back only when there is room for all that it has to compute again.
+1. one token of every decode. A decode that finds no free block preempts the least urgent running sequence, which may be
+itself: the blocks of that sequence are freed, it waits for a slot, and will be computed again from its first token; 2.
+prompt tokens, as many as the :mod:`policy <fastgen.runtime.scheduling.policies>` says. The most urgent prompt comes
+first, among running ones that are partly computed and waiting ones, which are admitted as long as there are slots. A
+chunk is cut to what the free blocks hold. A step that had to preempt admits nothing, and a preempted sequence is
+admitted again only when there is room for everything that it has to compute again.
 
-A request's sequences share its prompt. Those but the first wait until it is computed, and then take over its blocks.
+The sequences of a request share its prompt. All but the first wait until it is computed, and then take its blocks.
 
-**Beams** of a search move together, so all have slots or none, and where one is preempted, all are. Then the first
-computes the prompt again, and the others go on from there.
+**Beams** of a search move together. So all of them have slots or none, and a preemption takes all. Then the first beam
+computes the prompt again, and the others continue from there.
 
-**Progress.** The most urgent running sequence gets on whenever its kind runs. As a decode it preempts until it has its
-block. As a prompt it has all its blocks already where everybody else was admitted after it; where one more urgent came
-later, it preempts the less urgent until it has a place. Where it runs alone the cache is its own and suffices, or it
-would have been refused. So running sequences finish, their slots and blocks come free, and the head of the queue is
-next, for nobody passes it by. A policy may hold one kind back for the other only as long as the other gets on; and
-since whoever waits comes to the head of the most urgent class one day, every sequence finishes.
+**Progress.** The most urgent running sequence makes progress in every step that runs its kind. As a decode it preempts
+until it has its block. As a prompt it has all its blocks already if the others were admitted after it; otherwise it
+preempts the less urgent until it has a place. Alone, it has the whole cache, which suffices, or the request would have
+been refused. So running sequences finish, their slots and blocks become free, and the head of the queue is admitted
+next, because no sequence overtakes it. A policy may delay one kind for the other only while the other makes progress. A
+waiting sequence reaches the head of the most urgent class at some time, so every sequence finishes.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.kv_cache.block_tables import TableEntry
-from fastgen.runtime.kv_cache.forks import Forks
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.drafts import ProposeDrafts, with_drafts
+from fastgen.runtime.scheduling.forks import Forks
 from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
 from fastgen.runtime.scheduling.running_set import RunningSet
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
-from fastgen.runtime.scheduling.spreading import Spreading
+from fastgen.runtime.scheduling.staggering import Staggering
 from fastgen.runtime.scheduling.step_room import StepRoom
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
@@ -50,16 +50,18 @@ _num_computed_tokens = attrgetter("num_computed_tokens")
 
 
 class Scheduler:
-    """Continuous batching over the blocks of ``kv``, by ``policy``: Dynamic SplitFuse unless another is given.
+    """Schedules continuous batches over the blocks of ``kv``, by ``policy``; by default Dynamic SplitFuse.
 
-    At most ``token_budget`` tokens and ``max_num_seqs`` sequences a step. What a step costs does not depend on how many
-    requests wait. Who waits for ``aging_s`` seconds moves up a class. ``propose_drafts(seq, n)``, where given, is asked
-    for at most ``n`` guesses of what follows the tokens of a decode, as long as a step has places left.
+    A step has at most ``token_budget`` tokens and ``max_num_seqs`` sequences. Its cost does not depend on how many
+    requests wait. A sequence that has waited for ``aging_s`` seconds moves up a class. ``propose_drafts(seq, n)``, if
+    given, returns at most ``n`` guesses of what follows the tokens of a decode; it is called while a step has places
+    left.
 
-    The engine's part of a step: :meth:`schedule`, run it, :meth:`commit`, then append one token to every sequence that
-    was sampled for, or :meth:`finish` it. A schedule may go uncommitted where running it failed: the next one takes its
-    place, and the blocks and slots it gave stay with their sequences. Where the next step is scheduled ``ahead`` of the
-    tokens of the last, it is :meth:`told` before and committed after these were appended.
+    For each step the engine calls :meth:`schedule`, runs the step, calls :meth:`commit`, and then appends one token to
+    each sampled sequence or calls :meth:`finish`. A schedule stays uncommitted where running it failed: the next one
+    takes its place, and the blocks and slots that it gave stay with their sequences. Where the next step is scheduled
+    ``ahead`` of the tokens of the last one, :meth:`launched` is called before, and :meth:`commit` after these tokens
+    were appended.
     """
 
     def __init__(
@@ -86,31 +88,32 @@ class Scheduler:
         self.policy = SplitFuse() if policy is None else copy.deepcopy(policy)
         self.policy.check(max_num_seqs)
         self.waiting = WaitingQueue(aging_s)
-        # Where the last step was put off by the policy: until when.
+        # Until when the policy has postponed the last step, if it has.
         self.resumes_at_s: float | None = None
         self._propose_drafts = propose_drafts
         self.running = RunningSet(max_num_seqs)
         self.forks = Forks(kv, self.running, self.waiting)
         self._num_opened = 0
         self._scheduled: Schedule | None = None
-        self._is_told = self._is_ahead = False
+        self._is_launched = self._is_ahead = False
         self._last_request_id: int | None = None
-        self.spreading = Spreading(kv, self.running)
+        self.staggering = Staggering(kv, self.running)
         self._now_s = 0.0
 
     @property
     def place(self) -> tuple[int, int, float]:
-        """Where it is beside sequences and blocks: admissions that are open, whose turn it is to be given a spare, and
-        the clock."""
-        return self._num_opened, self.spreading.next_spare, self._now_s
+        """Returns state beside sequences and blocks: open admissions, the next decode to get a lookahead block, and the
+        clock.
+        """
+        return self._num_opened, self.staggering.next_lookahead, self._now_s
 
     @place.setter
     def place(self, place: tuple[int, int, float]) -> None:
-        self._num_opened, self.spreading.next_spare, self._now_s = place
+        self._num_opened, self.staggering.next_lookahead, self._now_s = place
 
     @property
     def num_waiting(self) -> int:
-        """Those that have no slot."""
+        """Returns how many sequences have no slot."""
         return len(self.waiting) + self.waiting.num_held
 
     @property
@@ -118,7 +121,7 @@ class Scheduler:
         return [*self.running, *self.waiting, *self.waiting.held]
 
     def add(self, request: Request) -> None:
-        """Queue every sequence of ``request``, whose id must be above all those added before.
+        """Queues every sequence of ``request``, whose id must be above all earlier ones.
 
         :raises RequestTooLargeError: where a sequence could never finish; nothing is queued then.
         """
@@ -126,19 +129,21 @@ class Scheduler:
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
-        """The same, of a request that is known to fit."""
+        """Queues a request that is known to fit."""
         if self._last_request_id is not None and request.request_id <= self._last_request_id:
             raise InvalidArgumentError(f"{request} comes after request {self._last_request_id}: ids must ascend")
         self._last_request_id = request.request_id
         self.waiting.add(request)
 
     def check_fits(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
-        """Refuse a request that could not finish even with all slots and the whole cache to itself, saying why."""
+        """Refuses a request that could not finish even with all slots and the whole cache to itself, with the
+        arithmetic.
+        """
         self.kv.check_fits(num_prompt_tokens, sampling.max_new_tokens)
         self.forks.check_fits(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
 
     def finish(self, seq: Sequence) -> None:
-        """Drop ``seq``, done or cancelled, whatever it is doing; its blocks and its slot are free at once."""
+        """Ends ``seq``, done or cancelled, in any state; its blocks and its slot are free at once."""
         if seq.status is SequenceStatus.FINISHED:
             return
         if seq.status is SequenceStatus.RUNNING:
@@ -150,19 +155,19 @@ class Scheduler:
             self.waiting.release(seq, self._now_s)
 
     def schedule(self, now_s: float = 0.0) -> Schedule | None:
-        """The next step, by the clock's ``now_s``. ``None`` where no sequence is left, or the policy waits for more;
-        however often that is, later steps are the same.
+        """Returns the next step at the clock's ``now_s``; ``None`` where no sequence is left, or the policy waits for
+        more. Further calls that return ``None`` do not change later steps.
         """
         self._is_ahead = False
         return self._schedule(now_s)
 
     def schedule_ahead(self, now_s: float) -> Schedule | None:
-        """The same, while tokens of the step committed last are not known.
+        """Returns the next step while tokens of the step committed last are not known yet.
 
-        A sequence whose token is only awaited has :data:`TO_COME` in its place, and is scheduled like any other. One
-        that must have it first has nothing there, and is left out. ``None``, with nothing changed, where there is
-        nothing to compute without these, or somebody might have to be preempted: a step that knows all tokens may do
-        that.
+        A sequence whose token is awaited has :data:`TO_COME` in its place and is scheduled like any other. A sequence
+        that needs its token first has nothing there, and is left out. ``None``, with nothing changed, where nothing can
+        be computed without these tokens, or a sequence might have to be preempted, which needs a step that knows all
+        tokens.
         """
         self.running.some_wait = True
         try:
@@ -180,9 +185,9 @@ class Scheduler:
         if not self.running and (until_s := self._plan([]).until_s) is not None:
             self.resumes_at_s = until_s
             return None
-        self.waiting.age(now_s)  # that leaves the head of the queue, so the policy does not wait now either
+        self.waiting.age(now_s)  # the head of the queue stays the same, so the policy does not wait now either
         if self.running.prompts or (self.waiting and self.running.num_free_slots):
-            self.kv.settle()  # so that prompts have what blocks and prefixes there are
+            self.kv.flush()  # prompts can use all free blocks and all published prefixes
         preempted: list[Sequence] = []
         self._make_way(preempted)
         plan = self._plan(preempted)
@@ -193,7 +198,7 @@ class Scheduler:
         if not chunks:
             num_preempted = len(preempted)
             self._give_decodes(preempted)
-            decodes = self.running.due_decodes
+            decodes = self.running.pending_decodes
             if len(preempted) > num_preempted:
                 plan = self._plan(preempted)
             room = StepRoom(self.policy, decodes, self.sizes)
@@ -202,31 +207,33 @@ class Scheduler:
         return self._close(decodes, chunks, preempted, room)
 
     def _schedule_decodes(self) -> Schedule | None:
-        """The next step where decodes are all there is: nothing is to be shared out, so no policy is asked."""
+        """Returns the next step where there are only decodes: nothing is shared out, so the policy is not asked."""
         if not self.running.decodes:
             return None
         preempted: list[Sequence] = []
         self._give_decodes(preempted)
-        decodes = self.running.due_decodes
+        decodes = self.running.pending_decodes
         return self._close(decodes, [], preempted, StepRoom(self.policy, decodes, self.sizes))
 
-    def told(self, schedule: Schedule) -> None:
-        """The device has the block updates and copies of ``schedule``; what comes from now on is for the next one."""
-        assert schedule is self._scheduled, "only of the schedule made last can the device be told"
-        self._is_told = True
-        self.running.told()
+    def launched(self, schedule: Schedule) -> None:
+        """Marks ``schedule`` as launched: the device has its block updates and copies, and later ones are for the next
+        step.
+        """
+        assert schedule is self._scheduled, "only the schedule made last can be launched"
+        self._is_launched = True
+        self.running.updates_launched()
         if schedule.block_copies:
             self.kv.copies_done(schedule.block_copies)
 
     def commit(self, schedule: Schedule) -> None:
-        """``schedule`` has been run: its tokens are computed, and the device is :meth:`told`. Of drafts nothing is
-        known yet; :meth:`accept` tells.
+        """Marks ``schedule`` as run: its tokens are computed. How many drafts are right is reported later, by
+        :meth:`accept`.
 
-        A sequence that was finished in the meantime is passed over.
+        A sequence that was finished in the meantime is ignored.
         """
         assert schedule is self._scheduled, "only the schedule made last can be committed, and only once"
-        if not self._is_told:
-            self.told(schedule)
+        if not self._is_launched:
+            self.launched(schedule)
         self._scheduled = None
         running, block_size = SequenceStatus.RUNNING, self.kv.block_size
         full: list[Sequence] = []
@@ -235,7 +242,7 @@ class Scheduler:
                 seq.num_computed_tokens = end = position + 1
                 if not end % block_size:
                     full.append(seq)
-        self.spreading.advance(full, len(schedule.decodes))
+        self.staggering.advance(full, len(schedule.decodes))
         for chunk in schedule.chunks:
             seq = chunk.seq
             if seq.status is running:
@@ -245,19 +252,19 @@ class Scheduler:
                     self._note_prompt(seq)
 
     def accept(self, seq: Sequence, num_drafts: int) -> None:
-        """Of the committed chunk of ``seq`` so many drafts were right and are among its tokens now."""
+        """Counts ``num_drafts`` drafts of the committed chunk of ``seq`` as computed; they are among its tokens now."""
         seq.num_computed_tokens += num_drafts
         assert seq.num_computed_tokens < seq.num_tokens, f"{seq} has accepted {num_drafts} drafts that it does not have"
         self.kv.advance(seq)
 
     def observe(self, schedule: Schedule, step_s: float) -> None:
-        """The step of ``schedule`` took ``step_s`` seconds, all of it."""
+        """Reports to the policy that the step of ``schedule`` took ``step_s`` seconds in all."""
         if self.policy.observes:
             self.policy.observe(schedule.work, step_s)
 
     def check_integrity(self) -> None:
-        """Assert that blocks, slots and the order of urgency are all accounted for, and so is the schedule made last
-        where it is not committed, unless it was made ahead of its tokens.
+        """Asserts that blocks, slots and the order of urgency are accounted for, and so is the last schedule where it
+        is not committed, unless it was made ahead of its tokens.
         """
         self.kv.check_integrity(self.running)
         self.running.check_integrity()
@@ -270,7 +277,7 @@ class Scheduler:
     def _plan(self, preempted: list[Sequence]) -> StepPlan:
         num_free_slots = 0 if preempted else self.running.num_free_slots
         view = StepView(
-            decodes=self.running.due_decodes,
+            decodes=self.running.pending_decodes,
             prompts=self.running.prompts,
             waiting=islice(self.waiting, num_free_slots),
             num_waiting=len(self.waiting),
@@ -286,36 +293,36 @@ class Scheduler:
         return plan
 
     def _make_way(self, preempted: list[Sequence]) -> None:
-        """Let the most urgent running sequence have places where it is a prompt, before decodes take all blocks."""
+        """Makes room for the most urgent running sequence, where it is a prompt, before decodes take all blocks."""
         if not self.running.prompts:
             return
         first = self.running.prompts[0]
-        if any(seq.urgency < first.urgency for seq in self.running.due_decodes):
+        if any(seq.urgency < first.urgency for seq in self.running.pending_decodes):
             return
         num_tokens = 1 if self.policy.splits_prompts else min(first.num_pending_tokens, self.token_budget)
         while not self._allocate(first, num_tokens):
             preempted += self._preempt_least_urgent()
 
     def _give_decodes(self, preempted: list[Sequence]) -> None:
-        """Blocks for the next token of every decode, or for that of as many as there are blocks for."""
+        """Allocates blocks for the next token of every decode, or of as many decodes as there are blocks for."""
         block_size = self.kv.block_size
-        decodes = self.running.due_decodes
+        decodes = self.running.pending_decodes
         wanting = [seq for seq in decodes if not seq.num_computed_tokens % block_size]
         num_wanting = len(wanting)
-        wanting = self.kv.spares.use(wanting)
+        wanting = self.kv.lookahead.use(wanting)
         if self.forks.forked:
             wanting += [seq for seq in self.forks.forked if seq.num_computed_tokens % block_size]
         wanting.sort(key=_urgency)
         for seq in wanting:
-            # The least urgent go first, so whoever is preempted is less urgent than all that have their block.
+            # The least urgent are preempted first, so they are less urgent than all that have their block.
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
                 preempted += self._preempt_least_urgent()
         self.forks.forked.clear()
         if not preempted and not self.running.prompts:
-            self.spreading.give_spares(decodes, num_wanting)
+            self.staggering.give_lookahead(decodes, num_wanting)
 
     def _give_prompts(self, plan: StepPlan, room: StepRoom, *, may_admit: bool) -> list[ScheduledTokens]:
-        """Chunks of the most urgent prompts, until places or blocks run out."""
+        """Returns chunks of the most urgent prompts, until places or blocks run out."""
         chunks: list[ScheduledTokens] = []
         num_places = plan.num_prompt_tokens
         prompts = iter(tuple(self.running.prompts))
@@ -324,7 +331,7 @@ class Scheduler:
             waiting = self._admissible() if may_admit else None
             if waiting is not None and (running is None or waiting.urgency < running.urgency):
                 chunk = self._give_chunk(waiting, num_places, plan, room)
-                if chunk is None:  # nobody passes it by, but who runs goes on
+                if chunk is None:  # nothing overtakes it, but running prompts continue
                     may_admit = False
                     continue
             elif running is not None:
@@ -332,7 +339,7 @@ class Scheduler:
                 running = next(prompts, None)
             else:
                 break
-            if chunk is None:  # no place or no block is left, and then none for the less urgent either
+            if chunk is None:  # no place or no block is left for the less urgent either
                 break
             chunks.append(chunk)
             room.take(chunk)
@@ -342,18 +349,18 @@ class Scheduler:
         return chunks
 
     def _admissible(self) -> Sequence | None:
-        """The head of the queue, if there is a slot, for beams one for each, and the policy lets it in."""
+        """Returns the head of the queue if there is a slot, for beams one for each, and the policy admits it."""
         seq = self.waiting.head if self.running.num_free_slots else None
         if seq is None or (seq.begins_request and not self._num_opened):
             return None
         return seq if self.running.num_free_slots >= seq.request.sampling.beam_width else None
 
     def _give_chunk(self, seq: Sequence, num_places: int, plan: StepPlan, room: StepRoom) -> ScheduledTokens | None:
-        """The next pending tokens of ``seq`` with blocks for them, and a slot where it was waiting; or ``None`` with
-        nothing changed. ``num_places`` are left of those that the ``plan`` has for prompts.
+        """Returns the next pending tokens of ``seq`` with blocks for them, and a slot where it was waiting; or ``None``
+        with nothing changed. ``num_places`` are left of those that the ``plan`` has for prompts.
         """
         waits = seq.status is SequenceStatus.WAITING
-        if waits and self.kv.num_free < self.kv.num_groups:  # whatever others have computed: it is not looked up
+        if waits and self.kv.num_free < self.kv.num_groups:  # not even for cached prefixes
             return None
         chunk = None
         try:
@@ -378,8 +385,9 @@ class Scheduler:
     def _close(
         self, decodes: list[Sequence], chunks: list[ScheduledTokens], preempted: list[Sequence], room: StepRoom
     ) -> Schedule:
-        """The schedule, with drafts as far as there is ``room``, and the assertions that cost little;
-        :meth:`Schedule.check` has all."""
+        """Returns the schedule, with drafts as far as there is ``room``, after the cheap assertions;
+        :meth:`Schedule.check` has all of them.
+        """
         if self._propose_drafts is not None and decodes:
             num_places = room.limit_drafts(self.token_budget - _num_tokens(decodes, chunks))
             decodes, drafted = with_drafts(decodes, num_places, self._propose_drafts, self._allocate)
@@ -390,7 +398,7 @@ class Scheduler:
             raise AssertionError(f"neither given a token nor finished after their last step: {caught_up}")
         num_tokens = _num_tokens(decodes, chunks)
         assert 0 < num_tokens <= self.token_budget, f"{self.policy} made a step of {num_tokens} tokens"
-        self._is_told = False
+        self._is_launched = False
         self._scheduled = Schedule(
             decodes=tuple(decodes),
             positions=positions,
@@ -404,17 +412,17 @@ class Scheduler:
         return self._scheduled
 
     def _allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Blocks for the next tokens of ``seq``; the device will be told where it has a slot."""
+        """Allocates blocks for the next tokens of ``seq``, with updates for the device where it has a slot."""
         allocation = self.kv.allocate(seq, num_tokens)
         if allocation is None:
             return False
         if seq.slot is not None:
             copied = (TableEntry(copy.group, copy.table_index, copy.destination) for copy in allocation.copies)
-            self.running.tell(seq, (*allocation.appended, *copied))
+            self.running.add_entries(seq, (*allocation.appended, *copied))
         return True
 
     def _note_prompt(self, seq: Sequence) -> None:
-        """The prompt of ``seq`` is computed: it may be a decode now, and it is its siblings' turn."""
+        """Handles the computed prompt of ``seq``: it may become a decode, and its siblings may be admitted."""
         if seq.num_pending_tokens <= 1:
             self.running.make_decode(seq)
         if seq.index == 0 and seq.request.has_beams:
@@ -423,7 +431,7 @@ class Scheduler:
             self.waiting.release(seq, self._now_s)
 
     def _preempt_least_urgent(self) -> list[Sequence]:
-        """Who was preempted: one sequence, or all beams of a search that run."""
+        """Returns the preempted sequences: one, or all running beams of a search."""
         chosen = self.running.least_urgent
         beams = [seq for seq in chosen.request.sequences if seq.status is SequenceStatus.RUNNING]
         lost = beams if chosen.request.has_beams else [chosen]
@@ -436,11 +444,11 @@ class Scheduler:
             self.waiting.hold(seq)
         first = chosen.request.sequences[0] if chosen.request.has_beams else chosen
         self.waiting.remove(first)
-        self.waiting.put_back(first, self._now_s)
+        self.waiting.requeue(first, self._now_s)
         return lost
 
     def _stop(self, seq: Sequence) -> None:
-        """Free the blocks and the slot of a running sequence."""
+        """Frees the blocks and the slot of a running sequence."""
         self.kv.free(seq)
         self.running.remove(seq)
         self.forks.forked.discard(seq)

@@ -1,4 +1,4 @@
-"""The model's part of a step: hidden states of its tokens, and logits of the rows that need some."""
+"""The model's part of a step: hidden states of its tokens, and logits of the rows that need them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
 from fastgen.runtime.scheduling.policies.splitfuse import smallest_size
 
-# The static inputs of a step with so many tokens, and so many rows that need logits.
+# Returns the static inputs of a step with this many tokens, and this many rows that need logits.
 Views = Callable[[int, int], RaggedBatch]
 # Samples from the logits of a step's first rows.
 Sample = Callable[[Tensor], None]
 
 
 class Forward:
-    """Calls the model's modules. What it returns is valid until the next step."""
+    """Calls the model's modules. Its results are valid until the next step."""
 
     def __init__(self, model: CausalLM, kv_cache: PagedKVCache):
         self.model, self.kv_cache = model, kv_cache
 
     def hidden(self, batch: RaggedBatch) -> Tensor:
-        """``[T, H]``; writes the batch's keys and values."""
+        """Returns the hidden states ``[T, H]``. Writes the batch's keys and values."""
         hidden: Tensor = self.model(batch, self.kv_cache)
         return hidden
 
     def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
-        """``[R, V]`` in fp32, of the rows ``batch.logits_indices`` of this step's ``hidden``."""
+        """Returns the logits ``[R, V]`` in fp32 of the rows ``batch.logits_indices`` of this step's ``hidden``."""
         return self.model.logits(hidden[batch.logits_indices.long()])
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a step computes: ``hidden [T, hidden_size]`` of ``dtype``, ``logits [R, vocab_size]`` in fp32."""
+    """The sizes of a step's results: ``hidden [T, hidden_size]`` of ``dtype``, ``logits [R, vocab_size]`` in fp32."""
 
     hidden_size: int
     vocab_size: int
@@ -58,8 +58,9 @@ class Results:
 
 
 class _ReplayedForward(Forward):
-    """Replays steps that ``pool`` made graphs of, by their number of tokens, or of rows; they read ``views`` and leave
-    their ``results`` in static buffers."""
+    """Replays steps that were recorded in ``pool``, by their number of tokens or rows. They read ``views`` and leave
+    their ``results`` in static buffers.
+    """
 
     def __init__(
         self,
@@ -90,9 +91,10 @@ class _ReplayedForward(Forward):
 
 
 class TapedForward(_ReplayedForward):
-    """Steps that occur again run from tapes, recorded when their number of tokens, or of rows, first occurs: all small
-    ones, and those at one of the ascending ``sizes``, which the scheduler fills. The others last so long that calling
-    the modules does not show."""
+    """Runs steps of recurring sizes from tapes, which are recorded when a number of tokens or rows first occurs. All
+    small sizes recur, and the ascending ``sizes``, which the scheduler fills. Other steps take so long that the time to
+    call the modules does not matter.
+    """
 
     SMALL = 64
 
@@ -109,8 +111,8 @@ class TapedForward(_ReplayedForward):
     ):
         super().__init__(model, kv_cache, pool, views, results, max_tokens=sizes[-1], max_rows=max_rows)
         self._sizes, self._recurring = sizes, {*range(1, min(self.SMALL, sizes[-1]) + 1), *sizes}
-        # The largest comes first, so that what all others leave in between finds room where its own lies. Then those of
-        # a request by itself, whose second token would come late otherwise.
+        # The largest is recorded first, so that the intermediate tensors of all others fit into its memory. Then comes
+        # the step of a single request, whose second token would be late otherwise.
         with torch.inference_mode():
             for num_tokens in (sizes[-1], 1):
                 self._forwards[num_tokens] = self._record(num_tokens)
@@ -126,7 +128,9 @@ class TapedForward(_ReplayedForward):
         return self._hidden[:num_tokens]
 
     def record_sizes(self) -> None:
-        """Record now what the first step at each of the sizes would have to: some milliseconds each."""
+        """Records the tapes of all sizes now, so that the first step at a size does not have to: some milliseconds
+        each.
+        """
         with torch.inference_mode():
             for num_tokens in reversed(self._sizes):
                 if num_tokens not in self._forwards:
@@ -150,7 +154,9 @@ class TapedForward(_ReplayedForward):
         return self._logits[:num_rows]
 
     def record_decodes(self, num_rows: int, prepare: Callable[[], None], sample: Sample) -> Tape:
-        """A whole step of so many decodes: ``prepare`` writes its inputs, each token's logits go to ``sample``."""
+        """Records a whole step of ``num_rows`` decodes: ``prepare`` writes its inputs, and ``sample`` gets the
+        logits.
+        """
 
         def step() -> None:
             prepare()
@@ -162,10 +168,10 @@ class TapedForward(_ReplayedForward):
 
 
 class CapturedForward(_ReplayedForward):
-    """All steps run from graphs, captured beforehand for each of the ascending ``sizes`` and ``row_sizes``.
+    """Runs all steps from graphs, captured beforehand for each of the ascending ``sizes`` and ``row_sizes``.
 
-    Batches come at one of the ``sizes``. Rows are padded here; behind the last in use the batch names the first
-    token. Graphs of logits end with ``sample``.
+    Each batch has one of the ``sizes``. Rows are padded here; the batch points unused rows at the first token. Graphs
+    of logits end with ``sample``.
     """
 
     def __init__(
@@ -184,7 +190,9 @@ class CapturedForward(_ReplayedForward):
         self._sizes, self._row_sizes, self._sample = sizes, row_sizes, sample
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
-        """Captures every graph, the largest first; ``progress`` is told how many of how many there are."""
+        """Captures every graph, the largest first, and calls ``progress`` with how many are done and how many there
+        are.
+        """
         total = len(self._sizes) + len(self._row_sizes)
         for size in reversed(self._sizes):
             self._forwards[size] = self._pool.capture(f"a step of {size} tokens", partial(self._forward_step, size))

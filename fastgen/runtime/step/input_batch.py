@@ -1,4 +1,4 @@
-"""From a schedule to the ragged batch: arrays built on the host, moved to the device in one packed copy.
+"""Builds the ragged batch of a schedule: arrays are filled on the host and moved to the device in one packed copy.
 
 A batch at captured size ``T`` is a set of views of the first ``T`` entries of static buffers, see
 :mod:`fastgen.runtime.step.input_buffers`.
@@ -27,11 +27,11 @@ from fastgen.runtime.step.input_buffers import HostArrays, InputBuffers
 class InputBatch:
     """Owns the device-side inputs of a step: the packed buffer, the block tables, the ids last sampled for each slot.
 
-    ``block_tables [G, S, max_blocks]`` stay on the device; a step's copy carries only the entries that changed. With
-    ``pads`` its sizes are few: of tokens the captured ones, of block updates one. A step has at most ``max_rows`` rows
-    that need logits: one for each sequence, and one for each draft.
+    ``block_tables [G, S, max_blocks]`` stay on the device; the copy of a step carries only the entries that changed.
+    With ``pads`` a batch has one of the captured sizes, and always the same number of block updates. A step has at most
+    ``max_rows`` rows that need logits: one for each sequence, and one for each draft.
 
-    The host works on whole arrays, so that a decode costs it little: Python only asks each for its numbers.
+    The host works on whole arrays, so that a decode costs little: Python only reads a few numbers of each sequence.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class InputBatch:
         self._host = [buffers.layout.host_views(buffer) for buffer in buffers.staging]
         self._device = buffers.layout.device_views(buffers.packed)
         self._tables = buffers.host_tables.numpy()
-        # Behind the last copy out of each staging buffer, where the device may be late to make it.
+        # Events after the last copy out of each staging buffer, for devices that copy asynchronously.
         self._copied: list[torch.cuda.Event | None] = [None] * len(buffers.staging)
         self._turn = 0
-        # For slots, whose token ``sampled_ids`` holds: sequence, its preemptions so far, the token's position.
+        # By slot, the token that ``sampled_ids`` holds: its sequence, the preemptions of that so far, and its position.
         self._noted: dict[int, tuple[Sequence, int, int]] = {}
         self._token_views: dict[int, dict[str, Tensor]] = {}
 
     def build(self, schedule: Schedule) -> tuple[RaggedBatch, list[SampledSequence]]:
-        """The batch of ``schedule``, at its captured size where it ``pads``, and what the rows of its
-        ``logits_indices`` are sampled for: the decodes, then of the chunks each sequence that has caught up, with what
-        is drafted for it behind it.
+        """Returns the batch of ``schedule``, padded to its captured size if it ``pads``, and what the rows of its
+        ``logits_indices`` are sampled for: the decodes, then each sequence whose chunk catches up, followed by its
+        drafts.
         """
         size = schedule.size if self.pads else schedule.num_tokens
         if (copied := self._copied[self._turn]) is not None:
@@ -91,7 +91,9 @@ class InputBatch:
         return self.views(size, len(rows)), rows
 
     def views(self, num_tokens: int, num_rows: int) -> RaggedBatch:
-        """The batch of ``num_tokens`` tokens and ``num_rows`` that need logits, whatever they are by then."""
+        """Returns views of a batch of ``num_tokens`` tokens with ``num_rows`` rows that need logits. Their contents are
+        those of the step that runs.
+        """
         device = self._device
         if num_tokens not in self._token_views:
             self._token_views[num_tokens] = {
@@ -110,7 +112,7 @@ class InputBatch:
         )
 
     def advance(self, kernel: NextDecodesKernel, slots: Tensor, token_ids: Tensor, sampled_positions: Tensor) -> None:
-        """Make of a batch of decodes, those in ``slots``, that of their next step, as :func:`next_decodes` says."""
+        """Turns a batch of decodes, those in ``slots``, into the batch of their next step; see :func:`next_decodes`."""
         batch = self.views(len(slots), 0)
         kernel(
             token_ids,
@@ -126,24 +128,27 @@ class InputBatch:
         )
 
     def update_tables(self, updates: SequenceOf[BlockUpdate]) -> None:
-        """Enter ``updates``, of which there are some, at once, on a CPU, where no copy need carry them."""
+        """Writes ``updates``, at least one, into the block tables at once. For CPUs, where no copy has to carry
+        them.
+        """
         entry, block = self._enter(updates)
         self.buffers.flat_tables.numpy()[entry] = block
 
     def sampled_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """For each row that needs logits its slot, −1 behind the last row in use, and where its token will stand; i32.
-        Whatever they are by then."""
+        """Returns views of the slot of each row that needs logits, −1 for unused rows, and of the position of its
+        token; i32. Their contents are those of the step that runs.
+        """
         return self._device["logits_slots"][:num_rows], self._device["sampled_positions"][:num_rows]
 
     def forget_sampled(self, rows: Iterable[SampledSequence]) -> None:
-        """What was sampled last for these ``rows`` is about to be overwritten."""
+        """Forgets the tokens sampled last for ``rows``, which are about to be overwritten."""
         for row in rows:
             self._noted.pop(_slot(owner(row)), None)
 
     def note_sampled(self, sequences: SequenceOf[Sequence]) -> None:
-        """The next token of each of ``sequences`` is in :attr:`sampled_ids`, where the step's kernels wrote it, and the
-        next step may find it there. Call before it is appended to the sequence. What follows a beam is for its search
-        to say, and comes from the host.
+        """Notes that the kernels of a step wrote the next token of each of ``sequences`` to :attr:`sampled_ids`, where
+        the next step can read it. Call this before the token is appended to the sequence. Tokens of beams always come
+        from the host, since the search chooses them.
         """
         for sequence in sequences:
             if not sequence.request.has_beams:
@@ -190,7 +195,7 @@ class InputBatch:
         return rows
 
     def _take_from_device(self, host: HostArrays, schedule: Schedule) -> None:
-        """Where the next token of a sequence is the one that is noted for its slot, it is taken from there."""
+        """Lets the device read the next token of each sequence whose slot has it noted."""
         for sequence in (*schedule.decodes, *(chunk.seq for chunk in schedule.chunks)):
             slot, position = _slot(sequence), sequence.num_computed_tokens
             if self._noted.get(slot) == (sequence, sequence.num_preemptions, position):
@@ -216,8 +221,8 @@ class InputBatch:
             rows.extend(DraftedSequence(sequence, drafts[: index + 1]) for index in range(len(drafts)))
 
     def _fill_updates(self, host: HostArrays, updates: SequenceOf[BlockUpdate]) -> int:
-        """Where entries of the block tables go, and how many the step's copy carries; padding writes the spare entry.
-        What it has no room for is written here: a long prefix out of the cache brings its whole table.
+        """Fills in the updates of block tables, and returns how many the step's copy carries. Padding writes the extra
+        entry. Updates beyond that are written here: a long prefix from the cache brings its whole table.
         """
         num_carried = min(len(updates), self.max_updates)
         if self.pads:
@@ -234,7 +239,7 @@ class InputBatch:
         return self.max_updates if self.pads else num_carried
 
     def _enter(self, updates: SequenceOf[BlockUpdate]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Take note of ``updates``; returns the places in the tables, counted through, and the blocks."""
+        """Enters ``updates`` into the host's tables. Returns their flat places and their blocks."""
         slot, group, index, block = np.array(updates).T
         entry = np.ravel_multi_index((group, slot, index), self._tables.shape)
         self._tables.reshape(-1)[entry] = block

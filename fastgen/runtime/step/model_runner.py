@@ -1,14 +1,12 @@
-"""Runs a schedule on the model: build batch, forward, sample."""
+"""Runs a step on the model: builds the batch, launches the forward pass, samples, collects the tokens."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from functools import wraps
-from types import MappingProxyType
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,49 +18,25 @@ from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
 from fastgen.runtime.requests.outputs import Logprobs
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.sampling.sampler import SampledToken, Sampler, prompt_logprobs, sampled_token
+from fastgen.runtime.requests.sampled import PromptLogprobs, SampledToken
+from fastgen.runtime.sampling.sampler import Sampler, prompt_logprobs, sampled_token
 from fastgen.runtime.scheduling.drafts import SampledSequence, owner
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step.forward import Forward
 from fastgen.runtime.step.input_batch import InputBatch
 from fastgen.runtime.step.steady_decodes import SteadyDecodes
+from fastgen.runtime.step.step import Step
 
 # Rows of prompt log-probabilities computed at a time: ``[64, V]`` fp32.
 PROMPT_LOGITS_ROWS = 64
 
 
-@dataclass(frozen=True)
-class PromptLogprobs:
-    """Log-probabilities of the prompt tokens from ``start`` on, one dict (token id -> log-probability) each; with an
-    ``error``, why there are none.
-    """
-
-    sequence: Sequence
-    start: int
-    logprobs: list[Logprobs]
-    error: str | None = None
-
-
-class StepOutput(NamedTuple):
-    """What one step produced: a token for every sequence that caught up, one more for each draft of it that was
-    accepted, and prompt log-probabilities where asked. ``num_accepted`` says how many drafts that were, for each
-    sequence that had some.
-
-    ``build_s`` is what building the batch took, ``num_padding`` how many tokens it was filled up with.
-    """
-
-    sampled: list[tuple[Sequence, SampledToken]]
-    prompt_logprobs: list[PromptLogprobs]
-    num_accepted: Mapping[Sequence, int] = MappingProxyType({})
-    build_s: float = 0.0
-    num_padding: int = 0
-
-
 def accept(
     rows: SequenceOf[SampledSequence], tokens: SequenceOf[SampledToken]
 ) -> tuple[list[tuple[Sequence, SampledToken]], dict[Sequence, int]]:
-    """Of the ``tokens`` sampled for ``rows``, those that count, in order: of a drafted row only where each draft is the
-    token that the row before it got. And how many drafts that are, for each sequence that had some.
+    """Returns the tokens that count among the ``tokens`` sampled for ``rows``, in order, and how many drafts were
+    accepted, for each sequence that had some. The token of a drafted row counts only if each draft before it is the
+    token that was sampled there.
     """
     sampled: list[tuple[Sequence, SampledToken]] = []
     num_accepted: dict[Sequence, int] = {}
@@ -81,28 +55,12 @@ def accept(
     return sampled, num_accepted
 
 
-@dataclass
-class LaunchedStep:
-    """A step whose forward pass was launched. ``tokens`` gives, once it was sampled, what its ``rows`` got; it waits
-    for them. Launched ``ahead``, it was while the tokens of the step before were on their way.
-    """
-
-    schedule: Schedule
-    batch: RaggedBatch
-    rows: list[SampledSequence]
-    hidden: Tensor
-    build_s: float
-    ahead: bool
-    tokens: Callable[[], list[SampledToken]] = list
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def _on_its_device(method: Callable[Concatenate[ModelRunner, _P], _R]) -> Callable[Concatenate[ModelRunner, _P], _R]:
-    """Without gradients, and on the runner's GPU whichever thread calls."""
+    """Runs ``method`` without gradients, and on the runner's GPU, whichever thread calls."""
 
     @wraps(method)
     def call(runner: ModelRunner, /, *args: _P.args, **options: _P.kwargs) -> _R:
@@ -113,7 +71,7 @@ def _on_its_device(method: Callable[Concatenate[ModelRunner, _P], _R]) -> Callab
 
 
 class ModelRunner:
-    """Owns the model and the static inputs; knows nothing of requests beyond the step it is given."""
+    """Owns the model and the static inputs. Knows nothing of requests beyond the step it is given."""
 
     def __init__(
         self, forward: Forward, input_batch: InputBatch, sampler: Sampler, steady: SteadyDecodes | None = None
@@ -129,66 +87,63 @@ class ModelRunner:
     def kv_cache(self) -> PagedKVCache:
         return self.forward.kv_cache
 
-    def run(self, schedule: Schedule) -> StepOutput:
-        """A step from its beginning to its tokens."""
-        if schedule.block_copies:
+    def launch(self, step: Step) -> None:
+        """Launches the forward pass of ``step``. One that is ahead takes tokens that the host does not know yet from
+        the device, and nothing that :meth:`sample` needs is looked at. Steady decodes run to their tokens here.
+        """
+        if step.schedule.block_copies:
             if self.steady is not None:
                 self.steady.forget()
-            self._copy_blocks(schedule)
-        if self.steady is not None and (found := self.steady.run(schedule)) is not None:
-            return StepOutput(list(zip(schedule.decodes, map(sampled_token, found, schedule.decodes), strict=True)), [])
-        return self._run_built(schedule)
+            self._copy_blocks(step.schedule)
+        if self.steady is None or not self._continue(self.steady, step):
+            self._launch(step)
+
+    def sample(self, step: Step) -> None:
+        """Launches the sampling of ``step``. All tokens of the steps before it are known by now."""
+        if step.batch is not None:
+            self._sample(step, step.batch)
+
+    def collect(self, step: Step) -> None:
+        """Waits for the tokens of ``step``, and puts them into it."""
+        if step.tokens is not None:
+            step.sampled, step.num_accepted = accept(step.rows, step.tokens())
+
+    @staticmethod
+    def _continue(steady: SteadyDecodes, step: Step) -> bool:
+        """Runs ``step`` in one native call, if it is one of steady decodes. Returns whether it is."""
+        decodes = step.schedule.decodes
+        found = steady.run(step.schedule)
+        if found is None:
+            return False
+        step.sampled = list(zip(decodes, map(sampled_token, found, decodes), strict=True))
+        return True
 
     @_on_its_device
-    def _run_built(self, schedule: Schedule) -> StepOutput:
-        step = self._launch(schedule, ahead=False)
-        self.sample(step)
-        if self.steady is not None:
-            self.steady.note(schedule)
-        return self.collect(step)
-
-    @_on_its_device
-    def launch(self, schedule: Schedule, *, ahead: bool) -> LaunchedStep:
-        """The forward pass of a step. One ``ahead`` takes tokens that are not known on the host from the device; what
-        :meth:`sample` needs to know is not looked at yet."""
-        self._copy_blocks(schedule)
-        return self._launch(schedule, ahead=ahead)
-
-    def _launch(self, schedule: Schedule, *, ahead: bool) -> LaunchedStep:
+    def _launch(self, step: Step) -> None:
         began_s = time.perf_counter()
-        batch, rows = self.input_batch.build(schedule)
-        build_s = time.perf_counter() - began_s
-        if not ahead:
-            self.sampler.prepare(rows)
-        return LaunchedStep(schedule, batch, rows, self.forward.hidden(batch), build_s, ahead)
+        batch, step.rows = self.input_batch.build(step.schedule)
+        step.build_s = time.perf_counter() - began_s
+        step.num_padding = len(batch.input_ids) - step.schedule.num_tokens
+        if not step.is_ahead:
+            self.sampler.prepare(step.rows)
+        step.batch, step.hidden = batch, self.forward.hidden(batch)
 
     @_on_its_device
-    def sample(self, step: LaunchedStep) -> None:
-        """Launches what chooses the tokens of a step. All tokens of the steps before it are known by now; a sequence
-        that ended with them, and so has no slot any more, is sampled for nobody."""
-        rows = [row for row in step.rows if owner(row).slot is not None]
-        if step.ahead:
+    def _sample(self, step: Step, batch: RaggedBatch) -> None:
+        assert step.hidden is not None
+        rows = [row for row in step.rows if owner(row).slot is not None]  # a sequence without a slot has finished
+        if step.is_ahead:
             self.sampler.prepare(rows)
         self.sampler.constrain(rows)
         self.input_batch.forget_sampled(rows)
-        logits = self.forward.logits(step.hidden, step.batch)
+        logits = self.forward.logits(step.hidden, batch)
         step.tokens = self.sampler.launch(logits, step.rows)
         if self.sampler.slots is not None:
             drafted = {owner(row) for row in rows if not isinstance(row, Sequence)}
             self.input_batch.note_sampled([row for row in rows if isinstance(row, Sequence) and row not in drafted])
-        step.prompt_logprobs = self._prompt_logprobs(step.schedule, step.batch.cu_seqlens_q, step.hidden)
-
-    @torch.inference_mode()
-    def collect(self, step: LaunchedStep) -> StepOutput:
-        """What a sampled step gave, when it is here."""
-        sampled, num_accepted = accept(step.rows, step.tokens())
-        return StepOutput(
-            sampled,
-            step.prompt_logprobs,
-            num_accepted,
-            build_s=step.build_s,
-            num_padding=len(step.batch.input_ids) - step.schedule.num_tokens,
-        )
+        step.prompt_logprobs = self._prompt_logprobs(step.schedule, batch.cu_seqlens_q, step.hidden)
+        if self.steady is not None:
+            self.steady.note(step.schedule)
 
     @torch.inference_mode()
     def _copy_blocks(self, schedule: Schedule) -> None:
@@ -197,7 +152,9 @@ class ModelRunner:
             self.kv_cache.copy_blocks(group, [c.source for c in copies], [c.destination for c in copies])
 
     def _prompt_logprobs(self, schedule: Schedule, cu_seqlens_q: Tensor, hidden: Tensor) -> list[PromptLogprobs]:
-        """The row of position ``p`` predicts prompt token ``p + 1``; the first token has no prediction."""
+        """Computes log-probabilities of the prompt tokens that the rows of this step predict: the row of position ``p``
+        predicts token ``p + 1``.
+        """
         pieces = []
         for entry in schedule.chunks:  # decodes are past their prompts
             sequence = entry.seq

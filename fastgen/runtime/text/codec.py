@@ -1,4 +1,4 @@
-"""Between text and token ids: the checkpoint's tokenizer, its chat template, and what its files say of generation."""
+"""Between text and token ids: the checkpoint's tokenizer, its chat template, and its defaults for generation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from fastgen.errors import CheckpointError, InvalidArgumentError, PromptTooLongError
 from fastgen.models.checkpoint.files import read_json_object
-from fastgen.runtime.sampling.sampling_params import SamplingParams, default_sampling
+from fastgen.runtime.requests.sampling_params import SamplingParams, default_sampling
 from fastgen.runtime.text.detokenizer import Detokenizer, TokenDecoder
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_token_ids
 from fastgen.runtime.text.token_bytes import TokenBytes
@@ -22,18 +22,18 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tokenizer_config.json",
 )
-# More than tokens have in the mean, but for odd texts.
+# More characters than a token has on average, except in unusual texts.
 _MANY_CHARACTERS = 8
-# By which a text that was cut may differ, where it was cut, from the whole.
+# Most tokens by which a text that was cut may differ from the whole at the cut.
 _MAX_TOKENS_OF_A_CUT = 64
-# What becomes of a template that puts the arguments of a call into a text as they are, as DeepSeek's do.
+# The error of a template that joins the arguments of a call to a text, as DeepSeek's do.
 _WANTS_TEXT = 'can only concatenate str (not "dict") to str'
 
 
 class TextCodec:
     """Encodes prompts and makes detokenizers. ``tokenizer`` is ``None`` for a checkpoint that has none.
 
-    ``eos_token_ids`` end an answer; ``default_sampling`` is what the checkpoint's ``generation_config.json`` asks for.
+    ``eos_token_ids`` end an answer; ``default_sampling`` comes from the checkpoint's ``generation_config.json``.
     """
 
     def __init__(self, tokenizer: Any, *, eos_token_ids: frozenset[int], default_sampling: SamplingParams):
@@ -42,14 +42,14 @@ class TextCodec:
         self.default_sampling = default_sampling
         self._decoder = TokenDecoder(tokenizer) if tokenizer is not None else None
         self._token_bytes = TokenBytes(tokenizer, self._decoder) if self._decoder is not None else None
-        # Renders messages and tools by the chat template; whoever does not trust it puts another here.
+        # Renders messages and tools by the chat template. A caller that does not trust the template replaces it.
         self.render_chat: Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None], str] = self._render_chat
-        # Texts of more tokens are refused; one that is far longer before all of it was encoded.
+        # Texts with more tokens are refused; one that is far longer is refused before all of it is encoded.
         self.max_tokens: int | None = None
 
     @classmethod
     def from_checkpoint(cls, directory: Path, config: Mapping[str, Any]) -> TextCodec:
-        """Read the tokenizer and ``generation_config.json`` of ``directory``; no code of the checkpoint is run."""
+        """Reads the tokenizer and ``generation_config.json`` of ``directory``; no code of the checkpoint is run."""
         file = directory / "generation_config.json"
         generation = read_json_object(file) if file.is_file() else {}
         tokenizer = _load_tokenizer(directory)
@@ -65,30 +65,31 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it can encode conversations."""
+        """Returns whether it can encode conversations."""
         return self.tokenizer is not None and bool(self.tokenizer.chat_template)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of ``prompt``, with the special tokens the tokenizer puts around text; ids stay as they are."""
+        """Returns the token ids of ``prompt``. Text gets the special tokens that the tokenizer puts around it."""
         if isinstance(prompt, str):
             return self.encode_text(prompt, add_special_tokens=True)
         return as_token_ids(prompt)
 
     def chat_template(self, *, has_tools: bool) -> str:
-        """The checkpoint's own, of several the one that renders conversations with or without tools; empty where it has
-        none."""
+        """Returns the checkpoint's chat template; of several, the one for conversations with or without tools. Empty if
+        it has none.
+        """
         if not self.has_chat_template:
             return ""
         try:
             template: str = self.tokenizer.get_chat_template(tools=[] if has_tools else None)
-        except ValueError:  # several, and none of them the default; rendering says so
+        except ValueError:  # there are several and no default; rendering raises an error that says so
             return ""
         return template
 
     def encode_chat(self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """The token ids of a conversation as the chat template renders it, up to where the answer begins.
+        """Returns the token ids of a conversation as the chat template renders it, up to where the answer begins.
 
-        ``tools`` are handed to the template: ``{"type": "function", "function": {"name": …, …}}`` each.
+        ``tools`` go to the template, each as ``{"type": "function", "function": {"name": …, …}}``.
         """
         if not isinstance(messages, (list, tuple)):
             raise InvalidArgumentError(f"a conversation is a list of messages, not {messages!r:.40}")
@@ -116,17 +117,17 @@ class TextCodec:
         return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ``token_ids``; special tokens have none."""
+        """Returns the text of ``token_ids``. Special tokens have none."""
         self._need_tokenizer("text")
         detokenizer = self.new_detokenizer(())
         return "".join(map(detokenizer.append, token_ids)) + detokenizer.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for by itself; see :class:`~fastgen.runtime.text.token_bytes.TokenBytes`."""
+        """Returns the bytes of one token by itself; see :class:`~fastgen.runtime.text.token_bytes.TokenBytes`."""
         return self._token_bytes[token_id] if self._token_bytes is not None else b""
 
     def special_ids(self, text: str) -> dict[str, int]:
-        """The special tokens that stand in ``text``, by their spelling."""
+        """Returns the special tokens that are spelled in ``text``."""
         if self.tokenizer is None:
             return {}
         added = self.tokenizer.added_tokens_decoder.items()
@@ -138,7 +139,9 @@ class TextCodec:
         sampling: SamplingParams | None = None,
         spelled: Mapping[int, str] | None = None,
     ) -> Detokenizer:
-        """Of an answer to ``prompt_ids``; ``spelled`` are special tokens that have a text in it."""
+        """Returns a detokenizer of an answer to ``prompt_ids``. ``spelled`` are special tokens that have a text in
+        it.
+        """
         assert self._decoder is not None
         if sampling is None:
             return Detokenizer(self._decoder, prompt_ids, spelled=spelled)
@@ -151,8 +154,9 @@ class TextCodec:
         )
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of ``text``, on request with the special tokens the tokenizer puts around it. Raises
-        ``InvalidArgumentError``, ``PromptTooLongError`` where there may not be so many."""
+        """Returns the token ids of ``text``. Raises ``InvalidArgumentError``, or ``PromptTooLongError`` if it is sure
+        to have more than ``max_tokens``.
+        """
         self._need_tokenizer("a text prompt")
         try:
             text.encode()
@@ -164,8 +168,9 @@ class TextCodec:
         return list(encoded["input_ids"])
 
     def _refuse_far_more(self, text: str, max_tokens: int) -> None:
-        """Raise ``PromptTooLongError`` where a beginning of ``text`` has more tokens than all of it may: how long this
-        takes depends on ``max_tokens``, not on the text."""
+        """Raises ``PromptTooLongError`` if a beginning of ``text`` has more tokens than all of it may have. The time
+        this takes depends on ``max_tokens``, not on the text.
+        """
         size = _MANY_CHARACTERS * max_tokens
         while size < len(text):
             num_tokens = len(self.tokenizer(text[:size], add_special_tokens=False, verbose=False)["input_ids"])
@@ -195,7 +200,7 @@ def _load_tokenizer(directory: Path) -> Any:
 
 
 def _plain_message(index: int, message: object) -> dict[str, Any]:
-    """``message`` with its content as one text: not every template knows of content in parts."""
+    """Returns ``message`` with its content as one text, since not every template reads content in parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
         raise InvalidArgumentError(f"message {index} must be {{'role': …, 'content': …}}, not {message!r:.80}")
     content = message["content"]
@@ -211,7 +216,7 @@ def _plain_message(index: int, message: object) -> dict[str, Any]:
 
 
 def _with_arguments_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """``message`` with the arguments of its calls, which most templates take as objects, as JSON."""
+    """Returns ``message`` with the arguments of its calls as JSON text. Most templates take them as objects."""
     found = dict(message)
     if isinstance(calls := message.get("tool_calls"), list):
         found["tool_calls"] = [_call_with_text(call) for call in calls]
@@ -226,7 +231,7 @@ def _call_with_text(call: Any) -> Any:
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:
-    """From the first of the three that names any."""
+    """Returns the end-of-text ids of the first of the three sources that has any."""
     for source, named in (
         ("generation_config.json", generation.get("eos_token_id")),
         ("config.json", config.get("eos_token_id")),

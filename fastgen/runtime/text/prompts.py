@@ -1,4 +1,4 @@
-"""What counts as one prompt and what as several."""
+"""Prompts and conversations, one or several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _T = TypeVar("_T")
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """The prompts as a list, and whether it was a single one (text or token ids). An empty list is a list of none."""
+    """Returns the prompts as a list, and whether it was a single one (text or token ids). An empty list has no
+    prompts.
+    """
     if isinstance(prompts, str):
         return [prompts], True
     items = as_list(prompts)
@@ -29,7 +31,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
 
 
 def as_list(value: object) -> list[Any] | None:
-    """The items of a list, a tuple, a range, or of an array or tensor of one dimension or more; else ``None``."""
+    """Returns the items of a list, tuple, range, array or tensor; ``None`` for anything else."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, Sequence):
@@ -38,7 +40,7 @@ def as_list(value: object) -> list[Any] | None:
 
 
 def as_token_ids(prompt: object) -> list[int]:
-    """The ids of a prompt that is no text. Raises ``InvalidArgumentError`` where it is none either."""
+    """Returns the ids of a prompt that is not text. Raises ``InvalidArgumentError`` if it holds anything else."""
     items = as_list(prompt)
     if items is None:
         raise InvalidArgumentError(f"a prompt is a string or a list of token ids, not {prompt!r:.40}")
@@ -51,7 +53,7 @@ def as_token_ids(prompt: object) -> list[int]:
 
 
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> tuple[list[Conversation], bool]:
-    """The conversations as a list, and whether it was a single list of messages. An empty list is a list of none."""
+    """Returns the conversations as a list, and whether it was a single one. An empty list has no conversations."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InvalidArgumentError(
             f"a conversation is a list of {{'role': …, 'content': …}}, not {type(messages).__name__}"
@@ -62,7 +64,7 @@ def as_conversations(messages: Conversation | Sequence[Conversation]) -> tuple[l
 
 
 def encode_each(encode: Callable[[_T], list[int]], items: list[_T]) -> list[list[int]]:
-    """Token ids of each of ``items``; an error says which one it is about."""
+    """Returns the token ids of each of ``items``. An error names the item."""
     encoded = []
     for index, item in enumerate(items):
         try:
@@ -74,6 +76,6 @@ def encode_each(encode: Callable[[_T], list[int]], items: list[_T]) -> list[list
 
 
 def name_prompt(error: InvalidArgumentError, index: int, num_prompts: int) -> None:
-    """Of several prompts, let ``error`` say which one it is about."""
+    """Lets ``error`` name its prompt if there are several."""
     if num_prompts > 1:
         error.args = (f"prompt {index}: {error}",)

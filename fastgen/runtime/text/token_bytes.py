@@ -1,4 +1,4 @@
-"""The bytes that a single token stands for, whatever stands around it."""
+"""The bytes that a single token stands for, independent of its neighbours."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fastgen.runtime.text.detokenizer import REPLACEMENT, TokenDecoder
 
 
 class TokenBytes:
-    """Of each id the bytes it adds to a text. A special token has those of its own spelling, though no text shows them;
-    an id that the tokenizer does not know has none.
+    """The bytes that each id adds to a text. A special token has the bytes of its spelling, although no text shows
+    them. An id that the tokenizer does not know has none.
     """
 
     def __init__(self, tokenizer: Any, decoder: TokenDecoder):
@@ -29,7 +29,7 @@ class TokenBytes:
         if not self._decoder.is_text(token_id):
             spelling = self._tokenizer.convert_ids_to_tokens(token_id)
             return spelling.encode() if isinstance(spelling, str) else b""
-        # Behind itself, so that a space with which the token begins is not taken for the start of the text.
+        # After itself, so that a leading space of the token is not taken for the start of the text.
         once, twice = self._decoder.decode([token_id]), self._decoder.decode([token_id, token_id])
         if REPLACEMENT not in twice:
             return twice[len(once) :].encode()
@@ -40,7 +40,7 @@ class TokenBytes:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether a token is spelled in characters that stand for one byte each."""
+    """Returns whether tokens are spelled in characters that stand for one byte each."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
         return False
@@ -49,7 +49,9 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """What GPT-2's tokenizer writes for each byte: printable characters as they are, the others from U+0100 on."""
+    """Returns the byte of each character in GPT-2's alphabet: printable characters as they are, the others from U+0100
+    on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -12,7 +12,7 @@ from typing import Literal
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Metrics
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Prediction
 from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.monitoring.prometheus import Refusal

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar, cast, overload
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_conversations, as_prompts, name_prompt
 from fastgen.serving.clients.deployments import Deployment, deployment_at, find_deployment
 from fastgen.serving.clients.requests import ClientRequest, Transport, as_requests, of_messages, of_prompt

@@ -13,7 +13,7 @@ import msgspec
 
 from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
-from fastgen.runtime.sampling.response_format import ResponseFormat
+from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.refusals import (

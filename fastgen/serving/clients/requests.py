@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_token_ids
 
 

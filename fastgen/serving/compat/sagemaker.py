@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.http.errors import ERRORS, invalid_request
 from fastgen.serving.http.generate import own_words
 from fastgen.serving.http.openai.answers import finish_of

@@ -28,7 +28,7 @@ import zmq
 
 from fastgen.errors import FastgenError, GenerationError
 from fastgen.runtime.metrics import Metrics
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.api_keys import environment_without_keys
 from fastgen.serving.engine.messages import (
     Ask,

@@ -11,8 +11,8 @@ import msgspec
 import zmq
 
 from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
-from fastgen.runtime.sampling.response_format import ResponseFormat
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.requests.sampling_params import SamplingParams
 
 # --- to the engine
 

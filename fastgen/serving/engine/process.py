@@ -24,12 +24,12 @@ import zmq
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models.checkpoint import hub
+from fastgen.runtime.answers.generation import Completion, Generation
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.faults import cause_of
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.loading import load
-from fastgen.runtime.requests.generation import Completion, Generation
 from fastgen.runtime.scheduling.policies import make_policy
+from fastgen.runtime.step.faults import cause_of
 from fastgen.serving.engine.garbage import rarely_collected
 from fastgen.serving.engine.messages import (
     Ask,
@@ -136,8 +136,8 @@ class EngineLoop:
         self._unheard: dict[int, _Open] = {}
         self._refused: list[Refused] = []
         self._ended: list[Generation] = []
-        engine.on_end = self._ended.append
-        engine.gives_text = False  # the server makes it of the tokens, and no step waits for that
+        engine.answers.on_end = self._ended.append
+        engine.answers.gives_text = False  # the server decodes tokens, so that no step waits for it
         self._num_steps, self._told_s, self._streamed_s, self._is_stopped = 0, 0.0, 0.0, False
 
     def run(self) -> None:

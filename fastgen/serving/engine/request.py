@@ -6,7 +6,7 @@ import asyncio
 from typing import Protocol
 
 from fastgen.runtime.metrics import Metrics
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.engine.messages import EngineFacts, Progress
 
 

@@ -10,7 +10,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.sampling.response_format import ResponseFormat
+from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.sampling.structured_output import Grammars
 from fastgen.serving.grammars.trial import MAX_CPU_S, MAX_MEMORY_BYTES, Model, Trial
 from fastgen.serving.helper_processes import answer_all

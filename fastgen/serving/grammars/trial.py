@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fastgen.runtime.sampling.response_format import Kind, ResponseFormat
+from fastgen.runtime.requests.response_format import Kind, ResponseFormat
 from fastgen.serving.helper_processes import HelperEndedError, HelperProcesses
 
 # Of processor time, to compile a format: the engine makes no step while it compiles one.

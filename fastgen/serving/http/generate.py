@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.answers import Update
 from fastgen.serving.api_keys import bearer
 from fastgen.serving.clients.records import ChunkRecord, OutputRecord

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastgen.runtime.sampling.response_format import JSON_OPTIONS, ResponseFormat
+from fastgen.runtime.requests.response_format import JSON_OPTIONS, ResponseFormat
 from fastgen.serving.tools.formats import NamedCall, ToolFormat
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

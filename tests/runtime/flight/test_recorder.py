@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.flight.recording import Arrival, Finish, Recording
+from fastgen.runtime.step.step import Step as EngineStep
 from tests.runtime.histories import History, random_history
 
 SEEDS = range(12)
@@ -19,15 +21,15 @@ def test_a_recording_says_what_was_scheduled(seed: int) -> None:
     history = random_history(random.Random(seed), failures=0.05)
     expected = []
 
-    def note(schedule: object, *, run=history.device.run) -> object:
-        scheduler = history.engine.scheduler
+    def note(step: EngineStep, *, launch: Any = history.device.launch) -> None:
+        schedule, scheduler = step.schedule, history.engine.scheduler
         entries = [(f"{e.seq.key[0]}.{e.seq.index}", e.start, e.num_tokens) for e in schedule.entries]
         slots = {f"{e.seq.key[0]}.{e.seq.index}": e.seq.slot for e in schedule.entries}
         preempted = [f"{seq.key[0]}.{seq.index}" for seq in schedule.preempted]
         expected.append((entries, slots, preempted, schedule.size, scheduler.kv.pool.num_free))
-        return run(schedule)
+        launch(step)
 
-    history.device.run = note
+    history.device.launch = note  # type: ignore[method-assign]
     history.live(150)
     steps = history.engine.recorder.recording("m").steps
     assert [step.step for step in steps] == list(range(len(expected)))
@@ -77,10 +79,8 @@ def test_a_failed_step_is_there_without_an_end() -> None:
 
 
 def bounded(history: History, **bounds: int) -> Recorder:
-    """Give the engine of ``history`` a recorder with these bounds."""
-    recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, **bounds)
-    history.engine.recorder = recorder
-    return recorder
+    history.record_with(**bounds)
+    return history.engine.recorder
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.flight.recording import Arrival, Beams, Recording, Snapshot, Step, Withdrawal
 from fastgen.runtime.flight.recording_file import read_recording, write_recording
 from fastgen.runtime.flight.replay import first_difference, replay
-from fastgen.runtime.scheduling import spreading
+from fastgen.runtime.scheduling import staggering
 from fastgen.runtime.scheduling.policies import POLICIES, choose_policy, make_policy, policy_name
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
 from fastgen.runtime.scheduling.policies.time_budget import TimeBudgetSplitFuse
@@ -211,9 +210,9 @@ def test_a_chat_that_goes_on_finds_its_own_answer() -> None:
 def test_a_ring_that_wrapped_is_replayed_from_a_snapshot(
     seed: int, starts_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spreading, "STARTS_FROM", starts_from)
+    monkeypatch.setattr(staggering, "STARTS_FROM", starts_from)
     history = random_history(random.Random(seed), **options(seed))
-    history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_steps=40)
+    history.record_with(max_steps=40)
     history.live(150)
     write_recording(history.engine.recorder.recording("m"), tmp_path / "flight.jsonl")
     found = read_recording(tmp_path / "flight.jsonl")
@@ -229,7 +228,7 @@ def test_a_snapshot_that_is_wrong_decides_otherwise() -> None:
     num_tried = 0
     for seed in range(8):
         history = random_history(random.Random(seed))
-        history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_steps=40)
+        history.record_with(max_steps=40)
         history.live(150)
         recording = history.engine.recorder.recording("m")
         place = next(place for place, event in enumerate(recording.events) if isinstance(event, Snapshot))
@@ -245,7 +244,7 @@ def test_a_snapshot_that_is_wrong_decides_otherwise() -> None:
 
 def test_a_ring_too_small_for_a_snapshot_cannot_be_replayed() -> None:
     history = random_history(random.Random(0))
-    history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_bytes=6000)
+    history.record_with(max_bytes=6000)
     history.live(60)
     recording = history.engine.recorder.recording("m")
     with pytest.raises(InvalidArgumentError, match=rf"begins at step {recording.steps[0].step}, since the recorder"):

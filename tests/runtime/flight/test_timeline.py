@@ -12,10 +12,10 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError, RecordingError
 from fastgen.runtime.flight import timeline
-from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.timeline import CACHED, FREE, OTHERS, SHARED
 from fastgen.runtime.flight.timeline_picture import draw
+from fastgen.runtime.step.step import Step
 from tests.runtime.histories import History, random_history
 
 
@@ -51,16 +51,16 @@ def test_cells_recounted_from_the_block_tables(seed: int, max_steps: int) -> Non
     history = random_history(random.Random(seed), prefix_caching=seed % 2 == 0)
     history.engine.recorder.max_steps = max_steps
 
-    def run(schedule: Any, *, run: Any = history.device.run) -> Any:
+    def launch(step: Step, *, launch: Any = history.device.launch) -> None:
         holders: dict[int, set[int]] = {}
         for seq in history.engine.scheduler.running:
             for table in seq.block_tables:
                 for block in table:
                     holders.setdefault(block, set()).add(seq.key[0])
         columns.append(holders)
-        return run(schedule)
+        launch(step)
 
-    history.device.run = run  # type: ignore[method-assign]
+    history.device.launch = launch  # type: ignore[method-assign]
     history.live(80)
     recording = history.engine.recorder.recording("m")
     found = timeline.block_map(recording, num_requests=3)
@@ -101,7 +101,7 @@ SIGNATURES = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml"}
 def test_a_picture_is_drawn(suffix: str, first_steps_are_gone: bool, tmp_path: Path) -> None:
     history = random_history(random.Random(4), failures=0.05, prefix_caching=True)
     if first_steps_are_gone:
-        history.engine.recorder = Recorder(history.engine.recorder.engine, lambda: 0.0, max_steps=10)
+        history.record_with(max_steps=10)
     history.live(80)
     picture = tmp_path / f"flight{suffix}"
     draw(history.engine.recorder.recording("a/model"), picture)

@@ -8,11 +8,11 @@ import statistics
 
 import pytest
 
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.time_account import Span
 from fastgen.runtime.flight.why import Why, why
 from fastgen.runtime.flight.why_text import tell
-from fastgen.runtime.requests.generation import Generation
 from tests.runtime.histories import random_history
 
 SEEDS = range(10)

@@ -16,7 +16,7 @@ from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
 from fastgen.runtime.kv_cache.block_tables import BlockCopy, max_blocks_held
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 
 Tokens = tuple[int, ...]
 MAX_CHUNK = 9
@@ -282,7 +282,7 @@ class History:
                 if (group, tokens) not in self.published:
                     self.published[group, tokens] = self.block_of(seq, group, tokens)
                 else:
-                    self.seen["twins"] += 1
+                    self.seen["both"] += 1
         self.num_full[seq] = seq.num_computed_tokens // size
 
     def block_of(self, seq: Sequence, group: int, tokens: Tokens) -> int:
@@ -376,5 +376,5 @@ def test_the_histories_reach_every_rule() -> None:
         history = History(seed)
         history.run(num_acts=80)
         seen += history.seen
-    for what in ("hits", "detached", "forks", "lost copies", "no room", "copies", "evictions", "twins", "withdrawn"):
+    for what in ("hits", "detached", "forks", "lost copies", "no room", "copies", "evictions", "both", "withdrawn"):
         assert seen[what] > 20, (what, seen)

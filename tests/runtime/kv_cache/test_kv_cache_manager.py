@@ -10,7 +10,7 @@ from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.kv_cache.block_tables import Allocation, BlockCopy, TableEntry, max_blocks_held
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 
 
 def sequence(num_tokens: int = 100, request_id: int = 0) -> Sequence:
@@ -177,7 +177,7 @@ def caching(num_blocks: int = 20, windows: tuple[int | None, ...] = (None,)) -> 
     return KVCacheManager(num_blocks, 4, windows, max_chunk=8, prefix_caching=True)
 
 
-def test_full_blocks_are_found_by_who_begins_alike_but_for_the_last_token():
+def test_full_blocks_are_found_by_prompts_that_begin_alike_but_for_the_last_token():
     kv = caching()
     first, second, whole = sequence(12), sequence(13, 1), sequence(12, 2)
     compute(kv, first, 11)
@@ -262,7 +262,7 @@ def test_a_fork_is_copied_when_one_of_the_two_writes():
     kv.check_integrity([parent, child])
 
 
-def test_a_block_that_is_shared_is_not_taken_from_those_who_still_need_it():
+def test_a_block_that_is_shared_is_not_taken_from_those_that_still_need_it():
     kv = KVCacheManager(num_blocks=3, block_size=4)
     parent, child = sequence(6), sequence(7, 1)
     compute(kv, parent, 6)
@@ -277,7 +277,7 @@ def test_a_block_that_is_shared_is_not_taken_from_those_who_still_need_it():
     assert kv.pool.num_free == 2
 
 
-def test_one_who_is_freed_owes_no_copies():
+def test_a_freed_sequence_owes_no_copies():
     kv = KVCacheManager(num_blocks=6, block_size=4)
     parent, child = sequence(6), sequence(7, 1)
     compute(kv, parent, 6)

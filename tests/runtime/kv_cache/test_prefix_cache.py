@@ -38,7 +38,7 @@ def test_the_same_block_after_another_beginning_is_another():
     assert cache.find([9, 9], 1) is cache.root
 
 
-def test_ids_that_would_meet_in_a_checksum_or_a_join_are_told_apart():
+def test_ids_that_would_meet_in_a_checksum_or_a_join_are_distinguished():
     """Keys are the ids themselves, four bytes each: 256 is not ``1, 0``, and −1 and 2³² − 1 do not arise."""
     cache = PrefixCache(2, [None])
     prompts = [[1, 256], [256, 1], [257, 0], [0, 257], [2**16, 1], [1, 2**16], [2**31, 2**31 - 1]]

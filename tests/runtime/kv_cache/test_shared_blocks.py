@@ -12,7 +12,7 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.block_tables import held_entries
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import SequenceStatus
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from tests.runtime.remembering_device import VOCAB_SIZE, Device, alone, build_engine
 
 BLOCK_SIZE = 4
@@ -61,7 +61,8 @@ def test_completions_share_the_prompt(n: int, prefix_caching: bool) -> None:
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_with_fewer_slots_than_completions_they_take_turns(slots: int) -> None:
-    """Whoever gets a slot finds the prompt's blocks with another one, or in the prefix cache where none is left."""
+    """A sequence that gets a slot finds the prompt's blocks with another one, or in the prefix cache if none is
+    left."""
     few = engine(max_num_seqs=slots, prefix_caching=True)
     assert run(few, PROMPT, n=9, max_new_tokens=7, ignore_eos=True) <= 101 + 2 * slots
     assert num_computed(few) <= 402 + 6 + 8 * (BLOCK_SIZE + 6)

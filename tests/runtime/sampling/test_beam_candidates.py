@@ -1,4 +1,4 @@
-"""What a beam may go on with: the likeliest tokens, as transformers' logits processors make their log-probabilities."""
+"""Candidates of a beam: the likeliest tokens, as transformers' logits processors make their log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformers.generation.logits_process import (
 )
 
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.beam_search import Candidate
+from fastgen.runtime.requests.sampled import Candidate
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.sampler import Sampler
-from fastgen.runtime.sampling.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
 EOS = 3
@@ -64,7 +64,7 @@ def test_scores_are_those_of_transformers(fields: dict[str, Any]) -> None:
     assert [each.score for each in found] == pytest.approx(scores.tolist(), abs=1e-5)
 
 
-def test_company_moves_no_bit() -> None:
+def test_other_rows_change_no_bit() -> None:
     """Among rows of other requests, at any place, a beam has the same candidates."""
     logits = torch.randn(40, VOCAB_SIZE) * 5
     fields = [{}, {"repetition_penalty": 1.3}, {"logit_bias": {4: 1.5}}, {"min_new_tokens": 2}]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fastgen.runtime.sampling.beam_search import Beam, BeamSearch, Candidate, num_candidates
+from fastgen.runtime.requests.sampled import Candidate
+from fastgen.runtime.sampling.beam_search import Beam, BeamSearch, num_candidates
 from tests.reference import randomise
 
 VOCAB_SIZE = 40

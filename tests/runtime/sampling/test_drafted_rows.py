@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.sampling.sampler import SampledToken, Sampler
+from fastgen.runtime.requests.sampled import SampledToken
+from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.scheduling.drafts import DraftedSequence, SampledSequence
 from fastgen.runtime.step.model_runner import accept
 from tests.runtime.sampling.test_sampler import EOS, VOCAB, cpp_kernel, logits_of, random_sequence, sequence

@@ -1,4 +1,4 @@
-"""The sampler over sequences: each row by its own parameters, in any company, with errors and log-probabilities; by
+"""The sampler over sequences: each row by its own parameters, beside any others, with errors and log-probabilities; by
 torch, and by the kernel."""
 
 import random
@@ -18,10 +18,10 @@ from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.compile.ops.sampling.reference import gumbel_noise
 from fastgen.errors import GenerationError
 from fastgen.runtime.requests.request import Request
+from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling import sampler
-from fastgen.runtime.sampling.response_format import ResponseFormat
 from fastgen.runtime.sampling.sampler import Sampler, prompt_logprobs
-from fastgen.runtime.sampling.sampling_params import SamplingParams
 from tests.runtime.scripted_matcher import ScriptedMatcher
 
 VOCAB = 60
@@ -141,7 +141,7 @@ def token_by_definition(row, made):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_each_row_gets_its_token_whatever_the_company(new_sampler, seed):
+def test_each_row_gets_its_token_whatever_the_batch(new_sampler, seed):
     draw = random.Random(seed)
     sequences = [random_sequence(draw) for _ in range(24)]
     logits = logits_of(seed, len(sequences))
@@ -346,11 +346,11 @@ def test_what_is_kept_between_steps_changes_nothing():
     for step in range(160):
         logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(step)) * 2
         there = [row for row in range(4) if draw.random() < 0.9] or [0]
-        company = [sequences[row] for row in there]
-        found = kept.sample(logits[there], company)
-        assert found == Sampler([EOS]).sample(logits[there], company)
-        assert found == Sampler([EOS], cpp_kernel(vocab_size)).sample(logits[there], company)
-        for made, item in zip(company, found, strict=True):
+        batch = [sequences[row] for row in there]
+        found = kept.sample(logits[there], batch)
+        assert found == Sampler([EOS]).sample(logits[there], batch)
+        assert found == Sampler([EOS], cpp_kernel(vocab_size)).sample(logits[there], batch)
+        for made, item in zip(batch, found, strict=True):
             made.token_ids.append(item.token_id)
     assert len(set(sequences[0].token_ids)) > 65
 

@@ -22,9 +22,9 @@ from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.response_format import ResponseFormat
+from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.sampler import Sampler
-from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.sampling.slot_sampler import slot_sampler
 from fastgen.runtime.step.input_batch import InputBatch
 from tests.runtime.scripted_matcher import ScriptedMatcher

@@ -16,7 +16,7 @@ import fastgen
 from fastgen import SamplingParams
 from fastgen.compile.ops.sampling.reference import gumbel_noise
 from fastgen.runtime.requests.request import Request
-from fastgen.runtime.sampling.response_format import ResponseFormat
+from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.sampling.sampler import Sampler
 from tests.runtime.constrained import EOS, KNOWN_CASES, VOCAB_SIZE, save_writer
 from tests.runtime.sampling.test_sampler import cpp_kernel

@@ -1,5 +1,6 @@
-"""Sampling by kernels on a device: each slot's tokens are those that torch chooses, whoever held the slot before and
-whatever became of steps in between."""
+"""Sampling by kernels on a device: each slot's tokens are those that torch chooses, whichever sequence held the slot
+before, and whatever became of steps in between.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.ops.sampling.triton import SamplingKernel
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.response_format import ResponseFormat
-from fastgen.runtime.sampling.sampler import SampledToken, Sampler
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.requests.sampled import SampledToken
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.sampling.slot_sampler import SlotSampler, slot_sampler
 from fastgen.runtime.step.input_batch import InputBatch
 from tests.runtime.scripted_matcher import ScriptedMatcher
@@ -64,7 +66,7 @@ class Bench:
         return self.sampler.sample(logits, sequences)
 
     def launch(self, logits: Tensor, sequences: list[Sequence]) -> None:
-        """A row more than there are sequences is nobody's."""
+        """Launches one more row than there are sequences."""
         self.sampler.prepare(sequences)
         self.sampler.constrain(sequences)
         slots, positions = self.inputs.sampled_rows(NUM_SLOTS)
@@ -111,20 +113,20 @@ def test_as_torch_samples_over_a_random_history(bench: Bench, seed: int) -> None
                     running[moved].slot = moved
                     running[moved].num_preemptions += 1
                 num_moved += 1
-        company = [each for each in running if draw.random() < 0.8]
-        logits = logits_of(1000 * seed + step, len(company))
+        batch = [each for each in running if draw.random() < 0.8]
+        logits = logits_of(1000 * seed + step, len(batch))
         if step % 9 == 4:  # the step fails after its tokens were chosen, and is made again
-            bench.launch(logits, company)
+            bench.launch(logits, batch)
             num_lost += 1
-        found = bench.sample(logits, company)
-        expected = Sampler([EOS]).sample(logits, company)
+        found = bench.sample(logits, batch)
+        expected = Sampler([EOS]).sample(logits, batch)
         assert [token._replace(logprobs=None) for token in found] == [
             token._replace(logprobs=None) for token in expected
         ]
         for ours, theirs in zip(found, expected, strict=True):
             assert list(ours.logprobs or ()) == list(theirs.logprobs or ())
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
-        for each, token in zip(company, found, strict=True):
+        for each, token in zip(batch, found, strict=True):
             each.token_ids.append(token.token_id)
             assert bench.inputs.sampled_ids[each.slot] == token.token_id
     assert num_moved
@@ -146,23 +148,23 @@ def test_rows_that_cannot_be_sampled_disturb_no_other(bench: Bench) -> None:
     assert bench.inputs.sampled_ids[:2].tolist() == [0, 0]
 
 
-def test_a_slot_is_told_of_its_sequence_once(loader: KernelLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    monkeypatch.setattr(SamplingKernel, "write", lambda self, slot, sampling: told.append(slot))
+def test_a_slot_is_written_once_for_its_sequence(loader: KernelLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    monkeypatch.setattr(SamplingKernel, "write", lambda self, slot, sampling: written.append(slot))
     bench, draw = Bench(loader), random.Random(1)
-    company = [sequence(0, draw), sequence(1, draw, temperature=0.7), sequence(3, draw, **PENALTIES)]
+    batch = [sequence(0, draw), sequence(1, draw, temperature=0.7), sequence(3, draw, **PENALTIES)]
     for step in range(3):
-        for each in company:
+        for each in batch:
             bench.sampler.prepare([each])
             bench.slots.chosen([each])
             each.token_ids.append(step)
-    assert told == [0, 1, 3]
+    assert written == [0, 1, 3]
     for index, slot in enumerate((0, 1, 3)):
         bench.sampler.prepare([sequence(slot, draw)])
-        assert told[3:] == [1, 3][:index], "greedy after greedy has nothing to be told"
+        assert written[3:] == [1, 3][:index], "greedy after greedy writes nothing"
 
 
-def test_sequences_may_draft_once_what_their_slot_knows_no_longer_changes() -> None:
+def test_sequences_may_draft_once_the_state_of_their_slot_no_longer_changes() -> None:
     draw = random.Random(2)
     # Formats are the drafter's to refuse.
     may_draft = [True, False, False, False, True, False, True, True, False, True, True]

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.checkpoint.builtins import BUILTINS
+from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling import structured_output
-from fastgen.runtime.sampling.response_format import ResponseFormat, parse_response_format
-from fastgen.runtime.sampling.sampling_params import SamplingParams
 from fastgen.runtime.sampling.structured_output import Grammars, Matcher
 from fastgen.runtime.text.detokenizer import TokenDecoder
 from tests.runtime.constrained import (
@@ -182,7 +182,7 @@ def test_tokens_that_end_a_request_are_allowed_where_the_format_may_end(grammars
     subject = matcher(grammars, pattern("a([bx]c)*").format, stop_token_ids=[c, b, VOCAB_SIZE - 1])
     assert not allowed(subject) & {EOS, b, c, VOCAB_SIZE - 1}
     subject.advance(a)
-    # "b" would go on, but it ends the request, and so may stand here.
+    # "b" would continue the format, but it ends the request, so it is allowed here.
     assert allowed(subject) >= {EOS, b, c, VOCAB_SIZE - 1}
     subject = matcher(grammars, pattern("a[bx]c").format, stop_token_ids=[b])
     subject.advance(a)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.drafts import INDEXED_AT_ONCE, DraftedSequence, NgramDrafter, NgramIndex
 
 
@@ -114,7 +114,7 @@ def test_some_sequences_may_not_draft() -> None:
     assert [len(drafter.propose(seq, 4)) for seq in (refused, other)] == [0, 4]
 
 
-def test_a_constrained_sequence_is_drafted_nothing() -> None:
+def test_a_constrained_sequence_gets_no_drafts() -> None:
     """What may follow a draft is not known before the draft is accepted."""
     seq = sequence([1] * 5)
     seq.matcher = cast(Any, object())

@@ -10,15 +10,16 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, StaticBatching, choose_policy
 from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
+from fastgen.runtime.scheduling.policies.step_time import StepWork
 from fastgen.runtime.scheduling.policies.time_budget import TimeBudgetSplitFuse
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
-from fastgen.runtime.scheduling.step_time import StepWork
 from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
+from fastgen.runtime.step.step import Step
 
 Taken = list[tuple[int, int, int]]
 
@@ -153,7 +154,7 @@ def test_a_batch_that_takes_several_steps_of_prompts_computes_them_before_its_fi
     assert steps.step() == [(3, 0, 2)]
 
 
-def test_static_batches_are_of_who_is_there() -> None:
+def test_static_batches_are_of_the_waiting_requests() -> None:
     steps = Steps(StaticBatching(batch_size=3))
     steps.add(4, max_new=2)
     assert steps.step() == [(0, 0, 4)]
@@ -250,9 +251,10 @@ def random_arrivals(rng: random.Random, max_total: int) -> list[Arrival]:
 
 def check_steps(name: str, server: SimulatedServer) -> None:
     """Every step that the engine of ``server`` makes is looked at when it is run."""
-    engine, run = server.engine, server.engine.runner.run
+    engine, launch = server.engine, server.engine.runner.launch
 
-    def checked(schedule: Schedule) -> Any:
+    def checked(step: Step) -> None:
+        schedule = step.schedule
         engine.check_integrity()
         if name in ("prefill_first", "dynamic", "static"):
             assert not (schedule.decodes and schedule.chunks), "decodes run by themselves"
@@ -264,9 +266,9 @@ def check_steps(name: str, server: SimulatedServer) -> None:
             started = {seq.key[0] for seq in engine.scheduler.running}
             size = getattr(engine.scheduler.policy, "batch_size", None)
             assert size is None or len(started) <= size
-        return run(schedule)
+        launch(step)
 
-    engine.runner.run = checked  # type: ignore[method-assign]
+    engine.runner.launch = checked  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "bounded"])

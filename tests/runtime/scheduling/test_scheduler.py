@@ -13,7 +13,7 @@ import pytest
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
@@ -124,7 +124,7 @@ def test_only_prompts_that_could_have_a_slot_count_as_pending():
     assert taken(schedule) == [(0, 1, 1), (1, 0, 7)]
 
 
-def test_nobody_overtakes():
+def test_no_waiting_request_is_overtaken():
     scheduler = make(token_budget=8, max_num_seqs=3)
     add(scheduler, 0, 30)
     add(scheduler, 1, 1)
@@ -140,7 +140,7 @@ def test_a_prompt_of_one_token_is_no_decode_before_it_has_a_slot():
     assert taken(step(scheduler)) == [(0, 1, 1), (1, 1, 1)]
 
 
-def test_the_last_token_of_a_prompt_preempts_nobody_and_not_itself():
+def test_the_last_token_of_a_prompt_preempts_no_sequence_not_even_itself():
     """Its 9th token finds no block while the decode still has room: it waits with its 8 computed."""
     scheduler = make(num_blocks=4, token_budget=8, max_num_seqs=2)  # 3 blocks of 4
     add(scheduler, 0, 1, max_new=4)
@@ -177,7 +177,7 @@ def test_a_prompt_is_computed_for_the_first_sequence_and_shared_by_the_others():
     assert fourth.block_tables[0][0] == third.block_tables[0][0]
 
 
-def test_with_nobody_left_to_share_with_the_prompt_is_computed_again():
+def test_without_a_sequence_to_share_with_the_prompt_is_computed_again():
     scheduler = make(max_num_seqs=1, token_budget=16)
     first, second = add(scheduler, 0, 6, n=2).request.sequences
     step(scheduler)
@@ -199,7 +199,7 @@ def test_the_others_need_not_wait_for_a_sequence_that_is_gone():
 # Blocks
 
 
-def test_a_chunk_is_cut_to_the_free_blocks_and_preempts_nobody():
+def test_a_chunk_is_cut_to_the_free_blocks_and_preempts_nothing():
     scheduler = make(num_blocks=5, token_budget=16, max_num_seqs=3)  # 4 blocks of 4
     add(scheduler, 0, 5, max_new=4)
     add(scheduler, 1, 9, max_new=4)
@@ -298,7 +298,7 @@ def test_finishing_frees_at_once_in_every_state():
     assert scheduler.schedule() is None
 
 
-def test_a_sequence_cancelled_during_its_step_is_passed_over():
+def test_a_sequence_cancelled_during_its_step_is_ignored():
     scheduler = make()
     kept, cancelled = add(scheduler, 0, 4), add(scheduler, 1, 4)
     schedule = planned(scheduler)
@@ -355,7 +355,7 @@ def test_an_urgent_prompt_takes_the_blocks_of_a_less_urgent_one_that_it_overtook
     assert taken(step(scheduler)) == [(0, 0, 12)]
 
 
-def test_who_waits_long_is_admitted_before_urgent_ones_that_came_later() -> None:
+def test_a_long_wait_leads_to_admission_before_urgent_ones_that_came_later() -> None:
     kv = KVCacheManager(101, 4)
     scheduler = Scheduler(kv, token_budget=8, max_num_seqs=1, aging_s=5.0)
     low = add_urgent(scheduler, 0, 2, priority=9, max_new_tokens=1)

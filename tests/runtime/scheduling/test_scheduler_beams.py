@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
@@ -126,12 +126,12 @@ def test_a_prompt_of_beams_that_were_preempted_is_computed_once_there_is_room_fo
         assert [entry.seq for entry in step(scheduler, long).entries] == [long]
 
 
-def test_a_parked_beam_has_nothing_and_may_be_forked_again() -> None:
+def test_a_suspended_beam_has_nothing_and_may_be_forked_again() -> None:
     scheduler = make()
     first, second = add(scheduler, 0, 3, beam_width=2)
     step(scheduler)
     scheduler.forks.fork(first, second)
-    scheduler.forks.park(second)
+    scheduler.forks.suspend(second)
     scheduler.check_integrity()
     assert (second.num_tokens, second.block_tables, second.slot) == (3, [], None)
     assert scheduler.running.num_free_slots == 2

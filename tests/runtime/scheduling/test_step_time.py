@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fastgen.runtime.scheduling.step_time import StepTimeModel, StepWork, chunk_pairs
+from fastgen.runtime.scheduling.policies.step_time import StepTimeModel, StepWork, chunk_pairs
 from fastgen.runtime.simulated import CostModel
 
 COST = CostModel(step_s=0.004, token_s=2e-5, context_s=1e-7, pair_s=4e-10)

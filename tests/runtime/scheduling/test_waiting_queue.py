@@ -1,4 +1,4 @@
-"""Who waits: strict classes, first come first served within one, and nobody for ever."""
+"""Waiting: strict classes, first come first served within one, and without starvation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.waiting_queue import WaitingQueue
 
 
@@ -23,7 +23,7 @@ def order(queue: WaitingQueue) -> list[tuple[int, int]]:
     return [seq.key for seq in queue]
 
 
-def test_the_lower_class_goes_first_and_in_it_who_came_first() -> None:
+def test_the_lower_class_goes_first_and_in_it_the_first_that_came() -> None:
     queue = WaitingQueue()
     for request_id, priority in enumerate([0, 5, -2, 0, -2, 5]):
         arrive(queue, request_id, priority)
@@ -33,14 +33,14 @@ def test_the_lower_class_goes_first_and_in_it_who_came_first() -> None:
     assert len(queue) == 6
 
 
-def test_who_ran_is_put_back_where_it_was() -> None:
+def test_a_preempted_sequence_is_requeued_where_it_was() -> None:
     queue = WaitingQueue()
     first, second, third, _ = (arrive(queue, request_id) for request_id in range(4))
     urgent = arrive(queue, 4, priority=-1)
     for seq in (urgent, first, second, third):
         queue.remove(seq)
     for seq in (third, first, urgent, second):
-        queue.put_back(seq, now_s=1.0)
+        queue.requeue(seq, now_s=1.0)
         queue.check_integrity()
     assert [request_id for request_id, _ in order(queue)] == [4, 0, 1, 2, 3]
 
@@ -59,7 +59,7 @@ def test_sequences_of_a_request_are_held_until_they_are_released_behind_the_firs
     assert queue.held == []
 
 
-def test_who_waits_long_moves_to_the_end_of_the_next_class_in_use() -> None:
+def test_a_long_wait_moves_it_to_the_end_of_the_next_class_in_use() -> None:
     queue = WaitingQueue(aging_s=10.0)
     low = arrive(queue, 0, priority=100, now_s=0.0)
     arrive(queue, 1, priority=3, now_s=1.0)
@@ -82,7 +82,7 @@ def test_who_waits_long_moves_to_the_end_of_the_next_class_in_use() -> None:
     assert [request_id for request_id, _ in order(queue)] == [5, 2, 1, 3, 0, 4]
 
 
-def test_nobody_ages_among_equals() -> None:
+def test_equals_do_not_age() -> None:
     queue = WaitingQueue(aging_s=1.0)
     for request_id in range(3):
         arrive(queue, request_id, priority=7)
@@ -96,7 +96,7 @@ def test_a_time_that_is_none_is_refused(aging_s: float) -> None:
         WaitingQueue(aging_s)
 
 
-def test_nobody_starves_while_more_urgent_ones_keep_coming() -> None:
+def test_no_request_starves_while_more_urgent_ones_keep_coming() -> None:
     """One is served a second, one of the most urgent comes a second, so the queue never gets shorter."""
     rng = random.Random(0)
     queue = WaitingQueue(aging_s=20.0)

@@ -14,8 +14,8 @@ from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.kv_cache.block_tables import BlockUpdate
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence
-from fastgen.runtime.sampling.sampler import SampledToken
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampled import SampledToken
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.drafts import DraftedSequence, SampledSequence
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduling.scheduler import Scheduler
@@ -84,7 +84,7 @@ def embedded_ids(batch: RaggedBatch) -> list[int]:
 def sample_on_device(
     inputs: InputBatch, tokens: dict[Sequence, int], also_sampled: Iterable[SampledSequence] = ()
 ) -> None:
-    """As kernels do that sample there, and the model runner. ``also_sampled`` are rows whose token nobody may take."""
+    """As kernels do that sample there, and the model runner. ``also_sampled`` are rows whose token must not be used."""
     inputs.forget_sampled([*tokens, *also_sampled])
     for sequence, token_id in tokens.items():
         assert sequence.slot is not None
@@ -395,7 +395,7 @@ class History:
         assert batch.slot_mapping.shape == (self.num_groups, schedule.size)
         for per_group in (batch.slot_mapping, batch.block_tables):
             assert not any(each.data_ptr() % 16 for each in per_group), "a GPU would not take this address"
-        assert (batch.slot_mapping[:, starts[-1] :] < self.block_size).all(), "padding is written into somebody's block"
+        assert (batch.slot_mapping[:, starts[-1] :] < self.block_size).all(), "padding goes into a block of a sequence"
         for sequence in self.scheduler.running:
             for group, table in enumerate(sequence.block_tables):
                 assert batch.block_tables[group, sequence.slot, : len(table)].tolist() == table

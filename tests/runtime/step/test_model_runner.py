@@ -18,12 +18,14 @@ from fastgen.models.causal_lm import CausalLM
 from fastgen.runtime.kv_cache.block_tables import BlockCopy
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.sampler import Sampler
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
 from fastgen.runtime.step.forward import Forward
 from fastgen.runtime.step.input_batch import InputBatch
-from fastgen.runtime.step.model_runner import ModelRunner, StepOutput
+from fastgen.runtime.step.model_runner import ModelRunner
+from fastgen.runtime.step.step import Step
 
 VOCAB_SIZE = 400
 CPU = torch.device("cpu")
@@ -69,17 +71,24 @@ class Bench:
         self.scheduler.add(request)
         return request
 
-    def run(self) -> list[StepOutput]:
-        """Until every sequence has its tokens; what each step gave."""
-        outputs = []
+    def run(self) -> list[Step]:
+        """Runs until every sequence has its tokens, and returns the steps."""
+        steps = []
         while (schedule := self.scheduler.schedule()) is not None:
-            outputs.append(self.runner.run(schedule))
+            steps.append(self.run_step(schedule))
             self.scheduler.commit(schedule)
-            for sequence, token in outputs[-1].sampled:
+            for sequence, token in steps[-1].sampled:
                 sequence.token_ids.append(token.token_id)
                 if sequence.num_tokens - sequence.num_prompt_tokens == sequence.request.sampling.max_new_tokens:
                     self.scheduler.finish(sequence)
-        return outputs
+        return steps
+
+    def run_step(self, schedule: Schedule) -> Step:
+        step = Step(schedule, 0.0, 0.0)
+        self.runner.launch(step)
+        self.runner.sample(step)
+        self.runner.collect(step)
+        return step
 
 
 def test_a_step_is_launched_on_the_runners_gpu_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,5 +197,5 @@ def test_blocks_are_copied_before_the_forward_pass() -> None:
     schedule = bench.scheduler.schedule()
     assert schedule is not None
     copies = (BlockCopy(0, 0, 5, 7), BlockCopy(1, 2, 2, 3), BlockCopy(0, 1, 1, 8))
-    bench.runner.run(schedule._replace(block_copies=copies))
+    bench.run_step(schedule._replace(block_copies=copies))
     assert model.seen == [0, 1, 2, 2, 4, 5, 6, 5, 1]

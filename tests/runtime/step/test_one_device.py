@@ -28,7 +28,7 @@ from tests.models.test_kernel_specs import published
 META, DTYPE = torch.device("meta"), torch.bfloat16
 # Rows of one tile of few-row kernels, of several, and for the library; of few and of many rows to an expert.
 SIZES, ROW_SIZES = (1, 70, 600), (1, 70)
-# Where a kernel is told how far tokens' queries lie apart, and where values are part of the keys.
+# A model whose kernel takes the stride between the queries of tokens, and one whose values are part of the keys.
 STRIDED = {"q", "v_cache"}
 
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgen.layers.kv_cache import KVShape, PagedKVCache
 from fastgen.runtime.requests.request import Request
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.sampler import Sampler, _take
-from fastgen.runtime.sampling.sampling_params import SamplingParams
 
 GPU = torch.device("cuda:0")
 

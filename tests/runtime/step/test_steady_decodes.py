@@ -17,10 +17,10 @@ from fastgen.compile.capture.tape import Tape
 from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.scheduling.schedule import Schedule
-from fastgen.runtime.step import steady_decodes
+from fastgen.runtime.step import early_start
 from fastgen.runtime.step.forward import TapedForward
-from fastgen.runtime.step.model_runner import StepOutput
 from fastgen.runtime.step.steady_decodes import SteadyDecodes
+from fastgen.runtime.step.step import Step
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +37,18 @@ def engine_of(llm: LLM) -> Engine:
 
 
 class Counted(SteadyDecodes):
-    """Counts the steps that it continued, and those that it could not."""
+    """Counts the steps that it continued, and those that it could not continue."""
 
     def __init__(self, steady: SteadyDecodes):
         self.__dict__ |= steady.__dict__
-        self.num_continued = self.num_refused = self.num_begun = self.num_in_vain = 0
+        self.num_continued = self.num_refused = self.num_started = self.num_dropped = 0
 
     def run(self, schedule: Schedule) -> list[int] | None:
-        was_begun = self._begun is not None
+        assert self.early is not None
+        was_started = self.early.started is not None
         found = super().run(schedule)
-        self.num_begun += was_begun
-        self.num_in_vain += was_begun and found is None
+        self.num_started += was_started
+        self.num_dropped += was_started and found is None
         self.num_continued += found is not None
         self.num_refused += found is None
         return found
@@ -63,7 +64,7 @@ def counted(llm: LLM) -> Iterator[Counted]:
 
 
 def without(llm: LLM, *arguments: Any, **fields: Any) -> Any:
-    """What the same engine answers when every step is built from its schedule."""
+    """Returns what the same engine answers if every step is built from its schedule."""
     runner = engine_of(llm).runner
     before, runner.steady = runner.steady, None
     try:
@@ -74,7 +75,7 @@ def without(llm: LLM, *arguments: Any, **fields: Any) -> Any:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """With one there is nobody to begin a step."""
+    """With one thread no other can start a step."""
     pool = load_thread_pool(KernelLoader(CppBuilder("portable")))
     before = pool.num_threads
     pool.resize(2)
@@ -132,19 +133,22 @@ def test_what_depends_on_the_tokens_so_far_is_not(llm: LLM, counted: Counted, fi
 def test_a_step_that_was_computed_in_vain_is_computed_again(
     llm: LLM, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tape has moved on, and the schedule is made again: it is no continuation, and its tokens are the same."""
+    """The tape has advanced, and the schedule is made again: it is no continuation, and its tokens are the same."""
     runner, num_runs, sampling = engine_of(llm).runner, 0, SamplingParams(max_new_tokens=30, ignore_eos=True)
     expected = without(llm, [[5, 6, 7], [8, 9]], sampling)
-    run = runner.run
+    launch, sample, collect = runner.launch, runner.sample, runner.collect
 
-    def run_twice(schedule: Schedule) -> StepOutput:
+    def run_twice(step: Step) -> None:
         nonlocal num_runs
         num_runs += 1
         if num_runs in (9, 15):
-            run(schedule)
-        return run(schedule)
+            in_vain = Step(step.schedule, 0.0, 0.0)
+            launch(in_vain)
+            sample(in_vain)
+            collect(in_vain)
+        launch(step)
 
-    monkeypatch.setattr(runner, "run", run_twice)
+    monkeypatch.setattr(runner, "launch", run_twice)
     outputs = llm.generate([[5, 6, 7], [8, 9]], sampling)
     assert [each.token_ids for each in outputs] == [each.token_ids for each in expected]
     assert counted.num_refused == 4
@@ -172,7 +176,7 @@ def test_nothing_is_recorded_while_a_lone_request_is_answered(llm: LLM, monkeypa
     assert recorded == ["a step of 23 tokens"]  # that of its prompt, and none of decodes
 
 
-def test_whoever_comes_later_records_the_same_tape(llm: LLM, counted: Counted) -> None:
+def test_later_requests_record_the_same_tape(llm: LLM, counted: Counted) -> None:
     llm.generate([[5, 6], [7, 8]], max_new_tokens=6, ignore_eos=True)
     tape = counted._tapes[2]
     assert isinstance(tape, Tape)
@@ -185,8 +189,8 @@ def test_whoever_comes_later_records_the_same_tape(llm: LLM, counted: Counted) -
 def test_a_batch_that_was_built_over_is_not_continued(
     llm: LLM, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A newcomer's step is interrupted, and it gives up: the same decodes are due at the same positions as before it
-    came, but the batch has the newcomer's tokens in it.
+    """The first step of a new request is interrupted, and the request is cancelled. The same decodes come next at the
+    same positions as before it arrived, but the batch holds the tokens of the new request.
     """
     engine, sampling = engine_of(llm), SamplingParams(max_new_tokens=20, ignore_eos=True)
     prompts = [[5, 6, 7], [8, 9]]
@@ -195,7 +199,7 @@ def test_a_batch_that_was_built_over_is_not_continued(
     for _ in range(6):
         engine.step()
     assert counted.num_continued == 4
-    newcomer = engine.submit([40] * 30, sampling)
+    new_request = engine.submit([40] * 30, sampling)
 
     def interrupted(batch: object) -> None:
         raise KeyboardInterrupt
@@ -204,7 +208,7 @@ def test_a_batch_that_was_built_over_is_not_continued(
         patch.setattr(engine.runner.forward, "hidden", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    engine.cancel(newcomer)
+    engine.cancel(new_request)
     while engine.has_work:
         engine.step()
     assert [each.output().token_ids for each in generations] == [each.token_ids for each in expected]
@@ -212,26 +216,27 @@ def test_a_batch_that_was_built_over_is_not_continued(
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("num_requests", "num_before"), [(1, 8), (3, 24), (6, 32)])
-def test_steps_begin_early_once_they_have_followed_each_other(
+def test_steps_start_early_once_they_have_followed_each_other(
     llm: LLM, counted: Counted, num_requests: int, num_before: int
 ) -> None:
-    """Of 59 decodes 57 continue, the first at position 4, of 4 in a block; after some of them the next begin early, but
-    for those that begin a block, and the one that would come after the last token."""
+    """Of 59 decodes 57 continue, the first at position 4, with 4 positions in a block. After some of them the next ones
+    start early, except those that begin a block and the one that would follow the last token."""
     prompts = [[5, 6, 7 + i] for i in range(num_requests)]
     outputs = llm.generate(prompts, max_new_tokens=60, ignore_eos=True, temperature=0)
     early = [position for position in range(4, 62)[num_before:] if position % 4]
-    assert (counted.num_begun, counted.num_in_vain) == (len(early), 0)
+    assert (counted.num_started, counted.num_dropped) == (len(early), 0)
     expected = without(llm, prompts, max_new_tokens=60, ignore_eos=True, temperature=0)
     assert [each.token_ids for each in outputs] == [each.token_ids for each in expected]
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("what", ["stop token", "newcomer", "cancel"])
-def test_a_step_that_was_begun_for_nothing_leaves_no_trace(
+@pytest.mark.parametrize("what", ["stop token", "new_request", "cancel"])
+def test_a_step_that_was_started_and_dropped_leaves_no_trace(
     llm: LLM, counted: Counted, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """At every place in a block. Whoever goes on, comes then or is given the blocks has the answer it has alone."""
-    monkeypatch.setattr(steady_decodes, "_STEPS_PER_DECODE", 1)
+    """At every place in a block. Every request that continues, arrives then or gets the blocks has the answer that it
+    has alone."""
+    monkeypatch.setattr(early_start, "STEPS_PER_DECODE", 1)
     engine, prompts = engine_of(llm), [[5, 6, 7], [8, 9]]
     plain = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=1.0, seed=5)
     alone = [without(llm, [prompt], plain)[0].token_ids for prompt in (*prompts, [40] * 9)]
@@ -242,7 +247,7 @@ def test_a_step_that_was_begun_for_nothing_leaves_no_trace(
         generations = [engine.submit(prompts[0], first), engine.submit(prompts[1], plain)]
         for _ in range(num_steps):
             engine.step()
-        if what == "newcomer":
+        if what == "new_request":
             generations.append(engine.submit([40] * 9, plain))
         if what == "cancel":
             engine.cancel(generations[0])
@@ -251,23 +256,25 @@ def test_a_step_that_was_begun_for_nothing_leaves_no_trace(
             engine.check_integrity()
         for generation, expected in zip(generations, alone, strict=False):
             found = generation.output().token_ids
-            ends_early = generation is generations[0] and what != "newcomer"
+            ends_early = generation is generations[0] and what != "new_request"
             assert found == (expected[: len(found)] if ends_early else expected)
-    assert counted.num_in_vain > 0
+    assert counted.num_dropped > 0
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_an_engine_is_closed_while_a_step_that_was_begun_runs() -> None:
+def test_an_engine_is_closed_while_a_step_that_started_early_runs() -> None:
     for _ in range(3):
         with fastgen.load("tiny-mistral", target="cpp", num_threads=2, token_budget=64, max_num_seqs=2) as llm:
             engine = engine_of(llm)
             engine.submit([5, 6, 7], SamplingParams(max_new_tokens=40, ignore_eos=True))
-            while engine.runner.steady is not None and engine.runner.steady._begun is None:
+            assert engine.runner.steady is not None
+            assert engine.runner.steady.early is not None
+            while engine.runner.steady.early.started is None:
                 engine.step()
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_two_engines_that_begin_steps_keep_out_of_each_others_way(llm: LLM, counted: Counted) -> None:
+def test_two_engines_that_start_steps_early_do_not_disturb_each_other(llm: LLM, counted: Counted) -> None:
     sampling = SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=1.0, seed=2)
     with fastgen.load("tiny-llama", target="cpp", num_threads=2, token_budget=64, max_num_seqs=2) as other:
         expected = [without(llm, [5, 6, 7], sampling), without(other, [5, 6, 7], sampling)]
@@ -276,4 +283,4 @@ def test_two_engines_that_begin_steps_keep_out_of_each_others_way(llm: LLM, coun
             for engine, _ in both:
                 engine.step()
     assert [generation.output().token_ids for _, generation in both] == [each.token_ids for each in expected]
-    assert counted.num_begun > 0
+    assert counted.num_started > 0

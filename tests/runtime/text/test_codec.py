@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastgen.errors import CheckpointError, InvalidArgumentError, PromptTooLongError
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from tests.runtime.checkpoints import save_tokenizer
 
@@ -156,7 +156,7 @@ def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(
         return call(tokenizer, text, **arguments)
 
     monkeypatch.setattr(kind, "__call__", counted)
-    assert len(codec.encode("the cat " * 8)) >= 16, "who is a little too long is told by how much"
+    assert len(codec.encode("the cat " * 8)) >= 16, "a text slightly too long is encoded"
     assert len(codec.encode([1] * 1000)) == 1000
     with pytest.raises(PromptTooLongError, match="4000000 characters has more than 10 tokens"):
         codec.encode("the " * 1_000_000)

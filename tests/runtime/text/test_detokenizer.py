@@ -143,7 +143,7 @@ def added_text_of_byte_fallback(tokenizer, prompt, generated):
     """The same for byte fallback, character by character with the token that ends each.
 
     Written out because the ``tokenizers`` decoder turns a whole run of bytes, characters that were complete included,
-    into U+FFFD when a later byte fits nothing, which nobody who streams can do. Here each byte speaks for itself.
+    into U+FFFD when a later byte fits nothing, which a stream cannot do. Here each byte counts by itself.
     """
     characters, run = [], []  # (character, index of the token that ends it)
 

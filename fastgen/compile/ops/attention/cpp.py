@@ -17,7 +17,7 @@ from fastgen.compile.weights.packed import ARCHES_WITH_PAIRS, LANES
 
 _CPU = torch.device("cpu")
 _WORKSPACE_SIZES = ("workspace_bytes", "num_threads", "scratch_bytes", "max_tasks", "max_pieces")
-# As in ``attention.cpp.j2``: rows by lanes, and the sizes of structs.
+# As in ``attention_tasks.h``: rows by lanes, and the sizes of structs.
 _MAX_ROWS = {16: 6, 8: 2, 4: 4}
 _TASK_BYTES, _PIECE_BYTES = 64, 24
 
@@ -100,7 +100,7 @@ class AttentionLimits:
 
 @dataclass(frozen=True)
 class _WorkspaceSizes:
-    """What lies in a kernel's workspace: see ``Workspace`` in ``attention.cpp.j2``."""
+    """What lies in a kernel's workspace: see ``Workspace`` in ``attention_pieces.h``."""
 
     workspace_bytes: int
     num_threads: int

@@ -27,9 +27,9 @@ _KINDS = POLICIES | {"time_budget": TimeBudgetSplitFuse}
 
 
 def choose_policy(policy: str | Policy, itl_target_ms: float | None = None) -> Policy:
-    """The policy of this name, or ``policy`` itself; with a target, the one that keeps it.
+    """Returns the policy with this name, or ``policy`` itself; with a target, the one that keeps it.
 
-    :raises InvalidArgumentError: for a name that is none, or a target that is none or that the policy cannot keep.
+    :raises InvalidArgumentError: for an unknown name, or a target that is invalid or that the policy cannot keep.
     """
     if not isinstance(policy, str | Policy) or (isinstance(policy, str) and policy not in POLICIES):
         near = difflib.get_close_matches(str(policy), POLICIES, n=1)
@@ -48,13 +48,13 @@ def choose_policy(policy: str | Policy, itl_target_ms: float | None = None) -> P
 
 
 def policy_name(policy: Policy) -> str:
-    """The name by which :func:`make_policy` knows its kind; that of its class where it does not."""
+    """Returns the name that :func:`make_policy` knows a policy by, or the name of its class."""
     kinds = {kind: name for name, kind in _KINDS.items()}
     return kinds.get(type(policy), f"{type(policy).__module__}.{type(policy).__qualname__}")
 
 
 def make_policy(name: str, parameters: Mapping[str, float | None]) -> Policy:
-    """A new policy of this kind, with its :attr:`Policy.parameters`.
+    """Returns a new policy of this kind, with its :attr:`Policy.parameters`.
 
     :raises InvalidArgumentError: for a kind that is not one of fastgen's own, or other parameters than it has.
     """

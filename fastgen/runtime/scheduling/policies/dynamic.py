@@ -1,8 +1,8 @@
-"""Request-level batching: a batch is put together, runs until all of it is answered, and then comes the next.
+"""Dynamic batching: a batch is collected, runs until all of it is answered, and then the next one is collected.
 
-Dynamic batching as servers of models do it that know nothing of generation: who comes is kept until there are enough
-for a batch, but no longer than a given delay. All prompts of the batch are computed before its first decode. A slot
-whose answer is done early stays empty until the last one is.
+This is how servers batch that know nothing of generation: requests are kept until there are enough for a batch, but no
+longer than a given delay. All prompts of the batch are computed before its first decode. A slot whose answer is done
+early stays empty until the last answer is done.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepVie
 
 
 class DynamicBatching(Policy):
-    """Batches of ``batch_size`` requests, by default as many as run at once, or of those that there are when the most
+    """Batches of ``batch_size`` requests, by default ``max_num_seqs``; or of the requests that wait when the most
     urgent of them has waited for ``max_delay_s`` seconds.
     """
 
@@ -40,7 +40,7 @@ class DynamicBatching(Policy):
 
     def plan(self, view: StepView) -> StepPlan:
         first = next(iter(view.waiting), None)
-        follows = first is not None and not first.begins_request  # of a batch that is not done
+        follows = first is not None and not first.begins_request  # places of a batch that is not done
         if view.decodes or view.prompts or follows:
             has_prompts = bool(view.prompts) or view.num_opened > 0 or follows
             return self._plan(view, view.num_opened, runs_decodes=not has_prompts)

@@ -1,7 +1,7 @@
-"""Iteration-level scheduling: each step takes every decode and whatever whole prompts fit beside them.
+"""Iteration-level scheduling: each step takes every decode and the whole prompts that fit beside them.
 
-After "Orca: A Distributed Serving System for Transformer-Based Generative Models" (Yu et al., 2022). Requests come and
-go with every step; but a long prompt makes a long step, in which those who are being answered wait.
+After "Orca: A Distributed Serving System for Transformer-Based Generative Models" (Yu et al., 2022). Requests join and
+leave at every step; but a long prompt makes a long step, which delays all running answers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prompts first, each whole, in steps without decodes: how vLLM scheduled when it was published.
 
 After "Efficient Memory Management for Large Language Model Serving with PagedAttention" (Kwon et al., 2023) and the
-implementation of that time. First tokens come early; those who are being answered wait meanwhile.
+implementation of that time. First tokens come early; running answers wait meanwhile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Dynamic SplitFuse: decodes in every step, and prompts split and fused so that steps have even sizes.
 
 After "DeepSpeed-FastGen: High-throughput Text Generation for LLMs via MII and DeepSpeed-Inference" (Holmes et al.,
-2024). Two observations of the paper make the rule. A forward pass has a throughput that depends on its number of tokens
-and hardly on whose they are, so long prompts are split and short ones fused to reach a good number. And throughput is
-concave in that number, so for the same tokens in the same number of passes the even split is the fastest.
+2024). The rule follows from two observations of the paper. The throughput of a forward pass depends on its number of
+tokens and hardly on their sequences, so long prompts are split and short ones fused to reach a good number. And
+throughput is concave in that number, so the even split of the same tokens over the same number of passes is the
+fastest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence as SequenceOf
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView
 
-# With so many passes of prompts pending an even share is nearly the whole budget, and no more need be counted.
+# With this many passes of prompts pending, an even share is nearly the whole budget; counting stops there.
 FILLS_FROM_PASSES = 8
 
 
@@ -32,7 +33,7 @@ class SplitFuse(Policy):
 
 
 def count_pending(prompts: Iterable[Sequence], enough: int) -> int:
-    """The tokens pending of ``prompts``, or ``enough`` or more; no more of them are looked at then."""
+    """Returns the number of pending tokens of ``prompts``. It stops counting at ``enough``."""
     num_pending = 0
     for seq in prompts if enough > 0 else ():
         num_pending += seq.num_pending_tokens
@@ -42,25 +43,26 @@ def count_pending(prompts: Iterable[Sequence], enough: int) -> int:
 
 
 def captured_sizes(token_budget: int) -> tuple[int, ...]:
-    """The step sizes that graphs are captured for, ascending: powers of two to 64, multiples of 64 to 512, of 128
-    beyond, none above ``token_budget``, and ``token_budget`` itself.
+    """Returns the step sizes that graphs are captured for, ascending: powers of two to 64, multiples of 64 to 512 and
+    of 128 beyond, none above ``token_budget``, and ``token_budget`` itself.
     """
     regular = [*(1 << power for power in range(6)), *range(64, 512, 64), *range(512, token_budget, 128)]
     return (*(size for size in regular if size < token_budget), token_budget)
 
 
 def smallest_size(num_tokens: int, sizes: SequenceOf[int]) -> int:
-    """The smallest of the ascending ``sizes`` that holds ``num_tokens``, which must not exceed the largest."""
+    """Returns the smallest of the ascending ``sizes`` that holds ``num_tokens``, which must not exceed the largest."""
     assert num_tokens <= sizes[-1], f"{num_tokens} tokens exceed the token budget {sizes[-1]}"
     return sizes[bisect_left(sizes, num_tokens)]
 
 
 def even_share(num_decodes: int, num_pending: int, token_budget: int, sizes: SequenceOf[int]) -> tuple[int, int]:
-    """``(target, num_prompt_tokens)``: the size to run the step at, and how many prompt tokens join the decodes.
+    """Returns ``(target, num_prompt_tokens)``: the size to run the step at, and how many prompt tokens join the
+    decodes.
 
     With ``d`` decodes and ``R`` pending prompt tokens, budget ``B > d`` leaves ``B - d`` places a step, so the prompts
     need ``F = ceil(R / (B - d))`` passes. Each takes an even share: the target is the smallest captured size that holds
-    ``d + ceil(R / F)``, and since that size is run anyway, prompt tokens fill it as far as there are any. From
+    ``d + ceil(R / F)``. That size is run anyway, so prompt tokens fill it as far as there are any. From
     :data:`FILLS_FROM_PASSES` passes on it is ``B`` itself. With ``d = B``, or nothing pending, the decodes run alone.
 
     For example ``d = 4``, ``R = 600``, ``B = 512``: two passes are needed, 300 each; the target is 320 and 316 go in.

@@ -1,4 +1,4 @@
-"""Static batching: request-level batches of who is there, without waiting for more."""
+"""Static batching: batches of the requests that wait, without a delay for more."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from fastgen.runtime.scheduling.policies.dynamic import DynamicBatching
 
 
 class StaticBatching(DynamicBatching):
-    """Batches of at most ``batch_size`` requests, by default as many as run at once; the next batch begins when all of
-    the last have finished.
+    """Batches of at most ``batch_size`` requests, by default ``max_num_seqs``. The next batch begins when all of the
+    last one have finished.
     """
 
     parameters = ("batch_size",)

@@ -1,9 +1,9 @@
-"""SplitFuse under a bound on the gap between tokens: a step takes of prompts what the time allows.
+"""SplitFuse under a bound on the gap between tokens: a step takes as many prompt tokens as the time allows.
 
-A model of step times, fitted while the engine runs, says how long a step of so many tokens would take; a chunk beside
-decodes is as long as the step stays below the target, at a captured size where it can. A prompt gets on in every step
-all the same. Where even a token of it is too much, the step takes about as long as with that one: beside reading its
-context, a few more cost next to nothing, and where decodes alone take longer than the target little would be gained.
+A model of step times, fitted while the engine runs, predicts how long a step takes. A chunk beside decodes is cut so
+that the step stays below the target, at a captured size where possible. A prompt makes progress in every step all the
+same. Where even one token of it takes too long, the step takes about as long as with that one token: beside reading its
+context, a few more tokens cost next to nothing, and where decodes alone take longer than the target, little is gained.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from bisect import bisect_right
 from collections.abc import Sequence as SequenceOf
 
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
-from fastgen.runtime.scheduling.step_time import StepTimeModel, StepWork
+from fastgen.runtime.scheduling.policies.step_time import StepTimeModel, StepWork
 
 _log = logging.getLogger(__name__)
-# Lengths of chunks in steps below the sizes that are close together.
+# Lengths of chunks in steps below the finely spaced sizes.
 _FEW_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _CLOSE_SIZE = 64
-# How many times longer than with one token of a prompt a step may take where that is too long already.
+# Where a step with one prompt token is too long already, it may take this many times as long.
 _SLACK = 1.1
 
 
 class TimeBudgetSplitFuse(SplitFuse):
-    """SplitFuse whose steps take at most ``itl_target_s`` seconds as long as anybody is being answered."""
+    """SplitFuse whose steps take at most ``itl_target_s`` seconds while any answer is being generated."""
 
     parameters = ("itl_target_s",)
     observes = True
@@ -59,7 +59,9 @@ class TimeBudgetSplitFuse(SplitFuse):
         return lengths[num_fitting - 1] if num_fitting else int(is_first)
 
     def _least_s(self, work: StepWork, start: int) -> float:
-        """What a step takes at least in which the prompt at ``start`` gets on; that this is too long is told once."""
+        """Returns the least time of a step in which the prompt at ``start`` makes progress; logs once that it is too
+        long.
+        """
         expected_s = self.model.predict_s(work.with_chunk(start, 1))
         if expected_s > self.itl_target_s and not self._has_told:
             self._has_told = True
@@ -76,7 +78,7 @@ class TimeBudgetSplitFuse(SplitFuse):
 
 
 def _lengths(num_before: int, most: int, sizes: SequenceOf[int]) -> list[int]:
-    """What a chunk of at most ``most`` tokens may have beside ``num_before`` others, ascending."""
+    """Returns lengths for a chunk of at most ``most`` tokens beside ``num_before`` others, ascending."""
     few = [length for length in _FEW_TOKENS if num_before + length < _CLOSE_SIZE]
     many = [size - num_before for size in sizes[bisect_right(sizes, max(num_before, _CLOSE_SIZE - 1)) :]]
     return [*(length for length in (*few, *many) if length < most), most]

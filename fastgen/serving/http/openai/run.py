@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from fastgen.errors import InvalidArgumentError, PromptTooLongError
 from fastgen.runtime.requests.outputs import GenerationOutput
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.answers import Update
 from fastgen.serving.http.errors import failure_body
 from fastgen.serving.http.openai.answers import Usage

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.sampling.response_format import ResponseFormat
-from fastgen.runtime.sampling.sampling_params import SamplingParams
+from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.http.openai.requests import ChatRequest, CompletionRequest, SamplingRequest
 from fastgen.serving.refusals import BadRequestError
 

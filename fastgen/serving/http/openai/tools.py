@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.sampling.response_format import ResponseFormat, parse_response_format
+from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.http.openai.answers import ToolCallDelta, ToolCallOfMessage
 from fastgen.serving.http.openai.messages import NamedTool, Tool

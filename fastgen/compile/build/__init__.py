@@ -1,0 +1,1 @@
+"""Builds kernels: compilers, the cache, the loader, tuning and sealed bundles."""

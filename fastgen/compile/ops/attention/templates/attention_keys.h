@@ -1,0 +1,197 @@
+// Where keys and values of one tile lie, and how they are read.
+#pragma once
+#include "attention_tasks.h"
+
+namespace {
+
+constexpr int DV_VECTORS = (DV + LANES - 1) / LANES, DV_LANES = DV_VECTORS * LANES;
+constexpr bool WHOLE_VECTORS = P % LANES == 0;  // of keys and of values in the blocks
+
+// Whether a tile's keys and values can be used where they lie. Where not, or where many parts of rows would each widen or
+// interleave them, they are first brought together, as floats or as pairs.
+constexpr bool CAN_USE_IN_PLACE = WHOLE_VECTORS && !VALUES_IN_KEYS;
+
+// Where a tile's keys and values lie in the cache.
+struct Place {
+    int64_t first, num_keys;
+    const T* k[GROUPS];  // LANES keys, features P apart
+    const T* v[GROUPS] = {};  // LANES values, DV apart; unused where VALUES_IN_KEYS
+};
+
+// Where a tile's keys and values are brought together.
+using Brought = std::conditional_t<BF16_DOT, uint32_t, float>;
+struct Buffers {
+    Brought k[D / STEP * TILE];         // [D / STEP][TILE]
+    Brought v[TILE / STEP * DV_LANES];  // [TILE / STEP][DV_LANES]
+};
+
+// A tile's keys and values, brought together or as they are in the cache.
+template <class E>
+struct Tile {
+    int64_t first, num_keys;
+    int64_t first_seen;  // so many keys lie in front of all that the task's rows see
+    int64_t k_stride, v_stride;
+    const E* k[GROUPS];
+    const E* v[GROUPS];
+};
+
+#if FASTGEN_BF16_DOT
+// Two vectors' numbers in turn.
+INLINE f32v interleave(u16v even, u16v odd) {
+    const __m512i both = _mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(__m256i(even)), __m256i(odd), 1);
+    const __m512i order = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
+        17, 1, 16, 0);
+    return bits_of<f32v>(_mm512_maskz_permutexvar_epi16(0xffffffffu, order, both));
+}
+
+// Features d and d + 1 of a group's keys.
+INLINE f32v keys_of(const Tile<T>& tile, int g, int64_t d) {
+    const T* from = tile.k[g] + d * tile.k_stride;
+    return interleave(load<u16v>(from), load<u16v>(from + tile.k_stride));
+}
+INLINE f32v keys_of(const Tile<Brought>& tile, int g, int64_t d) {
+    return load<f32v>(tile.k[g] + d / 2 * tile.k_stride);
+}
+
+// Features of a value from `first` on, zeros behind the last and where it is not `seen`; nothing else is touched.
+INLINE u16v features_of(const T* value, int64_t first, bool seen) {
+    if (!seen) return u16v{};
+    if (DV % LANES == 0 || first + LANES <= DV) return load<u16v>(value + first);
+    u16v some = {};
+    std::memcpy(&some, value + first, DV % LANES * sizeof(T));
+    return some;
+}
+
+// Whether key i of the tile is one that the task's rows may see.
+template <class E>
+INLINE bool is_seen(const Tile<E>& tile, int64_t i) {
+    return i < tile.num_keys && (WINDOW == 0 || i >= tile.first_seen);
+}
+
+// Features from `first` on of values i and i + 1 of a group.
+INLINE f32v values_of(const Tile<T>& tile, int g, int64_t i, int64_t first) {
+    const T* from = tile.v[g] + i * tile.v_stride;
+    return interleave(features_of(from, first, is_seen(tile, g * LANES + i)),
+                      features_of(from + tile.v_stride, first, is_seen(tile, g * LANES + i + 1)));
+}
+INLINE f32v values_of(const Tile<Brought>& tile, int g, int64_t i, int64_t first) {
+    return load<f32v>(tile.v[g] + i / 2 * tile.v_stride + first);
+}
+#else
+INLINE f32v widen(const float* from) { return load<f32v>(from); }
+INLINE f32v widen(const fp16* from) { return widen_fp16(from); }
+#if FASTGEN_LANES == 16
+INLINE f32v widen(const bf16* from) {  // in one instruction, into the upper halves
+    const __m512i halves = _mm512_castsi256_si512(load<__m256i>(from));
+    const __m512i order = _mm512_set_epi16(
+        15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7, 0, 6, 0, 5, 0, 4, 0, 3, 0, 2, 0, 1, 0, 0, 0);
+    return bits_of<f32v>(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, order, halves));
+}
+#else
+INLINE f32v widen(const bf16* from) { return bits_of<f32v>(__builtin_convertvector(load<u16v>(from), u32v) << 16); }
+#endif
+
+// Values from feature `first` on, zeros behind the last; nothing behind the last is touched.
+template <class E>
+INLINE f32v widen_value(const E* value, int64_t first) {
+    if (DV % LANES == 0 || first + LANES <= DV) return widen(value + first);
+    E some[LANES] = {};
+    std::memcpy(some, value + first, DV % LANES * sizeof(E));
+    return widen(some);
+}
+
+template <class E>
+INLINE f32v keys_of(const Tile<E>& tile, int g, int64_t d) {
+    return widen(tile.k[g] + d * tile.k_stride);
+}
+template <class E>
+INLINE f32v values_of(const Tile<E>& tile, int g, int64_t i, int64_t first) {
+    return widen_value(tile.v[g] + i * tile.v_stride, first);
+}
+#endif
+
+INLINE int64_t block_of(const Batch& batch, const Task& task, int64_t position) {
+    return batch.block_tables[task.sequence * batch.max_blocks + position / P];
+}
+
+// The tile of keys `first` to `end` at most. Keys behind `end` are others' or nobody's; values there are never read. The
+// same is true of keys in front of all that the task's rows see: their block may have been given to another.
+INLINE Place find(const Batch& batch, const Task& task, int64_t head, int64_t first, int64_t end) {
+    Place place;
+    place.first = first;
+    place.num_keys = std::min<int64_t>(TILE, end - first);
+    for (int g = 0; g < GROUPS; ++g) {
+        const int64_t position = first + g * LANES < end ? first + g * LANES : first;
+        const int64_t block = block_of(batch, task, position) * K + head;
+        place.k[g] = batch.k_cache + block * D * P + position % P;
+        if (!VALUES_IN_KEYS) place.v[g] = batch.v_cache + (block * P + position % P) * DV;
+    }
+    return place;
+}
+
+INLINE int64_t first_seen(const Task& task, const Place& place) {
+    return WINDOW == 0 ? 0 : std::max<int64_t>(0, task.first_key(0) - place.first);
+}
+
+INLINE Tile<T> in_place(const Task& task, const Place& place) {
+    Tile<T> tile{place.first, place.num_keys, first_seen(task, place), P, DV, {}, {}};
+    std::memcpy(tile.k, place.k, sizeof tile.k);
+    std::memcpy(tile.v, place.v, sizeof tile.v);
+    return tile;
+}
+
+Tile<Brought> bring_together(const Batch& batch, const Task& task, int64_t head, const Place& place, Buffers& buffers) {
+    Tile<Brought> tile{place.first, place.num_keys, first_seen(task, place), TILE, DV_LANES, {}, {}};
+    for (int g = 0; g < GROUPS; ++g) {
+        tile.k[g] = buffers.k + g * LANES;
+        tile.v[g] = buffers.v + g * LANES / STEP * DV_LANES;
+    }
+#if FASTGEN_BF16_DOT
+    Tile<T> stored = in_place(task, place);
+    for (int64_t d = 0; WHOLE_VECTORS && d < D; d += 2) {
+        for (int g = 0; g < GROUPS; ++g) store(buffers.k + d / 2 * TILE + g * LANES, keys_of(stored, g, d));
+    }
+    const T* value[2] = {};
+    for (int64_t i = 0; i < place.num_keys; ++i) {
+        const int64_t position = place.first + i, block = block_of(batch, task, position) * K + head;
+        const T* key = batch.k_cache + block * D * P + position % P;
+        for (int64_t d = 0; !WHOLE_VECTORS && d < D; ++d) {
+            store(reinterpret_cast<T*>(buffers.k + d / 2 * TILE + i) + d % 2, key[d * P]);
+        }
+        value[i % 2] = batch.v_cache + (block * P + position % P) * DV;
+        if (i % 2 == 0 && i + 1 < place.num_keys) continue;
+        for (int64_t d = 0; d < DV_LANES; d += LANES) {
+            const int64_t even = i / 2 * 2;
+            store(buffers.v + i / 2 * DV_LANES + d, interleave(features_of(value[0], d, is_seen(tile, even)),
+                                                               features_of(value[1], d, is_seen(tile, even + 1))));
+        }
+    }
+#else
+    for (int64_t d = 0; WHOLE_VECTORS && d < D; ++d) {
+        for (int g = 0; g < GROUPS; ++g) store(buffers.k + d * TILE + g * LANES, widen(place.k[g] + d * P));
+    }
+    for (int64_t i = 0; i < place.num_keys; ++i) {
+        const int64_t position = place.first + i, block = block_of(batch, task, position) * K + head;
+        const T* key = batch.k_cache + block * D * P + position % P;
+        for (int64_t d = 0; !WHOLE_VECTORS && d < D; ++d) buffers.k[d * TILE + i] = float(key[d * P]);
+        if (VALUES_IN_KEYS) continue;
+        const T* value = batch.v_cache + (block * P + position % P) * DV;
+        for (int64_t d = 0; d < DV_LANES; d += LANES) store(buffers.v + i * DV_LANES + d, widen_value(value, d));
+    }
+    for (int64_t d0 = 0; VALUES_IN_KEYS && d0 < DV; d0 += LANES) {  // few at a time, which stay in the first cache
+        const int64_t end = std::min<int64_t>(DV, d0 + LANES);
+        for (int64_t i = 0; i < place.num_keys; ++i) {
+            for (int64_t d = d0; d < end; ++d) buffers.v[i * DV_LANES + d] = buffers.k[d * TILE + i];
+        }
+    }
+#endif
+    return tile;
+}
+
+// Asks for `count` numbers of the cache.
+INLINE void ask_for(const T* address, int count) {
+    for (int i = 0; i < count; i += 64 / sizeof(T)) prefetch(address + i);
+}
+
+}  // namespace

@@ -1,0 +1,262 @@
+"""Loads the weights of a checkpoint into their final places, matching tensors and parameters strictly."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fastgen.compile.weights.rows import Rows
+from fastgen.errors import CheckpointError, RecipeError
+from fastgen.models.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, listing
+from fastgen.models.spec import Layout, TensorSpec
+
+_COMPARED_ELEMENTS = 1 << 20
+_QUANTIZED = (
+    *("*.qweight", "*.qzeros", "*.g_idx"),  # GPTQ, AWQ
+    *("*.SCB", "*.absmax", "*.quant_map", "*.quant_state.*"),  # bitsandbytes
+    *("*.weight_scale", "*.weight_scale_inv", "*.weight_packed", "*_scales", "*_blocks"),  # fp8, int4, mxfp4
+)
+
+
+@dataclass(frozen=True)
+class WeightSlot:
+    """The destination of one tensor.
+
+    ``target`` is the final tensor or a view into it, on its device and in its final dtype, or rows of a packed or
+    quantized weight.
+    """
+
+    spec: TensorSpec
+    target: Tensor | Rows
+
+    def __post_init__(self) -> None:
+        if tuple(self.target.shape) != self.spec.shape:
+            raise ValueError(f"{self.spec.names[0]}: a target of {tuple(self.target.shape)} for {self.spec.shape}")
+
+
+@torch.no_grad()
+def load_weights(
+    checkpoint: Checkpoint,
+    slots: Sequence[WeightSlot],
+    *,
+    ignored: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fills every slot from the checkpoint, tensor by tensor, and converts to the slot's dtype on the way.
+
+    The match is strict in both directions. Before any weight is read, everything that does not fit is raised as one
+    :class:`CheckpointError` that lists the names: slots without a tensor, tensors that no slot claims, wrong shapes and
+    dtypes. ``ignored`` holds glob patterns of tensors that may stay unclaimed. If a tensor is present under several of
+    its spellings, all copies must be equal. A weight that is not finite, in the file or after conversion, is an error.
+
+    ``progress(bytes_done, bytes_total)`` is called after each tensor. Beside the targets, this uses memory for about
+    one of the largest tensors.
+    """
+    fills, copies = _match(checkpoint, slots, ignored)
+    bytes_total = sum(checkpoint.tensors[name].size_bytes for name in (*fills, *copies))
+    bytes_done = 0
+    for assigned, act in ((fills, _fill), (copies, _compare)):
+        with closing(checkpoint.stream(list(assigned))) as tensors:
+            for name, source in tensors:
+                problem = act(assigned[name], source)
+                del source  # the traceback of an error would keep the tensor, and so the file, mapped
+                if problem:
+                    raise CheckpointError(f"{checkpoint.tensors[name].file}: tensor {name!r} {problem}")
+                bytes_done += checkpoint.tensors[name].size_bytes
+                if progress:
+                    progress(bytes_done, bytes_total)
+
+
+def arrange(layout: Layout, stored: Tensor) -> Tensor:
+    """Returns a view of a stored tensor with the axes of ``layout`` split: those of the rows in order, then ``in``.
+
+    The axis ``part`` is narrowed to the entries that the layout takes.
+    """
+    # `in` is a Python keyword, which einops warns about
+    pattern = re.sub(r"\bin\b", "inward", layout.pattern)
+    sizes = {"inward" if name == "in" else name: size for name, size in layout.sizes}
+    axes = re.findall(r"\w+", pattern)
+    apart = rearrange(stored, f"{pattern} -> {' '.join(axes)}", **{axis: sizes[axis] for axis in axes})
+    if layout.part is not None:
+        first, end = layout.part
+        apart = apart.narrow(axes.index("part"), first, end - first)
+    return apart.movedim(axes.index("inward"), -1) if "inward" in axes else apart
+
+
+def _views(slot: WeightSlot, source: Tensor) -> tuple[Tensor | Rows, Tensor]:
+    """Returns the slot's target and the part of ``source`` that belongs there, in the same shape."""
+    layout = slot.spec.layout
+    if layout is not None:
+        source = arrange(layout, source)
+    if not isinstance(slot.target, Tensor):
+        return slot.target, source.reshape(slot.target.shape)
+    return slot.target if layout is None else slot.target.view(source.shape), source
+
+
+def _fill(slots: Sequence[WeightSlot], source: Tensor) -> str | None:
+    if source.numel():
+        dtype = slots[0].target.dtype
+        # Conversion is monotonic, so checking the two extremes checks all elements, without a full-size temporary.
+        extremes = torch.stack(torch.aminmax(source))
+        if extremes.isnan().any():
+            return f"contains NaN (stored as {source.dtype}); the file is damaged, or training diverged"
+        if extremes.isinf().any():
+            return f"contains infinity (stored as {source.dtype}); the file is damaged, or training diverged"
+        if not extremes.to(dtype).isfinite().all():
+            return (
+                f"reaches {extremes.abs().max().item():g} ({source.dtype}), which {dtype} cannot hold; "
+                f"load with dtype='float32' or 'bfloat16'"
+            )
+    for slot in slots:
+        target, values = _views(slot, source)
+        target.copy_(values)
+    return None
+
+
+def _compare(slots: Sequence[WeightSlot], source: Tensor) -> str | None:
+    for slot in slots:
+        target, values = _views(slot, source)
+        if not isinstance(target, Tensor):
+            if not target.holds(values):
+                return _differs(slot)
+            continue
+        step = max(1, _COMPARED_ELEMENTS // max(1, math.prod(values.shape[1:])))
+        mine, other = target.unsqueeze(-1), values.unsqueeze(-1)  # so that there is an axis to slice
+        pieces = (slice(row, row + step) for row in range(0, len(mine), step))
+        if not all(torch.equal(mine[piece], other[piece].to(mine)) for piece in pieces):
+            return _differs(slot)
+    return None
+
+
+def _differs(slot: WeightSlot) -> str:
+    return (
+        f"differs from {slot.spec.names[0]!r}, but both are spellings of the same weight "
+        f"({slot.spec.node}); fastgen cannot tell which one is right"
+    )
+
+
+def _match(
+    checkpoint: Checkpoint, slots: Sequence[WeightSlot], ignored: Sequence[str]
+) -> tuple[dict[str, Sequence[WeightSlot]], dict[str, Sequence[WeightSlot]]]:
+    """Returns which tensor fills which slots, and which other tensors must equal it.
+
+    Several slots may share a tensor if each takes its own part of it and together they take all of it. Raises one error
+    that lists everything that is wrong.
+    """
+    tensors = checkpoint.tensors
+    sharing: dict[tuple[str, ...], list[WeightSlot]] = defaultdict(list)
+    for slot in slots:
+        sharing[slot.spec.names].append(slot)
+    claimed: dict[str, Sequence[WeightSlot]] = {}
+    fills: dict[str, Sequence[WeightSlot]] = {}
+    unfilled: list[str] = []
+    for names, sharers in sharing.items():
+        spec = sharers[0].spec
+        _check_parts([slot.spec for slot in sharers])
+        present = [name for name in names if name in tensors]
+        if not present:
+            unfilled.append(f"{' or '.join(names)} {list(spec.stored_shape)}, needed by {spec.node}")
+            continue
+        for name in present:
+            if name in claimed:
+                raise _claimed_twice(name, claimed[name][0].spec, spec)
+            claimed[name] = sharers
+        fills[present[0]] = sharers
+
+    def may_stay(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in ignored)
+
+    unclaimed = [name for name in tensors if name not in claimed and not may_stay(name)]
+    problems = {
+        "parameters of the model have no tensor": unfilled,
+        "tensors are neither claimed nor ignored by the recipe": unclaimed,
+        "tensors are in a file although the index does not place them there": [
+            f"{name} (in {file})" for file, name in checkpoint.unlisted if not may_stay(name)
+        ],
+        "tensors have a wrong shape": [
+            f"{name}: found {list(tensors[name].shape)}, expected {list(spec.stored_shape)}, by {spec.node}"
+            for name, spec in ((name, sharers[0].spec) for name, sharers in claimed.items())
+            if tensors[name].shape != spec.stored_shape
+        ],
+        "tensors are stored in a dtype that is not a plain weight's": [
+            f"{name}: {tensors[name].dtype} (in {tensors[name].file.name})"
+            for name in claimed
+            if tensors[name].dtype not in FLOAT_DTYPES
+        ],
+    }
+    if any(problems.values()):
+        raise CheckpointError(_misfit(checkpoint, problems, slots, nothing_fits=len(fills) * 10 < len(sharing)))
+    return fills, {name: sharers for name, sharers in claimed.items() if name not in fills}
+
+
+def _check_parts(sharers: Sequence[TensorSpec]) -> None:
+    """Checks that the specs of one tensor take disjoint parts of the axis ``part`` of one layout, and all of it."""
+    first = sharers[0]
+    if first.layout is None or first.layout.part is None:
+        if len(sharers) > 1:
+            raise _claimed_twice(first.names[0], first, sharers[1])
+        return
+    taken: dict[int, TensorSpec] = {}
+    for spec in sharers:
+        layout = spec.layout
+        if layout is None or layout.part is None or replace(layout, part=None) != replace(first.layout, part=None):
+            raise _claimed_twice(spec.names[0], first, spec)
+        for entry in range(*layout.part):
+            if entry in taken:
+                raise _claimed_twice(spec.names[0], taken[entry], spec)
+            taken[entry] = spec
+    left = sorted(set(range(dict(first.layout.sizes)["part"])) - taken.keys())
+    if left:
+        node = first.node
+        raise RecipeError(
+            f"nothing takes entry {left[0]} of the axis `part` of tensor {first.names[0]!r} ({first.layout.pattern})",
+            file=node.file,
+            line=node.line,
+            node=node.path,
+        )
+
+
+def _claimed_twice(name: str, first: TensorSpec, second: TensorSpec) -> RecipeError:
+    node = second.node
+    return RecipeError(
+        f"tensor {name!r} is claimed twice, first by {first.node}",
+        file=node.file,
+        line=node.line,
+        node=node.path,
+    )
+
+
+def _misfit(
+    checkpoint: Checkpoint, problems: dict[str, list[str]], slots: Sequence[WeightSlot], *, nothing_fits: bool
+) -> str:
+    quantization = _quantization(checkpoint)
+    if nothing_fits and not quantization:
+        architectures = checkpoint.config.get("architectures")
+        return (
+            f"{checkpoint.directory}: the checkpoint does not look like {architectures}, which its config.json names. "
+            f"It contains {listing(list(checkpoint.tensors), ', ', 4) or 'no tensors'}; "
+            f"the recipe needs {listing([slot.spec.names[0] for slot in slots], ', ', 4)}"
+        )
+    title = f"{checkpoint.directory}: the checkpoint does not fit the model"
+    if quantization:
+        title += f". It is quantized ({quantization}), but fastgen reads plain weights; use the unquantized checkpoint"
+    return "\n".join(
+        [title]
+        + [f"- {len(names)} {what}:\n    " + listing(names, "\n    ") for what, names in problems.items() if names]
+    )
+
+
+def _quantization(checkpoint: Checkpoint) -> str | None:
+    config = checkpoint.config.get("quantization_config")
+    if isinstance(config, dict):
+        return str(config.get("quant_method", "quantization_config"))
+    return next((name for name in checkpoint.tensors for glob in _QUANTIZED if fnmatchcase(name, glob)), None)

@@ -1,0 +1,89 @@
+"""The tensors and the linear maps of a spec, and the places in a recipe that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+
+
+@dataclass(frozen=True)
+class NodeRef:
+    """A node of a recipe: dotted path, file and 1-based line; ``text`` is the value that stands there."""
+
+    path: str
+    file: str
+    line: int
+    text: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.path}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mapping from a stored tensor to a parameter of ``[rows]`` or ``[rows, in]``.
+
+    ``pattern`` is the left side of an einops pattern that names the stored axes, such as
+    ``"(num_kv_heads part head_dim) in"``. ``in`` is the input axis and goes last; all other axes, in their order, make
+    the rows. ``sizes`` gives the size of every name. A tensor that several parameters share has an axis ``part``, from
+    which this parameter takes the entries ``part[0] .. part[1] - 1``.
+    """
+
+    pattern: str
+    sizes: tuple[tuple[str, int], ...]
+    part: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A parameter's tensor in the checkpoint. ``names[0]`` is its own name; the others are alternative spellings.
+
+    ``shape`` is the parameter's shape. ``stored_shape`` is the shape in the file, which differs if there is a
+    ``layout``.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    node: NodeRef
+    layout: Layout | None = None
+    stored_shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.stored_shape:
+            object.__setattr__(self, "stored_shape", self.shape)
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """``y = x Wᵀ (+ b)`` with ``W [out_features, in_features]``."""
+
+    weight: TensorSpec
+    bias: TensorSpec | None
+    in_features: int
+    out_features: int
+    node: NodeRef
+
+
+def tensors_of(node: object) -> Iterator[TensorSpec]:
+    """Yields the tensors at and below a spec (or in a tuple of specs), in the order of its fields."""
+    if isinstance(node, TensorSpec):
+        yield node
+    else:
+        for child in _children(node):
+            yield from tensors_of(child)
+
+
+def linears_of(node: object) -> Iterator[LinearSpec]:
+    """Yields the linear maps at and below a spec (or in a tuple of specs), in the order of its fields."""
+    if isinstance(node, LinearSpec):
+        yield node
+    else:
+        for child in _children(node):
+            yield from linears_of(child)
+
+
+def _children(node: object) -> Iterator[object]:
+    if isinstance(node, tuple):
+        yield from node
+    elif is_dataclass(node):
+        yield from (getattr(node, each.name) for each in fields(node))

@@ -1,0 +1,1 @@
+"""From sampled tokens to the answers of requests."""

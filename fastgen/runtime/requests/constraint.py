@@ -1,0 +1,43 @@
+"""What a request's ``response_format`` allows next, as requests and samplers see it.
+
+:mod:`fastgen.runtime.sampling.structured_output` implements these protocols.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+# ``[⌈V/32⌉]``: bit ``i % 32`` of word ``i // 32`` says whether token ``i`` is allowed.
+Mask = NDArray[np.int32]
+
+
+class Matcher(Protocol):
+    """Follows one sequence through the grammar of its answer."""
+
+    @property
+    def error(self) -> str:
+        """Why no token is allowed any more, if the grammar's library gave up; empty otherwise."""
+        ...
+
+    def prepare(self) -> None:
+        """Starts to compute the mask of the next token on another thread, unless that has started."""
+        ...
+
+    def mask(self) -> Mask:
+        """Returns the tokens that may come next; waits for them."""
+        ...
+
+    def advance(self, token_id: int) -> bool:
+        """Takes the next token, which the mask allows. Returns whether the answer is complete."""
+        ...
+
+
+class Constraint(Protocol):
+    """A request's compiled format."""
+
+    def matcher(self) -> Matcher:
+        """Returns the matcher of a sequence that has no token yet."""
+        ...

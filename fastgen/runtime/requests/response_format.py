@@ -1,0 +1,143 @@
+"""Response formats: any JSON object, JSON of a schema, a match of a pattern, a text of a grammar.
+
+This module brings what a caller gives into one form, and checks it as far as possible without the library that compiles
+it (:mod:`fastgen.runtime.sampling.structured_output`).
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastgen.errors import InvalidArgumentError
+
+# Most characters of a schema as JSON text, a pattern or a grammar.
+MAX_CHARACTERS = 200_000
+# How llguidance reads every schema, in its own options.
+JSON_OPTIONS = {
+    # Bounded, since a model that likes blank lines would otherwise write them until its tokens are spent.
+    "whitespace_pattern": r"[ \t\n\r]{1,20}",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+
+Kind = Literal["json_object", "json_schema", "regex", "grammar"]
+
+
+@dataclass(frozen=True)
+class ResponseFormat:
+    """The shape of an answer, a plain value: equal values mean the same shape."""
+
+    kind: Kind
+    # The schema as JSON text, its keys in the order given; the regular expression; the Lark grammar.
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_CHARACTERS:
+            raise InvalidArgumentError(
+                f"response_format holds {len(self.text)} characters; at most {MAX_CHARACTERS} are taken"
+            )
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError(f"response_format is not valid Unicode: {error}") from None
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the JSON value from which :func:`parse_response_format` makes it."""
+        match self.kind:
+            case "json_object":
+                return {"type": self.kind}
+            case "json_schema":
+                return {"type": self.kind, "schema": json.loads(self.text)}
+            case "regex":
+                return {"type": self.kind, "pattern": self.text}
+            case "grammar":
+                return {"type": self.kind, "grammar": self.text}
+
+
+def parse_response_format(value: object) -> ResponseFormat | None:
+    """Returns the format that a caller's ``value`` asks for, ``None`` for free text. Raises ``InvalidArgumentError``.
+
+    Accepted are ``None`` and ``{"type": "text"}``; ``{"type": "json_object"}``; ``{"type": "json_schema", "schema":
+    {…}}`` or, as OpenAI spells it, ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; ``{"type":
+    "regex", "pattern": …}``; ``{"type": "grammar", "grammar": …}``.
+    """
+    if value is None or isinstance(value, ResponseFormat):
+        return value
+    if not isinstance(value, Mapping) or not isinstance(kind := value.get("type"), str):
+        raise InvalidArgumentError(f"response_format must be an object with a 'type', not {reprlib.repr(value)}")
+    if kind not in _READERS:
+        raise InvalidArgumentError(f"response_format type {kind!r:.40} is not one of {', '.join(_READERS)}")
+    return _READERS[kind](value)
+
+
+def _text(value: Mapping[str, Any]) -> None:
+    _check_keys(value, "response_format", ("type",))
+
+
+def _json_object(value: Mapping[str, Any]) -> ResponseFormat:
+    _check_keys(value, "response_format", ("type",))
+    return ResponseFormat("json_object")
+
+
+def _json_schema(value: Mapping[str, Any]) -> ResponseFormat:
+    if "json_schema" not in value:
+        _check_keys(value, "response_format", ("type", "schema"))
+        return _of_schema("response_format", value)
+    _check_keys(value, "response_format", ("type", "json_schema"))
+    nested = value["json_schema"]
+    if not isinstance(nested, Mapping):
+        raise InvalidArgumentError(f"response_format: json_schema must be an object, not {reprlib.repr(nested)}")
+    # The schema is always followed, so "strict" changes nothing; name and description are for people.
+    _check_keys(nested, "response_format.json_schema", ("schema", "name", "description", "strict"))
+    return _of_schema("response_format.json_schema", nested)
+
+
+def _of_schema(where: str, holder: Mapping[str, Any]) -> ResponseFormat:
+    schema = holder.get("schema")
+    if not isinstance(schema, Mapping):
+        raise InvalidArgumentError(f"{where}: schema must be a JSON schema (an object), not {reprlib.repr(schema)}")
+    if "x-guidance" in schema:
+        raise InvalidArgumentError(f"{where}: the key 'x-guidance' is not JSON Schema and is not taken")
+    try:
+        text = json.dumps(schema, default=dict, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"{where}: the schema is not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidArgumentError(f"{where}: the schema is nested too deeply") from None
+    return ResponseFormat("json_schema", text)
+
+
+def _regex(value: Mapping[str, Any]) -> ResponseFormat:
+    _check_keys(value, "response_format", ("type", "pattern"))
+    return ResponseFormat("regex", _given_text(value, "pattern", "a regular expression"))
+
+
+def _grammar(value: Mapping[str, Any]) -> ResponseFormat:
+    _check_keys(value, "response_format", ("type", "grammar"))
+    return ResponseFormat("grammar", _given_text(value, "grammar", "a grammar in Lark's notation"))
+
+
+def _given_text(value: Mapping[str, Any], name: str, what: str) -> str:
+    text = value.get(name)
+    if not isinstance(text, str) or not text:
+        raise InvalidArgumentError(f"response_format: {name} must be {what}, not {reprlib.repr(text)}")
+    return text
+
+
+def _check_keys(value: Mapping[str, Any], where: str, known: tuple[str, ...]) -> None:
+    unknown = [key for key in value if key not in known]
+    if unknown:
+        raise InvalidArgumentError(f"{where}: {unknown[0]!r:.40} is not known here; the keys are {', '.join(known)}")
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], ResponseFormat | None]] = {
+    "text": _text,
+    "json_object": _json_object,
+    "json_schema": _json_schema,
+    "regex": _regex,
+    "grammar": _grammar,
+}

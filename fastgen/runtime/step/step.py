@@ -1,0 +1,79 @@
+"""One step of the engine, as a record that each phase fills in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fastgen.runtime.requests.request import Request, Sequence
+from fastgen.runtime.requests.sampled import PromptLogprobs, SampledToken
+from fastgen.runtime.scheduling.drafts import SampledSequence
+from fastgen.runtime.scheduling.schedule import Schedule
+
+if TYPE_CHECKING:  # the host's part of a step needs no torch
+    from torch import Tensor
+
+    from fastgen.layers.ragged_batch import RaggedBatch
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Step:
+    """A step on its way from a schedule to tokens. Times are the engine clock's."""
+
+    # Schedule
+    schedule: Schedule
+    began_s: float
+    scheduled_s: float
+    # Sequences that have to wait for their token of the step before. ``None`` if that step was collected already.
+    held_back: SequenceOf[Sequence] | None = None
+    # Requests whose first token this step computes.
+    admitted: list[Request] = field(default_factory=list)
+
+    # Launch. A step that runs in one native call has no batch.
+    batch: RaggedBatch | None = None
+    # What each row of logits is sampled for.
+    rows: SequenceOf[SampledSequence] = ()
+    hidden: Tensor | None = None
+    # Seconds to build the batch.
+    build_s: float = 0.0
+    # Tokens that fill the batch up to its size.
+    num_padding: int = 0
+    # Whether the scheduler counts on it: then it is committed even if it fails.
+    counts: bool = False
+
+    # Sample. Waits for the tokens of the rows, and returns them.
+    tokens: Callable[[], list[SampledToken]] | None = None
+    prompt_logprobs: SequenceOf[PromptLogprobs] = ()
+
+    # Collect: a token for every sequence that caught up, and one more for each of its drafts that was accepted.
+    sampled: SequenceOf[tuple[Sequence, SampledToken]] = ()
+    # How many drafts were accepted, for each sequence that had some.
+    num_accepted: Mapping[Sequence, int] = field(default_factory=dict)
+    ran_s: float | None = None
+
+    # Update. Each token that a sequence was given, and the time of the token before it, ``None`` for its first.
+    given: list[tuple[Sequence, float | None]] = field(default_factory=list)
+    ended_s: float | None = None
+    # Seconds since it began, or since the step before ended if that was later.
+    took_s: float = 0.0
+
+    # Why it cannot complete: requests that could not be prepared, and the failure of the step itself.
+    unprepared: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    error: Exception | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Returns whether it is scheduled and launched before the tokens of the step before are known."""
+        return self.held_back is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Returns whether it cannot complete."""
+        return bool(self.unprepared) or self.error is not None
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Returns all sequences that have tokens in it."""
+        return [*self.schedule.decodes, *(chunk.seq for chunk in self.schedule.chunks)]

@@ -1,0 +1,152 @@
+# attention(kind=decodes, N=4, K=4, D=64, DV=64, P=16, dtype=bf16, sinks=False, block_m=16, block_n=64, d_high=64, v_high=64, v_is_k=False, v_stride=64, q_stride=768, scale=0.125, num_warps=4, num_stages=2) for triton
+# llama on gfx942, weights in bf16
+# num_warps=4
+# num_stages=2
+# q: in bf16
+# k_cache: in bf16
+# v_cache: in bf16
+# block_tables: in i32
+# cu_seqlens_q: in i32
+# seq_lens: in i32
+# decode_tiles: in i32
+# shares: in i32
+# counts: in i32
+# out: out bf16
+# part: out fp32
+# part_best: out fp32
+# part_total: out fp32
+# max_blocks: scalar i32
+
+import triton
+import triton.language as tl
+
+# T tokens, S sequences, B blocks. q [T, N, D], K cache [B, P, K, D], V cache [B, P, K, DV], block tables [S, max_blocks].
+# A query tile has BLOCK_M rows, one for each (query, head) of one sequence and one KV head: row r is head r % G of query
+# r // G. A KV tile has BLOCK_N keys, the first at a position that is a multiple of BLOCK_N.
+N = tl.constexpr(4)  # query heads
+K = tl.constexpr(4)  # KV heads
+G = tl.constexpr(1)  # query heads that share a KV head
+D = tl.constexpr(64)  # features of a query and of a key
+DV = tl.constexpr(64)  # features of a value
+P = tl.constexpr(16)  # tokens of a block
+BLOCK_M = tl.constexpr(16)
+BLOCK_N = tl.constexpr(64)
+Q_STRIDE = tl.constexpr(768)  # from a token's queries to the next one's
+V_STRIDE = tl.constexpr(64)  # from a head's value to the next one's
+SCALE = tl.constexpr(0.125)
+LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with powers of 2
+LOWEST = tl.constexpr(-1.0e30)  # below every score, yet finite: a row that has seen no key yet sums to 0, not NaN
+
+
+@triton.jit
+def attend(
+    q, acc, best, total, query_pos,
+    k_ptr, v_ptr, table_ptr, begin, end, num_keys, MASKED: tl.constexpr,
+):
+    """Takes KV tiles ``begin … end − 1`` into a query tile's softmax: ``acc`` and ``total`` are relative to ``best``.
+
+    Unless MASKED, every row sees every key of these tiles. With MASKED, what no row may see is not read either: it may
+    be another sequence's, or anything at all.
+    """
+    in_tile = tl.arange(0, BLOCK_N)
+    for tile in range(begin, end):
+        key = tile * BLOCK_N + in_tile
+        real = key < num_keys
+        # The tile's keys lie in several blocks.
+        if MASKED:
+            block = tl.load(table_ptr + key // P, real, 0).to(tl.int64)
+        else:
+            block = tl.load(table_ptr + key // P).to(tl.int64)
+        slot = block * P + key % P
+        k_row = k_ptr + slot * (K * D)
+        v_row = v_ptr + slot * (K * V_STRIDE)
+
+        if MASKED:
+            k = tl.load(k_row[:, None] + tl.arange(0, 64)[None, :], real[:, None], 0.0)
+        else:
+            k = tl.load(k_row[:, None] + tl.arange(0, 64)[None, :])
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            visible = key[None, :] <= query_pos[:, None]
+            score = tl.where(visible, score, float("-inf"))
+
+        new_best = tl.maximum(best, tl.max(score, 1) * (SCALE * LOG2E))
+        weight = tl.exp2(score * (SCALE * LOG2E) - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.sum(weight, 1)
+        best = new_best
+        if MASKED:
+            v = tl.load(v_row[:, None] + tl.arange(0, 64)[None, :], real[:, None], 0.0)
+        else:
+            v = tl.load(v_row[:, None] + tl.arange(0, 64)[None, :])
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, best, total
+
+
+@triton.jit(do_not_specialize=['max_blocks'])
+def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_high64_v_stride64_q_stride768_scale0_125(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, cu_seqlens_q_ptr, seq_lens_ptr, decode_tiles_ptr, shares_ptr, counts_ptr, out_ptr, part_ptr, part_best_ptr, part_total_ptr, max_blocks):
+    """Attention of decodes: each program takes its share of the line of KV tiles that the work list lays out.
+
+    A query tile that lies within one share is finished here. Of one that goes on in other programs' shares, this one
+    leaves its part, in slot 2i + 1 where the tile begins in program i and in slot 2i where it began earlier.
+    """
+    kv_head = tl.program_id(0) % K
+    program = tl.program_id(0) // K
+    total_work = tl.load(counts_ptr + 1)
+    share = tl.load(counts_ptr + 2)
+    if program * share >= total_work:
+        return
+    k_head_ptr = k_cache_ptr + kv_head * D
+    v_head_ptr = v_cache_ptr + kv_head * V_STRIDE
+    for index in range(tl.load(shares_ptr + program * 2), tl.load(shares_ptr + program * 2 + 1) + 1):
+        seq = tl.load(decode_tiles_ptr + index * 4)
+        first_row = tl.load(decode_tiles_ptr + index * 4 + 1)
+        first_work = tl.load(decode_tiles_ptr + index * 4 + 2)
+        kv_tiles = tl.load(decode_tiles_ptr + index * 4 + 3)
+        my_begin = tl.maximum(program * share - first_work, 0)
+        my_end = tl.minimum(program * share + share - first_work, kv_tiles)
+
+        start = tl.load(cu_seqlens_q_ptr + seq)
+        num_queries = tl.load(cu_seqlens_q_ptr + seq + 1) - start
+        seq_len = tl.load(seq_lens_ptr + seq)
+        num_cached = seq_len - num_queries
+        row = first_row + tl.arange(0, BLOCK_M)
+        query = tl.minimum(row // G, num_queries - 1)  # rows behind the last repeat it, and are not stored
+        is_row = row < num_queries * G
+        query_pos = num_cached + query
+        head = kv_head * G + row % G
+        token = (start + query).to(tl.int64)
+        table_ptr = block_tables_ptr + seq.to(tl.int64) * max_blocks
+        q = tl.load(q_ptr + (token * Q_STRIDE + head * D)[:, None] + tl.arange(0, 64)[None, :])
+
+        # KV tiles begin … end hold all that some row sees; full_begin … full_end what every row sees whole.
+        first_pos = num_cached + first_row // G
+        last_pos = num_cached + tl.minimum((first_row + BLOCK_M - 1) // G, num_queries - 1)
+        end = last_pos // BLOCK_N + 1
+        full_end = (first_pos + 1) // BLOCK_N
+
+        begin = my_begin
+        limit = my_end
+        end = tl.minimum(end, limit)
+        full_end = tl.minimum(full_end, limit)
+        acc = tl.full([BLOCK_M, 64], 0.0, tl.float32)
+        best = tl.full([BLOCK_M], LOWEST, tl.float32)
+        total = tl.full([BLOCK_M], 0.0, tl.float32)
+        acc, best, total = attend(
+            q, acc, best, total, query_pos, k_head_ptr, v_head_ptr, table_ptr,
+            begin, full_end, seq_len, MASKED=False,
+        )
+        acc, best, total = attend(
+            q, acc, best, total, query_pos, k_head_ptr, v_head_ptr, table_ptr,
+            tl.maximum(begin, full_end), end, seq_len, MASKED=True,
+        )
+
+        if (my_begin == 0) & (my_end == kv_tiles):
+            out = (acc / total[:, None]).to(tl.bfloat16)
+            tl.store(out_ptr + (token * (N * DV) + head * DV)[:, None] + tl.arange(0, 64)[None, :], out, is_row[:, None])
+        else:
+            slot = program * 2 + (my_begin == 0).to(tl.int32)
+            part_row = (slot * K + kv_head).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            tl.store(part_best_ptr + part_row, best)
+            tl.store(part_total_ptr + part_row, total)
+            tl.store(part_ptr + (part_row * DV)[:, None] + tl.arange(0, 64)[None, :], acc)

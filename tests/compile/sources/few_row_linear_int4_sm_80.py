@@ -1,0 +1,58 @@
+# few_row_linear(OUT=1024, IN=256, dtype=bf16, weight=int4_weight_only, bias=False, out_dtype=bf16, block_m=16, block_n=64, block_k=128, splits=1, share=2, num_warps=4, num_stages=4) for triton
+# llama on sm_80, weights in int4_weight_only
+# num_warps=4
+# num_stages=4
+# x: in bf16
+# weight: in u8
+# scale: in fp16
+# out: out bf16
+# num_rows: scalar i32
+
+import triton
+import triton.language as tl
+
+OUT = tl.constexpr(1024)
+IN = tl.constexpr(256)
+BLOCK_M = tl.constexpr(16)  # rows of x, all of them
+BLOCK_N = tl.constexpr(64)  # outputs of a program
+BLOCK_K = tl.constexpr(128)  # features in a step
+STEPS = tl.constexpr(2)  # steps of all features
+SHARE = tl.constexpr(2)  # steps of a program
+
+
+@triton.jit
+def dequantize(codes, scale):
+    """codes [BLOCK_N, BLOCK_K / 2], scale [BLOCK_N, BLOCK_K / 32], one for each 16 codes."""
+    wide = tl.reshape((codes - 8).to(tl.float32), [BLOCK_N, BLOCK_K // 32, 16]) * scale[:, :, None]
+    return tl.reshape(wide, [BLOCK_N, BLOCK_K // 2]).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=['num_rows'])
+def few_row_linear_out1024_in256_bf16_int4_weight_only_bf16_block_m16_block_n64_block_k128_splits1_share2(x_ptr, weight_ptr, scale_ptr, out_ptr, num_rows):
+    """x [num_rows, IN] times weights [OUT, IN]: a grid of [16, 1].
+
+    Weights are the left operand: of it tensor cores want many rows, and may take it from registers, where it is widened.
+    """
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_M)
+    # Rows and outputs behind the last repeat it, and are not stored.
+    x_row_ptr = x_ptr + tl.minimum(row, num_rows - 1)[None, :] * IN
+    # A group of 32 features has 16 bytes: in their low halves features 0 to 15, in the high ones 16 to 31.
+    byte = tl.arange(0, BLOCK_K // 2)
+    feature = byte // 16 * 32 + byte % 16
+    weight_row_ptr = weight_ptr + output.to(tl.int64)[:, None] * 128
+    scale_row_ptr = scale_ptr + output.to(tl.int64)[:, None] * 8
+    sums = tl.full([BLOCK_N, BLOCK_M], 0.0, tl.float32)
+    for step in range(STEPS):
+        at = feature + step * BLOCK_K
+        at_byte = byte + step * (BLOCK_K // 2)
+        group = tl.arange(0, BLOCK_K // 32) + step * (BLOCK_K // 32)
+        codes = tl.load(weight_row_ptr + at_byte[None, :])
+        scale = tl.load(scale_row_ptr + group[None, :]).to(tl.float32)
+        x_low = tl.load(x_row_ptr + at[:, None])
+        x_high = tl.load(x_row_ptr + at[:, None] + 16)
+        sums = tl.dot(dequantize((codes & 15).to(tl.int8), scale), x_low, sums, input_precision="ieee")
+        sums = tl.dot(dequantize((codes >> 4).to(tl.int8), scale), x_high, sums, input_precision="ieee")
+    out_row = row.to(tl.int64)
+    stored = (row < num_rows)[None, :]
+    tl.store(out_ptr + out_row[None, :] * OUT + output[:, None], sums.to(tl.bfloat16), stored)
