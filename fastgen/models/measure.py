@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import cast
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fastgen.compile.backends.backend import Backend
 from fastgen.compile.backends.choose import backend_for
+from fastgen.compile.backends.ops import Ops
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.capture.allocations import META, Allocations, LinearAllocations, allocations_of
 from fastgen.compile.spec import dtype_name
@@ -90,11 +91,14 @@ class MeasuredModel:
         self.build = build
         self._kinds = [_kind(layer.branches) for layer in build.spec.layers]
         self._kept = _kept_layers(self._kinds)
-        layers = tuple(build.spec.layers[index] for index in self._kept)
-        self._few_layers = replace(build.spec, layers=layers)
+        layers, firsts = build.spec.layers, [self._kinds.index(kind) for kind in dict.fromkeys(self._kinds)]
+        self._few_layers = replace(build.spec, layers=tuple(layers[index] for index in self._kept))
+        self._one_of_each_kind = replace(build.spec, layers=tuple(layers[index] for index in firsts))
         # A model and a step of each size is asked for many times while sizes that fit are looked for.
         self.model = lru_cache(maxsize=64)(self._model)
+        self.ops = lru_cache(maxsize=64)(self._ops)
         self._recorded = lru_cache(maxsize=256)(self._record)
+        self._lines_of_blocks = lru_cache(maxsize=64)(self._line_of_blocks)
 
     @cached_property
     def weights(self) -> WeightBytes:
@@ -122,6 +126,8 @@ class MeasuredModel:
         if self.runs_kernels:  # which leave results of the step's tokens and nothing else
             return self._line_of_tokens(num_tokens)
         windows = [each for each in kv_windows(self.build.spec) if each is not None]
+        if not windows and length % block_size == 0 and length >= num_tokens:
+            return self._lines_of_blocks(num_tokens, block_size)(length // block_size)
         num_new = min(num_tokens, length)
         lengths = {length, *(_longest_seen(length, window, num_new, block_size) for window in windows)}
         found = [self._recorded(num_tokens, each, block_size) for each in lengths]
@@ -166,6 +172,15 @@ class MeasuredModel:
     def _line_of_tokens(self) -> LinearAllocations:
         return LinearAllocations.through(lambda count: self._record(count, count, _BLOCK_SIZE), *_FEW)
 
+    def _line_of_blocks(self, num_tokens: int, block_size: int) -> LinearAllocations:
+        """Returns what a chunk takes at the end of a sequence that fills any number of blocks."""
+        least = -(-num_tokens // block_size)
+        record = partial(self._record_blocks, num_tokens, block_size)
+        return LinearAllocations.through(record, least, least + 1)
+
+    def _record_blocks(self, num_tokens: int, block_size: int, num_blocks: int) -> Allocations:
+        return self._record(num_tokens, num_blocks * block_size, block_size)
+
     def _record(self, num_tokens: int, length: int, block_size: int) -> Allocations:
         spec, model = self._few_layers, self.model(block_size=block_size)
         kv_cache = PagedKVCache(
@@ -184,15 +199,20 @@ class MeasuredModel:
         """Returns the model's backend, which builds no kernels."""
         return backend_for(self.build.target, max_rows=max_rows, max_num_seqs=max_num_seqs)
 
+    def _ops(self, max_rows: int, max_num_seqs: int, block_size: int, max_model_len: int = 1) -> Ops:
+        """Returns ops with workspaces for steps of these sizes."""
+        return self._model(max_rows, max_num_seqs, block_size, max_model_len, self._one_of_each_kind).ops
+
     def _model(
         self,
         max_rows: int = _MAX_FEW_ROWS,
         max_num_seqs: int = 1,
         block_size: int = _BLOCK_SIZE,
         max_model_len: int = 1,
+        spec: ModelSpec | None = None,
     ) -> CausalLM:
         model, _ = build(
-            self._few_layers,
+            spec or self._few_layers,
             dtype=self.build.dtype,
             device=META,
             max_model_len=max_model_len,

@@ -25,10 +25,16 @@ TARGETS = {
     "cuda": [TargetFacts("triton", "sm_80", num_sms=108)],
 }
 
+# A model is measured once, on whatever devices it is to fit.
+MEASURED: dict[ModelBuild, MemoryModel] = {}
+
 
 def memory_of(size_bytes: int, spec: Any = SPEC, kind: Any = "cpu", target: TargetFacts | None = None) -> MemoryModel:
     device = Device(kind=kind, name="test", memory_bytes=size_bytes)
-    return MemoryModel(ModelBuild(spec, torch.float32, target or TARGETS[kind][0]), device)
+    build = ModelBuild(spec, torch.float32, target or TARGETS[kind][0])
+    if build not in MEASURED:
+        MEASURED[build] = MemoryModel(build, device)
+    return MEASURED[build].on(device)
 
 
 def refusal(memory: MemoryModel, **asked: Any) -> str:

@@ -98,7 +98,7 @@ def _for_weights(memory: MemoryModel, asked: AskedSizes, resolve: Resolve) -> st
     smaller = [f"quantize={each!r}" for each in build.target.quantized_formats if fits_in(each)]
     if smaller:
         return f"no sizes of the engine help, but it fits with {', or with '.join(smaller)}"
-    elsewhere = MemoryModel(build, replace(memory.device, memory_bytes=_PLENTY))
+    elsewhere = memory.on(replace(memory.device, memory_bytes=_PLENTY))
     least = elsewhere.ledger(resolve(elsewhere, replace(asked, **_SMALLEST)))
     return f"no sizes of the engine help: it takes {in_gib(least.total_bytes)} at least"
 

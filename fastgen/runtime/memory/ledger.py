@@ -9,10 +9,12 @@ libraries take.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
+from fastgen.compile.backends.ops import Ops
 from fastgen.compile.capture.allocations import META
 from fastgen.compile.host.device import Device
 from fastgen.layers.kv_cache import PagedKVCache
@@ -83,6 +85,12 @@ class MemoryModel:
         self._backend, self._temporaries = self.model.backend(), Temporaries(self.model)
         self._block_bytes = lru_cache(maxsize=64)(self._measure_block)
 
+    def on(self, device: Device) -> MemoryModel:
+        """Returns the same for another device of this kind, with all that was measured."""
+        other = copy(self)
+        other.device = device
+        return other
+
     def block_bytes(self, block_size: int) -> int:
         """Returns the bytes of a KV block: what its tokens leave in all layers that share it."""
         return self._block_bytes(block_size)
@@ -129,10 +137,18 @@ class MemoryModel:
         yield LedgerRow("block tables", storage_bytes(buffers.tables(on_host=on_host)), f"{seqs}, {length}")
         yield LedgerRow("inputs", storage_bytes(buffers.inputs(on_host=on_host)), budget)
         yield LedgerRow("sampling", storage_bytes(sampling_tensors(self._backend, self.build, config)), seqs)
-        most_rows = max(config.token_budget, PROMPT_LOGITS_ROWS if self._backend.steps == "taped" else 0)
-        ops = self.model.model(most_rows, config.max_num_seqs, config.block_size, config.max_model_len).ops
+        ops = self._ops(config)
         yield LedgerRow("kernels' workspaces", storage_bytes(ops.workspaces()), budget)
         yield LedgerRow("attention's parts", storage_bytes(ops.attention_parts()), f"{budget}, {length}")
+
+    def _ops(self, config: EngineConfig) -> Ops:
+        """Returns the model's ops, with workspaces for steps of the engine."""
+        if self._backend.steps == "called":  # without kernels, which have workspaces
+            return self.model.model().ops
+        if self._backend.steps == "captured":  # kernels of which no workspace depends on the length
+            return self.model.ops(config.token_budget, config.max_num_seqs, config.block_size)
+        most_rows = max(config.token_budget, PROMPT_LOGITS_ROWS)
+        return self.model.ops(most_rows, config.max_num_seqs, config.block_size, config.max_model_len)
 
     def _largest_temporary(self, config: EngineConfig) -> LedgerRow:
         phases = self.temporaries(config)

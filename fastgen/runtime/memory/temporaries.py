@@ -8,7 +8,7 @@ rows and in the vocabulary, so the sizes for any of them follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class Temporaries:
     def __init__(self, model: MeasuredModel):
         self._model, self._build = model, model.build
         self._backend = model.backend(PROMPT_LOGITS_ROWS)
+        self._sampling_bytes = lru_cache(maxsize=64)(lambda rows: self._peak(self.sampling, rows))
+        self._scoring_bytes = lru_cache(maxsize=64)(lambda rows: self._peak([self._prompt_logprobs], rows))
 
     def phases(self, config: EngineConfig) -> dict[str, int]:
         """Returns the most bytes that each phase takes, by the phase's name."""
@@ -59,13 +61,13 @@ class Temporaries:
         forward = self._model.forward(budget, config.max_cached_len, config.block_size)
         hidden, logits = (each.nbytes for each in results(self._build, config))
         row = hidden // budget
-        sampling = max(rows * row + self._logits_bytes(rows), logits + self._peak(self.sampling, rows))
+        sampling = max(rows * row + self._logits_bytes(rows), logits + self._sampling_bytes(rows))
         if (
             self._backend.steps == "captured"
         ):  # whose results are in static buffers, which others use for sizes that recur
-            hidden, logits, sampling = 0, 0, self._peak(self.sampling, rows)
+            hidden, logits, sampling = 0, 0, self._sampling_bytes(rows)
         scores = pieces * 4 * self._build.spec.vocab_size
-        scoring = max(self._logits_bytes(pieces), scores + self._peak([self._prompt_logprobs], pieces))
+        scoring = max(self._logits_bytes(pieces), scores + self._scoring_bytes(pieces))
         return {
             "loading the largest tensor": self._model.largest_tensor_bytes,
             f"a forward pass of token_budget={budget}": forward.peak_bytes,
