@@ -79,8 +79,8 @@ def memory_model(llm: LLM, build: str) -> MemoryModel:
 
 
 def forward_peak(engine: Engine, *, is_interpreted: bool) -> int:
-    """The most that the modules' intermediate results take while prompts of the greatest lengths, which end anywhere in
-    a block, are read in chunks of the token budget."""
+    """The most that the modules' intermediate results take while prompts of the greatest lengths are read in chunks of
+    the token budget, which end anywhere in a block: a short prompt takes the place of their first tokens."""
     forward, most = engine.runner.forward, 0
 
     def watched(batch: Any) -> torch.Tensor:
@@ -94,8 +94,10 @@ def forward_peak(engine: Engine, *, is_interpreted: bool) -> int:
         patch.setattr(forward, "hidden", watched)
         patch.setattr(forward, "logits", lambda hidden, batch: Forward.logits(forward, hidden, batch))
         gc.freeze()
-        for length in range(3 * BUDGET, 3 * BUDGET - (1 if is_interpreted else SIZES["block_size"]), -1):
-            engine.submit([5] * length, SamplingParams(max_new_tokens=1))
+        for num_tokens in range(1 if is_interpreted else SIZES["block_size"]):
+            if num_tokens:
+                engine.submit([index + 3 for index in range(num_tokens)], SamplingParams(max_new_tokens=1))
+            engine.submit([5 + num_tokens] * (3 * BUDGET - num_tokens), SamplingParams(max_new_tokens=1))
             while engine.has_work:
                 engine.step()
         gc.unfreeze()
