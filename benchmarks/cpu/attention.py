@@ -33,7 +33,8 @@ from fastgen.compile.build.cpp import CppBuilder, CppKernel, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool
-from fastgen.compile.ops.attention.cpp import AttentionKernel, attention_spec, empty_cache
+from fastgen.compile.host.workspace import Workspace
+from fastgen.compile.ops.attention.cpp import AttentionKernel, AttentionLimits, attention_spec, empty_cache
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.spec import torch_dtype
 
@@ -71,7 +72,9 @@ class Workload:
 class Case:
     """Holds a workload's kernel, and block tables that alternate in a cache shared by all workloads of these heads."""
 
-    def __init__(self, workload: Workload, kernel: CppKernel, caches: tuple[torch.Tensor, torch.Tensor]):
+    def __init__(
+        self, workload: Workload, kernel: CppKernel, caches: tuple[torch.Tensor, torch.Tensor], num_threads: int
+    ):
         num_heads, _, head_dim = workload.heads
         num_seqs, num_new = workload.num_seqs, workload.num_new
         self.workload = workload
@@ -82,7 +85,8 @@ class Case:
         max_blocks = -(-workload.length // _BLOCK_SIZE)
         order = torch.randperm(len(caches[0])).int()
         num_tables = max(1, len(order) // (num_seqs * max_blocks))
-        attention = AttentionKernel(kernel)
+        limits = AttentionLimits(len(q), num_seqs, workload.length, num_threads)
+        attention = AttentionKernel(kernel, limits, Workspace())
         self._calls = []
         for tables in order.repeat(2)[: num_tables * num_seqs * max_blocks].view(num_tables, num_seqs, max_blocks):
             arguments = attention.arguments(q, *caches, tables.contiguous(), starts, lengths, out)
@@ -112,7 +116,7 @@ def make_cases(workloads: list[Workload], loader: KernelLoader, arch: str) -> li
         shape = AttentionShape(num_heads, num_kv_heads, head_dim, _BLOCK_SIZE, workload.dtype, head_dim**-0.5)
         kernel = loader.load(attention_spec(shape, arch))
         assert isinstance(kernel, CppKernel)
-        cases.append(Case(workload, kernel, caches[workload.heads, dtype]))
+        cases.append(Case(workload, kernel, caches[workload.heads, dtype], load_thread_pool(loader).num_threads))
     return cases
 
 

@@ -1,4 +1,4 @@
-"""Measures the memory that an engine holds by the rows of its ledger, as exact sizes of its tensors."""
+"""The memory that an engine really holds, part by part, beside what its ledger says: exact sizes of its tensors."""
 
 from __future__ import annotations
 
@@ -7,104 +7,54 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastgen.compile.backends.modules import cpp as packed
-from fastgen.compile.backends.modules import stored
-from fastgen.compile.backends.modules.triton import Experts
-from fastgen.compile.backends.triton import TritonOps
-from fastgen.compile.ops.linear import cpp, triton
-from fastgen.compile.weights.packed import PackedWeight
-from fastgen.compile.weights.quantized import QuantizedWeight
-from fastgen.layers.rotary import Rotary
+from fastgen.models.measure import weight_bytes
 from fastgen.runtime.engine import Engine
-
-# The modules that hold matrices.
-MATRICES = (
-    stored.StoredLinear,
-    stored.StoredGroups,
-    stored.StoredHeadMaps,
-    packed.Linear,
-    packed.Groups,
-    packed.HeadMaps,
-)
+from fastgen.runtime.memory.held import storage_bytes
 
 
 def held_bytes(engine: Engine) -> dict[str, int]:
-    """Returns the bytes held, by the names of the ledger's rows."""
+    """Returns the bytes of the engine's tensors by the names of the ledger's rows."""
     runner = engine.runner
-    forward, inputs, sampler = runner.forward, runner.input_batch, runner.sampler
-    held = {**_weights(runner.model), "KV cache": runner.kv_cache.size_bytes}
-    static = vars(forward)
+    inputs, sampler, ops = runner.input_batch, runner.sampler, runner.model.ops
+    weights = weight_bytes([runner.model])
+    held = {
+        "embedding and head": weights.tables,
+        "matrices": weights.matrices,
+        "norms": weights.norms,
+        "rotary tables": weights.rotary,
+        "rests of huge pages": weights.page_rests,
+        "KV cache": storage_bytes(each for pair in runner.kv_cache.storage for each in pair),
+        "block tables": storage_bytes(inputs.buffers.tables()),
+        "inputs": storage_bytes(inputs.buffers.inputs()),
+        "kernels' workspaces": storage_bytes(ops.workspaces()),
+        "attention's parts": storage_bytes(ops.attention_parts()),
+    }
+    static = vars(runner.forward)
     if "_pool" in static:
         held["activations"] = static["_pool"].size_bytes
-        held["results"] = static["_hidden"].nbytes + static["_logits"].nbytes
-    held["block tables"] = inputs._flat_tables.nbytes
-    held["inputs"] = _bytes([inputs._packed, *inputs._staging, inputs.sampled_ids])
-    held["kernels' workspaces"] = _workspaces(runner.model)
-    held["sampling"] = 0
-    for kernel in (sampler.kernel, sampler.slots and sampler.slots._kernels):
-        if kernel is not None:
-            own = vars(kernel).values()
-            tensors = [each for value in own for each in (value.values() if isinstance(value, dict) else [value])]
-            flat = [each for value in tensors for each in (value if isinstance(value, tuple) else [value])]
-            held["sampling"] += _bytes(each for each in flat if isinstance(each, Tensor))
+        held["results"] = storage_bytes([static["_hidden"], static["_logits"]])
+    if sampler.kernel is not None:
+        held["sampling"] = storage_bytes(sampler.kernel.tensors())
+    if sampler.slots is not None:
+        held["sampling"] = storage_bytes(sampler.slots._kernels.tensors()) - inputs.sampled_ids.nbytes
     return held
 
 
-def _weights(model: nn.Module) -> dict[str, int]:
-    held = dict.fromkeys(("embedding and head", "matrices", "norms", "rotary tables"), 0)
-    for module in model.modules():
-        own = [*module._parameters.values(), *module._buffers.values()]
-        size = _bytes(each for each in own if each is not None)
-        for name in ("packed", "weight"):
-            weight = getattr(module, name, None)
-            size += weight.size_bytes if isinstance(weight, PackedWeight | QuantizedWeight) else 0
-        if isinstance(module, stored.StoredTable | packed.PackedTable):
-            held["embedding and head"] += size
-        elif isinstance(module, MATRICES):
-            held["matrices"] += size
-        elif isinstance(module, Rotary):
-            held["rotary tables"] += size
-        else:
-            held["norms"] += size
-    return held
-
-
-def _workspaces(model: Any) -> int:
-    """Returns the bytes of tensors; memory that C++ kernels allocate by themselves is not visible here."""
-    found: dict[int, Tensor] = {}
-    for module in model.modules():
-        kernel = getattr(module, "kernel", getattr(module, "_kernel", None))
-        if isinstance(kernel, cpp.LinearKernel):
-            found[id(kernel)] = kernel._workspace
-        if isinstance(kernel, triton.LinearKernel):
-            rooms = [kernel._dequantized, *(few._workspace for few in kernel._few.values())]
-            found |= {id(room): room for room in rooms if room is not None}
-        if isinstance(module, Experts):
-            for cut in module._cuts.values():
-                found |= {
-                    id(each): each for each in (cut.sort.tiles.order, cut.sort.tiles.tiles, cut.sort.tiles.num_tiles)
-                }
-    ops = model.plan_step.__self__
-    step_plans = ops.plans.values() if isinstance(ops, TritonOps) else ()
-    plans = [each for plan in step_plans for each in vars(plan).values() if isinstance(each, Tensor)]
-    return _bytes(found.values()) + _bytes(plans)
-
-
-def _bytes(tensors: Any) -> int:
-    """Returns the bytes of the tensors' memory, counting shared memory once."""
-    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
-    return sum(storages.values())
+def tensor_storages() -> dict[int, int]:
+    """Returns the bytes of the memory of all tensors that Python knows, by its address."""
+    storages = [each.untyped_storage() for each in gc.get_objects() if isinstance(each, Tensor) and not each.is_meta]
+    return {each.data_ptr(): each.nbytes() for each in storages}
 
 
 class AllocationPeak(TorchDispatchMode):
-    """Records the peak of bytes held by tensors that are made within the block.
+    """The most bytes that tensors made within took at once.
 
-    With ``collects``, tensors that only wait for Python's garbage collector, as those of Triton's interpreter do, are
-    not counted. That is slow unless :func:`gc.freeze` was called before.
+    With ``collects`` those are not counted that only wait for Python's garbage collector, as what Triton's interpreter
+    has used does. That is slow unless :func:`gc.freeze` was called before.
     """
 
     def __init__(self, *, collects: bool = False) -> None:
@@ -116,9 +66,16 @@ class AllocationPeak(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._collects:
             gc.collect()
+        if torch.is_inference_mode_enabled():  # where operations arrive that consist of others
+            with self:
+                result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         before = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.set_:  # a view, as Triton's interpreter makes them
+        if (
+            func.overloadpacket is torch.ops.aten.set_
+        ):  # laid over memory that is there; the interpreter of Triton does so
             return result
         for each in _tensors(result):
             storage = each.untyped_storage()

@@ -18,6 +18,7 @@ from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.host.device import Device
 from fastgen.models.checkpoint.checkpoint import Checkpoint
 from fastgen.models.checkpoint.tensor_files import TensorHeader
+from fastgen.models.measure import ModelBuild
 from fastgen.models.spec import (
     AttentionSpec,
     BranchSpec,
@@ -33,7 +34,6 @@ from fastgen.models.spec import (
     RotarySpec,
     TensorSpec,
 )
-from fastgen.models.weight_sizes import ModelBuild
 from fastgen.options import LoadOptions
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.assembly import build_engine

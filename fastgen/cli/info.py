@@ -105,7 +105,7 @@ def _ledger(load_options: LoadOptions, source: ModelSource) -> Ledger:
     """Returns the memory of an engine that ``fastgen.load`` would make with these options."""
     from fastgen.compile.backends.choose import target_facts
     from fastgen.compile.host.device import current
-    from fastgen.models.weight_sizes import ModelBuild
+    from fastgen.models.measure import ModelBuild
     from fastgen.runtime.config import resolve_engine_config
     from fastgen.runtime.memory.ledger import MemoryModel
     from fastgen.runtime.targets import parse_quantize

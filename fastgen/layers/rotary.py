@@ -16,9 +16,9 @@ class Rotary(nn.Module):
 
     def __init__(self, inv_freq: Tensor, *, attention_factor: float, max_positions: int, device: torch.device):
         super().__init__()
-        # Always computed on the CPU, so that tables are the same everywhere; without memory where the model has none.
-        host = device if device.type == "meta" else torch.device("cpu")
-        positions = torch.arange(max_positions, dtype=torch.float32, device=host)
-        angles = torch.outer(positions, inv_freq.float().to(host))
-        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
+        # Computed on the host, so that all devices have the same bits. On ``meta`` there is nothing to compute.
+        table = torch.empty(max_positions, 2 * len(inv_freq), device=device)
+        if device.type != "meta":
+            angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq.float())
+            table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
         self.register_buffer("cos_sin", table.to(device), persistent=False)

@@ -114,7 +114,9 @@ class _Builder:
     pending: _PendingAdd | None = None
 
     def __post_init__(self) -> None:
-        shared = model_shape(self.spec, self.dtype, self.device, self.block_size, self.weight_format)
+        shared = model_shape(
+            self.spec, self.dtype, self.device, self.block_size, self.max_model_len, self.weight_format
+        )
         self.ops = self.backend.ops(shared)
         self.shapes = Shapes(self.spec.recipe, self.dtype, self.block_size)
 
@@ -126,7 +128,7 @@ class _Builder:
             [Layer([self.branch(branch) for branch in layer.branches]) for layer in spec.layers],
             self.read(spec.final_norm),
             self.head(spec.head, tokens),
-            self.ops.plan_step,
+            self.ops,
         )
 
     def embedding(self, spec: EmbeddingSpec, tokens: Table) -> Embedding:

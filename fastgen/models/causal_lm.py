@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from fastgen.compile.backends.ops import AddOp, NormOp
+from fastgen.compile.backends.ops import AddOp, NormOp, Ops
 from fastgen.layers.attention import Attention
 from fastgen.layers.embedding import Embedding
 from fastgen.layers.head import Head
@@ -82,7 +82,7 @@ class Layer(nn.Module):
 class CausalLM(nn.Module):
     """Embedding, layers, final norm. The head runs separately in :meth:`logits`, because only some rows need it.
 
-    ``plan_step`` looks at a step's lengths before its layers do; ``read_last`` reads the stream behind them.
+    ``ops`` are those of all layers, and hold what they share; ``read_last`` reads the stream behind the layers.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class CausalLM(nn.Module):
         layers: Iterable[Layer],
         read_last: Reader,
         head: Head,
-        plan_step: Callable[[Tensor, Tensor], None],
+        ops: Ops,
     ):
         super().__init__()
         self.embedding, self.layers, self.read_last, self.head = embedding, nn.ModuleList(layers), read_last, head
-        self.plan_step = plan_step
+        self.ops = ops
 
     def forward(self, batch: RaggedBatch, kv_cache: PagedKVCache) -> Tensor:
         """Returns hidden states ``[T, H]`` of the batch; writes its keys and values into ``kv_cache``."""
-        self.plan_step(batch.cu_seqlens_q, batch.seq_lens)
+        self.ops.plan_step(batch.cu_seqlens_q, batch.seq_lens)
         stream = Stream(self.embedding(batch))
         for layer in self.layers:
             layer(stream, batch, kv_cache)

@@ -96,6 +96,7 @@ def model_shape(
     dtype: torch.dtype,
     device: torch.device,
     block_size: int,
+    max_model_len: int,
     weight_format: QuantizedFormat | None,
 ) -> ModelShape:
     """Returns all that the ops of a model have in common."""
@@ -107,6 +108,7 @@ def model_shape(
         max_in_features=max(tensor.shape[1] for tensor in spec.tensors() if len(tensor.shape) == 2),
         max_choices=max((part.router.top_k for part in spec.parts() if isinstance(part, MoeSpec)), default=1),
         max_quantized_numel=max(_quantized_numels(spec), default=0),
+        max_model_len=max_model_len,
     )
 
 

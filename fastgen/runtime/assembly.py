@@ -12,10 +12,10 @@ from fastgen.models.causal_lm import CausalLM
 from fastgen.models.checkpoint.checkpoint import Checkpoint
 from fastgen.models.checkpoint.weights import load_weights
 from fastgen.models.spec import ModelSpec
-from fastgen.runtime.config import EngineConfig
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.memory.ledger import Ledger
+from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.sampling.slot_sampler import SlotSampler, slot_sampler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +12,7 @@ from fastgen.models.spec import ModelSpec
 from fastgen.options import LoadOptions
 from fastgen.runtime.memory.fit import blocks_of_sequence, default_num_blocks, nearest_that_fits
 from fastgen.runtime.memory.ledger import MemoryModel, in_gib
+from fastgen.runtime.memory.sizes import AskedSizes, EngineConfig
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DEFAULT_TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}
@@ -21,45 +22,6 @@ _DEFAULT_NUM_DRAFT_TOKENS = 4
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
     _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}iB": 1024**_power}
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Sizes of an engine. ``num_blocks`` counts the padding block; ``max_model_len`` is prompt and answer together;
-    ``num_draft_tokens`` is 0 where nothing is drafted.
-    """
-
-    token_budget: int
-    max_num_seqs: int
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    num_kv_groups: int
-    prefix_caching: bool = True
-    num_draft_tokens: int = 0
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of a step that may need logits: a token of each sequence, and its drafts."""
-        return min(self.token_budget, self.max_num_seqs * (1 + self.num_draft_tokens))
-
-    @property
-    def max_blocks(self) -> int:
-        """Blocks of the longest sequence, in one KV group."""
-        return -(-self.max_model_len // self.block_size)
-
-
-@dataclass(frozen=True)
-class AskedSizes:
-    """What the user asked for of an engine, its sizes ``None`` where they were left open."""
-
-    kv_cache_memory: int | None = None
-    token_budget: int | None = None
-    max_num_seqs: int | None = None
-    max_model_len: int | None = None
-    block_size: int | None = None
-    prefix_caching: bool = True
-    num_draft_tokens: int = 0
 
 
 def resolve_engine_config(memory: MemoryModel, options: LoadOptions) -> EngineConfig:

@@ -16,7 +16,6 @@ from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models.causal_lm import CausalLM
 from fastgen.models.spec import ModelSpec
 from fastgen.runtime.answers.generation import Generation
-from fastgen.runtime.config import EngineConfig
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.recording_file import write_recording
@@ -24,6 +23,7 @@ from fastgen.runtime.flight.why import why
 from fastgen.runtime.flight.why_text import tell
 from fastgen.runtime.interrupts import interrupt_deferred
 from fastgen.runtime.memory.ledger import Ledger
+from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastgen.arguments import takes
 from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.host import device as devices
-from fastgen.models.weight_sizes import ModelBuild
+from fastgen.models.measure import ModelBuild
 from fastgen.options import LoadOptions
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import resolve_engine_config

@@ -18,7 +18,8 @@ from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool, thread_pool_spec
-from fastgen.compile.ops.attention.cpp import AttentionKernel, attention_spec, empty_cache
+from fastgen.compile.host.workspace import Workspace
+from fastgen.compile.ops.attention.cpp import AttentionKernel, AttentionLimits, attention_spec, empty_cache
 from fastgen.compile.ops.attention.reference import Alibi, paged_attention
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.render import render
@@ -117,7 +118,9 @@ class Batch:
         kernel = loader.load(attention_spec(self.shape, loader.builder.arch))
         self.rounds = bool(kernel.spec.parameters["bf16_dot"])
         out = torch.full((len(self.q), self.shape.num_heads, self.shape.v_dim), torch.nan, dtype=self.q.dtype)
-        AttentionKernel(kernel, self.slopes)(self.q, self.k, self.v, self.tables, self.starts, self.seq_lens, out)
+        limits = AttentionLimits(len(self.q), len(self.seq_lens), max([1, *self.seq_lens.tolist()]), num_threads)
+        attend = AttentionKernel(kernel, limits, Workspace(), self.slopes)
+        attend(self.q, self.k, self.v, self.tables, self.starts, self.seq_lens, out)
         return out
 
 
@@ -284,6 +287,7 @@ def test_a_score_that_is_no_number_shows_in_its_row_alone(loaders: dict[str, Ker
 
 SANITIZED = """
 #include <cstdio>
+#include <vector>
 extern "C" int fastgen_set_num_threads(int);
 
 static void run(int64_t num_new, int64_t num_cached, int64_t others) {  // others: decodes at that length, in front
@@ -299,6 +303,13 @@ static void run(int64_t num_new, int64_t num_cached, int64_t others) {  // other
     const std::vector<float> q(num_tokens * N * D, 0.5f), slopes(N, 0.5f);
     const std::vector<T> k_cache(num_blocks * K * D * P, T(0.5f)), v_cache(num_blocks * K * DV * P, T(0.5f));
     std::vector<float> out(num_tokens * N * DV);
+    const int64_t num_threads = 3, scratch_bytes = sizeof(Scratch), max_tasks = 4096, max_pieces = 8192;
+    struct alignas(64) Line { uint8_t bytes[64]; };
+    struct {
+        std::vector<Line> lines;
+        uint8_t* data() { return lines.data()->bytes; }
+    } workspace{std::vector<Line>(1 << 20)};
+    const int64_t workspace_bytes = 64 << 20;
     CALL;
 }
 

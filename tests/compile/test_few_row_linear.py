@@ -26,7 +26,7 @@ from fastgen.compile.ops.linear.tiling import (
 from fastgen.compile.ops.linear.triton import FewRowKernel, FewRowSpecs, few_row_specs
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.formats import WeightOnlyFormat
-from fastgen.compile.weights.quantized import QuantizedWeight, quantized, quantized_bytes
+from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 
 FORMATS: tuple[FewRowFormat, ...] = ("plain", *get_args(WeightOnlyFormat))
 TOLERANCE = {"fp32": 1e-5, "fp16": 2**-9}  # sums are exact up to their order; 16 bits: of the answer's rounding
@@ -187,7 +187,8 @@ def test_bytes_of_a_weight() -> None:
     reported = dict.fromkeys(FORMATS[1:], 64 * 100) | {"int4_weight_only": 64 * (48 + 6)}
     for weight_format, size_bytes in reported.items():
         assert quantized(torch.randn(64, 96, dtype=torch.bfloat16), weight_format).size_bytes == size_bytes
-        assert quantized_bytes(weight_format, 64, 95) == size_bytes - 64 * (weight_format != "int4_weight_only")
+        described = QuantizedWeight(weight_format, 64, 95, torch.device("meta"))
+        assert described.size_bytes == size_bytes - 64 * (weight_format != "int4_weight_only")
 
 
 # How it is cut

@@ -21,7 +21,7 @@ from fastgen.compile.ops.linear.triton import DequantizeKernel, LinearKernel, de
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights import quantized as quantized_weight
 from fastgen.compile.weights.formats import QUANTIZED, WeightOnlyFormat
-from fastgen.compile.weights.quantized import QuantizedWeight, quantized, quantized_bytes
+from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 
 FORMATS: tuple[WeightOnlyFormat, ...] = get_args(WeightOnlyFormat)
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def test_rows_may_come_in_any_pieces(weight_format: WeightOnlyFormat, monkeypatc
         pieces.write(start, weight[start:end])
     assert torch.equal(pieces.codes, whole.codes)
     assert torch.equal(pieces.scale, whole.scale)
-    assert whole.size_bytes == quantized_bytes(weight_format, 29, 70)
+    assert whole.size_bytes == QuantizedWeight(weight_format, 29, 70, torch.device("meta")).size_bytes
     torch.testing.assert_close(logits(x, pieces, bias), expected, rtol=1e-6, atol=1e-6)
     which = torch.tensor([28, 0, 0, 11])
     assert torch.equal(pieces.rows(which), whole.rows(slice(None))[which])

@@ -12,13 +12,14 @@ from transformers import MistralConfig
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.host.device import Device
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
+from fastgen.models.measure import ModelBuild
 from fastgen.models.registry.registry import find_recipe
 from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, ModelSpec
-from fastgen.models.weight_sizes import ModelBuild
 from fastgen.options import LoadOptions
-from fastgen.runtime.config import EngineConfig, parse_bytes, parse_dtype, resolve_engine_config
+from fastgen.runtime.config import parse_bytes, parse_dtype, resolve_engine_config
 from fastgen.runtime.memory.ledger import MemoryModel
+from fastgen.runtime.memory.sizes import EngineConfig
 
 GiB = 2**30
 MAX_POSITIONS = 1000
@@ -125,17 +126,27 @@ def test_by_default_the_cache_gets_its_share_of_what_all_else_leaves(
     dtype: torch.dtype, max_positions: int | None
 ) -> None:
     spec, few = make_spec(max_positions), {"max_num_seqs": 60}
+
+    def with_one_more(config: EngineConfig) -> EngineConfig:
+        length = config.max_model_len + (16 if max_positions is None else 0)
+        return replace(config, num_blocks=config.num_blocks + 1, max_model_len=length)
+
     for device_bytes in (48 << 20, 60 << 20):
         memory = memory_of(spec, memory=device_bytes, dtype=dtype)
+
+        def takes_its_share(config: EngineConfig, memory: MemoryModel = memory) -> bool:
+            kv_bytes = config.num_blocks * memory.block_bytes(16)
+            rest = memory.ledger(config).total_bytes - kv_bytes
+            return kv_bytes <= (memory.device.memory_bytes - rest) / 2
+
         config = resolve_engine_config(memory, LoadOptions("a model", **few))
-        kv_bytes = config.num_blocks * memory.block_bytes(16)
-        rest = memory.ledger(config).total_bytes - kv_bytes
-        assert kv_bytes <= (device_bytes - rest) / 2
-        assert kv_bytes > (device_bytes - rest) / 2 - 2 * memory.block_bytes(16)
+        assert takes_its_share(config)
+        assert not takes_its_share(with_one_more(config))
     for device_bytes in (60 << 20, 80 << 20):
         memory = memory_of(spec, memory=device_bytes, dtype=dtype, kind="cuda")
         config = resolve_engine_config(memory, LoadOptions("a model", max_num_seqs=400, token_budget=512))
-        assert 0 <= 0.9 * device_bytes - memory.ledger(config).total_bytes < 2 * memory.block_bytes(16)
+        assert memory.ledger(config).total_bytes <= 0.9 * device_bytes
+        assert memory.ledger(with_one_more(config)).total_bytes > 0.9 * device_bytes
 
 
 def test_a_window_bounds_what_a_sequence_can_use() -> None:

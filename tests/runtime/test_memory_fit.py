@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.host.device import Device
 from fastgen.errors import OutOfMemoryError
-from fastgen.models.weight_sizes import ModelBuild
+from fastgen.models.measure import ModelBuild
 from fastgen.options import LoadOptions
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.memory.ledger import MemoryModel
@@ -26,10 +26,16 @@ TARGETS = {
     "cuda": [TargetFacts("triton", "sm_80", num_sms=108)],
 }
 
+# A model is measured once, on whatever devices it is to fit.
+MEASURED: dict[ModelBuild, MemoryModel] = {}
+
 
 def memory_of(size_bytes: int, spec: Any = SPEC, kind: Any = "cpu", target: TargetFacts | None = None) -> MemoryModel:
     device = Device(kind=kind, name="test", memory_bytes=size_bytes)
-    return MemoryModel(ModelBuild(spec, torch.float32, target or TARGETS[kind][0]), device)
+    build = ModelBuild(spec, torch.float32, target or TARGETS[kind][0])
+    if build not in MEASURED:
+        MEASURED[build] = MemoryModel(build, device)
+    return MEASURED[build].on(device)
 
 
 def refusal(memory: MemoryModel, **asked: Any) -> str:

@@ -19,6 +19,7 @@ from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel
 from fastgen.compile.ops.sampling import cpp, triton
 from fastgen.compile.spec import KernelSpec
 
+_CPU = torch.device("cpu")
 # Log-probabilities of the likeliest tokens that kernels sampling on the device compute for a row, at most.
 MAX_LOGPROBS = 20
 
@@ -65,7 +66,7 @@ class Backend(ABC):
         k = torch.empty(num_blocks, block_size, num_heads, head_dim, dtype=dtype, device=device)
         return k, torch.empty_like(k) if latent_dim is None else k[..., :latent_dim]
 
-    def row_sampling(self, vocab_size: int, *, max_rows: int) -> cpp.SamplingKernel | None:
+    def row_sampling(self, vocab_size: int, *, max_rows: int, device: torch.device = _CPU) -> cpp.SamplingKernel | None:
         """Returns the kernel that samples rows which the host describes in every step; ``None`` if there is none."""
         return None
 

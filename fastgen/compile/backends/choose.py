@@ -59,7 +59,7 @@ def choose_backend(
         return backend_for(facts, loader, max_rows=token_budget, max_num_seqs=max_num_seqs)
     load_thread_pool(loader).resize(num_threads or device.num_cores)
     torch.set_num_threads(1)
-    return backend_for(facts, loader, max_rows=max(token_budget, max_prompt_rows))
+    return backend_for(facts, loader, max_rows=max(token_budget, max_prompt_rows), max_num_seqs=max_num_seqs)
 
 
 def backend_for(
@@ -68,7 +68,9 @@ def backend_for(
     """Returns the backend of a target with these ``facts``. It builds kernels if there is a ``loader``."""
     if facts.name == "triton":
         return TritonBackend(facts, loader, max_rows=max_rows, max_num_seqs=max_num_seqs)
-    return CppBackend(facts, loader, max_rows=max_rows) if facts.name == "cpp" else ReferenceBackend(facts)
+    if facts.name == "cpp":
+        return CppBackend(facts, loader, max_rows=max_rows, max_num_seqs=max_num_seqs)
+    return ReferenceBackend(facts)
 
 
 def backend_of(

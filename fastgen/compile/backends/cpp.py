@@ -44,9 +44,10 @@ from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.capture.tape import tape_spec
 from fastgen.compile.host.thread_pool import ThreadPool, load_thread_pool, thread_pool_spec
+from fastgen.compile.host.workspace import Workspace
 from fastgen.compile.ops.activation.cpp import ActivationKernel, activation_spec
 from fastgen.compile.ops.add.cpp import AddKernel, add_spec
-from fastgen.compile.ops.attention.cpp import AttentionKernel, attention_spec, empty_cache
+from fastgen.compile.ops.attention.cpp import AttentionKernel, AttentionLimits, attention_spec, empty_cache
 from fastgen.compile.ops.attention.reference import Alibi
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.embedding.cpp import EmbeddingKernel, embedding_spec
@@ -69,19 +70,23 @@ from fastgen.compile.ops.softcap.cpp import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import KernelSpec, dtype_name
 from fastgen.compile.weights.packed import WeightFormat, matrix_format
 
+_CPU = torch.device("cpu")
 _EVERY_ENGINE = ("every engine",)
 _SAMPLER = ("the sampler",)
 
 
 class CppBackend(Backend):
-    """Runs C++ kernels on a CPU. A step has at most ``max_rows`` rows."""
+    """Runs C++ kernels on a CPU. A step has at most ``max_rows`` rows of ``max_num_seqs`` sequences, by default one for
+    each row."""
 
     steps = "taped"
     pads_batches = False
 
-    def __init__(self, facts: TargetFacts, loader: KernelLoader | None = None, *, max_rows: int = 0):
+    def __init__(
+        self, facts: TargetFacts, loader: KernelLoader | None = None, *, max_rows: int = 0, max_num_seqs: int = 0
+    ):
         super().__init__(facts, loader)
-        self.max_rows = max_rows
+        self.max_rows, self.max_num_seqs = max_rows, max_num_seqs or max_rows
 
     def ops(self, model: ModelShape) -> CppOps:
         """Returns what makes the ops of a model."""
@@ -99,16 +104,19 @@ class CppBackend(Backend):
         device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         """Returns room for keys and values that lie feature by feature, in huge pages."""
-        return empty_cache(num_blocks, block_size, num_heads, head_dim, latent_dim, dtype=dtype)
+        return empty_cache(num_blocks, block_size, num_heads, head_dim, latent_dim, dtype=dtype, device=device)
 
-    def row_sampling(self, vocab_size: int, *, max_rows: int) -> SamplingKernel:
+    def row_sampling(self, vocab_size: int, *, max_rows: int, device: torch.device = _CPU) -> SamplingKernel:
         """Returns the kernel that samples rows which the host describes in every step."""
         kernel = self.kernels.kernel(sampling_spec(self.facts.arch, needed_by=_SAMPLER))
-        return SamplingKernel(kernel, vocab_size, max_rows=max_rows, max_threads=self._num_threads)
+        return SamplingKernel(
+            kernel, vocab_size, max_rows=max_rows, max_threads=self.num_threads(device), device=device
+        )
 
-    @property
-    def _num_threads(self) -> int:
-        return self.facts.num_threads if self.loader is None else load_thread_pool(self.loader).num_threads
+    def num_threads(self, device: torch.device) -> int:
+        """Returns the threads that work on ``device``: those of the pool, where there is one."""
+        is_described = self.loader is None or device.type == "meta"
+        return self.facts.num_threads if is_described else self.thread_pool().num_threads
 
     def next_decodes(self) -> NextDecodesKernel:
         """Returns the kernel that makes the inputs of a step of decodes of the step before."""
@@ -138,6 +146,18 @@ class CppOps(Ops):
         self._matrix_format = cast(WeightFormat, chosen)
         self._linear_kernels: dict[WeightFormat, LinearKernel] = {}
         self._grouped_kernel: GroupedLinearKernel | None = None
+        num_threads = backend.num_threads(model.device)
+        self._limits = AttentionLimits(backend.max_rows, backend.max_num_seqs, model.max_model_len, num_threads)
+        self._attention_workspace = Workspace(model.device)
+
+    def workspaces(self) -> list[Tensor]:
+        """Returns what linear layers round or quantize rows in."""
+        grouped = [] if self._grouped_kernel is None else [self._grouped_kernel]
+        return [kernel.workspace for kernel in (*self._linear_kernels.values(), *grouped)]
+
+    def attention_parts(self) -> list[Tensor]:
+        """Returns what all attentions work in."""
+        return [self._attention_workspace.memory]
 
     def table(self, shape: TableShape) -> Table:
         if shape.multiplies:
@@ -147,7 +167,9 @@ class CppOps(Ops):
     def _linear_kernel(self, weight_format: WeightFormat, needed_by: tuple[str, ...]) -> LinearKernel:
         kernel = self._kernel(linear_spec(weight_format, self._arch, needed_by=needed_by))
         if weight_format not in self._linear_kernels:
-            self._linear_kernels[weight_format] = LinearKernel(kernel, self._max_rows, self._model.max_in_features)
+            self._linear_kernels[weight_format] = LinearKernel(
+                kernel, self._max_rows, self._model.max_in_features, self._model.device
+            )
         return self._linear_kernels[weight_format]
 
     def embedding(
@@ -234,7 +256,8 @@ class CppOps(Ops):
 
     def _attend(self, shape: AttentionShape, needed_by: tuple[str, ...], alibi: Alibi | None = None) -> AttentionKernel:
         kernel = self._kernel(attention_spec(shape, self._arch, needed_by))
-        return AttentionKernel(kernel, None if alibi is None else alibi.slopes)
+        slopes = None if alibi is None else alibi.slopes
+        return AttentionKernel(kernel, self._limits, self._attention_workspace, slopes)
 
     def latent_attention(self, shape: LatentShape) -> fused.LatentAttention:
         attention = shape.attention
@@ -304,7 +327,9 @@ class CppOps(Ops):
         kernel = self._kernel(spec)
         if self._grouped_kernel is None:
             max_rows = self._max_rows * self._model.max_choices
-            self._grouped_kernel = GroupedLinearKernel(kernel, max_rows, self._model.max_in_features)
+            self._grouped_kernel = GroupedLinearKernel(
+                kernel, max_rows, self._model.max_in_features, self._model.device
+            )
         return Groups(self._grouped_kernel, num_experts, shape.in_features, shape.out_features)
 
     def head(self, table: AnyTable, shape: HeadShape) -> Head:

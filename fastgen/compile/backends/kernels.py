@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastgen.compile.build.builder import Kernel
+from fastgen.compile.build.launches import recorder
 from fastgen.compile.build.loader import KernelLoader, Progress
 from fastgen.compile.spec import KernelSpec
 
@@ -44,6 +45,9 @@ class _LaterKernel:
         self.kernel: Kernel | None = None
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        if self.kernel is None and (listener := recorder()) is not None:  # a step can be described before that
+            listener.launch(self, grid, arguments)
+            return
         assert self.kernel is not None, f"{self.spec.name} is called before it is built"
         self.kernel(grid, *arguments)
 

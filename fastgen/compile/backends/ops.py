@@ -245,6 +245,14 @@ class Ops(ABC):
     def head(self, table: Table, shape: HeadShape) -> HeadOp:
         """Makes the head that multiplies by ``table``."""
 
+    def workspaces(self) -> list[Tensor]:
+        """Returns what kernels work in beside the results of a step; attention's parts aside."""
+        return []
+
+    def attention_parts(self) -> list[Tensor]:
+        """Returns what C++ kernels of attention work in: each thread's part, and parts of sequences to be joined."""
+        return []
+
     def plan_step(self, cu_seqlens_q: Tensor, seq_lens: Tensor) -> None:
         """Prepares attention for a step of these lengths, ``[S+1]`` and ``[S]`` i32; called before its layers."""
         return

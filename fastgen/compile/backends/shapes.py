@@ -32,6 +32,8 @@ class ModelShape:
     max_choices: int = 1
     # Numbers of the largest matrix that may be quantized.
     max_quantized_numel: int = 0
+    # Tokens of the longest sequence.
+    max_model_len: int = 1
 
 
 @dataclass(frozen=True)

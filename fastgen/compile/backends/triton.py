@@ -130,6 +130,13 @@ class TritonOps(Ops):
         numel = model.max_quantized_numel if self._weight_format else 0
         self.dequantized = torch.empty(numel, dtype=model.dtype, device=model.device)
 
+    def workspaces(self) -> list[Tensor]:
+        """Returns dequantized weights, parts of split features, attention's plans and lists of experts' choices."""
+        plans = [each for plan in self.plans.values() for each in vars(plan).values() if isinstance(each, Tensor)]
+        tiles = [sort.tiles for sort in self._sorts.values()]
+        choices = [tensor for each in tiles for tensor in (each.order, each.tiles, each.num_tiles)]
+        return [self.dequantized, *self._workspaces.values(), *plans, *choices]
+
     def plan_step(self, cu_seqlens_q: Tensor, seq_lens: Tensor) -> None:
         """Fills the work lists of every plan for a step of these lengths."""
         for plan in self.plans.values():

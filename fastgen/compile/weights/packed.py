@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastgen.compile.host.huge_pages import in_huge_pages
+from fastgen.compile.host.huge_pages import in_huge_pages, whole_huge_pages
 from fastgen.compile.weights.formats import GROUP, Quantized, quantize_channels, quantize_groups
 from fastgen.errors import InvalidArgumentError
 
@@ -28,6 +28,7 @@ _STEPS = {"bf16_dot": 2, "int8": 4, "int4": GROUP}
 _SCALED = ("int8_weight_only", "int8")
 _MAX_IN_FEATURES = (2**31 - 1) // 127**2  # so that a sum of products of 8 bits has room in 32
 _PIECE = 4 << 20  # weights converted at a time
+_CPU = torch.device("cpu")
 
 
 def formats_of(arch: str) -> tuple[WeightFormat, ...]:
@@ -54,7 +55,14 @@ class PackedWeight:
     """
 
     def __init__(
-        self, weight_format: WeightFormat, out_features: int, in_features: int, arch: str, *, num_groups: int = 1
+        self,
+        weight_format: WeightFormat,
+        out_features: int,
+        in_features: int,
+        arch: str,
+        *,
+        num_groups: int = 1,
+        device: torch.device = _CPU,
     ):
         if weight_format not in get_args(WeightFormat):
             raise InvalidArgumentError(f"weight format {weight_format!r}: expected {', '.join(get_args(WeightFormat))}")
@@ -68,15 +76,21 @@ class PackedWeight:
         self._panel, self._lanes = PANELS[arch], LANES[arch]
         num_panels = num_groups * -(-out_features // self._panel)
         self._step = _STEPS.get(weight_format, 1)
-        panel_bytes = _panel_bytes(weight_format, in_features, self._panel)
-        self.panels = in_huge_pages(num_panels * panel_bytes).view(num_panels, -1)
-        self.scale = torch.zeros(num_panels * self._panel if weight_format in _SCALED else 0)
-        self.bias = torch.zeros(num_panels * self._panel)
+        size_bytes = num_panels * _panel_bytes(weight_format, in_features, self._panel)
+        pages = in_huge_pages(whole_huge_pages(size_bytes), device)
+        self.panels = pages[:size_bytes].view(num_panels, -1)
+        self.scale = torch.zeros(num_panels * self._panel if weight_format in _SCALED else 0, device=device)
+        self.bias = torch.zeros(num_panels * self._panel, device=device)
 
     @property
     def size_bytes(self) -> int:
         """Returns the bytes that a forward pass reads."""
         return self.panels.nbytes + self.scale.nbytes + self.bias.nbytes
+
+    @property
+    def page_rest_bytes(self) -> int:
+        """Returns the bytes of the last huge page behind the panels, those of all groups together."""
+        return self.panels.untyped_storage().nbytes() - self.panels.nbytes
 
     def group(self, index: int) -> PackedWeight:
         """Returns one of the groups, as a weight in the same memory."""
@@ -178,17 +192,6 @@ class PackedWeight:
             return panels.view(torch.bfloat16).view(count, -1, panel // lanes // 2, lanes, 2).permute(0, 2, 4, 3, 1)
         numbers = panels.view(_FLOATS.get(self.format, torch.int8))
         return numbers.view(count, -1, panel, self._step).transpose(1, 2)
-
-
-def packed_bytes(
-    weight_format: WeightFormat, out_features: int, in_features: int, arch: str, *, num_groups: int = 1
-) -> tuple[int, int]:
-    """Returns the bytes of a :class:`PackedWeight` without making one: of ``panels``, and of ``scale`` and ``bias``
-    together."""
-    panel = PANELS[arch]
-    num_panels = num_groups * -(-out_features // panel)
-    num_vectors = 2 if weight_format in _SCALED else 1
-    return num_panels * _panel_bytes(weight_format, in_features, panel), 4 * num_vectors * num_panels * panel
 
 
 def _panel_bytes(weight_format: WeightFormat, in_features: int, panel: int) -> int:

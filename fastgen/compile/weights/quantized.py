@@ -89,8 +89,3 @@ def quantized(weight: Tensor, weight_format: WeightOnlyFormat) -> QuantizedWeigh
     stored = QuantizedWeight(weight_format, weight.shape[0], weight.shape[1], weight.device)
     stored.write(0, weight)
     return stored
-
-
-def quantized_bytes(weight_format: WeightOnlyFormat, out_features: int, in_features: int) -> int:
-    """Returns the bytes of a :class:`QuantizedWeight`."""
-    return QuantizedWeight(weight_format, out_features, in_features, torch.device("meta")).size_bytes

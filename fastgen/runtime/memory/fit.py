@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.errors import FastgenError
 from fastgen.models.builder import kv_windows
 from fastgen.runtime.kv_cache.block_tables import max_blocks_held
 from fastgen.runtime.memory.ledger import MemoryModel, in_gib
-
-if TYPE_CHECKING:
-    from fastgen.runtime.config import AskedSizes, EngineConfig
+from fastgen.runtime.memory.sizes import AskedSizes, EngineConfig
 
 # The engine's sizes, or a :class:`FastgenError`.
-Resolve = Callable[[MemoryModel, "AskedSizes"], "EngineConfig"]
+Resolve = Callable[[MemoryModel, AskedSizes], EngineConfig]
 
 # Fields of :class:`AskedSizes`, integers.
 Sizes = dict[str, Any]
@@ -100,7 +98,7 @@ def _for_weights(memory: MemoryModel, asked: AskedSizes, resolve: Resolve) -> st
     smaller = [f"quantize={each!r}" for each in build.target.quantized_formats if fits_in(each)]
     if smaller:
         return f"no sizes of the engine help, but it fits with {', or with '.join(smaller)}"
-    elsewhere = MemoryModel(build, replace(memory.device, memory_bytes=_PLENTY))
+    elsewhere = memory.on(replace(memory.device, memory_bytes=_PLENTY))
     least = elsewhere.ledger(resolve(elsewhere, replace(asked, **_SMALLEST)))
     return f"no sizes of the engine help: it takes {in_gib(least.total_bytes)} at least"
 

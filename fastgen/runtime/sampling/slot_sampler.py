@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.backends.backend import MAX_LOGPROBS, Backend
-from fastgen.compile.backends.choose import backend_for
-from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.host.device import to_device
 from fastgen.compile.ops.sampling.cpp import Biases, Uses
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling
@@ -142,13 +140,6 @@ def slot_sampler(backend: Backend, vocab_size: int, inputs: SamplingInputs) -> S
     """Returns the sampler for the slots of ``inputs``, its kernels asked for; ``None`` if the backend has none."""
     kernels = backend.slot_sampling(vocab_size, max_rows=inputs.max_rows, sampled_ids=inputs.sampled_ids)
     return None if kernels is None else SlotSampler(kernels, inputs)
-
-
-def slot_sampler_bytes(facts: TargetFacts, vocab_size: int, *, max_rows: int, max_num_seqs: int) -> int:
-    """Returns the bytes that the buffers of a :func:`slot_sampler` take; none are allocated."""
-    sampled_ids = torch.empty(max_num_seqs, dtype=torch.int32, device="meta")
-    kernels = backend_for(facts).slot_sampling(vocab_size, max_rows=max_rows, sampled_ids=sampled_ids)
-    return 0 if kernels is None else kernels.size_bytes
 
 
 def _slot(sequence: Sequence) -> int:

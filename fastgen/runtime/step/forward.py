@@ -48,6 +48,14 @@ class Results:
     dtype: torch.dtype
     device: torch.device
 
+    def new_hidden(self, max_tokens: int) -> Tensor:
+        """Returns the buffer of hidden states."""
+        return torch.zeros(max_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+
+    def new_logits(self, max_rows: int) -> Tensor:
+        """Returns the buffer of logits."""
+        return torch.zeros(max_rows, self.vocab_size, device=self.device)
+
 
 class _ReplayedForward(Forward):
     """Replays steps that were recorded in ``pool``, by their number of tokens or rows. They read ``views`` and leave
@@ -69,9 +77,7 @@ class _ReplayedForward(Forward):
         self._pool, self._views = pool, views
         self._forwards: dict[int, Graph] = {}
         self._heads: dict[int, Graph] = {}
-        device = results.device
-        self._hidden = torch.zeros(max_tokens, results.hidden_size, dtype=results.dtype, device=device)
-        self._logits = torch.zeros(max_rows, results.vocab_size, device=device)
+        self._hidden, self._logits = results.new_hidden(max_tokens), results.new_logits(max_rows)
 
     def _forward_step(self, num_tokens: int) -> None:
         hidden = self.model(self._views(num_tokens, 0), self.kv_cache)

@@ -1,16 +1,13 @@
 """Builds the ragged batch of a schedule: arrays are filled on the host and moved to the device in one packed copy.
 
-Every buffer is static: its address never changes after construction, so a captured graph may read it. A batch at
-captured size ``T`` is a set of views of the first ``T`` entries.
+A batch at captured size ``T`` is a set of views of the first ``T`` entries of static buffers, see
+:mod:`fastgen.runtime.step.input_buffers`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,83 +21,7 @@ from fastgen.runtime.kv_cache.block_tables import BlockUpdate
 from fastgen.runtime.requests.request import TO_COME, Sequence
 from fastgen.runtime.scheduling.drafts import DraftedSequence, SampledSequence, owner
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
-
-_NUM_STAGING_BUFFERS = 2  # the host may fill one while the device still reads the other
-_ALIGNMENT = 16  # bytes; GPU kernels need addresses that are multiples of it
-
-_HostArrays = dict[str, npt.NDArray[Any]]
-
-
-@dataclass(frozen=True)
-class _Field:
-    dtype: npt.DTypeLike
-    torch_dtype: torch.dtype
-    offset: int  # bytes
-    count: int
-
-
-class PackedLayout:
-    """The places of named arrays in one buffer of bytes."""
-
-    def __init__(self, counts: dict[str, tuple[npt.DTypeLike, torch.dtype, int]]):
-        self.fields: dict[str, _Field] = {}
-        self.size_bytes = 0
-        for name, (dtype, torch_dtype, count) in counts.items():
-            self.fields[name] = _Field(dtype, torch_dtype, self.size_bytes, count)
-            itemsize = np.dtype(dtype).itemsize
-            self.size_bytes += _aligned(count, itemsize) * itemsize
-
-    def host_views(self, buffer: Tensor) -> _HostArrays:
-        raw = buffer.numpy()
-        return {
-            name: raw[f.offset : f.offset + f.count * np.dtype(f.dtype).itemsize].view(f.dtype)
-            for name, f in self.fields.items()
-        }
-
-    def device_views(self, buffer: Tensor) -> dict[str, Tensor]:
-        return {
-            name: buffer[f.offset : f.offset + f.count * np.dtype(f.dtype).itemsize].view(f.torch_dtype)
-            for name, f in self.fields.items()
-        }
-
-
-def input_layout(token_budget: int, max_num_seqs: int, max_rows: int, num_groups: int, block_size: int) -> PackedLayout:
-    """Returns the layout of the arrays that a step copies to the device."""
-    max_updates = _max_updates(token_budget, max_num_seqs, num_groups, block_size)
-    i32 = (np.int32, torch.int32)
-    return PackedLayout(
-        {
-            "slot_mapping": (np.int64, torch.int64, num_groups * _aligned(token_budget, 8)),
-            "update_index": (np.int64, torch.int64, max_updates),
-            "update_block": (*i32, max_updates),
-            "input_ids": (*i32, token_budget),
-            "token_source": (*i32, token_budget),
-            "positions": (*i32, token_budget),
-            "cu_seqlens_q": (*i32, max_num_seqs + 1),
-            "seq_lens": (*i32, max_num_seqs),
-            "logits_indices": (*i32, max_rows),
-            "logits_slots": (*i32, max_rows),
-            "sampled_positions": (*i32, max_rows),
-        }
-    )
-
-
-def table_width(max_blocks: int) -> int:
-    """Returns the width of a block table for ``max_blocks`` blocks, such that the tables of each group are aligned."""
-    return _aligned(max_blocks, 4)
-
-
-def _aligned(count: int, itemsize: int) -> int:
-    """Returns ``count`` rounded up, so that as many items of ``itemsize`` bytes fill whole pieces of 16 bytes."""
-    step = _ALIGNMENT // itemsize
-    return -(-count // step) * step
-
-
-def _max_updates(token_budget: int, max_num_seqs: int, num_groups: int, block_size: int) -> int:
-    """Returns how many block table entries a step can update. A chunk of n tokens begins at most n/P + 1 blocks in each
-    group. Twice that leaves room for the updates of steps that failed, which are still pending.
-    """
-    return 2 * num_groups * (token_budget // block_size + max_num_seqs)
+from fastgen.runtime.step.input_buffers import HostArrays, InputBuffers
 
 
 class InputBatch:
@@ -127,26 +48,23 @@ class InputBatch:
     ):
         self.block_size, self.pads = block_size, pads
         self.num_groups, self.max_num_seqs, self.max_rows = num_groups, max_num_seqs, max_rows
-        self.max_updates = _max_updates(token_budget, max_num_seqs, num_groups, block_size)
-        self._layout = input_layout(token_budget, max_num_seqs, max_rows, num_groups, block_size)
-        pinned = device.type == "cuda"
-        self._staging = [
-            torch.zeros(self._layout.size_bytes, dtype=torch.uint8, pin_memory=pinned)
-            for _ in range(_NUM_STAGING_BUFFERS)
-        ]
-        self._host = [self._layout.host_views(buffer) for buffer in self._staging]
-        # Events after the last copy out of each, for devices that copy asynchronously.
-        self._copied: list[torch.cuda.Event | None] = [None] * _NUM_STAGING_BUFFERS
+        buffers = InputBuffers(
+            token_budget=token_budget,
+            max_num_seqs=max_num_seqs,
+            max_rows=max_rows,
+            num_groups=num_groups,
+            max_blocks=max_blocks,
+            block_size=block_size,
+            device=device,
+        )
+        self.buffers, self.max_updates = buffers, buffers.max_updates
+        self.block_tables, self.sampled_ids = buffers.block_tables, buffers.sampled_ids
+        self._host = [buffers.layout.host_views(buffer) for buffer in buffers.staging]
+        self._device = buffers.layout.device_views(buffers.packed)
+        self._tables = buffers.host_tables.numpy()
+        # Events after the last copy out of each staging buffer, for devices that copy asynchronously.
+        self._copied: list[torch.cuda.Event | None] = [None] * len(buffers.staging)
         self._turn = 0
-        self._packed = torch.zeros(self._layout.size_bytes, dtype=torch.uint8, device=device)
-        self._device = self._layout.device_views(self._packed)
-        tables = num_groups, max_num_seqs, table_width(max_blocks)
-        # one more entry than the tables have: unused updates are written there
-        self._flat_tables = torch.zeros(math.prod(tables) + 1, dtype=torch.int32, device=device)
-        self.block_tables = self._flat_tables[:-1].view(tables)
-        # The host's copy of the block tables, to compute where keys and values go.
-        self._tables = np.zeros(self.block_tables.shape, np.int64)
-        self.sampled_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         # By slot, the token that ``sampled_ids`` holds: its sequence, the preemptions of that so far, and its position.
         self._noted: dict[int, tuple[Sequence, int, int]] = {}
         self._token_views: dict[int, dict[str, Tensor]] = {}
@@ -162,14 +80,14 @@ class InputBatch:
         host = self._host[self._turn]
         num_updates = self._fill_updates(host, schedule.block_updates)
         rows = self._fill_tokens(host, schedule, size)
-        self._packed.copy_(self._staging[self._turn], non_blocking=True)
-        if self._packed.is_cuda:
+        packed = self.buffers.packed.copy_(self.buffers.staging[self._turn], non_blocking=True)
+        if packed.is_cuda:
             self._copied[self._turn] = copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        self._turn = (self._turn + 1) % _NUM_STAGING_BUFFERS
+        self._turn = (self._turn + 1) % len(self._copied)
         if num_updates:
             index, block = (self._device[name][:num_updates] for name in ("update_index", "update_block"))
-            self._flat_tables[index] = block
+            self.buffers.flat_tables[index] = block
         return self.views(size, len(rows)), rows
 
     def views(self, num_tokens: int, num_rows: int) -> RaggedBatch:
@@ -214,7 +132,7 @@ class InputBatch:
         them.
         """
         entry, block = self._enter(updates)
-        self._flat_tables.numpy()[entry] = block
+        self.buffers.flat_tables.numpy()[entry] = block
 
     def sampled_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Returns views of the slot of each row that needs logits, −1 for unused rows, and of the position of its
@@ -236,7 +154,7 @@ class InputBatch:
             if not sequence.request.has_beams:
                 self._noted[_slot(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
 
-    def _fill_tokens(self, host: _HostArrays, schedule: Schedule, size: int) -> list[SampledSequence]:
+    def _fill_tokens(self, host: HostArrays, schedule: Schedule, size: int) -> list[SampledSequence]:
         decodes, chunks, num_decodes = schedule.decodes, schedule.chunks, len(schedule.decodes)
         slots = np.array([sequence.slot for sequence in decodes], np.int64)
         positions = np.array(schedule.positions, np.int64)
@@ -276,7 +194,7 @@ class InputBatch:
         assert is_known.all(), "a token that is not known yet is not on the device either"
         return rows
 
-    def _take_from_device(self, host: _HostArrays, schedule: Schedule) -> None:
+    def _take_from_device(self, host: HostArrays, schedule: Schedule) -> None:
         """Lets the device read the next token of each sequence whose slot has it noted."""
         for sequence in (*schedule.decodes, *(chunk.seq for chunk in schedule.chunks)):
             slot, position = _slot(sequence), sequence.num_computed_tokens
@@ -284,7 +202,7 @@ class InputBatch:
                 host["token_source"][host["cu_seqlens_q"][slot]] = slot
 
     def _fill_chunk(
-        self, host: _HostArrays, kv_slots: npt.NDArray[np.int64], chunk: ScheduledTokens, rows: list[SampledSequence]
+        self, host: HostArrays, kv_slots: npt.NDArray[np.int64], chunk: ScheduledTokens, rows: list[SampledSequence]
     ) -> None:
         sequence, slot, drafts = chunk.seq, _slot(chunk.seq), chunk.drafts
         first = int(host["cu_seqlens_q"][slot])
@@ -302,13 +220,13 @@ class InputBatch:
             rows.append(sequence)
             rows.extend(DraftedSequence(sequence, drafts[: index + 1]) for index in range(len(drafts)))
 
-    def _fill_updates(self, host: _HostArrays, updates: SequenceOf[BlockUpdate]) -> int:
+    def _fill_updates(self, host: HostArrays, updates: SequenceOf[BlockUpdate]) -> int:
         """Fills in the updates of block tables, and returns how many the step's copy carries. Padding writes the extra
         entry. Updates beyond that are written here: a long prefix from the cache brings its whole table.
         """
         num_carried = min(len(updates), self.max_updates)
         if self.pads:
-            host["update_index"][:] = self._flat_tables.numel() - 1
+            host["update_index"][:] = self.buffers.flat_tables.numel() - 1
             host["update_block"][:] = 0
         if updates:
             entry, block = self._enter(updates)
@@ -316,8 +234,8 @@ class InputBatch:
             host["update_index"][carried], host["update_block"][carried] = entry[carried], block[carried]
             if len(updates) > num_carried:
                 given = torch.from_numpy(entry[rest]), torch.from_numpy(block[rest].astype(np.int32))
-                index, blocks = (to_device(each, self._packed.device) for each in given)
-                self._flat_tables[index] = blocks
+                index, blocks = (to_device(each, self.buffers.packed.device) for each in given)
+                self.buffers.flat_tables[index] = blocks
         return self.max_updates if self.pads else num_carried
 
     def _enter(self, updates: SequenceOf[BlockUpdate]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -32,6 +32,8 @@ class PlainTable(StoredTable):
 class PackedTable(nn.Module):
     """A table that a head multiplies by, packed for ``kernel``."""
 
+    weights = "table"
+
     def __init__(self, kernel: LinearKernel, num_rows: int, size: int):
         super().__init__()
         self.kernel, self.num_rows, self.size = kernel, num_rows, size
@@ -81,6 +83,8 @@ class Embedding(nn.Module):
 class Linear(nn.Module):
     """``x Wᵀ + b`` of stacked parts, packed for ``kernel``."""
 
+    weights = "matrix"
+
     def __init__(self, kernel: LinearKernel, in_features: int, out_features: Sequence[int]):
         super().__init__()
         self.out_features, self.total = list(out_features), sum(out_features)
@@ -105,6 +109,8 @@ def _part(packed: PackedWeight, out_features: Sequence[int], index: int) -> tupl
 class HeadMaps(nn.Module):
     """The checkpoint's ``[N * out, rank]``, a map of its own for each head, packed for ``kernel``: ``x [T, N, rank] ->
     [T, N, out]``, or if it is ``transposed`` ``x [T, N, out] -> [T, N, rank]``."""
+
+    weights = "matrix"
 
     def __init__(self, kernel: LinearKernel, num_heads: int, shape: tuple[int, int], *, transposed: bool):
         super().__init__()
@@ -138,6 +144,8 @@ class Router(nn.Module):
 
 class Groups(nn.Module):
     """A stacked linear layer for each expert, packed for ``kernel``."""
+
+    weights = "matrix"
 
     def __init__(self, kernel: GroupedLinearKernel, num_experts: int, in_features: int, out_features: Sequence[int]):
         super().__init__()

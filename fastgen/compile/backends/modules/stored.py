@@ -27,6 +27,8 @@ def zero_bias(*shape: int, biased: Sequence[bool], dtype: torch.dtype, device: t
 class StoredTable(nn.Module):
     """``weight [rows, size]``, in ``dtype`` unless there is a ``weight_format``."""
 
+    weights = "table"
+
     def __init__(
         self,
         num_rows: int,
@@ -54,6 +56,8 @@ class StoredLinear(nn.Module):
     """The stacked weight ``[sum of out, in]`` of several linear layers, in ``dtype`` unless there is a
     ``weight_format``, and their bias if any has one."""
 
+    weights = "matrix"
+
     def __init__(
         self,
         in_features: int,
@@ -78,6 +82,8 @@ class StoredLinear(nn.Module):
 
 class StoredGroups(nn.Module):
     """A stacked linear layer for each expert: ``weight [E, sum of out, in]``, and a bias if any part has one."""
+
+    weights = "matrix"
 
     def __init__(
         self,
@@ -104,6 +110,8 @@ class StoredGroups(nn.Module):
 class StoredHeadMaps(nn.Module):
     """The checkpoint's ``[N * out, rank]``, a map of its own for each head: ``x [T, N, rank] -> [T, N, out]``, or if
     it is ``transposed`` ``x [T, N, out] -> [T, N, rank]``."""
+
+    weights = "matrix"
 
     def __init__(
         self, num_heads: int, shape: tuple[int, int], *, transposed: bool, dtype: torch.dtype, device: torch.device

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.host.huge_pages import in_huge_pages
+from fastgen.compile.host.workspace import Workspace
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.spec import Argument, KernelSpec, Value
 from fastgen.compile.weights.packed import ARCHES_WITH_BF16_DOT, LANES
+
+_CPU = torch.device("cpu")
+_WORKSPACE_SIZES = ("workspace_bytes", "num_threads", "scratch_bytes", "max_tasks", "max_pieces")
+# As in ``attention_tasks.h``: rows by lanes, and the sizes of structs.
+_MAX_ROWS = {16: 6, 8: 2, 4: 4}
+_TASK_BYTES, _PIECE_BYTES = 64, 24
 
 
 def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] = ()) -> KernelSpec:
@@ -26,6 +36,8 @@ def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] 
         *([Argument("slopes", "fp32", "in")] if shape.alibi else []),
         Argument("out", "fp32", "out"),
         *(Argument(name, "i64", "scalar") for name in ("num_seqs", "num_tokens", "max_blocks", "q_stride")),
+        Argument("workspace", "u8", "out"),
+        *(Argument(name, "i64", "scalar") for name in _WORKSPACE_SIZES),
     )
     parameters: dict[str, Value] = {
         "N": shape.num_heads,
@@ -47,7 +59,14 @@ def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] 
 
 
 def empty_cache(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, latent_dim: int | None, *, dtype: torch.dtype
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    latent_dim: int | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
 ) -> tuple[Tensor, Tensor]:
     """Returns a zeroed cache in the kernel's memory layout: ``k [B, P, K, D]`` and ``v [B, P, K, D]``. With a
     ``latent_dim`` ``v`` is a view of the first ``latent_dim`` features of the keys.
@@ -57,36 +76,78 @@ def empty_cache(
     as long as reading them.
     """
     size_bytes = num_blocks * num_kv_heads * head_dim * block_size * dtype.itemsize
-    k = in_huge_pages(size_bytes).view(dtype).view(num_blocks, num_kv_heads, head_dim, block_size).permute(0, 3, 1, 2)
+    k = (
+        in_huge_pages(size_bytes, device)
+        .view(dtype)
+        .view(num_blocks, num_kv_heads, head_dim, block_size)
+        .permute(0, 3, 1, 2)
+    )
     if latent_dim is not None:
         return k, k[..., :latent_dim]
-    v = in_huge_pages(size_bytes).view(dtype).view(num_blocks, num_kv_heads, block_size, head_dim)
+    v = in_huge_pages(size_bytes, device).view(dtype).view(num_blocks, num_kv_heads, block_size, head_dim)
     return k, v.transpose(1, 2)
 
 
-def scratch_bytes(shape: AttentionShape, arch: str, *, num_threads: int, num_tokens: int, length: int) -> int:
-    """Returns an upper bound on the bytes that a kernel of :func:`attention_spec` allocates itself, after steps of
-    ``num_tokens`` tokens over sequences of up to ``length``: each thread's scratch, and the parts of sequences that
-    threads share.
+@dataclass(frozen=True)
+class AttentionLimits:
+    """The largest step that a kernel is given: tokens, sequences, tokens of the longest sequence; and the threads that
+    work at it."""
 
-    It follows the templates: a task of ``8 · MAX_ROWS`` rows is shared out by segments of ``8 · TILE`` keys where they
-    are more than a quarter of a thread's share of all work, so fewer than ``4 · num_threads`` of them are.
-    """
-    lanes, most_rows = LANES[arch], 8 * {16: 6, 8: 2, 4: 4}[LANES[arch]]
-    tile, features = 4 * lanes, -(-shape.v_dim // lanes) * lanes
-    state = 4 * (2 * lanes + features)
-    rows = most_rows * (4 * (shape.head_dim + tile + 1) + 2 * state)
-    thread = rows + 4 * tile * (shape.head_dim + features)
-    num_rows = min(4 * num_threads * most_rows, num_tokens * shape.num_heads)
-    return num_threads * thread + -(-length // (8 * tile)) * num_rows * state
+    max_tokens: int
+    max_num_seqs: int
+    max_length: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class _WorkspaceSizes:
+    """The layout of a kernel's workspace: see ``Workspace`` in ``attention_pieces.h``."""
+
+    workspace_bytes: int
+    num_threads: int
+    scratch_bytes: int
+    max_tasks: int
+    max_pieces: int
+
+    @classmethod
+    def of(cls, spec: KernelSpec, limits: AttentionLimits) -> _WorkspaceSizes:
+        """Returns the sizes with which the kernel of ``spec`` serves steps within ``limits``.
+
+        A task is up to ``8 * MAX_ROWS`` rows. One is shared out by segments of ``8 * TILE`` keys if it is more than a
+        quarter of a thread's share of all work, so fewer than ``4 * num_threads`` of them are.
+        """
+        n, k, d, dv = (cast(int, spec.parameters[name]) for name in ("N", "K", "D", "DV"))
+        lanes, threads, num_tokens = LANES[str(spec.parameters["arch"])], limits.num_threads, limits.max_tokens
+        task_rows, tile, features = 8 * _MAX_ROWS[lanes], 4 * lanes, -(-dv // lanes) * lanes
+        state = 4 * (2 * lanes + features)
+        parts = (64, 4 * task_rows * d, 2 * task_rows * state, 4 * task_rows * tile, 4 * (task_rows + lanes))
+        buffers = 4 * tile * (d + features)
+        scratch = sum(map(_up_to_64, (*parts, buffers)))
+        tasks = (num_tokens * (n // k) // task_rows + min(limits.max_num_seqs, num_tokens)) * k
+        segments = -(-limits.max_length // (8 * tile))
+        pieces = tasks + 4 * threads * segments
+        states = segments * min(4 * threads * task_rows, num_tokens * n)
+        lists = _up_to_64(_TASK_BYTES * tasks) + _up_to_64(_PIECE_BYTES * pieces)
+        return cls(threads * scratch + lists + states * state, threads, scratch, tasks, pieces)
+
+
+def _up_to_64(size_bytes: int) -> int:
+    return -(-size_bytes // 64) * 64
 
 
 class AttentionKernel:
     """Launches a kernel of :func:`attention_spec`; see
-    :func:`fastgen.compile.ops.attention.reference.paged_attention`."""
+    :func:`fastgen.compile.ops.attention.reference.paged_attention`.
 
-    def __init__(self, kernel: Kernel, slopes: Tensor | None = None):
-        self._kernel = kernel
+    It works in ``workspace``, which other attentions may share: they run one after the other. Results depend neither on
+    the ``limits`` nor on the number of threads.
+    """
+
+    def __init__(self, kernel: Kernel, limits: AttentionLimits, workspace: Workspace, slopes: Tensor | None = None):
+        self._kernel, self._limits, self._workspace = kernel, limits, workspace
+        sizes = _WorkspaceSizes.of(kernel.spec, limits)
+        workspace.require(sizes.workspace_bytes)
+        self._sizes = astuple(sizes)
         self._slopes = () if slopes is None else (slopes.float().contiguous(),)
         self._takes_values = not kernel.spec.parameters["v_in_k"]
 
@@ -114,7 +175,10 @@ class AttentionKernel:
         seq_lens: Tensor,
         out: Tensor,
     ) -> list[Tensor | int]:
-        """Returns the kernel's arguments for these tensors."""
+        """Returns the kernel's arguments for these tensors. Raises ``ValueError`` beyond the limits."""
+        if len(q) > self._limits.max_tokens or len(seq_lens) > self._limits.max_num_seqs:
+            raise ValueError(f"{len(q)} tokens of {len(seq_lens)} sequences: made for {self._limits}")
         caches = (k_cache, v_cache) if self._takes_values else (k_cache,)
         tensors = (q, *caches, block_tables, cu_seqlens_q, seq_lens, *self._slopes, out)
-        return [*tensors, len(seq_lens), len(q), block_tables.shape[1], q.stride(0)]
+        step = (len(seq_lens), len(q), block_tables.shape[1], q.stride(0))
+        return [*tensors, *step, self._workspace.memory, *self._sizes]

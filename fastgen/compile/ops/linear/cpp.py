@@ -13,6 +13,7 @@ from fastgen.compile.spec import Argument, KernelSpec
 from fastgen.compile.weights.formats import GROUP
 from fastgen.compile.weights.packed import PANELS, PackedWeight, WeightFormat
 
+_CPU = torch.device("cpu")
 _IN_INTEGERS = ("int8", "int4")
 # Formats whose kernels first quantize rows or round them.
 _PREPARED = (*_IN_INTEGERS, "bf16_dot")
@@ -56,8 +57,8 @@ def linear_spec(
     )
 
 
-def linear_workspace_bytes(weight: WeightFormat, max_rows: int, max_in_features: int) -> int:
-    """Returns the bytes in which a :class:`LinearKernel` quantizes rows or rounds them to bf16; 0 for other formats."""
+def _workspace_bytes(weight: WeightFormat, max_rows: int, max_in_features: int) -> int:
+    """Returns the bytes in which a :class:`LinearKernel` quantizes rows or rounds them to bf16; fp32 needs none."""
     if weight not in _PREPARED:
         return 0
     row_bytes = (max_in_features // GROUP + 1) * (GROUP + 8) if weight in _IN_INTEGERS else 2 * (max_in_features + 1)
@@ -72,18 +73,20 @@ class LinearKernel:
     its own launcher.
     """
 
-    def __init__(self, kernel: Kernel, max_rows: int, max_in_features: int):
+    def __init__(self, kernel: Kernel, max_rows: int, max_in_features: int, device: torch.device = _CPU):
         self._kernel = kernel
         self._format = cast(WeightFormat, kernel.spec.parameters["weight"])
         self._arch = str(kernel.spec.parameters["arch"])
         self._names = [argument.name for argument in kernel.spec.arguments]
-        self._max_rows, self._max_in_features = max_rows, max_in_features
-        size_bytes = linear_workspace_bytes(self._format, max_rows, max_in_features)
-        self._workspace = torch.empty(size_bytes, dtype=torch.uint8)
+        self._max_rows, self._max_in_features, self._device = max_rows, max_in_features, device
+        size_bytes = _workspace_bytes(self._format, max_rows, max_in_features)
+        self.workspace = torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def pack(self, out_features: int, in_features: int, *, num_groups: int = 1) -> PackedWeight:
         """Returns an empty weight in the kernel's format."""
-        return PackedWeight(self._format, out_features, in_features, self._arch, num_groups=num_groups)
+        return PackedWeight(
+            self._format, out_features, in_features, self._arch, num_groups=num_groups, device=self._device
+        )
 
     def __call__(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None:
         """Takes ``x [T, in]`` and ``out [T, out]``, or ``[T, N, in]`` and ``[T, N, out]`` for a weight of ``N`` groups;
@@ -122,7 +125,7 @@ class LinearKernel:
         is_too_large = math.prod(x_rows) > self._max_rows or weight.in_features > self._max_in_features
         if is_too_large and self._format in _PREPARED:
             raise ValueError(f"x {tuple(x.shape)}: made for at most {self._max_rows} x {self._max_in_features}")
-        given |= {"x": x, "x_stride": x.stride(0), "y": out, "y_stride": out.stride(0), "workspace": self._workspace}
+        given |= {"x": x, "x_stride": x.stride(0), "y": out, "y_stride": out.stride(0), "workspace": self.workspace}
         given |= {"weights": weight.panels, "scale": weight.scale, "bias": weight.bias, "num_groups": weight.num_groups}
         given |= {"in_features": weight.in_features, "out_features": weight.out_features}
         return [given[name] for name in self._names]

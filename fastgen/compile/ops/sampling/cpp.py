@@ -29,6 +29,7 @@ from fastgen.compile.ops.sampling.reference import RowStatus
 from fastgen.compile.spec import Argument, KernelSpec
 
 _FP32 = torch.finfo(torch.float32)
+_CPU = torch.device("cpu")
 _NO_MASKS = torch.empty(0, dtype=torch.int32)
 _SLICE = 1 << 15
 _MAX_SLICES = 64
@@ -134,12 +135,6 @@ class RowLogprobs(NamedTuple):
     token_ids: list[int]
 
 
-def sampling_bytes(vocab_size: int, *, max_rows: int, max_threads: int) -> int:
-    """Returns the bytes of a :class:`SamplingKernel`: its threads' workspaces, and rows of parameters."""
-    numel = _workspace_numel(vocab_size, -(-vocab_size // _SLICE))
-    return 4 * max_threads * numel + max_rows * (8 + 2 * (4 * _NUM_REALS + 8 * _NUM_INTEGERS))
-
-
 def _workspace_numel(vocab_size: int, num_slices: int) -> int:
     """Returns the numbers of a workspace: adjusted scores, two lists for filters, padded slices, and maxima
     of columns.
@@ -153,7 +148,15 @@ class SamplingKernel:
     Up to ``max_threads`` of the pool take part; each has a workspace of ``12 · vocab_size`` bytes and a little more.
     """
 
-    def __init__(self, kernel: Kernel, vocab_size: int, *, max_rows: int, max_threads: int):
+    def __init__(
+        self,
+        kernel: Kernel,
+        vocab_size: int,
+        *,
+        max_rows: int,
+        max_threads: int,
+        device: torch.device = _CPU,
+    ):
         slice_size = kernel.spec.parameters["slice"]
         assert isinstance(slice_size, int)
         num_slices = -(-vocab_size // slice_size)
@@ -161,20 +164,24 @@ class SamplingKernel:
             raise ValueError(f"vocab_size={vocab_size}: the kernel takes up to {_MAX_SLICES * slice_size}")
         self.vocab_size, self.max_rows = vocab_size, max_rows
         self._kernel = kernel
-        self._workspaces = torch.empty(max_threads, _workspace_numel(vocab_size, num_slices))
+        self._workspaces = torch.empty(max_threads, _workspace_numel(vocab_size, num_slices), device=device)
         # ``[R]``: the last sampled tokens, or ``-status``.
-        self.token_ids = torch.zeros(max_rows, dtype=torch.int64)
-        self._found = self.token_ids.numpy().data
+        self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._found = memoryview(b"") if device.type == "meta" else self.token_ids.numpy().data
         greedy = RowSampling()
         self._greedy = (
-            torch.tensor([greedy.reals] * max_rows),
-            torch.tensor([_integers(SampledRow(greedy, 0), 0, 0, 0, 0)] * max_rows),
+            torch.tensor(greedy.reals, device=device).repeat(max_rows, 1),
+            torch.tensor(_integers(SampledRow(greedy, 0), 0, 0, 0, 0), device=device).repeat(max_rows, 1),
             *_end_to_end([], NO_USES),
             *_end_to_end([], NO_BIASES),
             _NO_MASKS,
         )
         self._no_logprobs = torch.empty(0), torch.empty(0, dtype=torch.int64)
         self._held_reals, self._held_integers = self._greedy[0].clone(), self._greedy[1].clone()
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the workspaces, and rows of parameters and tokens."""
+        return [self._workspaces, self.token_ids, *self._greedy, self._held_reals, self._held_integers]
 
     def greedy(self, logits: Tensor) -> list[int]:
         """Returns the likeliest token of each row of ``logits [R, V]`` fp32, or ``-status`` of its

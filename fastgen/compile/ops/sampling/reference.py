@@ -25,10 +25,6 @@ _PHILOX_ROUNDS = 10
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _FP32 = torch.finfo(torch.float32)
-# Peak bytes of :func:`log_probabilities` for each logit, including the logits.
-LOGPROBS_BYTES_PER_LOGIT = 32
-# Peak bytes of adjusting and sampling for each logit, including the logits.
-REFERENCE_BYTES_PER_LOGIT = 48
 
 
 class RowStatus(IntEnum):

@@ -191,10 +191,9 @@ class SamplingKernel:
         if sampled_ids is not None:
             self._buffers["sampled_ids"] = sampled_ids
 
-    @property
-    def size_bytes(self) -> int:
-        """Returns the bytes of all its buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+    def tensors(self) -> list[Tensor]:
+        """Returns all its buffers, a given ``sampled_ids`` among them."""
+        return list(self._buffers.values())
 
     def buffer(self, name: str) -> Tensor:
         """Returns a buffer that the class describes. Raises ``KeyError`` for one that the specs leave out."""

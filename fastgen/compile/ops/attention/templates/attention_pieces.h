@@ -86,11 +86,50 @@ struct Piece {
     int64_t task, segment, first_state;
 };
 
-void run(const Batch& batch, const Task& task, const Piece& piece, State* workspace, const Place& after) {
-    Scratch& scratch = own_scratch();
+void run(const Batch& batch, const Task& task, const Piece& piece, State* states, const Place& after, Scratch& scratch) {
     if (piece.first_state < 0) return run_task(batch, task, after, scratch);
     load_queries(batch, task, scratch);
-    attend_segment(batch, task, piece.segment, after, scratch, workspace + piece.first_state);
+    attend_segment(batch, task, piece.segment, after, scratch, states + piece.first_state);
+}
+
+// The memory that the caller gives: one Scratch for each thread, tasks, pieces, and states as far as it reaches.
+struct Workspace {
+    uint8_t* first_scratch;
+    int64_t num_threads, scratch_bytes;
+    Task* tasks;
+    Piece* pieces;
+    State* states;
+    int64_t max_states;
+
+    Scratch& scratch(int64_t i) const { return *reinterpret_cast<Scratch*>(first_scratch + i * scratch_bytes); }
+
+    // A scratch that no other thread works on. The pool gives each thread a range of pieces of its own, so the first
+    // that is tried is most often free, and the one that the thread used last.
+    Scratch& take_scratch(int64_t piece, int64_t num_pieces) const {
+        for (int64_t i = piece * num_threads / num_pieces;; i = i + 1 < num_threads ? i + 1 : 0) {
+            if (scratch(i).taken.exchange(1, std::memory_order_acquire) == 0) return scratch(i);
+        }
+    }
+};
+
+static_assert(sizeof(Task) == 64 && sizeof(Piece) == 24, "as ops/attention/cpp.py counts them");
+
+constexpr int64_t up_to_64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Lays the workspace out. It traps where the caller counted too few bytes.
+Workspace lay_out(uint8_t* workspace, int64_t workspace_bytes, int64_t num_threads, int64_t scratch_bytes,
+                  int64_t max_tasks, int64_t max_pieces) {
+    uint8_t* next = workspace + num_threads * scratch_bytes;
+    Task* tasks = reinterpret_cast<Task*>(next);
+    next += up_to_64(max_tasks * sizeof(Task));
+    Piece* pieces = reinterpret_cast<Piece*>(next);
+    next += up_to_64(max_pieces * sizeof(Piece));
+    const int64_t rest = workspace + workspace_bytes - next;
+    if (scratch_bytes < int64_t(sizeof(Scratch)) || rest < 0) __builtin_trap();
+    State* states = reinterpret_cast<State*>(next);
+    const Workspace room = {workspace, num_threads, scratch_bytes, tasks, pieces, states, rest / int64_t(sizeof(State))};
+    for (int64_t i = 0; i < num_threads; ++i) room.scratch(i).taken.store(0, std::memory_order_relaxed);
+    return room;
 }
 
 // Calls visit(first, count) for the fewest parts of at most `most` of n things, as even as can be.

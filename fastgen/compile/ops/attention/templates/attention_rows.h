@@ -18,20 +18,15 @@ struct State {
     }
 };
 
+// What one thread works on.
 struct Scratch {
+    alignas(64) std::atomic<uint32_t> taken;  // 1 while a thread works on it
     alignas(64) float q[MAX_TASK_ROWS][D];  // as states: row r of head h of the task is h * num_rows + r
     State all[MAX_TASK_ROWS], segment[MAX_TASK_ROWS];
     alignas(64) float weights[MAX_TASK_ROWS][TILE];  // dot products at first; in the end pairs with BF16_DOT
     float keep[MAX_TASK_ROWS + LANES];
     Buffers buffers;
 };
-
-// This thread's scratch. Not inlined and called once for a piece: otherwise the compiler computes the thread-local
-// address again in the innermost loops.
-__attribute__((noinline)) Scratch& own_scratch() {
-    thread_local Scratch scratch;
-    return scratch;
-}
 
 // 2 to the x, for x <= 0; exactly 0 from -127 down. x = n + f with |f| <= 1/2; a polynomial for 2 to the f, the one of
 // its degree that is nearest relative to it (within 1e-7), and n into the exponent.

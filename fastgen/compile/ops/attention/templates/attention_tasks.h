@@ -14,7 +14,7 @@
 // nor on the threads that computed its segments.
 #pragma once
 #include <algorithm>
-#include <vector>
+#include <atomic>
 
 #include "numbers.h"
 #include "threads.h"

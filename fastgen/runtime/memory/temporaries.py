@@ -1,0 +1,149 @@
+"""The memory that comes and goes: what each phase of an engine's life takes at its peak.
+
+The phases follow each other, so the largest of them counts. A forward pass is recorded on the ``meta`` device. What is
+computed of logits is recorded on a few rows of a small vocabulary: every tensor there has a size that is linear in the
+rows and in the vocabulary, so the sizes for any of them follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.compile.backends.backend import MAX_LOGPROBS, Backend
+from fastgen.compile.capture.allocations import Allocations, LinearAllocations, allocations_of
+from fastgen.models.measure import MeasuredModel
+from fastgen.runtime.memory.held import results
+from fastgen.runtime.memory.sizes import EngineConfig
+from fastgen.runtime.requests.request import Request, Sequence
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.sampling.sampler import Sampler, prompt_logprobs
+from fastgen.runtime.sampling.slot_sampler import slot_sampler
+from fastgen.runtime.step.input_batch import InputBatch
+from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
+
+_CPU = torch.device("cpu")
+_FEW_ROWS, _SMALL_VOCABS = (16, 17), (640, 1280)
+# Random numbers are drawn for whole groups of so many tokens.
+_DRAWN_TOGETHER = 4
+# More alternatives than kernels report, so that torch computes them. Requests that ask for hundreds take more.
+_MOST_LOGPROBS = MAX_LOGPROBS + 1
+_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "logit_bias": {0: 1.0}}
+_FILTERS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "seed": 1}
+
+
+def demanding(vocab_size: int) -> list[SamplingParams]:
+    """Returns the requests that take most memory, each in its own way."""
+    common: dict[str, Any] = {"max_new_tokens": 2, "logprobs": _MOST_LOGPROBS}
+    return [
+        SamplingParams(**common),
+        SamplingParams(**common, **_PENALTIES, **_FILTERS, top_k=vocab_size - 1),
+        SamplingParams(**common, **_PENALTIES, beam_width=2),
+    ]
+
+
+class Temporaries:
+    """Measures the phases of an engine's life that take memory and give it back."""
+
+    def __init__(self, model: MeasuredModel):
+        self._model, self._build = model, model.build
+        self._backend = model.backend(PROMPT_LOGITS_ROWS)
+        self._sampling_bytes = lru_cache(maxsize=64)(lambda rows: self._peak(self.sampling, rows))
+        self._scoring_bytes = lru_cache(maxsize=64)(lambda rows: self._peak([self._prompt_logprobs], rows))
+
+    def phases(self, config: EngineConfig) -> dict[str, int]:
+        """Returns the most bytes that each phase takes, by the phase's name."""
+        budget, rows, pieces = config.token_budget, config.max_rows, min(PROMPT_LOGITS_ROWS, config.token_budget)
+        forward = self._model.forward(budget, config.max_cached_len, config.block_size)
+        hidden, logits = (each.nbytes for each in results(self._build, config))
+        row = hidden // budget
+        sampling = max(rows * row + self._logits_bytes(rows), logits + self._sampling_bytes(rows))
+        if (
+            self._backend.steps == "captured"
+        ):  # whose results are in static buffers, which others use for sizes that recur
+            hidden, logits, sampling = 0, 0, self._sampling_bytes(rows)
+        scores = pieces * 4 * self._build.spec.vocab_size
+        scoring = max(self._logits_bytes(pieces), scores + self._scoring_bytes(pieces))
+        return {
+            "loading the largest tensor": self._model.largest_tensor_bytes,
+            f"a forward pass of token_budget={budget}": forward.peak_bytes,
+            f"sampling max_num_seqs={config.max_num_seqs}": hidden + sampling,
+            "prompt_logprobs": hidden + logits + scoring,
+        }
+
+    def _logits_bytes(self, num_rows: int) -> int:
+        return self._model.logits(num_rows).peak_bytes
+
+    def _peak(self, recorded: Iterable[_ByVocab], num_rows: int) -> int:
+        vocab_size = -(-self._build.spec.vocab_size // _DRAWN_TOGETHER) * _DRAWN_TOGETHER
+        return max(each(num_rows, vocab_size).peak_bytes for each in recorded)
+
+    @cached_property
+    def sampling(self) -> list[_ByVocab]:
+        """What choosing tokens by logits takes, by the kind of request."""
+        return [_ByVocab(partial(self._record_sampling, kind)) for kind in range(len(demanding(2)))]
+
+    def _record_sampling(self, kind: int, num_rows: int, vocab_size: int) -> Allocations:
+        sampler = _sampler(self._backend, vocab_size)
+        sequences = [_sequence(demanding(vocab_size)[kind]) for _ in range(num_rows)]
+        logits = torch.randn(num_rows, vocab_size)
+        return _of_logits(logits, lambda: sampler.launch(logits, sequences)())
+
+    @cached_property
+    def _prompt_logprobs(self) -> _ByVocab:
+        """What the log-probabilities of a piece of a prompt take."""
+
+        def record(num_rows: int, vocab_size: int) -> Allocations:
+            logits, token_ids = torch.randn(num_rows, vocab_size), [0] * num_rows
+            return _of_logits(logits, lambda: prompt_logprobs(logits, token_ids, _MOST_LOGPROBS))
+
+        return _ByVocab(record)
+
+
+class _ByVocab:
+    """Allocations for any number of rows and any vocabulary."""
+
+    def __init__(self, record: Callable[[int, int], Allocations]):
+        self._by_rows = {
+            size: LinearAllocations.through(partial(_swapped, record, size), *_FEW_ROWS) for size in _SMALL_VOCABS
+        }
+
+    def __call__(self, num_rows: int, vocab_size: int) -> Allocations:
+        by_vocab = LinearAllocations.through(lambda size: self._by_rows[size](num_rows), *_SMALL_VOCABS)
+        return by_vocab(vocab_size)
+
+
+def _of_logits(logits: Tensor, function: Callable[[], Any]) -> Allocations:
+    """Returns what ``function`` allocates in tensors of a byte or more for each token of the vocabulary."""
+    return allocations_of(function, device=_CPU, at_least=logits.shape[1])
+
+
+def _swapped(record: Callable[[int, int], Allocations], vocab_size: int, num_rows: int) -> Allocations:
+    return record(num_rows, vocab_size)
+
+
+def _sampler(backend: Backend, vocab_size: int) -> Sampler:
+    """Returns a sampler for few rows, whose kernels are not built."""
+    rows = _FEW_ROWS[-1]
+    inputs = InputBatch(
+        token_budget=rows,
+        max_num_seqs=rows,
+        max_rows=rows,
+        num_groups=1,
+        max_blocks=1,
+        block_size=1,
+        device=_CPU,
+    )
+    by_row = backend.row_sampling(vocab_size, max_rows=rows, device=_CPU)
+    return Sampler(kernel=by_row, slots=slot_sampler(backend, vocab_size, inputs))
+
+
+def _sequence(sampling: SamplingParams) -> Sequence:
+    """Returns a sequence of a prompt and one generated token."""
+    sequence = Request(0, [0], sampling, 0.0).sequences[0]
+    sequence.token_ids.append(0)
+    return sequence
