@@ -207,7 +207,7 @@ def test_layers_of_different_windows(
     config = MistralConfig(**SIZES)
     config.architectures = ["MistralForCausalLM"]
     config.save_pretrained(tmp_path)
-    monkeypatch.setattr("fastgen.runtime.loading.resolve", lambda *a, **k: with_windows(resolve(*a, **k), windows))
+    monkeypatch.setattr("fastgen.runtime.model_source.resolve", lambda *a, **k: with_windows(resolve(*a, **k), windows))
 
     generator = torch.Generator().manual_seed(8)
     prompts = [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in (1, 30, 7, 19, 2, 40)]
