@@ -1,10 +1,10 @@
 # All set-up happens by itself: the first `make demo` or `make test` makes a virtual environment in .venv.
-# `make PYTHON=python3.12 …` chooses the Python it is made with.
+# `make PYTHON=python3.12 …` chooses its Python.
 
 .DEFAULT_GOAL := help
 .PHONY: help setup clients demo test test-all matrix status check lint types imports format clean
 bin := .venv/bin
-# A process a core, not more than eight: each holds torch and transformers in memory.
+# One process for each core, at most eight, because each holds torch and transformers in memory.
 parallel := -n auto --maxprocesses 8 --dist worksteal
 export PYTHON
 
@@ -14,37 +14,37 @@ help:  ## show this list
 setup:  ## make the virtual environment, or bring it up to date
 	@tools/setup.sh
 
-clients: setup  ## an environment with lm_eval, beside our own, for the long tests of serving
+clients: setup  ## make a second environment with lm_eval, for the long tests of serving
 	@test -d .clients || $(bin)/python -m venv .clients
 	@$(bin)/python -c "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])" \
 		> "$$(.clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 	@.clients/bin/python -m pip install --quiet "lm_eval[api,hf]==0.4.13"
 
-demo: setup  ## the built-in models write a short story each
+demo: setup  ## let the built-in models write a short story each
 	@tools/demo.sh
 
-test: check  ## everything that must hold before a change goes in
+test: check  ## run the checks and the fast tests, before a change goes in
 	@$(bin)/python -m pytest -q $(parallel) -m "not slow and not gpu" --durations=10 --durations-min=1
 
-test-all: check  ## the same, and the long tests
+test-all: check  ## run the checks and all tests
 	@$(bin)/python -m pytest -q $(parallel) -m "not gpu" --hypothesis-profile=fresh --durations=20 --durations-min=1
 
-matrix: setup  ## prove every recipe and write docs/recipe-matrix.md from what was measured
+matrix: setup  ## prove every recipe, and write docs/recipe-matrix.md from the records
 	@$(bin)/python -m tests.matrix
 
 status: setup  ## write docs/status.md from benchmarks/results
 	@$(bin)/python -m tools.status
 
-check: lint types imports  ## lint, format, types and the import contracts
+check: lint types imports  ## check lint, format, types and the import contracts
 
-lint: setup  ## lint and format, changing nothing
+lint: setup  ## check lint and format
 	@$(bin)/python -m ruff check --quiet . && echo "check: lint passed"
 	@$(bin)/python -m ruff format --quiet --check . && echo "check: format passed"
 
-types: setup  ## the types of the package
+types: setup  ## check the types of the package
 	@$(bin)/python -m mypy --no-error-summary && echo "check: types passed"
 
-imports: setup  ## the import contracts of pyproject.toml
+imports: setup  ## check the import contracts of pyproject.toml
 	@$(bin)/lint-imports >.venv/imports.log 2>&1 || { cat .venv/imports.log; exit 1; }; echo "check: imports passed"
 
 format: setup  ## format the code, and fix what the linter can

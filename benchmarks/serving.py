@@ -261,9 +261,9 @@ def compare(model: str, name: str, num_rounds: int) -> dict[str, Any]:
             if measured[side].texts != measured["library"].texts:
                 raise RuntimeError(f"{side} answers otherwise than the library")
         rounds.append(measured)
-        told = ", ".join(f"{side} {measured[side].tokens_per_s:.0f}" for side in SIDES)
+        printed = ", ".join(f"{side} {measured[side].tokens_per_s:.0f}" for side in SIDES)
         firsts = " and ".join(f"{1000 * statistics.median(each):.2f}" for each in zip(*pairs_s[-1], strict=True))
-        print(f"{name} round {number + 1}: tokens/s: {told}; first token: {firsts} ms", file=sys.stderr, flush=True)
+        print(f"{name} round {number + 1}: tokens/s: {printed}; first token: {firsts} ms", file=sys.stderr, flush=True)
     lost = {
         side: [100 * (1 - each[side].tokens_per_s / each["library"].tokens_per_s) for each in rounds]
         for side in SIDES[1:]
@@ -295,8 +295,8 @@ def main() -> None:
         for name in arguments.models.split(","):
             model = str(write_model(name, Path(directory))) if name.startswith("llama-") else name
             found.append(compare(model, name, arguments.rounds))
-            told = {what: found[-1][what] for what in ("throughput_loss_percent", "median_first_token_added_ms")}
-            print(f"{name}: {told}", flush=True)
+            printed = {what: found[-1][what] for what in ("throughput_loss_percent", "median_first_token_added_ms")}
+            print(f"{name}: {printed}", flush=True)
     if arguments.output is not None:
         machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
         about = {"machine": machine, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "fastgen": fastgen.__version__}

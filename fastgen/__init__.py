@@ -1,7 +1,7 @@
 """fastgen: text generation from declarative model recipes.
 
-Everything public is named here and imported when first used, so ``import fastgen`` costs nothing: it reads no file
-beyond its own source, and neither torch nor transformers is loaded.
+Public names are imported when they are first used, so ``import fastgen`` costs nothing: it reads no file beyond its own
+source, and loads neither torch nor transformers.
 """
 
 from __future__ import annotations

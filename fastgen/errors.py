@@ -1,6 +1,6 @@
-"""Every error fastgen raises on purpose: what is wrong, where, and what to do about it.
+"""The errors that fastgen raises on purpose. A message says what is wrong, where, and what to do about it.
 
-All of them derive from :class:`FastgenError`; those about a bad argument are also ``ValueError``.
+All derive from :class:`FastgenError`; errors about a bad argument are also ``ValueError``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class InvalidArgumentError(FastgenError, ValueError):
 
 
 class PromptTooLongError(InvalidArgumentError):
-    """A text has more tokens than the model takes."""
+    """A text has more tokens than the context of the model."""
 
 
 class RequestTooLargeError(InvalidArgumentError):
     """A request can never be served with this configuration; the message holds the arithmetic.
 
-    ``room`` is the ``max_new_tokens`` that would fit; below 1 where the prompt alone is too long.
+    ``room`` is the largest ``max_new_tokens`` that would fit; below 1 if the prompt alone is too long.
     """
 
     def __init__(self, message: str, *, room: int = 0):
@@ -49,7 +49,7 @@ class UnknownArchitectureError(FastgenError):
 
 
 class ModelNotFoundError(FastgenError):
-    """Neither a directory, a built-in, nor a hub repository that can be reached or is cached."""
+    """A model is neither a directory, nor a built-in, nor a hub repository that can be reached or is cached."""
 
 
 class CheckpointError(FastgenError):
@@ -67,9 +67,9 @@ class GenerationError(FastgenError):
 class KernelError(FastgenError):
     """A generated kernel could not be built, loaded or launched.
 
-    Attributes: ``kernel`` is its name; ``spec`` describes its specialisation, ``nodes`` are the recipe nodes that asked
-    for it, ``file`` is its source and ``reproducer`` a script that fails the same way by itself; each empty or ``None``
-    where there is none.
+    Attributes: ``kernel`` is its name, ``spec`` describes its specialisation, ``nodes`` are the recipe nodes that need
+    it, ``file`` is its source, and ``reproducer`` is a script that fails in the same way. Each is empty or ``None``
+    where it is unknown.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class KernelError(FastgenError):
 
 
 class CompilerNotFoundError(FastgenError):
-    """The ``cpp`` target has no compiler on this machine."""
+    """This machine has no compiler for the ``cpp`` target."""
 
 
 class CaptureError(FastgenError):
-    """A step cannot be captured, since a replay would not be the same step, or it is replayed after it was closed."""
+    """A step cannot be captured, because a replay would differ, or a captured step is replayed after it was closed."""
 
 
 class RecordingError(FastgenError):

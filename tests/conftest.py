@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,10 @@ for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB
 for name in ("FASTGEN_RECIPES", "FASTGEN_KERNEL_SOURCES", "LANGUAGE"):
     os.environ.pop(name, None)
 os.environ["LC_ALL"] = "C"
+
+# Compiling this package and its tests takes longer than loading them, in every process that tests start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A test runner started in the background ignores Ctrl-C, and its children inherit that; some tests raise it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

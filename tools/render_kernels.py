@@ -60,7 +60,7 @@ def render_tree(arches: list[str], recipes: list[str]) -> dict[str, Any]:
 
 
 def _older(tree: Any, arches: list[str], recipes: list[str]) -> Iterator[Needed]:
-    """The kernels of a tree whose ``tests.compile.golden`` stored sources: it has the names that are needed here."""
+    """Yields the kernels of a tree whose ``tests.compile.golden`` stored sources and imports what is needed here."""
     import torch
 
     formats: Any = importlib.import_module(next(each for each in _FORMATS if _exists(each)))

@@ -49,7 +49,7 @@ find_python() {
 
 build_of() { "$1" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null; }
 
-# Whether .venv stands, was not made elsewhere (an environment cannot be moved), and has the Python asked for.
+# Succeeds if .venv exists, was not made elsewhere (an environment cannot be moved), and has the requested Python.
 usable() {
     suitable .venv/bin/python || return 1
     [ ! -e .venv/place ] || [ "$(cat .venv/place)" = "$root" ] || return 1
@@ -78,7 +78,7 @@ install_torch() {
     fi
     say "installing torch $torch_version, the CPU build, since there is no NVIDIA GPU here"
     try_torch "torch==$torch_version+cpu" && return
-    say "the configured indexes do not have it; asking PyTorch's own CPU index"
+    say "the configured indexes do not have it; trying PyTorch's own CPU index"
     try_torch --timeout 30 --retries 2 --extra-index-url "$cpu_index" "torch==$torch_version+cpu" && return
     say "that cannot be had either; installing the ordinary build, which brings several GB of CUDA libraries"
     quietly pip install "torch==$torch_version"

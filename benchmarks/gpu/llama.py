@@ -34,6 +34,7 @@ from fastgen.models.spec import (
     RotarySpec,
     TensorSpec,
 )
+from fastgen.options import LoadOptions
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import resolve_engine_config
@@ -41,7 +42,6 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.memory.ledger import MemoryModel
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
-from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 from fastgen.runtime.text.codec import TextCodec
 
@@ -183,14 +183,15 @@ def llama_engine(
     spec = llama_spec(shape)
     per_token = spec.kv_bytes_per_token(shape.dtype.itemsize)
     memory = MemoryModel(ModelBuild(spec, shape.dtype, target_facts(target, device, num_threads=None), None), device)
-    config = resolve_engine_config(
-        memory,
+    options = LoadOptions(
+        "a Llama with random weights",
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
         kv_cache_memory=per_token * (kv_tokens + 64),  # and the block of the padding
         max_model_len=shape.max_positions,
         prefix_caching=False,
     )
+    config = resolve_engine_config(memory, options)
     return build_engine(
         spec,
         config,
@@ -209,7 +210,7 @@ def llama_engine(
         None,
         ledger=memory.ledger(config),
         policy=SplitFuse(),
-        aging_s=DEFAULT_AGING_S,
+        aging_s=options.aging_s,
     )
 
 

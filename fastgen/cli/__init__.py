@@ -1,4 +1,4 @@
-"""The ``fastgen`` command. Heavy imports wait inside the commands, so that help and usage errors come at once."""
+"""The ``fastgen`` command. Heavy imports are inside the commands, so that help and usage errors are fast."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _fastgen(
 
 
 def main() -> None:
-    """Runs the command line. Exit status 1 and one message for an error of fastgen's, 2 for wrong usage."""
-    if sys.stderr is None:  # Python's word for a closed stream; as print's file it would mean stdout
+    """Runs the command line. The exit status is 1, with one message, for an error of fastgen, and 2 for wrong usage."""
+    if sys.stderr is None:  # closed; as print's file, None would mean stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
     if sys.stdout is None:
         _fail("standard output is closed")
@@ -70,11 +70,11 @@ def main() -> None:
         try:
             app(prog_name="fastgen")
         finally:
-            sys.stdout.flush()  # here, where it can still be told that it fails
+            sys.stdout.flush()  # here, where a failure can still be reported
     except FastgenError as error:
         _fail(in_flags(error))
     except OSError as error:
-        if error.filename is not None:  # no stream's, so a mistake of fastgen's
+        if error.filename is not None:  # not about a stream, so a bug of fastgen
             raise
         _discard_output()
         _fail(None if isinstance(error, BrokenPipeError) else f"standard input or output fails: {error.strerror}")
@@ -88,6 +88,6 @@ def _fail(message: str | None) -> NoReturn:
 
 
 def _discard_output() -> None:
-    """Lets what is still buffered for a broken stdout go, which Python would else try to write when it ends."""
+    """Discards the buffer of a broken stdout, which Python would otherwise try to write at exit."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""``fastgen chat``: a conversation. Works on a terminal, and piped: there each line of stdin is a turn."""
+"""``fastgen chat``: a conversation, on a terminal or piped; each line of piped stdin is a turn."""
 
 from __future__ import annotations
 
@@ -17,61 +17,33 @@ if TYPE_CHECKING:
     from fastgen import LLM
     from fastgen.runtime.llm import Stream
 
-_HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+_HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
+# A conversation has one answer to each turn, and prints its text alone.
+_SAMPLING = options.without(
+    options.SAMPLING_ARGUMENTS,
+    *("n", "logprobs", "prompt_logprobs", "beam_width", "length_penalty", "early_stopping"),
+)
+
+
+@options.with_flags(sampling=_SAMPLING, load=options.LOAD_ARGUMENTS)
 def chat(
-    ctx: typer.Context,
     model: options.Model,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    min_new_tokens: options.MinNewTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    stop_token_ids: options.StopTokenIds = None,
-    ignore_eos: options.IgnoreEos = None,
-    timeout_s: options.TimeoutS = None,
-    response_format: options.ResponseFormat = None,
-    priority: options.Priority = None,
-    recipe: options.Recipe = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    token_budget: options.TokenBudget = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    kv_cache_memory: options.KvCacheMemory = None,
-    block_size: options.BlockSize = None,
-    max_model_len: options.MaxModelLen = None,
-    policy: options.Policy = None,
-    itl_target_ms: options.ItlTargetMs = None,
-    aging_s: options.AgingS = None,
-    prefix_caching: options.PrefixCaching = None,
-    num_threads: options.NumThreads = None,
-    target: options.Target = None,
-    quantize: options.Quantize = None,
-    speculative: options.Speculative = None,
-    num_draft_tokens: options.NumDraftTokens = None,
-    sealed: options.Sealed = None,
-    bundle: options.Bundle = None,
-    revision: options.Revision = None,
-    allow_config_keys: options.AllowConfigKeys = None,
+    system: Annotated[str | None, typer.Option(help="System message before the conversation.")] = None,
+    *,
+    sampling: options.Given,
+    load: options.Given,
 ) -> None:
     """Talk with a model.
 
-    On a terminal, or piped: there each line of stdin is a turn. /reset begins anew, /exit or Ctrl-D leaves, Ctrl-C
+    On a terminal, or piped: each line of piped stdin is a turn. /reset starts over, /exit or Ctrl-D leaves, Ctrl-C
     stops an answer and keeps the conversation.
     """
-    fields = options.given_sampling_fields(ctx)
+    fields = options.sampling_fields(sampling)
     opening = [{"role": "system", "content": options.check_text(system)}] if system is not None else []
     on_terminal = options.stdin().isatty()
-    with fastgen.load(model, **options.given_load_arguments(ctx)) as llm:
+    with fastgen.load(model, **load) as llm:
         if on_terminal:
             print(_HELP)
         messages = list(opening)
@@ -89,13 +61,13 @@ def chat(
                 except FastgenError as error:
                     if not on_terminal:
                         raise
-                    print(f"fastgen: {error}", file=sys.stderr)  # the turn is forgotten, the conversation goes on
+                    print(f"fastgen: {error}", file=sys.stderr)  # the turn is dropped, the conversation continues
                 else:
                     messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _read_turns(on_terminal: bool) -> Iterator[str]:
-    """What the user says, line by line, without blank lines."""
+    """Yields the lines that the user types, without blank lines."""
     if on_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives input() editing and history)
@@ -118,7 +90,7 @@ def _read_turns(on_terminal: bool) -> Iterator[str]:
 
 
 def _print_answer(llm: LLM, messages: list[dict[str, str]], fields: dict[str, Any]) -> str:
-    """Prints the answer as it comes and returns it, or what there is of it when Ctrl-C stops it."""
+    """Prints the answer as it is generated and returns it; after Ctrl-C, the part that there is."""
     answer = ""
     stream = _start_answer(llm, messages, fields)
     try:
@@ -136,13 +108,13 @@ def _print_answer(llm: LLM, messages: list[dict[str, str]], fields: dict[str, An
 
 
 def _start_answer(llm: LLM, messages: list[dict[str, str]], fields: dict[str, Any]) -> Stream:
-    """The answer's stream. Where nobody said how long it may be, it is cut to what the context has left."""
+    """Returns the stream of the answer. Without ``max_new_tokens``, the answer is cut to the rest of the context."""
     try:
         return llm.stream_chat(messages, **fields)
     except RequestTooLargeError as error:
         if error.room < 1:
             raise RequestTooLargeError(
-                "the conversation is as long as the model can read; /reset begins anew", room=error.room
+                "the conversation fills the context of the model; /reset starts over", room=error.room
             ) from error
         if "max_new_tokens" in fields:
             raise

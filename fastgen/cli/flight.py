@@ -1,4 +1,4 @@
-"""``fastgen why``, ``replay`` and ``timeline``: what became of requests, told from a recording alone."""
+"""``fastgen why``, ``replay`` and ``timeline``: explain requests from a recording alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def why(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Tell where the time of REQUEST went: queue, own computing, company, preemptions, gaps."""
+    """Show where the time of REQUEST went: queue, its own compute, other requests in the batch, preemptions, gaps."""
     from fastgen.runtime.flight.recording_file import read_recording
     from fastgen.runtime.flight.why import why as find_facts
     from fastgen.runtime.flight.why_text import tell
@@ -59,7 +59,7 @@ def timeline(
     recording: RecordingFile,
     out: Annotated[Path, typer.Option(metavar="PICTURE", help="A .png or .svg file to write.", show_default=False)],
 ) -> None:
-    """Draw FILE: tokens and time of the steps, who ran and waited, preemptions, and who held which block."""
+    """Draw FILE: tokens and time of the steps, running and waiting requests, preemptions, and the blocks they hold."""
     from fastgen.runtime.flight.recording_file import read_recording
     from fastgen.runtime.flight.timeline_picture import draw
 

@@ -1,4 +1,4 @@
-"""``fastgen generate``: go on with one prompt or many."""
+"""``fastgen generate``: continues one prompt or many."""
 
 from __future__ import annotations
 
@@ -19,66 +19,25 @@ if TYPE_CHECKING:
     from fastgen import LLM, GenerationOutput
 
 
+@options.with_flags(sampling=options.SAMPLING_ARGUMENTS, load=options.LOAD_ARGUMENTS)
 def generate(
-    ctx: typer.Context,
     model: options.Model,
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="What to go on with; - reads it from stdin.")],
-    lines: Annotated[bool, typer.Option("--lines", help="With -: each line that is not blank is a prompt.")] = False,
-    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before what goes on from it.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Tell on stderr how fast the tokens came.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a prompt, each on its line.")] = False,
-    max_new_tokens: options.MaxNewTokens = None,
-    min_new_tokens: options.MinNewTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    n: options.NumAnswers = None,
-    stop: options.Stop = None,
-    stop_token_ids: options.StopTokenIds = None,
-    ignore_eos: options.IgnoreEos = None,
-    logprobs: options.Logprobs = None,
-    prompt_logprobs: options.PromptLogprobs = None,
-    timeout_s: options.TimeoutS = None,
-    response_format: options.ResponseFormat = None,
-    beam_width: options.BeamWidth = None,
-    length_penalty: options.LengthPenalty = None,
-    early_stopping: options.EarlyStopping = None,
-    priority: options.Priority = None,
-    recipe: options.Recipe = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    token_budget: options.TokenBudget = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    kv_cache_memory: options.KvCacheMemory = None,
-    block_size: options.BlockSize = None,
-    max_model_len: options.MaxModelLen = None,
-    policy: options.Policy = None,
-    itl_target_ms: options.ItlTargetMs = None,
-    aging_s: options.AgingS = None,
-    prefix_caching: options.PrefixCaching = None,
-    num_threads: options.NumThreads = None,
-    target: options.Target = None,
-    quantize: options.Quantize = None,
-    speculative: options.Speculative = None,
-    num_draft_tokens: options.NumDraftTokens = None,
-    sealed: options.Sealed = None,
-    bundle: options.Bundle = None,
-    revision: options.Revision = None,
-    allow_config_keys: options.AllowConfigKeys = None,
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")],
+    lines: Annotated[bool, typer.Option("--lines", help="With -: each non-blank line is a prompt.")] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before its answer.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print the speed to stderr.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each prompt, one a line.")] = False,
+    *,
+    sampling: options.Given,
+    load: options.Given,
 ) -> None:
-    """Go on with each PROMPT. Several are generated together and printed in order."""
-    if not as_json and (logprobs is not None or prompt_logprobs is not None):
+    """Continue each PROMPT. Several are generated together and printed in order."""
+    if not as_json and ("logprobs" in sampling or "prompt_logprobs" in sampling):
         options.usage_error("log-probabilities are printed by --json only")
     texts = _read_prompts(prompts, lines)
-    fields = options.given_sampling_fields(ctx)
-    with fastgen.load(model, **options.given_load_arguments(ctx)) as llm:
-        if len(texts) == 1 and n in (None, 1) and not as_json and sys.stdout.isatty():
+    fields = options.sampling_fields(sampling)
+    with fastgen.load(model, **load) as llm:
+        if len(texts) == 1 and fields.get("n", 1) == 1 and not as_json and sys.stdout.isatty():
             speed, outputs = _stream(llm, texts[0], fields, echo)
         else:
             speed, outputs = _generate(llm, texts, fields)
@@ -95,7 +54,7 @@ def generate(
 def _read_prompts(arguments: list[str], lines: bool) -> list[str]:
     if "-" not in arguments:
         if lines:
-            options.usage_error("--lines is about prompts read from stdin: give - as the only PROMPT")
+            options.usage_error("--lines needs prompts from stdin: give - as the only PROMPT")
         return [options.check_text(text) for text in arguments]
     if arguments != ["-"]:
         options.usage_error("- reads the prompts from stdin and stands alone")
@@ -114,10 +73,11 @@ def _read_prompts(arguments: list[str], lines: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class _Speed:
-    """How fast tokens came. ``ttft_s`` has the time to the first token of each prompt that got one."""
+    """The speed of a generation."""
 
     num_tokens: int
     elapsed_s: float
+    # The time to the first token, of each prompt that got one.
     ttft_s: list[float]
 
     def __str__(self) -> str:
@@ -155,7 +115,7 @@ def _stream(llm: LLM, prompt: str, fields: dict[str, Any], echo: bool) -> tuple[
 
 
 def _print_text(prompts: list[str], outputs: list[GenerationOutput], echo: bool) -> None:
-    """A lone answer is printed as it is; several each under a line that says whose they are."""
+    """Prints a single answer as it is, and several answers each under a line with its prompt's number."""
     alone = len(outputs) == 1 and len(outputs[0].completions) == 1
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), 1):
         for answer, completion in enumerate(output.completions, 1):
@@ -190,7 +150,7 @@ def _answer_record(output: GenerationOutput) -> dict[str, Any]:
 
 
 def _logprobs_record(logprobs: list[Any]) -> list[dict[int, float | None] | None]:
-    """JSON has no infinity: the log-probability of what is impossible becomes null."""
+    """Returns ``logprobs`` as JSON, which has no infinity: the log-probability of an impossible token is null."""
     return [
         None if entry is None else {token: value if math.isfinite(value) else None for token, value in entry.items()}
         for entry in logprobs
@@ -198,7 +158,7 @@ def _logprobs_record(logprobs: list[Any]) -> list[dict[int, float | None] | None
 
 
 def _report_failures(outputs: list[GenerationOutput]) -> bool:
-    """Tells on stderr what went wrong while a prompt ran; whether anything did."""
+    """Prints to stderr which answers failed and why. Returns whether any did."""
     failed = False
     for number, output in enumerate(outputs, 1):
         for completion in output.completions:

@@ -1,4 +1,4 @@
-"""``fastgen kernels``: the generated kernels of a model, before and after they are built."""
+"""``fastgen kernels``: lists, shows, builds and measures the generated kernels of a model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fastgen.cli import options
 from fastgen.cli.options import usage_error
+from fastgen.options import LoadOptions
 
 if TYPE_CHECKING:
     from fastgen.compile.build.cache import Entry
@@ -31,53 +32,49 @@ Target = Annotated[
     typer.Option(
         metavar="ARCH",
         help="sm_80, sm_86, sm_89, sm_90, sm_100, gfx942; avx512bf16, avx512vnni, avx512, avx2, portable. "
-        "Default: here.",
+        "Default: this machine.",
     ),
 ]
+_LOAD = options.only(options.LOAD_ARGUMENTS, "recipe", "dtype", "quantize", "revision", "allow_config_keys")
+_SIZED = [*_LOAD, *options.only(options.LOAD_ARGUMENTS, "block_size", "max_num_seqs")]
 
 
 @app.command("list")
+@options.with_flags(load=_LOAD)
 def list_command(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="List the kernels this model needs.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="List the kernels that this model needs.")
+    ] = None,
     target: Target = None,
-    recipe: options.Recipe = None,
-    dtype: options.Dtype = None,
-    quantize: options.Quantize = None,
-    revision: options.Revision = None,
-    allow_config_keys: options.AllowConfigKeys = None,
+    *,
+    load: options.Given,
     as_json: AsJson = False,
 ) -> None:
-    """List the kernels that are built; of MODEL those it needs, and whether they are."""
+    """List the kernels that are built; with MODEL, the kernels that it needs, and whether they are built."""
     from fastgen.compile.build.cache import KernelCache
 
     if model is None:
         rows = [_entry_facts(entry) for entry in KernelCache().entries()]
     else:
-        loader, specs, _ = _needed(
-            model, target, recipe, dtype, revision=revision, allow_config_keys=allow_config_keys, quantize=quantize
-        )
+        loader, specs, _ = _needed(LoadOptions(model, **load), target)
         rows = [{**_spec_facts(spec), "built": loader.find(spec) is not None} for spec in specs]
     _print(rows, as_json, ("name", "arch", "size_bytes") if model is None else ("name", "built", "needed_by"))
 
 
 @app.command("show")
+@options.with_flags(load=_LOAD)
 def show_command(
     model: options.Model,
-    name: Annotated[str | None, typer.Argument(metavar="[KERNEL]", help="Its name; else all are shown.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[KERNEL]", help="Name of a kernel. Default: all.")] = None,
     target: Target = None,
-    recipe: options.Recipe = None,
-    dtype: options.Dtype = None,
-    quantize: options.Quantize = None,
-    revision: options.Revision = None,
-    allow_config_keys: options.AllowConfigKeys = None,
+    *,
+    load: options.Given,
     as_json: AsJson = False,
 ) -> None:
-    """Print the source of a kernel, as it is rendered for MODEL. Builds nothing."""
+    """Print the source of a kernel as it is rendered for MODEL. Builds nothing."""
     from fastgen.compile.render import render
 
-    _, specs, _ = _needed(
-        model, target, recipe, dtype, revision=revision, allow_config_keys=allow_config_keys, quantize=quantize
-    )
+    _, specs, _ = _needed(LoadOptions(model, **load), target)
     chosen = [spec for spec in specs if name in (None, spec.name)]
     if not chosen:
         usage_error(f"{model} needs no kernel {name}; it needs {', '.join(spec.name for spec in specs)}")
@@ -88,36 +85,25 @@ def show_command(
 
 
 @app.command("build")
+@options.with_flags(load=_SIZED)
 def build_command(
     model: options.Model,
     target: Target = None,
-    recipe: options.Recipe = None,
-    dtype: options.Dtype = None,
-    quantize: options.Quantize = None,
-    block_size: options.BlockSize = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    revision: options.Revision = None,
-    allow_config_keys: options.AllowConfigKeys = None,
+    *,
+    load: options.Given,
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write them there as a sealed bundle, to run from elsewhere.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write them to this directory as a sealed bundle, which other machines run from."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Build all kernels of MODEL into the cache. For a GPU none needs to be there."""
+    """Build all kernels of MODEL into the cache. Kernels for a GPU are built without one."""
     from fastgen.compile.build.bundle import write_bundle
     from fastgen.runtime.progress import progress_bar
 
-    loader, specs, about = _needed(
-        model,
-        target,
-        recipe,
-        dtype,
-        revision=revision,
-        allow_config_keys=allow_config_keys,
-        quantize=quantize,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-    )
+    loader, specs, about = _needed(LoadOptions(model, **load), target)
     with progress_bar(f"building {len(specs)} kernels for {loader.builder.arch}") as update:
         if output is None:
             entries = loader.build(specs, update)
@@ -130,22 +116,18 @@ def build_command(
 
 
 @app.command("report")
+@options.with_flags(load=_LOAD)
 def report_command(
     model: options.Model,
     target: Target = None,
-    recipe: options.Recipe = None,
-    dtype: options.Dtype = None,
-    quantize: options.Quantize = None,
-    revision: options.Revision = None,
-    allow_config_keys: options.AllowConfigKeys = None,
+    *,
+    load: options.Given,
     as_json: AsJson = False,
 ) -> None:
-    """Build all kernels of MODEL and tell what each costs: registers, spills, shared memory, occupancy …"""
+    """Build all kernels of MODEL and report the cost of each: registers, spills, shared memory, occupancy …"""
     from fastgen.runtime.progress import progress_bar
 
-    loader, specs, _ = _needed(
-        model, target, recipe, dtype, revision=revision, allow_config_keys=allow_config_keys, quantize=quantize
-    )
+    loader, specs, _ = _needed(LoadOptions(model, **load), target)
     with progress_bar(f"building {len(specs)} kernels for {loader.builder.arch}") as update:
         entries = loader.build(specs, update)
     rows = [{**_entry_facts(entry), **entry.report} for entry in entries]
@@ -155,7 +137,7 @@ def report_command(
 
 @app.command("clean")
 def clean_command(as_json: AsJson = False) -> None:
-    """Remove every built kernel. They are built again when they are needed."""
+    """Remove every built kernel. Kernels are built again when they are needed."""
     from fastgen.compile.build.cache import KernelCache
 
     cache = KernelCache()
@@ -169,53 +151,28 @@ def clean_command(as_json: AsJson = False) -> None:
 _NOT_IN_A_TABLE = ("arch", "directory", "size_bytes", "triton_key", "binary_bytes")
 
 
-def _needed(
-    model: str,
-    target: str | None,
-    recipe: str | None,
-    dtype: str | None,
-    *,
-    revision: str | None = None,
-    allow_config_keys: list[str] | None = None,
-    quantize: str | None = None,
-    block_size: int | None = None,
-    max_num_seqs: int | None = None,
-) -> tuple[KernelLoader, list[KernelSpec], dict[str, str]]:
-    """A loader for ``target``, the kernels that ``model`` needs there, and what a bundle of them is about."""
+def _needed(load_options: LoadOptions, target: str | None) -> tuple[KernelLoader, list[KernelSpec], dict[str, str]]:
+    """Returns a loader for ``target``, the kernels that the model needs there, and what a bundle of them is about."""
     from fastgen.compile.build.loader import KernelLoader, make_builder, target_of
     from fastgen.compile.host.device import current
-    from fastgen.models.checkpoint import hub
-    from fastgen.models.checkpoint.checkpoint import Checkpoint, checkpoint_dtype
     from fastgen.models.kernels import kernel_specs
-    from fastgen.models.registry import registry
-    from fastgen.models.resolve.resolve import resolve
-    from fastgen.runtime.config import DEFAULT_BLOCK_SIZE, check_sizes, parse_dtype
+    from fastgen.runtime.config import DEFAULT_BLOCK_SIZE
+    from fastgen.runtime.model_source import ModelSource
     from fastgen.runtime.targets import bundle_flags, parse_quantize
 
-    check_sizes(block_size=block_size, max_num_seqs=max_num_seqs)
     loader = KernelLoader(make_builder(target_of(current()) if target is None else target))
-    directory = hub.locate(model, revision=revision)
-    checkpoint = Checkpoint.open(directory)
-    found = registry.find_recipe(checkpoint.config, recipe=recipe, checkpoint_dir=directory)
-    config_file, allowed = str(directory / "config.json"), allow_config_keys or []
-    spec = resolve(found, checkpoint.config, config_file=config_file, allow_config_keys=allowed)
-    torch_dtype = parse_dtype(dtype) if dtype not in (None, "auto") else checkpoint_dtype(checkpoint.config, checkpoint)
-    weight_format = parse_quantize(quantize, loader.builder.target)
-    block_size = block_size or DEFAULT_BLOCK_SIZE
+    source = ModelSource.open(load_options)
+    weight_format = parse_quantize(load_options.quantize, loader.builder.target)
+    block_size, max_num_seqs = load_options.block_size or DEFAULT_BLOCK_SIZE, load_options.max_num_seqs
     specs = kernel_specs(
-        spec, loader, torch_dtype, weight_format=weight_format, block_size=block_size, max_num_seqs=max_num_seqs
-    )
-    about = bundle_flags(
-        model,
-        torch_dtype,
-        block_size,
-        recipe=recipe,
-        quantize=quantize,
+        source.spec,
+        loader,
+        source.dtype,
+        weight_format=weight_format,
+        block_size=block_size,
         max_num_seqs=max_num_seqs,
-        revision=revision,
-        allow_config_keys=allowed,
     )
-    return loader, specs, about
+    return loader, specs, bundle_flags(load_options, source.dtype, block_size=block_size, max_num_seqs=max_num_seqs)
 
 
 def _spec_facts(spec: KernelSpec) -> dict[str, Any]:

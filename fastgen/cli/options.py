@@ -1,164 +1,118 @@
-"""Flags that several commands share: the arguments of ``fastgen.load`` and the fields of ``SamplingParams``.
+"""Flags that several commands share. They come from the dataclasses that state the arguments: the arguments of
+``fastgen.load`` and ``fastgen.serve``, and the fields of ``SamplingParams``.
 
-Each flag is the argument's name in kebab case, a repeatable one in the singular. ``None``, or an empty list, means that
-the flag was not given; the argument is then not passed, so that defaults are stated in one place only.
+A command gets the arguments that its command line names, and passes them on. An argument that is not given is not
+passed, so that defaults are stated in one place only.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
+from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
 import fastgen
+from fastgen.arguments import Argument, arguments_of
 from fastgen.errors import FastgenError, InvalidArgumentError, KernelError, OutOfMemoryError
+from fastgen.options import LoadOptions
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.serving.options import ServeOptions
 
-LOAD_ARGUMENTS = (
-    *("recipe", "device", "dtype", "token_budget", "max_num_seqs", "kv_cache_memory", "block_size", "max_model_len"),
-    *("policy", "itl_target_ms", "aging_s"),
-    *("prefix_caching", "num_threads", "target", "quantize", "speculative", "num_draft_tokens", "sealed", "revision"),
-    "allow_config_keys",
-)
-SAMPLING_FIELDS = (
-    *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "ignore_eos"),
-    *("logprobs", "prompt_logprobs", "timeout_s", "priority", "response_format"),
-    *("beam_width", "length_penalty", "early_stopping"),
-)
+# The model is an argument of the command line and no flag.
+_MODEL, *LOAD_ARGUMENTS = arguments_of(LoadOptions)
+SERVE_ARGUMENTS = arguments_of(ServeOptions)
+SAMPLING_ARGUMENTS = arguments_of(SamplingParams)
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A built-in such as tiny-llama, a local directory, or a hub id.")
-]
+# The arguments that a command line names, and their values.
+Given = dict[str, Any]
+MODEL_HELP = _MODEL.option.help
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
-Recipe = Annotated[str | None, typer.Option(help="A recipe's file or name, instead of the one the model asks for.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, or auto.")]
-Dtype = Annotated[str | None, typer.Option(help="Such as float32 or bfloat16; auto is the checkpoint's own.")]
-TokenBudget = Annotated[int | None, typer.Option(help="How many tokens a step may forward.")]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="How many sequences may run at once.")]
-KvCacheMemory = Annotated[str | None, typer.Option(help="Memory for the KV cache: bytes, or such as 4GiB.")]
-BlockSize = Annotated[int | None, typer.Option(help="Tokens in a block of the KV cache.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
-Policy = Annotated[str | None, typer.Option(help="splitfuse, prefill_first, orca, dynamic or static.")]
-ItlTargetMs = Annotated[
-    float | None, typer.Option(help="Longest gap that the prompts of others may put between two tokens, in ms.")
-]
-AgingS = Annotated[float | None, typer.Option(help="Seconds after which a request that waits moves up a class.")]
-PrefixCaching = Annotated[
-    bool | None, typer.Option(help="Use again what the KV cache has of prompts that begin alike; on by default.")
-]
-NumThreads = Annotated[int | None, typer.Option(help="Threads that compute on a CPU.")]
-Target = Annotated[str | None, typer.Option(help="Whose kernels run: torch (the reference), cpp, or auto.")]
-Quantize = Annotated[
-    str | None,
-    typer.Option(
-        help="Keep matrices in few bits: int8_weight_only; by kernels for a CPU also int8 and int4, by those for a GPU "
-        "int4_weight_only and fp8_weight_only."
-    ),
-]
-Speculative = Annotated[str | None, typer.Option(help="ngram: draft what comes next from what stands there already.")]
-NumDraftTokens = Annotated[int | None, typer.Option(help="With --speculative: most drafts a step and answer.")]
-Sealed = Annotated[
-    bool | None, typer.Option("--sealed", help="Compile nothing: run from the bundle beside the weights.")
-]
-Bundle = Annotated[str | None, typer.Option(metavar="DIR", help="The same, from the bundle in this directory.")]
-Revision = Annotated[str | None, typer.Option(help="A hub repository's branch, tag or commit.")]
-AllowConfigKeys = Annotated[
-    list[str] | None,
-    typer.Option("--allow-config-key", metavar="KEY", help="Pass over this key of config.json. Repeatable."),
-]
-
-MaxNewTokens = Annotated[int | None, typer.Option(help="Longest answer, in tokens.")]
-MinNewTokens = Annotated[int | None, typer.Option(help="Shortest answer, in tokens.")]
-Temperature = Annotated[float | None, typer.Option(help="0 takes the likeliest token.")]
-TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that make up this probability.")]
-TopK = Annotated[int | None, typer.Option(help="Draw from so many of the likeliest tokens; 0 is all.")]
-MinP = Annotated[float | None, typer.Option(help="Draw from tokens that have this share of the likeliest's.")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1 makes tokens seen before less likely.")]
-PresencePenalty = Annotated[float | None, typer.Option(help="Taken from the logit of each token generated before.")]
-FrequencyPenalty = Annotated[float | None, typer.Option(help="The same, times how often it was generated.")]
-LogitBias = Annotated[list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit. Repeatable.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed draws the same answer.")]
-NumAnswers = Annotated[int | None, typer.Option("--n", "-n", help="How many answers to each prompt.")]
-Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text. Repeatable.")]
-StopTokenIds = Annotated[
-    list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="End the answer at this token. Repeatable.")
-]
-IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", help="Do not end at the end-of-text token.")]
-Logprobs = Annotated[int | None, typer.Option(help="With --json: log-probabilities of so many alternatives.")]
-PromptLogprobs = Annotated[int | None, typer.Option(help="With --json: the same for the prompt.")]
-TimeoutS = Annotated[float | None, typer.Option(help="Seconds after which an answer is cut off.")]
-ResponseFormat = Annotated[
-    str | None,
-    typer.Option(metavar="JSON", help='What shape the answer must have, such as {"type": "json_object"}.'),
-]
-BeamWidth = Annotated[int | None, typer.Option(help="Search for the answer with so many beams.")]
-LengthPenalty = Annotated[float | None, typer.Option(help="With beams: above 0 favours long answers.")]
-EarlyStopping = Annotated[
-    str | None, typer.Option(metavar="true|false|never", help="With beams: end when as many answers have ended.")
-]
-Priority = Annotated[int | None, typer.Option(help="The lower the more urgent, among requests that run together.")]
+_FLAGS = {argument.name: argument.flag for argument in (*LOAD_ARGUMENTS, *SERVE_ARGUMENTS)}
+# Errors are about any argument but these two, whose names are ordinary words.
+_NAMES = "|".join(name for name in _FLAGS if name not in ("host", "name"))
+_ARGUMENT = re.compile(rf"(?<![\w./'\"`-])({_NAMES})\b(=?)(?=(\S?))")
 
 
-# The arguments of ``fastgen.serve`` that errors are about.
-SERVE_ARGUMENTS = (
-    *("port", "grpc_port", "tool_format", "api_key_file", "tls_cert", "tls_key", "allow_origins"),
-    *("max_queued_requests", "max_queued_tokens", "max_prompt_tokens", "ttft_slo_s", "itl_target"),
-    *("max_connections", "max_body_bytes", "header_timeout_s", "body_timeout_s", "write_timeout_s", "keep_alive_s"),
-    *("drain_timeout_s", "engine_timeout_s", "log_format", "log_requests", "log_prompts"),
-)
-# Of the arguments whose flags are called otherwise.
-FLAG_NAMES = {
-    "allow_config_keys": "allow_config_key",
-    "allow_origins": "allow_origin",
-    "ttft_slo_s": "ttft_slo",
-    "header_timeout_s": "header_timeout",
-    "body_timeout_s": "body_timeout",
-    "write_timeout_s": "write_timeout",
-    "keep_alive_s": "keep_alive",
-    "drain_timeout_s": "drain_timeout",
-    "engine_timeout_s": "engine_timeout",
-}
-_ARGUMENT = re.compile(rf"(?<![\w./'\"`-])({'|'.join(LOAD_ARGUMENTS + SERVE_ARGUMENTS)})\b(=?)(?=(\S?))")
+def only(arguments: Iterable[Argument], *names: str) -> list[Argument]:
+    """Returns the arguments with these names, in the order of the names."""
+    by_name = {argument.name: argument for argument in arguments}
+    return [by_name[name] for name in names]
 
 
-def in_flags(error: FastgenError) -> str:
-    """The message of ``error`` with the arguments of ``fastgen.load`` and ``fastgen.serve`` in it (``dtype='int3'``) as
-    flags (``--dtype``).
+def without(arguments: Iterable[Argument], *names: str) -> list[Argument]:
+    """Returns the arguments with other names than these."""
+    return [argument for argument in arguments if argument.name not in names]
 
-    Only an error about arguments means one by its mere name; elsewhere that may be a key of some file. A kernel's error
-    tells its parameters, which are nobody's flags.
+
+def with_flags(**groups: Iterable[Argument]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the flags of each group of arguments, in place of the parameter of that name.
+
+    The parameter gets the arguments of the group that the command line names, as a dict.
     """
-    if isinstance(error, KernelError):
-        return str(error)
-    about_arguments = isinstance(error, InvalidArgumentError | OutOfMemoryError)
+    arguments = {name: list(group) for name, group in groups.items()}
 
-    def flag(found: re.Match[str]) -> str:
-        name, equals, following = found.groups()
-        if not equals and not (about_arguments and "_" in name):
-            return found[0]
-        gap = " " if following.isalnum() or following in ("'", '"', "-", "[") else ""
-        return f"--{FLAG_NAMES.get(name, name).replace('_', '-')}{gap if equals else ''}"
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            if parameter.name in arguments:
+                parameters += (flag for argument in arguments[parameter.name] for flag in _flags(argument))
+            else:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
-    return _ARGUMENT.sub(flag, str(error))
+        @wraps(command)
+        def run(**values: Any) -> None:
+            given = {name: _given(group, values) for name, group in arguments.items()}
+            command(**values, **given)
 
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
 
-def usage_error(message: str) -> NoReturn:
-    """Ends the command with ``message`` and exit status 2."""
-    raise typer.BadParameter(message)
-
-
-def given_load_arguments(ctx: typer.Context) -> dict[str, Any]:
-    """The arguments of ``fastgen.load`` that the command line names; ``--bundle DIR`` is ``sealed=DIR``."""
-    bundle = ctx.params.get("bundle")
-    return _given(ctx, LOAD_ARGUMENTS) | ({} if bundle is None else {"sealed": bundle})
+    return decorate
 
 
-def given_sampling_fields(ctx: typer.Context) -> dict[str, Any]:
-    """The fields of ``SamplingParams`` that the command line names, checked here: before a model is loaded."""
-    fields = _given(ctx, SAMPLING_FIELDS)
+def _flags(argument: Argument) -> list[inspect.Parameter]:
+    """Returns the parameters by which typer reads ``argument``; each is ``None`` where the flag is not given."""
+    option, kind, name = argument.option, argument.flag_type, argument.flag
+    default = "" if argument.default_text in ("off", "none") else f" Default: {argument.default_text}."
+    spellings = [f"{name}/--no-{name[2:]}" if kind is bool and argument.default is True else name]
+    if option.short_flag is not None:
+        spellings.append(option.short_flag)
+    flags = [_flag(argument.name, kind, typer.Option(*spellings, metavar=option.metavar, help=option.help + default))]
+    if (second := option.second_flag) is not None:
+        read = typer.Option(second.name, metavar=second.metavar, help=second.help)
+        flags.append(_flag(second.name.removeprefix("--"), second.type, read))
+    return flags
+
+
+def _flag(name: str, kind: Any, read: Any) -> inspect.Parameter:
+    annotation = Annotated[kind | None, read]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _given(arguments: Iterable[Argument], values: dict[str, Any]) -> Given:
+    """Takes the values of ``arguments`` out of ``values`` and returns those that were given; a second flag wins."""
+    given = {}
+    for argument in arguments:
+        second = argument.option.second_flag
+        for flag in (argument.name, *([] if second is None else [second.name.removeprefix("--")])):
+            value = values.pop(flag)
+            if value not in (None, [], ()):
+                given[argument.name] = value
+    return given
+
+
+def sampling_fields(given: Given) -> Given:
+    """Reads the fields of ``SamplingParams`` that are texts on the command line, and checks all: before a model is
+    loaded."""
+    fields = dict(given)
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(_parse_bias(text) for text in fields["logit_bias"])
     if "response_format" in fields:
@@ -169,22 +123,44 @@ def given_sampling_fields(ctx: typer.Context) -> dict[str, Any]:
     return fields
 
 
+def in_flags(error: FastgenError) -> str:
+    """Returns the message of ``error`` with the arguments of ``fastgen.load`` and ``fastgen.serve`` in it
+    (``dtype='int3'``) as flags (``--dtype 'int3'``).
+
+    Only an error about arguments means one by its mere name; elsewhere that may be a key of some file. A kernel's error
+    has the kernel's parameters, which are no flags.
+    """
+    if isinstance(error, KernelError):
+        return str(error)
+    about_arguments = isinstance(error, InvalidArgumentError | OutOfMemoryError)
+
+    def flag(found: re.Match[str]) -> str:
+        name, equals, following = found.groups()
+        if not equals and not (about_arguments and "_" in name):
+            return found[0]
+        gap = " " if following.isalnum() or following in ("'", '"', "-", "[") else ""
+        return f"{_FLAGS[name]}{gap if equals else ''}"
+
+    return _ARGUMENT.sub(flag, str(error))
+
+
+def usage_error(message: str) -> NoReturn:
+    """Ends the command with ``message`` and exit status 2."""
+    raise typer.BadParameter(message)
+
+
 def stdin() -> TextIO:
-    """Standard input. Raises :class:`InvalidArgumentError` where it is closed."""
+    """Returns standard input. Raises :class:`InvalidArgumentError` where it is closed."""
     if sys.stdin is None:
         raise InvalidArgumentError("standard input is closed, so there is nothing to read")
     return sys.stdin
 
 
 def check_text(text: str) -> str:
-    """``text``, unless it came from bytes that are not UTF-8."""
+    """Returns ``text``, unless it came from bytes that are not UTF-8."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         usage_error("a prompt is not UTF-8 text")
     return text
-
-
-def _given(ctx: typer.Context, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: ctx.params[name] for name in names if ctx.params.get(name) not in (None, [], ())}
 
 
 def _parse_json(flag: str, text: str) -> Any:

@@ -1,6 +1,6 @@
-"""``fastgen recipe``: which recipes there are, what they say, and what one makes of a ``config.json``.
+"""``fastgen recipe``: lists and shows recipes, and the model that a recipe makes of a ``config.json``.
 
-Needs neither torch nor a weight.
+Needs neither torch nor weights.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fastgen.cli import options
 from fastgen.models.checkpoint.files import read_json_object
 from fastgen.models.recipe.schema import json_schema
 from fastgen.models.registry.registry import list_recipes, named_recipe
@@ -37,19 +38,19 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Tell which recipes there are and what they make of a model's configuration.",
+    help="List and show recipes, and the models that they make of a configuration.",
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _TITLES = ("", "", "norm", "parts", "output norm", "norm of the sum", "parameters")
-_LEAST_PARTS_WIDTH = 24  # columns of a terminal in which a sentence can be read
+_LEAST_PARTS_WIDTH = 24  # columns of a terminal; in fewer a sentence is hard to read
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @app.command("list")
 def list_command(as_json: AsJson = False) -> None:
-    """List the recipes that can be asked for by name, and the architectures they are for."""
+    """List the recipes that have a name, and the architectures they are for."""
     listed: list[dict[str, Any]] = [
         {
             "name": each.recipe.name,
@@ -69,16 +70,15 @@ def list_command(as_json: AsJson = False) -> None:
 
 
 @app.command("show")
+@options.with_flags(accepted=options.only(options.LOAD_ARGUMENTS, "allow_config_keys"))
 def show_command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe's name, or its file.")],
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="A config.json, or the directory that holds one.")
     ] = None,
-    allow_config_keys: Annotated[
-        list[str] | None,
-        typer.Option("--allow-config-key", metavar="KEY", help="Pass over this key of config.json. Repeatable."),
-    ] = None,
     as_json: AsJson = False,
+    *,
+    accepted: options.Given,
 ) -> None:
     """Print a recipe; with --config, the model that it makes of that configuration, with every number known."""
     recipe = named_recipe(name)
@@ -88,10 +88,12 @@ def show_command(
         return
     file = config / "config.json" if config.is_dir() else config
     content = read_json_object(file)
-    spec = resolve(recipe, content, config_file=str(file), allow_config_keys=allow_config_keys or ())
+    spec = resolve(recipe, content, config_file=str(file), **accepted)
     facts = _facts(spec, content)
     if as_json:
-        stored = {each.names: each.stored_shape for each in spec.tensors()}  # those that parameters share, once
+        stored = {
+            each.names: each.stored_shape for each in spec.tensors()
+        }  # a tensor that parameters share is there once
         print(json.dumps(facts | {"tensors": [{"names": names, "shape": shape} for names, shape in stored.items()]}))
     else:
         _print_facts(facts)
@@ -99,7 +101,7 @@ def show_command(
 
 @app.command("schema")
 def schema_command(as_json: AsJson = False) -> None:
-    """Print the JSON Schema of recipe files, from which editors complete and check them."""
+    """Print the JSON Schema of recipe files, with which editors complete and check them."""
     print(json.dumps(json_schema(), indent=None if as_json else 2))
 
 
@@ -109,7 +111,7 @@ def _console() -> Console:
 
 
 def _facts(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
-    """What there is to tell about a resolved model, as JSON."""
+    """Returns the facts about a resolved model, as JSON."""
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     dtype = dtype if dtype in _DTYPE_BYTES else "bfloat16"
     contexts = sorted({1, min(1024, spec.max_positions or 1024), spec.max_positions or 1024})
@@ -158,7 +160,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 
 def _model_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The model from end to end, a cell for each of :data:`_TITLES`."""
+    """Returns the rows of the model from end to end, a cell for each of :data:`_TITLES`."""
     embedding, head = facts["embedding"], facts["head"]
     rows = [("embedding", "", "", embedding["is"], "", "", f"{embedding['num_parameters']:,}")]
     for group in facts["layers"]:
@@ -177,7 +179,7 @@ def _model_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _print_model(console: Console, rows: list[tuple[str, ...]]) -> None:
-    """As a table, of which the column of parts wraps; where the others leave it no room, a line for each cell."""
+    """Prints a table whose column of parts wraps, or where the other columns leave it no room, a line for each cell."""
     columns = [(title, cells) for title, cells in zip(_TITLES, zip(*rows, strict=True), strict=True) if any(cells)]
     taken = sum(2 + max(map(len, (title, *cells))) for title, cells in columns if title != "parts")
     if taken + _LEAST_PARTS_WIDTH <= console.width:
@@ -227,7 +229,7 @@ def _head(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _layers(spec: ModelSpec) -> list[dict[str, Any]]:
-    """Runs of layers that are alike in all but their index."""
+    """Returns the runs of layers that are alike in all but their index."""
     described = [(layer.index, [_branch(branch) for branch in layer.branches]) for layer in spec.layers]
     groups = []
     for branches, run in groupby(described, key=lambda each: each[1]):

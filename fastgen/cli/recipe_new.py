@@ -1,4 +1,4 @@
-"""``fastgen recipe new``: a recipe proposed for a checkpoint from its configuration and its headers."""
+"""``fastgen recipe new``: proposes a recipe for a checkpoint from its configuration and its headers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def new(
         str, typer.Argument(metavar="CHECKPOINT", help="A directory, a built-in model, or a hub id: owner/name.")
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; else NAME.yaml, here.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: NAME.yaml in this directory."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Propose a recipe for a checkpoint. Reads its config.json and the headers of its tensors, and never a weight."""
+    """Propose a recipe for a checkpoint. Reads its config.json and the headers of its tensors, but no weights."""
     from fastgen.models.registry.registry import list_recipes
     from fastgen.recipe_tools.propose.propose import propose
 
@@ -54,7 +55,7 @@ def new(
 
 
 def _headers(checkpoint: str) -> tuple[Headers, str]:
-    """What the headers of a directory, a built-in or a hub id say, and how to name its directory in a command."""
+    """Returns the headers of a directory, a built-in or a hub id, and the name of its directory in a command."""
     from fastgen.models.checkpoint.builtins import BUILTINS
     from fastgen.models.checkpoint.checkpoint import Checkpoint
     from fastgen.models.checkpoint.hub import locate
@@ -113,14 +114,14 @@ def _print(proposal: Proposal, file: Path, checkpoint: str) -> None:
         if len(groups) > _LISTED:
             console.print(f"  and {len(groups) - _LISTED} modules more")
     if proposal.questions:
-        console.print(f"\nwhat headers cannot tell ({len(proposal.questions)}):")
+        console.print(f"\nwhat headers do not show ({len(proposal.questions)}):")
     for each in proposal.questions:
         console.print(f"  {file}:{each.line}: {each.path or 'tensors'}: {each.text}")
     if proposal.unread:
         console.print(f"\nread by nothing, so the checkpoint cannot be loaded yet: {', '.join(proposal.unread)}")
     for title, names in (
         ("claimed by no node, so the checkpoint cannot be loaded yet", proposal.unclaimed),
-        ("asked for but not there, so the checkpoint cannot be loaded yet", proposal.missing),
+        ("needed but missing, so the checkpoint cannot be loaded yet", proposal.missing),
     ):
         if names:
             console.print(f"\n{title}:")
@@ -135,7 +136,7 @@ def _print(proposal: Proposal, file: Path, checkpoint: str) -> None:
 
 
 def _transformers_knows(architectures: Sequence[str]) -> bool:
-    """Whether verification can make models of one of them by itself."""
+    """Returns whether verification can build models of one of them by itself."""
     import transformers
 
     return any(hasattr(transformers, name) for name in architectures)
@@ -146,7 +147,7 @@ def _word(path: Path | str) -> str:
 
 
 def _grouped(names: Sequence[str]) -> dict[str, list[str]]:
-    """The last parts of tensors' names by their module, layers and experts folded."""
+    """Returns the last parts of the tensors' names by their module, layers and experts folded."""
     from fastgen.models.registry.nearest import fold
 
     groups: dict[str, list[str]] = defaultdict(list)

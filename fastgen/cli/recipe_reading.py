@@ -1,6 +1,6 @@
-"""``fastgen recipe diff`` and ``fastgen recipe explain``: what recipes say, read for people.
+"""``fastgen recipe diff`` and ``fastgen recipe explain``: compare recipes and describe them in words.
 
-Needs neither torch nor a weight.
+Needs neither torch nor weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fastgen.cli.options import AllowConfigKeys
+from fastgen.cli import options
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models.checkpoint.files import read_json_object
 from fastgen.models.recipe.recipe import Recipe
@@ -44,11 +44,11 @@ def diff(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell how recipe B differs from recipe A, with all that they extend merged in.
+    """Show how recipe B differs from recipe A, with the recipes that they extend merged in.
 
     With --config: how the models differ that they make of that configuration.
 
-    The exit status is 0 if nothing differs, 1 if something does, 2 if that could not be told.
+    The exit status is 0 if nothing differs, 1 if something does, 2 if they could not be compared.
     """
     try:
         recipes = named_recipe(a), named_recipe(b)
@@ -68,20 +68,22 @@ def diff(
     raise typer.Exit(1 if found else 0)
 
 
+@options.with_flags(accepted=options.only(options.LOAD_ARGUMENTS, "allow_config_keys"))
 def explain(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe's name, or its file.")],
     config: Config = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the drawing as a picture.")] = None,
-    allow_config_keys: AllowConfigKeys = None,
     as_json: AsJson = False,
+    *,
+    accepted: options.Given,
 ) -> None:
-    """Draw the model that a recipe describes, and say what happens in it.
+    """Draw the model that a recipe describes, and explain it in sentences.
 
     With --config: the model that it makes of that configuration, conditions and expressions resolved.
     """
     recipe = named_recipe(name)
     content, file = (None, "") if config is None else _read_config(config)
-    explanation = explanation_of(recipe, content, config_file=file, allow_config_keys=allow_config_keys or ())
+    explanation = explanation_of(recipe, content, config_file=file, **accepted)
     if svg is not None:
         try:
             svg.write_text(as_svg(draw(explanation, MAX_WIDTH)), encoding="utf-8")
@@ -115,7 +117,7 @@ def _read_config(config: Path) -> tuple[Mapping[str, Any], str]:
 
 
 def _console() -> Console:
-    """Lines are printed as they are, never broken again."""
+    """Returns a console that prints lines as they are, without wrapping them."""
     console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = DEFAULT_WIDTH

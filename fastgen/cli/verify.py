@@ -1,4 +1,4 @@
-"""``fastgen verify``: does a recipe compute what the architecture computes, and if not, which line is wrong?"""
+"""``fastgen verify``: checks that a recipe computes what the architecture computes, and finds the wrong line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fastgen.cli.options import Recipe
+from fastgen.cli import options
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.recipe.spelling import quoted
 
@@ -35,21 +35,22 @@ _TITLES = {
 }
 
 
+@options.with_flags(named=options.only(options.LOAD_ARGUMENTS, "recipe"))
 def verify(
     target: Annotated[
         str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe's name or file, or a model: its recipe is tested.")
     ],
-    recipe: Recipe = None,
+    named: options.Given,
     reference: Annotated[
         str | None,
         typer.Option(
             metavar="FILE.py:FUNCTION|FILE",
-            help="What MODEL is to compute: a function that takes its directory and makes a torch module (the file is "
-            "run), or recorded activations (safetensors).",
+            help="Reference for MODEL: a function that takes its directory and makes a torch module (the file is run), "
+            "or recorded activations (safetensors).",
         ),
     ] = None,
-    configs: Annotated[int, typer.Option(min=1, help="How many tiny configurations are drawn.")] = 20,
-    seed: Annotated[int, typer.Option(help="What they are drawn from.")] = 0,
+    configs: Annotated[int, typer.Option(min=1, help="Number of tiny configurations to draw.")] = 20,
+    seed: Annotated[int, typer.Option(help="Seed that they are drawn from.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare a recipe with a reference; name the first node that disagrees. Exit status 1 where one does."""
@@ -58,7 +59,9 @@ def verify(
     given = None if reference is None else _reference(reference, target)
     errors = Console(stderr=True, highlight=False)
     with errors.status("drawing configurations") as status:
-        report = run(target, recipe=recipe, reference=given, configs=configs, seed=seed, progress=status.update)
+        report = run(
+            target, recipe=named.get("recipe"), reference=given, configs=configs, seed=seed, progress=status.update
+        )
     if as_json:
         print(json.dumps(report.as_json()))
     else:
@@ -68,7 +71,7 @@ def verify(
 
 
 def _reference(text: str, target: str) -> nn.Module | Path:
-    """What ``--reference`` names: the module that a function makes of the directory of ``target``, or a file."""
+    """Returns what ``--reference`` names: a file, or the module that a function makes of the ``target``'s directory."""
     path, _, function = text.rpartition(":")
     is_function = path.endswith(".py")
     file = Path(path if is_function else text)
@@ -85,7 +88,7 @@ def _reference(text: str, target: str) -> nn.Module | Path:
 
 
 def _made_by(file: Path, function: str, target: str) -> nn.Module:
-    """What ``function`` of the Python ``file`` makes of the directory of the model ``target``. Runs the file."""
+    """Runs the Python ``file``, and returns the module that its ``function`` makes of the directory of ``target``."""
     from torch import nn
 
     from fastgen.models.checkpoint.hub import locate
@@ -94,7 +97,9 @@ def _made_by(file: Path, function: str, target: str) -> nn.Module:
         return InvalidArgumentError(f"--reference {file}:{function}: {problem}")
 
     directory = locate(target)
-    sys.path.insert(0, str(file.parent.resolve()))  # where `python FILE` would look for what the file imports
+    sys.path.insert(
+        0, str(file.parent.resolve())
+    )  # where `python FILE` would look for the modules that the file imports
     try:
         make = getattr(_imported(file), function, None)
         if not callable(make):
@@ -102,7 +107,7 @@ def _made_by(file: Path, function: str, target: str) -> nn.Module:
         module = make(str(directory))
     except InvalidArgumentError:
         raise
-    except (Exception, SystemExit) as failure:  # whatever the file does
+    except (Exception, SystemExit) as failure:  # the file may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(failure.__traceback__) if frame.filename == str(file)]
         where = f" in line {lines[-1]}" if lines else ""
         raise error(f"it fails{where}: {type(failure).__name__}: {failure}") from failure
@@ -117,7 +122,7 @@ def _imported(file: Path) -> ModuleType:
     spec = spec_from_file_location(f"fastgen_reference_{file.stem}", file)
     assert spec is not None  # it ends in .py
     assert spec.loader is not None
-    module = sys.modules[spec.name] = module_from_spec(spec)  # its classes look for it there
+    module = sys.modules[spec.name] = module_from_spec(spec)  # its classes look for their module there
     spec.loader.exec_module(module)
     return module
 
@@ -152,14 +157,16 @@ def _print_finding(console: Console, report: Report, finding: Finding, *, drawn:
     console.print(f"  {finding.message}")
     if finding.cause is not None:
         console.print(f"  likely cause: {finding.cause.change}")
-        agrees = "the whole configuration agrees" if finding.cause.complete else "this node agrees, but a later one not"
+        agrees = (
+            "the whole configuration agrees" if finding.cause.complete else "this node agrees, but a later one does not"
+        )
         if finding.cause.unread:
-            agrees = f"all nodes agree, and left is only that {finding.cause.unread}"
+            agrees = f"all nodes agree; what remains is that {finding.cause.unread}"
         console.print(f"  tried out: with that change {agrees}")
     elif finding.node is not None:
         console.print("  no single change that is often the cause makes it agree; compare this node with the reference")
     else:
-        console.print("  the recipe agrees node by node, so this is fastgen's own fault: please report it")
+        console.print("  the recipe agrees node by node, so this is a bug of fastgen: please report it")
     keys = report.configs[finding.config] if finding.config < len(report.configs) else {}
     plain = {key: value for key, value in keys.items() if key in _SHOWN_KEYS}
     if drawn:

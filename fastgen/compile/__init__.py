@@ -1,1 +1,1 @@
-"""What runs on a device: ops, each with an executable torch reference."""
+"""Everything that runs on a device: ops and their kernels, how they are built, launched and captured."""

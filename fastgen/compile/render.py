@@ -23,6 +23,8 @@ TEMPLATE_FOLDERS = tuple(sorted(_HERE.rglob("templates")))
 SUFFIXES = {"triton": ".py", "cpp": ".cpp"}
 _INCLUDE = re.compile(r'#include "([^"]+)"\n')
 _COMMENTS = {"triton": "#", "cpp": "//"}
+# The template of a second entry point, which takes the arguments as an array.
+_ENTRY_POINTS = {"triton": "", "cpp": "from_slots.cpp.j2"}
 _TRITON_TYPES = {
     **{short: f"tl.{torch_name}" for torch_name, short in DTYPES.items()},
     **{"fp8e4m3": "tl.float8e4nv", "fp8e5m2": "tl.float8e5", "i1": "tl.int1"},
@@ -34,43 +36,44 @@ _CPP_TYPES = {
 
 
 def render(spec: KernelSpec) -> str:
-    """The kernel's source: :func:`render_heading`, then :func:`render_body`."""
+    """Returns the kernel's source: :func:`render_heading`, then :func:`render_body`."""
     return render_heading(spec) + render_body(spec)
 
 
 def render_heading(spec: KernelSpec) -> str:
-    """A comment that says what the kernel is and who asked for it.
+    """Returns a comment that says what the kernel is and which recipe nodes need it.
 
-    Always five lines, since Triton's cache key contains the line a function starts at.
+    It always has five lines, since Triton's cache key contains the line a function starts at.
     """
-    first = ", ".join(spec.needed_by[:3]) or "nobody in particular"
+    first = ", ".join(spec.needed_by[:3]) or "no recipe node"
     others = f" and {len(spec.needed_by) - 3} more" if len(spec.needed_by) > 3 else ""
     lines = (
         spec.name,
         str(spec),
         f"needed by {first}{others}",
-        f"rendered from {template_name(spec)}: change that, since this file is written anew; see docs/kernels.md",
+        f"rendered from {template_name(spec)}: edit that, since this file is rendered again; see docs/kernels.md",
     )
     return "".join(f"{_COMMENTS[spec.target]} {' '.join(line.split())}\n" for line in lines) + "\n"
 
 
 def render_body(spec: KernelSpec) -> str:
-    """The source without its heading: a function of what distinguishes the spec, so cache keys are made of it.
+    """Returns the source without its heading. It depends on nothing but what distinguishes the spec, so cache keys are
+    made of it.
 
-    The template sees the spec's parameters by their names, ``spec`` itself, and the filters ``tl`` and ``cpp`` from a
-    dtype's short name to the language's, ``declare`` from an argument to a C++ parameter, and ``power_of_2``, the next
-    from a number on. Raises ``jinja2.UndefinedError`` where it names what the spec lacks, and ``ValueError`` for a
-    parameter that it never names: a feature asked for and not computed.
+    The template sees the spec's parameters by their names, and ``spec`` itself. Filters: ``tl`` and ``cpp`` turn a
+    dtype's short name into the language's, ``declare`` an argument into a C++ parameter, and ``power_of_2`` a number
+    into the next power of 2. Raises ``jinja2.UndefinedError`` for a name that the spec lacks, and ``ValueError`` for a
+    parameter that the template never reads: such a feature would be requested and not computed.
     """
     name = template_name(spec)
     unread = spec.parameters.keys() - _names_read(name)
     if unread:
-        raise ValueError(f"{name} never reads {', '.join(sorted(unread))}, which {spec.name} asks for")
+        raise ValueError(f"{name} never reads {', '.join(sorted(unread))}, which {spec.name} needs")
     body = render_text(name, **spec.parameters, spec=spec)
-    if spec.target == "cpp":
-        body += render_text("from_slots.cpp.j2", spec=spec) if spec.arguments else ""
-        return inline_headers(body)
-    return body
+    entry_point = _ENTRY_POINTS[spec.target]
+    if entry_point and spec.arguments:
+        body += render_text(entry_point, spec=spec)
+    return inline_headers(body)
 
 
 def render_text(template: str, **context: object) -> str:
@@ -79,8 +82,8 @@ def render_text(template: str, **context: object) -> str:
 
 
 def inline_headers(text: str) -> str:
-    """Returns C++ with each ``#include "name.h"`` replaced by the text of that header, and nothing where the header was
-    included before. Raises ``jinja2.TemplateNotFound`` for a header that does not exist.
+    """Returns the source with each ``#include "name.h"`` replaced by the text of that header, and nothing where the
+    header was included before. Raises ``jinja2.TemplateNotFound`` for a header that does not exist.
     """
     lines, included = [], set[str]()
 
@@ -128,7 +131,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _declare(argument: Argument) -> str:
-    """A parameter of a C++ function. Addresses of different arguments never overlap."""
+    """Returns a parameter of a C++ function. Addresses of different arguments never overlap."""
     if not argument.is_pointer:
         return f"{_CPP_TYPES[argument.dtype]} {argument.name}"
     const = "const " if argument.kind == "in" else ""
@@ -136,7 +139,7 @@ def _declare(argument: Argument) -> str:
 
 
 def _unpack(argument: Argument, index: int) -> str:
-    """An argument of a C++ function out of its 8 bytes ``slots[index]``."""
+    """Returns an expression for an argument of a C++ function, read from its 8 bytes ``slots[index]``."""
     if argument.is_pointer:
         const = "const " if argument.kind == "in" else ""
         return f"reinterpret_cast<{const}{_CPP_TYPES[argument.dtype]}*>(slots[{index}])"
@@ -147,7 +150,7 @@ def _unpack(argument: Argument, index: int) -> str:
 
 @cache
 def _names_read(template: str) -> frozenset[str]:
-    """Every variable that a template, or one that it includes or imports, may read."""
+    """Returns every variable that a template, or one that it includes or imports, may read."""
     tree = _environment().parse(_source(template))
     others = [_names_read(other) for other in meta.find_referenced_templates(tree) if other]
     return frozenset(meta.find_undeclared_variables(tree)).union(*others)

@@ -1,4 +1,4 @@
-"""A kernel spec: one specialisation of an op for one target, told as plain data before any source exists."""
+"""A kernel spec: one specialisation of an op for one target, as plain data, before any source exists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPES = {
     "int64": "i64",
     "bool": "i1",
 }
-# A number of Python's says nothing of its width; these are the ones that arrive as declared.
+# Types of numbers that each target takes. A Python number has no width, so others could not arrive as declared.
 _SCALARS = {"triton": ("i32", "fp32"), "cpp": ("i32", "i64", "fp32")}
 _MAX_NAME = 120
 
@@ -57,12 +57,12 @@ class Argument:
 
 @dataclass(frozen=True, eq=False)
 class KernelSpec:
-    """What distinguishes one kernel from another of the same op.
+    """Holds what distinguishes one kernel from another of the same op.
 
-    ``parameters`` are what its template may branch on and write down; ``arguments`` are the parameters of the function
-    it renders, in order; ``options`` are for the compiler (Triton's ``num_warps``, ``num_stages``). ``template`` is the
+    ``parameters`` are what its template may branch on or print; ``arguments`` are the parameters of the rendered
+    function, in order; ``options`` are for the compiler (Triton's ``num_warps``, ``num_stages``). ``template`` is the
     template's file without suffixes, where it is not the op's name. ``needed_by`` lists the recipe
-    nodes that asked for it; two specs that differ in nothing else are equal.
+    nodes that need it; two specs that differ in nothing else are equal.
 
     Raises ``TypeError`` or ``ValueError`` for values that are not plain or names that are no identifiers.
     """
@@ -95,16 +95,17 @@ class KernelSpec:
 
     @cached_property
     def name(self) -> str:
-        """Readable, an identifier, the name of the rendered function: ``rms_norm_h4096_bf16_residual``.
+        """Returns the name of the rendered function, a readable identifier: ``rms_norm_h4096_bf16_residual``.
 
-        A number comes with its key, a string alone, a flag as its key where it is set. Not unique: see ``digest``.
+        A number comes with its key, a string alone, and a flag that is set as its key. It is not unique: see
+        ``digest``.
         """
         parts = [self.op, *(part for key, value in self.parameters.items() if (part := _name_part(key, value)))]
         return re.sub(r"[^a-z0-9_]+", "_", "_".join(parts).lower())[:_MAX_NAME].rstrip("_")
 
     @cached_property
     def digest(self) -> str:
-        """Twelve hexadecimal digits of all that the spec is, ``needed_by`` aside."""
+        """Returns twelve hexadecimal digits of a hash of everything but ``needed_by``."""
         arguments = [[each.name, each.dtype, each.kind] for each in self.arguments]
         identity = [self.op, self.target, self.template, [*self.parameters.items()], arguments, [*self.options.items()]]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
@@ -122,17 +123,19 @@ class KernelSpec:
 
 
 def power_of_2(number: int) -> int:
-    """The smallest power of 2 from ``number`` (at least 1) on."""
+    """Returns the smallest power of 2 that is at least ``number``, which is at least 1."""
     return 1 << (number - 1).bit_length()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The short name of a torch dtype: ``bf16`` for ``torch.bfloat16``. Raises ``KeyError`` where it has none."""
+    """Returns the short name of a torch dtype: ``bf16`` for ``torch.bfloat16``. Raises ``KeyError`` where
+    it has none.
+    """
     return DTYPES[str(dtype).removeprefix("torch.")]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a short name."""
+    """Returns the torch dtype of a short name."""
     import torch
 
     dtype: torch.dtype = getattr(torch, next(each for each, short in DTYPES.items() if short == name))

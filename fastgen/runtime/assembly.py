@@ -1,4 +1,4 @@
-"""An engine put together: kernels built, weights in place, memory taken, graphs captured."""
+"""Assembles an engine: builds kernels, loads weights, takes memory, captures graphs."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def build_engine(
     policy: Policy,
     aging_s: float,
 ) -> Engine:
-    """The engine of the model in ``checkpoint``, whose ops ``backend`` computes. It takes what its ``ledger`` says;
-    progress is shown on a terminal."""
+    """Builds the engine of the model in ``checkpoint``.
+
+    Its ops run on ``backend``, and it takes the memory in ``ledger``. Progress is shown on a terminal.
+    """
     model, slots = build(
         spec,
         dtype=dtype,
@@ -90,7 +92,7 @@ def build_engine(
     drafter = _drafter(config, sampler.slots)
     between = ledger.size_bytes("activations")
     forward = _forward(model, kv_cache, input_batch, results, config, backend, sampler.slots, between)
-    if policy.observes:  # how long steps take, so none is to last longer for being the first of its kind
+    if policy.observes:  # step times: the first step of a kind must not take longer than the next
         kv_cache.touch()
         if isinstance(forward, TapedForward):
             forward.record_sizes()

@@ -9,6 +9,7 @@ import torch
 
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
 from fastgen.models.spec import ModelSpec
+from fastgen.options import LoadOptions
 from fastgen.runtime.memory.fit import blocks_of_sequence, default_num_blocks, nearest_that_fits
 from fastgen.runtime.memory.ledger import MemoryModel, in_gib
 from fastgen.runtime.memory.sizes import AskedSizes, EngineConfig
@@ -23,18 +24,7 @@ for _power, _prefix in enumerate("KMGT", start=1):
     _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}iB": 1024**_power}
 
 
-def resolve_engine_config(
-    memory: MemoryModel,
-    *,
-    token_budget: int | None = None,
-    max_num_seqs: int | None = None,
-    kv_cache_memory: int | str | None = None,
-    block_size: int | None = None,
-    max_model_len: int | None = None,
-    prefix_caching: bool = True,
-    speculative: str | None = None,
-    num_draft_tokens: int | None = None,
-) -> EngineConfig:
+def resolve_engine_config(memory: MemoryModel, options: LoadOptions) -> EngineConfig:
     """Fill in what was left open and refuse what cannot work.
 
     By default the KV cache takes half of what all else leaves of a machine's memory, of a GPU what all else leaves of
@@ -42,31 +32,24 @@ def resolve_engine_config(
 
     :raises OutOfMemoryError: with the arithmetic and the nearest sizes that fit.
     """
-    check_sizes(
-        token_budget=token_budget,
-        max_num_seqs=max_num_seqs,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        num_draft_tokens=num_draft_tokens,
+    _check_model_len(memory.build.spec, options.max_model_len)
+    kv_cache_memory, token_budget = options.kv_cache_memory, options.token_budget
+    asked = AskedSizes(
+        None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory"),
+        token_budget,
+        options.max_num_seqs,
+        options.max_model_len,
+        options.block_size,
+        options.prefix_caching,
+        _num_draft_tokens(
+            options.speculative, options.num_draft_tokens, token_budget or _DEFAULT_TOKEN_BUDGET[memory.device.kind]
+        ),
     )
-    if not isinstance(prefix_caching, bool):
-        raise InvalidArgumentError(f"prefix_caching={prefix_caching!r}: expected True or False")
-    _check_model_len(memory.build.spec, max_model_len)
-    kv_bytes = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
-    drafts = _num_draft_tokens(speculative, num_draft_tokens, token_budget or _DEFAULT_TOKEN_BUDGET[memory.device.kind])
-    asked = AskedSizes(kv_bytes, token_budget, max_num_seqs, max_model_len, block_size, prefix_caching, drafts)
     try:
         return _resolve(memory, asked)
     except OutOfMemoryError as error:
         advice = nearest_that_fits(memory, asked, _in_full(memory, asked), _resolve)
         raise OutOfMemoryError(f"{error}; {advice}") from None
-
-
-def check_sizes(**asked: int | None) -> None:
-    """Raises :class:`InvalidArgumentError` for a size, by the name of its argument, that is given and not positive."""
-    for name, value in asked.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise InvalidArgumentError(f"{name}={value!r}: expected an integer of at least 1")
 
 
 def _in_full(memory: MemoryModel, asked: AskedSizes) -> AskedSizes:

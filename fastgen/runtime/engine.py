@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from itertools import count
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from fastgen.runtime.answers.answers import Answers, NewDetokenizer
 from fastgen.runtime.answers.generation import Generation
@@ -30,7 +30,7 @@ from fastgen.runtime.step.step import Step
 
 _log = logging.getLogger(__name__)
 
-_P = ParamSpec("_P")
+_Ts = TypeVarTuple("_Ts")
 _R = TypeVar("_R")
 
 
@@ -65,16 +65,15 @@ class Engine:
         self._checks = RequestChecks(vocab_size, max_model_len, eos_token_ids, new_detokenizer is not None, grammars)
         self.recorder = Recorder(engine_facts(scheduler, runs_ahead=runs_ahead), clock)
         self.metrics = EngineMetrics(scheduler)
-        self.observers = Observers(self.recorder, self.metrics)
-        if drafter is not None:
-            self.observers.each.append(DrafterObserver(drafter))
+        drafters = [] if drafter is None else [DrafterObserver(drafter)]
+        self.observers = Observers(self.recorder, self.metrics, *drafters)
         self.answers = Answers(
             scheduler,
             self.observers,
             self._attempt,
             eos_token_ids=eos_token_ids,
             new_detokenizer=new_detokenizer,
-            clock=clock,
+            clock=lambda: self.clock(),
         )
         self._request_ids = count()
         # The step whose tokens are not collected yet.
@@ -132,11 +131,13 @@ class Engine:
         :class:`~fastgen.runtime.step.faults.Phase` says which requests end.
         """
         self.answers.expire()
-        ahead = None
+        step = None
         if self._in_flight is not None:
             ahead = self._launch_ahead(self._in_flight)
             self._update(self._collect(self._in_flight))
-        step = self._sample(ahead) or self._sample(self._launch(self._schedule()))
+            step = self._sample(ahead)
+        if step is None:
+            step = self._sample(self._launch(self._schedule()))
         if step is not None and not self._stays_in_flight(step):
             self._update(self._collect(step))
 
@@ -153,7 +154,10 @@ class Engine:
 
     def _launch(self, step: Step | None) -> Step | None:
         if step is not None and not step.has_failed:
-            self._attempt(Phase.RUN, step, self._launch_forward, step)
+            self._attempt(Phase.RUN, step, self.runner.launch, step)
+            if step.is_ahead and not step.has_failed:  # block tables may change before it is committed
+                self._attempt(Phase.RUN, step, self.scheduler.launched, step.schedule)
+                step.counts = not step.has_failed
         return step
 
     def _sample(self, step: Step | None) -> Step | None:
@@ -161,7 +165,7 @@ class Engine:
             return None
         if not step.has_failed:
             self._attempt(Phase.RUN, step, self.runner.sample, step)
-            step.counts |= not step.has_failed
+            step.counts = step.counts or not step.has_failed
         if step.counts:
             self._attempt(Phase.RUN, step, self.scheduler.commit, step.schedule)
         if step.has_failed:
@@ -219,20 +223,12 @@ class Engine:
         self.observers.scheduled(step, self.scheduler)
         return step
 
-    def _launch_forward(self, step: Step) -> None:
-        self.runner.launch(step)
-        if step.is_ahead:  # block tables may change before it is committed; that is for the step after it
-            self.scheduler.launched(step.schedule)
-            step.counts = True
-
     # Failures
 
-    def _attempt(
-        self, phase: Phase, subject: Any, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
-    ) -> _R | Failure:
+    def _attempt(self, phase: Phase, subject: Any, function: Callable[[Unpack[_Ts]], _R], *args: *_Ts) -> _R | Failure:
         """Calls ``function``, which is all or part of ``phase``. If it raises, applies what :class:`Phase` says."""
         try:
-            return function(*args, **kwargs)
+            return function(*args)
         except Exception as error:
             self._fail(phase, subject, error)
             return Failure(error)
@@ -248,9 +244,11 @@ class Engine:
             self.answers.fail(suspects or self.scheduler.unfinished, error)
         elif phase is Phase.PREPARE:
             step, sequence = subject
-            step.unprepared.append((sequence, error))
+            step.unprepared += ((sequence, error),)
+            step.has_failed = True
         elif phase is Phase.RUN:
             subject.error = subject.error or error
+            subject.has_failed = True
         elif phase is Phase.UPDATE:
             self.answers.fail([subject], error)
         elif phase is Phase.TEXT:

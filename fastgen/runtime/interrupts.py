@@ -1,4 +1,4 @@
-"""Ctrl-C between steps, never inside one: a step is either whole or not begun."""
+"""Ctrl-C between steps, never inside one: a step is either complete or not started."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Self
 
 
 def interrupt_deferred() -> InterruptDeferral:
-    """Hold back Ctrl-C until the block has ended, where it would raise in the middle of it.
+    """Defers Ctrl-C until the end of the block, where it would raise in the middle of the block.
 
-    That is on the main thread, if a Python function handles the signal (``KeyboardInterrupt`` comes from one). Where it
-    ends the process, or is ignored, there is nothing to hold back. Within another such block it is that one's to raise,
-    and this one costs next to nothing.
+    It would on the main thread, if a Python function handles the signal (``KeyboardInterrupt`` comes from one). Where
+    the signal ends the process, or is ignored, there is nothing to defer. Inside another such block, the outer block
+    raises it, and the inner one costs next to nothing.
     """
     return InterruptDeferral()
 
@@ -48,7 +48,7 @@ class InterruptDeferral:
             self.raise_received()
 
     def raise_received(self) -> None:
-        """Between two acts of a long block: raise now what was held back."""
+        """Raises a deferred Ctrl-C now, between two parts of a long block."""
         if self._received:
             assert self._previous is not None
             received, self._received = self._received[0], []

@@ -31,15 +31,15 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_conversations, as_prompts, encode_each, name_prompt
 
-_NAP_S = 0.005  # the longest that a policy which waits for more keeps this thread from seeing what came
-_PROGRESS_FROM = 8  # prompts; fewer are done before a bar tells anything
+_NAP_S = 0.005  # longest sleep while a policy waits for more requests
+_PROGRESS_FROM = 8  # prompts; fewer are done before a bar is of use
 
 
 class LLM:
-    """A loaded model. Made by :func:`fastgen.load`; a context manager; may be used from several threads.
+    """A loaded model, from :func:`fastgen.load`. It is a context manager, and may be used from several threads.
 
-    ``spec`` is the resolved model, ``config`` the engine's sizes, ``tokenizer`` the checkpoint's (``None`` if it has
-    none), ``ledger`` the memory that all of it takes, row by row, ``name`` what was loaded.
+    ``spec`` is the resolved model, ``config`` the sizes of the engine, ``tokenizer`` that of the checkpoint (``None``
+    if it has none), ``ledger`` the memory that the engine takes, row by row, ``name`` the model's name or directory.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LLM:
 
     @property
     def model(self) -> CausalLM:
-        """The modules that the engine runs, their weights in place: to be looked at, not to be called beside it."""
+        """The modules that the engine runs, with their weights: to inspect, not to call while the engine runs."""
         with self._engine_lock() as engine:
             return engine.runner.model
 
@@ -78,12 +78,12 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **fields: Any,
     ) -> GenerationOutput | list[GenerationOutput]:
-        """Answer one prompt, or several at once.
+        """Answers one prompt, or several at once.
 
-        A prompt is a string or a list of token ids. One gives a :class:`GenerationOutput`, a list of them a list in the
-        same order. ``fields`` are those of :class:`SamplingParams`, over the model's defaults; or give ``sampling``
-        whole, one for all prompts or a list of one each. Everything is checked before anything runs. Ctrl-C cancels
-        these requests and leaves the engine usable.
+        A prompt is a string or a list of token ids. One prompt gives a :class:`GenerationOutput`, a list of prompts a
+        list in the same order. ``fields`` are those of :class:`SamplingParams`; they replace the model's defaults. Or
+        pass ``sampling``: one for all prompts, or a list of one for each. All is checked before anything runs. Ctrl-C
+        cancels these requests and leaves the engine usable.
         """
         items, single = as_prompts(prompts)
         outputs = self._run(encode_each(self._codec.encode, items), self._sampling(sampling, fields, len(items)))
@@ -108,19 +108,19 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **fields: Any,
     ) -> GenerationOutput | list[GenerationOutput]:
-        """Answer one conversation, or several at once, rendered by the checkpoint's own chat template.
+        """Answers one conversation, or several at once, rendered by the checkpoint's own chat template.
 
-        A conversation is a list of ``{"role": …, "content": …}``. Otherwise as :meth:`generate`.
+        A conversation is a list of ``{"role": …, "content": …}``. See :meth:`generate` for the rest.
         """
         items, single = as_conversations(messages)
         outputs = self._run(encode_each(self._codec.encode_chat, items), self._sampling(sampling, fields, len(items)))
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> Stream:
-        """Answer one prompt piece by piece: an iterator of :class:`GenerationChunk`.
+        """Answers one prompt piece by piece: returns an iterator of :class:`GenerationChunk`.
 
-        The request is queued at once and runs while its chunks are asked for (or anything else of this ``LLM`` runs).
-        Closing the stream, or dropping it, cancels the request and frees its blocks.
+        The request is queued at once, and runs while its chunks are read or another request of this ``LLM`` runs.
+        Closing or dropping the stream cancels the request and frees its blocks.
         """
         items, single = as_prompts(prompt)
         if not single:
@@ -130,42 +130,43 @@ class LLM:
         return self._stream(self._codec.encode(items[0]), sampling, fields)
 
     def stream_chat(self, messages: Conversation, sampling: SamplingParams | None = None, **fields: Any) -> Stream:
-        """Answer one conversation piece by piece; see :meth:`chat` and :meth:`stream`."""
+        """Answers one conversation piece by piece; see :meth:`chat` and :meth:`stream`."""
         items, single = as_conversations(messages)
         if not single:
             raise InvalidArgumentError("stream_chat takes one conversation: a list of {'role': …, 'content': …}")
         return self._stream(self._codec.encode_chat(items[0]), sampling, fields)
 
     def metrics(self) -> Metrics:
-        """What the engine has counted since it was loaded."""
+        """Returns the counts of the engine since it was loaded."""
         with self._engine_lock() as engine:
             return engine.metrics.snapshot()
 
     def recording(self) -> Recording:
-        """The engine's last steps, and what came and ended meanwhile; it holds no text. The engine waits for it."""
+        """Returns the last steps of the engine and their requests; it holds no text. The engine waits meanwhile."""
         with self._engine_lock() as engine:
             return engine.recorder.recording(self.name)
 
     def save_recording(self, path: str | Path) -> None:
-        """Write :meth:`recording` to a file, for ``fastgen why``, ``fastgen replay`` and ``fastgen timeline``."""
+        """Writes :meth:`recording` to a file, for ``fastgen why``, ``fastgen replay`` and ``fastgen timeline``."""
         write_recording(self.recording(), path)
 
     def why(self, request: GenerationOutput | int | str) -> str:
-        """Where the time of a request went, in sentences: of an output, or of a request by its ``request_id``;
-        ``"3.1"`` is the second completion of request 3.
+        """Explains in sentences where the time of a request went.
+
+        The request is an output, or a ``request_id``; ``"3.1"`` is the second completion of request 3.
         """
         if isinstance(request, GenerationOutput):
             request = f"{request.request_id}.{request.index}"
         return tell(why(self.recording(), str(request)))
 
     def release_engine(self) -> Engine:
-        """Hand the engine to who will run its steps from now on. This ``LLM`` is closed then, and frees nothing."""
+        """Returns the engine to a caller that will run its steps. This ``LLM`` is closed then, and frees nothing."""
         with self._engine_lock() as engine:
             self._engine = None
             return engine
 
     def close(self) -> None:
-        """Cancel what runs and free the weights and the KV cache. Closing twice does nothing."""
+        """Cancels all requests and frees the weights and the KV cache. Closing twice does nothing."""
         with self._lock, interrupt_deferred():
             if self._engine is not None:
                 self._engine.cancel_all()
@@ -186,7 +187,7 @@ class LLM:
         fields: Mapping[str, Any],
         num_prompts: int,
     ) -> list[SamplingParams]:
-        """One for each prompt."""
+        """Returns the sampling of each prompt."""
         if sampling is not None and fields:
             raise InvalidArgumentError(f"give sampling=, or the fields {', '.join(fields)}, not both")
         if sampling is None:
@@ -211,7 +212,7 @@ class LLM:
                     generations.append(engine.submit(prompt, sampling))
             num_finished = 0  # of the oldest; requests are served in order, so this is nearly all of them
             bar = progress_bar("prompts", enabled=len(prompts) >= _PROGRESS_FROM)
-            with bar as progress, interrupt_deferred() as deferral:  # once for all steps: to change handlers takes time
+            with bar as progress, interrupt_deferred() as deferral:  # once for all steps: changing handlers takes time
                 while num_finished < len(generations):
                     self._step()
                     deferral.raise_received()
@@ -239,7 +240,7 @@ class LLM:
         return stream
 
     def _next_chunks(self, generation: Generation) -> list[GenerationChunk]:
-        """The next chunks of a stream, steps being run until there are some; none where it has ended."""
+        """Runs steps until the stream has new chunks, and returns them; none where the stream has ended."""
         while True:
             with self._lock, interrupt_deferred():
                 chunks = generation.take_chunks()
@@ -249,7 +250,7 @@ class LLM:
 
     @contextmanager
     def _engine_lock(self) -> Iterator[Engine]:
-        """The engine, for one act that neither another thread nor Ctrl-C divides."""
+        """Yields the engine for a block that neither another thread nor Ctrl-C interrupts."""
         with self._lock, interrupt_deferred():
             yield self._open_engine()
 
@@ -275,7 +276,7 @@ class LLM:
                     self._engine.cancel(generation)
 
     def _cancel_abandoned(self, engine: Engine) -> None:
-        """End the requests whose streams nobody holds any more."""
+        """Cancels the requests whose streams were dropped."""
         open_streams = []
         for stream, generation in self._streams:
             if stream() is None:
@@ -285,8 +286,8 @@ class LLM:
         self._streams = open_streams
 
     def _drop(self, generation: Generation) -> None:
-        """Cancel the request of a stream that is being collected, perhaps in the middle of a step: where the engine is
-        busy, the next act finds the stream gone."""
+        """Cancels the request of a stream that is being collected, perhaps in the middle of a step. Where the engine is
+        busy, the next call finds the stream gone."""
         if self._lock.acquire(blocking=False):
             try:
                 with interrupt_deferred():
@@ -297,7 +298,7 @@ class LLM:
 
 
 class Stream(Iterator[GenerationChunk]):
-    """The chunks of one request. After the last, :attr:`output` is the whole answer."""
+    """The chunks of one request. After the last one, :attr:`output` is the whole answer."""
 
     def __init__(self, llm: LLM, generation: Generation):
         self._llm, self._generation = llm, generation
@@ -312,13 +313,13 @@ class Stream(Iterator[GenerationChunk]):
 
     @property
     def output(self) -> GenerationOutput:
-        """The whole answer, once the stream has ended or was closed."""
+        """The whole answer, after the stream has ended or was closed."""
         if not self._generation.finished:
             raise FastgenError("the stream has not ended; take its chunks, or close it, before asking for the output")
         return self._generation.output()
 
     def close(self) -> None:
-        """Cancel what is not finished; its blocks are free at once. Chunks not taken yet are dropped."""
+        """Cancels the request if it still runs, which frees its blocks at once. Unread chunks are dropped."""
         self._llm._cancel(self._generation)
         self._generation.take_chunks()
         self._ready = []

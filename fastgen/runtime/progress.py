@@ -1,4 +1,4 @@
-"""Progress bars on standard error, for people only: nothing is shown where it is not a terminal."""
+"""Progress bars on standard error; nothing is shown where that is no terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 def progress_bar(
     title: str, *, unit: Literal["", "B"] = "", enabled: bool = True
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yields ``update(done, total)``; ``unit`` is ``"B"`` where bytes are counted."""
+    """Yields ``update(done, total)``; ``unit`` is ``"B"`` for bytes."""
     if not enabled or not sys.stderr.isatty():
         yield lambda done, total: None
         return

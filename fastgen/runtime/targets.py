@@ -1,8 +1,8 @@
-"""What an engine's kernels come from and what its matrices are kept in, by the arguments of a load."""
+"""The sealed bundle that a load runs from, and the format that it quantizes matrices to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,63 +11,54 @@ from fastgen.compile.build.bundle import SealedLoader, bundle_beside, bundle_tar
 from fastgen.compile.host.device import Device
 from fastgen.compile.weights.formats import QUANTIZED, QuantizedFormat
 from fastgen.errors import InvalidArgumentError
+from fastgen.options import LoadOptions
 
 
-def sealed_loader(
-    sealed: bool | str | Path, weights: Path, device: Device, about: Mapping[str, str]
-) -> SealedLoader | None:
-    """Of the bundle that ``sealed=`` asks for, of :func:`bundle_flags`: ``True`` for that in the directory of the
-    ``weights``, a path for that one, ``False`` for none.
+def sealed_target(options: LoadOptions, weights: Path, device: Device) -> tuple[str, str | None]:
+    """Returns the name of the target, and the architecture of the sealed bundle where that is for this target.
 
-    Raises :class:`InvalidArgumentError` for anything else, and :class:`fastgen.errors.BundleError`.
+    The target ``"auto"`` becomes the target of the bundle, where there is one. ``weights`` is the model's directory.
     """
-    if sealed is False:
+    if options.sealed is False:
+        return options.target, None
+    place = find_beside(weights, device) if options.sealed is True else Path(options.sealed).expanduser()
+    found = bundle_target(place) if place else None
+    return found if found and options.target in ("auto", found[0]) else (options.target, None)
+
+
+def sealed_loader(options: LoadOptions, weights: Path, device: Device, about: Mapping[str, str]) -> SealedLoader | None:
+    """Returns a loader of the sealed bundle: the one beside the ``weights``, or the directory that ``options`` name.
+
+    The bundle must be ``about`` the same flags. Raises :class:`fastgen.errors.BundleError`.
+    """
+    if options.sealed is False:
         return None
-    if sealed is not True and not isinstance(sealed, (str, Path)):
-        raise InvalidArgumentError(f"sealed={sealed!r}: expected True, False, or the directory of a sealed bundle")
-    place = bundle_beside(weights, device, about) if sealed is True else Path(sealed).expanduser()
+    place = bundle_beside(weights, device, about) if options.sealed is True else Path(options.sealed).expanduser()
     return load_bundle(place, device, about)
 
 
-def sealed_target(name: str, sealed: bool | str | Path, weights: Path, device: Device) -> tuple[str, str | None]:
-    """The target of that name; of ``"auto"`` that of the bundle which ``sealed=`` asks for, where there is one. And the
-    architecture of the bundle, if it is one of that target."""
-    if sealed is False or not isinstance(sealed, (bool, str, Path)):
-        return name, None
-    place = find_beside(weights, device) if sealed is True else Path(sealed).expanduser()
-    found = bundle_target(place) if place else None
-    return found if found and name in ("auto", found[0]) else (name, None)
-
-
 def bundle_flags(
-    model: str | Path,
-    dtype: torch.dtype,
-    block_size: int,
-    *,
-    recipe: object = None,
-    quantize: str | None = None,
-    max_num_seqs: int | None = None,
-    revision: str | None = None,
-    allow_config_keys: Iterable[str] = (),
+    options: LoadOptions, dtype: torch.dtype, *, block_size: int, max_num_seqs: int | None
 ) -> dict[str, str]:
-    """What a bundle is about: the model and flags by which ``fastgen kernels build`` writes it."""
+    """Returns what a bundle is about: the model and the flags by which ``fastgen kernels build`` writes it, with the
+    ``dtype`` and the sizes that ``options`` came to."""
     given = {
-        "model": model,
-        "recipe": recipe if isinstance(recipe, (str, Path)) else None,
+        "model": options.model,
+        "recipe": options.recipe if isinstance(options.recipe, (str, Path)) else None,
         "dtype": str(dtype).removeprefix("torch."),
-        "quantize": quantize,
+        "quantize": options.quantize,
         "block_size": block_size,
         "max_num_seqs": max_num_seqs,
-        "revision": revision,
-        "allow_config_key": " ".join(allow_config_keys) or None,
+        "revision": options.revision,
+        "allow_config_key": " ".join(options.allow_config_keys) or None,
     }
     return {key: str(value) for key, value in given.items() if value is not None}
 
 
 def parse_quantize(quantize: str | None, target: str) -> QuantizedFormat | None:
-    """The format that ``quantize=`` asks for, ``None`` for the model's dtype.
+    """Returns the format of this name; ``None`` stands for the model's dtype.
 
-    Raises :class:`InvalidArgumentError` for one that the ``target`` cannot multiply.
+    Raises :class:`InvalidArgumentError` for a format that the ``target`` cannot multiply.
     """
     if quantize is None:
         return None

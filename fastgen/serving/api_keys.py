@@ -1,4 +1,4 @@
-"""Who may ask: keys that are compared in constant time and never logged."""
+"""API keys, which are compared in constant time and never logged."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ API_KEY_VARIABLE = "FASTGEN_API_KEY"
 
 
 class ApiKeys:
-    """The keys that are known. Without any, everybody may ask."""
+    """Holds the valid keys. Without any key, requests need none."""
 
     def __init__(self, keys: Iterable[str] = ()):
         self._digests = [_digest(key) for key in keys]
 
     @classmethod
     def load(cls, file: str | Path | None, environ: Mapping[str, str]) -> ApiKeys:
-        """Those of ``file``, one a line, where ``#`` begins a comment, and that of ``FASTGEN_API_KEY``. Raises
-        ``InvalidArgumentError`` where the file has none, and for a key that nobody could send."""
+        """Returns the keys in ``file``, one a line, where ``#`` begins a comment, and the one in ``FASTGEN_API_KEY``.
+
+        Raises ``InvalidArgumentError`` where the file has none, and for a key that no client could send."""
         keys = []
         if given := environ.get(API_KEY_VARIABLE):
             keys.append(_sendable(given, API_KEY_VARIABLE))
@@ -43,7 +44,7 @@ class ApiKeys:
         return cls(keys)
 
     def check(self, key: str | None) -> None:
-        """Raise :class:`UnauthorizedError` where ``key`` is not one of them. What that costs does not depend on it."""
+        """Raises :class:`UnauthorizedError` where ``key`` is not valid, in a time that does not depend on ``key``."""
         if not self._digests:
             return
         given = _digest(key or "")
@@ -61,23 +62,22 @@ class ApiKeys:
 
 
 def bearer(authorization: str | None) -> str | None:
-    """The key in ``Bearer KEY``."""
+    """Returns the key in ``Bearer KEY``."""
     scheme, _, key = (authorization or "").partition(" ")
     return key.strip() or None if scheme.lower() == "bearer" else None
 
 
 def environment_without_keys() -> dict[str, str]:
-    """This process' environment as those that it starts may see it."""
+    """Returns the environment of this process for the processes that it starts, without the key."""
     return {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
 
 
 def _sendable(text: str, where: str) -> str:
-    """The key in ``text``. Raises ``InvalidArgumentError`` where no client could put it into a header."""
+    """Returns the key in ``text``. Raises ``InvalidArgumentError`` where no client could put it into a header."""
     key = text.strip()
     if not (key and key.isascii() and key.isprintable() and " " not in key):
         raise InvalidArgumentError(
-            f"{where}: an API key is made of visible ASCII characters, with no space among them, for it is sent in a "
-            "header"
+            f"{where}: an API key must consist of visible ASCII characters without spaces, since it is sent in a header"
         )
     return key
 

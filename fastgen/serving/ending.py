@@ -1,4 +1,4 @@
-"""Who may end a server from outside: whoever has the token of its deployment, or an API key."""
+"""Ending a server from outside takes the token of its deployment, or an API key."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fastgen.serving.refusals import UnauthorizedError
 
 @dataclass(frozen=True)
 class Ending:
-    """How a server is asked to end."""
+    """The way to end a server from outside."""
 
     token: str = field(repr=False)
     keys: ApiKeys
-    # Requests that run may finish.
+    # Starts the end; running requests may finish.
     end: Callable[[], None]
 
     def ask(self, key: str | None) -> None:
-        """End the server, for who has a right to it; raises ``UnauthorizedError`` for others."""
+        """Ends the server if ``key`` is the token or an API key; otherwise raises ``UnauthorizedError``."""
         if not hmac.compare_digest((key or "").encode("utf-8", "surrogateescape"), self.token.encode()):
             if not self.keys:
                 raise UnauthorizedError(

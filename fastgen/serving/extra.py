@@ -1,4 +1,4 @@
-"""What serving needs beside fastgen's own dependencies."""
+"""The packages that serving needs beside fastgen's own dependencies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKAGES = (
 
 
 def need_extra() -> None:
-    """Raise ``FastgenError`` where the extra ``serve`` is not installed."""
+    """Raises ``FastgenError`` where the extra ``serve`` is not installed."""
     for package in _PACKAGES:
         if find_spec(package) is None:
             raise FastgenError(f"serving needs the package {package}: pip install 'fastgen[serve]'")

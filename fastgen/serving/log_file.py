@@ -1,16 +1,17 @@
-"""Where a detached server's output goes once it is ready: while it loads, a terminal may show its progress."""
+"""The file for the output of a detached server. The output goes there once the server is ready, so that a terminal can
+show the progress of loading."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# In the environment of a detached server and of its engine: the file.
+# The environment variable with the file, for a detached server and its engine.
 LOG_VARIABLE = "FASTGEN_SERVE_LOG"
 
 
 def move_output_to_log() -> None:
-    """From here on, what this process says goes to the file, if it belongs to a detached server."""
+    """Redirects the output of this process to the file, if it belongs to a detached server."""
     if log := os.environ.get(LOG_VARIABLE):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,89 +1,178 @@
-"""How a model is served: where, to whom, and how much of it. What the model is and how it runs are ``load``'s."""
+"""How a model is served: where, to whom, and how much of it. The model itself and how it runs are
+:class:`fastgen.options.LoadOptions`.
 
-from __future__ import annotations
+This module imports nothing heavy: the command line needs it for ``--help``, also where the extra ``serve`` is not
+installed.
+"""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Annotated, Literal
 
+from fastgen.arguments import ABOVE_0, AT_LEAST_0, AT_LEAST_1, PORT, Check, Option, check
 from fastgen.errors import InvalidArgumentError
-from fastgen.serving.admission.admission import Limits
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.tools.formats import tool_format_named
+
+LogFormat = Literal["text", "json"]
+# The Origin that browsers send for a page; a site in another form would never match one.
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much a server takes on. A request is *queued* until its first token comes."""
+
+    max_queued_requests: Annotated[
+        int,
+        Option(
+            "Most requests that may wait for their first token.",
+            "Beyond that 429 with Retry-After.",
+            check=AT_LEAST_1,
+            lmi_key="job_queue_size",
+        ),
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int,
+        Option(
+            "Most tokens in the prompts of queued requests together.",
+            "One prompt alone is admitted whatever its length.",
+            check=AT_LEAST_1,
+        ),
+    ] = 1 << 20
+    max_prompt_tokens: Annotated[
+        int | None, Option("Most tokens in one prompt.", check=AT_LEAST_1, default="as many as the model takes")
+    ] = None
+    ttft_slo_s: Annotated[
+        float | None,
+        Option("Refuse requests whose first token would come later, in seconds.", check=ABOVE_0, flag="--ttft-slo"),
+    ] = None
+    itl_target_ms: Annotated[
+        float | None,
+        Option(
+            "--itl-target-ms, and refuse requests that would make all gaps between tokens longer, in ms.",
+            check=ABOVE_0,
+            name="itl_target",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """What a connection may cost."""
+    """How much memory and time a connection may cost."""
 
-    # How many may be open at once.
-    max_connections: int = 1024
-    # Of one request.
-    max_body_bytes: int = 16 << 20
-    # From a connection's or a request's beginning to the end of the request's head.
-    header_timeout_s: float = 10.0
-    # From there to the end of its body.
-    body_timeout_s: float = 60.0
-    # For a client to take anything of what waits for it; after that the connection is cut.
-    write_timeout_s: float = 30.0
-    # For a client to send another request on the same connection.
-    keep_alive_s: float = 30.0
+    max_connections: Annotated[
+        int,
+        Option(
+            "Most HTTP connections that are open at once.",
+            "Those of gRPC are bounded by their requests.",
+            check=AT_LEAST_1,
+        ),
+    ] = 1024
+    max_body_bytes: Annotated[
+        int, Option("Most bytes in the body of one request, by HTTP and gRPC.", check=AT_LEAST_1)
+    ] = 16 << 20
+    # From the beginning of a connection or a request to the end of the request's head.
+    header_timeout_s: Annotated[
+        float, Option("Seconds for the head of a request.", check=ABOVE_0, flag="--header-timeout")
+    ] = 10.0
+    # From the end of the head to the end of the body.
+    body_timeout_s: Annotated[
+        float, Option("Seconds for the body of a request.", check=ABOVE_0, flag="--body-timeout")
+    ] = 60.0
+    write_timeout_s: Annotated[
+        float,
+        Option(
+            "Seconds for a client to take any of the bytes that wait for it.",
+            "After that the connection is closed.",
+            check=ABOVE_0,
+            flag="--write-timeout",
+        ),
+    ] = 30.0
+    keep_alive_s: Annotated[
+        float, Option("Seconds that an idle connection is kept open.", check=ABOVE_0, flag="--keep-alive")
+    ] = 30.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise InvalidArgumentError(f"{name}={value!r}: expected a number above 0")
-
-
-LogFormat = Literal["text", "json"]
-# What browsers say that a page is from; of another form none would ever match.
-_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
-
-
-def parse_log_format(name: str) -> LogFormat:
-    """``name``, if it is one."""
-    if name in get_args(LogFormat):
-        return cast(LogFormat, name)
-    raise InvalidArgumentError(f"log_format={name!r}: expected 'text' or 'json'")
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """The arguments of ``fastgen serve`` beside those of ``fastgen.load``."""
 
-    host: str = "127.0.0.1"
-    # 0 takes any that is free.
-    port: int = 8000
-    # Where gRPC is served, on the same host; by default it is not. 0 takes any that is free.
-    grpc_port: int | None = None
-    # What clients call the model; by default as it was asked for.
-    name: str | None = None
-    # How the model writes calls of tools, a key of ``tool_formats.TOOL_FORMATS``; by default its template says it.
-    tool_format: str | None = None
+    host: Annotated[str, Option("Address to listen on; 0.0.0.0 is every address of the machine.")] = "127.0.0.1"
+    port: Annotated[int, Option("Port for HTTP; 0 takes any free one.", check=PORT)] = 8000
+    grpc_port: Annotated[
+        int | None,
+        Option("Port for gRPC, on the same host; 0 takes any free one.", check=PORT, default="gRPC is not served"),
+    ] = None
+    name: Annotated[str | None, Option("Name by which clients call the model.", default="MODEL")] = None
+    tool_format: Annotated[
+        str | None, Option("How the model writes tool calls.", default="as its chat template says")
+    ] = None
     limits: Limits = field(default_factory=Limits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
-    api_keys: ApiKeys = field(default_factory=ApiKeys)
-    # A certificate and those that it rests on, PEM; with its key the server speaks TLS, by HTTP and by gRPC.
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    # The sites whose pages may ask this server; by default none but its own.
-    allow_origins: tuple[str, ...] = ()
-    # How long requests may take to finish once the server was told to end.
-    drain_timeout_s: float = 30.0
-    # For how long an engine may be silent before it is ended and started again.
-    engine_timeout_s: float = 60.0
-    log_format: LogFormat = "text"
-    # A line for each request.
-    log_requests: bool = False
-    # With what was asked in it.
-    log_prompts: bool = False
+    api_keys: Annotated[
+        ApiKeys,
+        Option(
+            "File of API keys, one a line; FASTGEN_API_KEY is one too.",
+            "# begins a comment. With any key, requests need authorization: Bearer KEY.",
+            name="api_key_file",
+            type=str | Path | None,
+        ),
+    ] = field(default_factory=ApiKeys)
+    tls_cert: Annotated[
+        Path | None,
+        Option(
+            "Certificate (PEM), to serve HTTPS.",
+            "The file also holds intermediate certificates. gRPC uses TLS too.",
+            type=str | Path | None,
+            convert=Path,
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None, Option("Private key (PEM) of the certificate.", type=str | Path | None, convert=Path)
+    ] = None
+    allow_origins: Annotated[
+        tuple[str, ...],
+        Option(
+            "Site whose pages may call this server (CORS), such as https://example.org. Repeatable.",
+            flag="--allow-origin",
+            metavar="SITE",
+            type=Sequence[str],
+            convert=tuple,
+        ),
+    ] = ()
+    drain_timeout_s: Annotated[
+        float,
+        Option(
+            "Seconds that running requests may take when the server ends.", check=AT_LEAST_0, flag="--drain-timeout"
+        ),
+    ] = 30.0
+    engine_timeout_s: Annotated[
+        float,
+        Option(
+            "Seconds without a sign of the engine after which it is restarted.", check=ABOVE_0, flag="--engine-timeout"
+        ),
+    ] = 60.0
+    log_format: Annotated[
+        LogFormat,
+        Option(
+            "text or json: log lines or objects.",
+            check=Check("'text' or 'json'", lambda value: value in ("text", "json")),
+        ),
+    ] = "text"
+    log_requests: Annotated[bool, Option("Log a line for each request, without its prompt.")] = False
+    log_prompts: Annotated[bool, Option("With --log-requests: log the prompt too.")] = False
 
     def __post_init__(self) -> None:
-        for name in ("port", "grpc_port"):
-            port = getattr(self, name)
-            if port is not None and not 0 <= port <= 65535:
-                raise InvalidArgumentError(f"{name}={port}: expected a port, 1 to 65535, or 0 for any that is free")
+        check(self)
         if self.tool_format is not None:
             tool_format_named(self.tool_format)
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -91,8 +180,8 @@ class ServeOptions:
         for origin in self.allow_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise InvalidArgumentError(
-                    f"allow_origins={origin!r}: expected a site as browsers say it, such as https://example.org or "
-                    "http://localhost:3000, in small letters and with nothing behind, or * for all"
+                    f"allow_origins={origin!r}: expected a site as browsers write it, such as https://example.org or "
+                    "http://localhost:3000, in small letters and with nothing after the port, or * for all"
                 )
         if self.log_prompts and not self.log_requests:
-            raise InvalidArgumentError("log_prompts goes with log_requests, whose lines the prompts are put into")
+            raise InvalidArgumentError("log_prompts needs log_requests: prompts are part of its lines")

@@ -28,7 +28,8 @@ from fastgen.serving.monitoring.log import set_up_logging
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 
-# Where texts become tokens: more than conversations can keep, so that those which take long leave some for others.
+# Threads that tokenize. They are more than the conversations that are tokenized at once, so that long ones leave some
+# for others.
 _MAX_THREADS = 32
 _log = logging.getLogger(__name__)
 
@@ -36,11 +37,11 @@ _log = logging.getLogger(__name__)
 def run(
     arguments: Mapping[str, Any], options: ServeOptions, *, on_ready: Callable[[Deployment], None] | None = None
 ) -> None:
-    """Serve the model that ``fastgen.load`` would load with ``arguments``, until SIGTERM or Ctrl-C, or until a client
-    ends it. ``on_ready`` is told where it is served, once it is.
+    """Serves the model that ``fastgen.load`` would load with ``arguments``, until SIGTERM or Ctrl-C, or until a client
+    ends the server. ``on_ready`` is called with the deployment once the model is served.
 
-    The first signal lets requests that run finish, the second ends them. Raises ``FastgenError`` where the server
-    cannot start, or its engine cannot be started again.
+    The first signal lets running requests finish, the second ends them. Raises ``FastgenError`` where the server cannot
+    start, or its engine cannot be restarted.
     """
     set_up_logging(options.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -80,7 +81,7 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
                 _announce(service, deployment, needs_key=bool(options.api_keys))
                 on_ready(deployment)
                 await endings.first_or(_failure(service))
-                _log.info("ending: requests that run may take %g s to finish", options.drain_timeout_s)
+                _log.info("ending: running requests may take %g s to finish", options.drain_timeout_s)
                 await endings.second_or(service.drain(options.drain_timeout_s))
     finally:
         await service.stop(0.0 if endings.second.is_set() else FLUSH_S)
@@ -94,7 +95,7 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
 
 
 class _Endings:
-    """The signals that end a server: the first kindly, the second at once."""
+    """The signals that end a server: after the first, requests may finish; the second ends it at once."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
@@ -105,11 +106,11 @@ class _Endings:
         (self.second if self.first.is_set() else self.first).set()
 
     async def first_or(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Do ``work``, which is given up at the first signal; whether it was done."""
+        """Runs ``work`` until it is done or the first signal arrives. Returns whether it is done."""
         return await _do_unless(work, self.first)
 
     async def second_or(self, work: Coroutine[Any, Any, object]) -> bool:
-        """The same, up to the second signal."""
+        """Runs ``work`` until it is done or the second signal arrives. Returns whether it is done."""
         return await _do_unless(work, self.second)
 
 
@@ -127,7 +128,7 @@ async def _do_unless(work: Coroutine[Any, Any, object], event: asyncio.Event) ->
 
 
 async def _failure(service: Service) -> None:
-    """Wait until the engine cannot be started again, and raise why."""
+    """Waits until the engine cannot be restarted, and raises the reason."""
     assert service.engine.failure is not None
     raise FastgenError(await asyncio.shield(service.engine.failure))
 
@@ -139,7 +140,7 @@ def _address(options: ServeOptions, listener: socket.socket) -> str:
 
 
 def _announce(service: Service, deployment: Deployment, *, needs_key: bool) -> None:
-    """What a person wants to know first, and a line to try."""
+    """Prints the memory, the addresses and a command to try."""
     print(service.facts.ledger, file=sys.stderr)
     print(f"fastgen: {service.model_name} is served at {deployment.address}")
     if deployment.grpc_address is not None:

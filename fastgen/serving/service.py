@@ -10,12 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import fastgen
 from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
-from fastgen.serving.admission.admission import Limits
 from fastgen.serving.answers import Answers, Update
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.messages import EngineFacts
@@ -23,9 +21,11 @@ from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.grammars.trial import FormatTrials
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.monitoring.watch import Watch
+from fastgen.serving.options import Limits
 from fastgen.serving.refusals import BadRequestError, UnavailableError
 from fastgen.serving.request_limits import check_limits
 from fastgen.serving.templates.renderer import TemplateRenderer
+from fastgen.version import __version__
 
 State = Literal["starting", "ready", "restarting", "draining", "stopped", "failed"]
 
@@ -83,7 +83,7 @@ class Service:
         facts = self.facts
         return {
             "model": self.model_name,
-            "version": fastgen.__version__,
+            "version": __version__,
             "vocab_size": facts.vocab_size,
             "max_model_len": facts.max_model_len,
             "max_num_seqs": facts.max_num_seqs,

@@ -244,7 +244,7 @@ def _swaps(below: list[tuple[NodePath, Tree]]) -> Iterator[_Change]:
     named = [(where, node) for where, node in below if where[-1] in _MODULE_KEYS and isinstance(node.value, str)]
     for (one, first), (other, second) in combinations(named, 2):
         if len(one) == len(other) and first.value != second.value:
-            yield {one: second, other: first}, f"{first.value} and {second.value} change places", one
+            yield {one: second, other: first}, f"{first.value} and {second.value} are swapped", one
 
 
 def _moves(path: NodePath, tree: Tree) -> Iterator[_Change]:
@@ -254,11 +254,11 @@ def _moves(path: NodePath, tree: Tree) -> Iterator[_Change]:
         for other in _NORM_PLACES:
             if place in tree.value and other not in tree.value:
                 changes = {(*path, place): None, (*path, other): tree.value[place]}
-                yield changes, f"{place} stands as {other}", (*path, place)
+                yield changes, f"{place} should be {other}", (*path, place)
     for place, other in combinations(_NORM_PLACES, 2):
         if place in tree.value and other in tree.value:
             swapped = {(*path, place): tree.value[other], (*path, other): tree.value[place]}
-            yield swapped, f"{place} and {other} change places", (*path, place)
+            yield swapped, f"{place} and {other} are swapped", (*path, place)
 
 
 def _moved_between(recipe: Recipe) -> Iterator[_Change]:
@@ -275,7 +275,7 @@ def _moved_between(recipe: Recipe) -> Iterator[_Change]:
         for other in places if there[place] else ():
             if not there[other]:
                 moved = {place: None, other: recipe.tree.find(place)}
-                yield moved, f"{place[-1]} of {place[-2]} stands as {other[-1]} of {other[-2]}", place
+                yield moved, f"{place[-1]} of {place[-2]} should be {other[-1]} of {other[-2]}", place
 
 
 def _norms_of(home: NodePath) -> tuple[str, ...]:
@@ -316,7 +316,7 @@ def _new_norms(recipe: Recipe, unclaimed: tuple[str, ...]) -> Iterator[_Change]:
 def _removals(path: NodePath, tree: Tree) -> Iterator[_Change]:
     assert isinstance(tree.value, Mapping)
     for key in tree.value:
-        yield {(*path, key): None}, f"without {key}", (*path, key)
+        yield {(*path, key): None}, f"{key} should be removed", (*path, key)
 
 
 def _shown(value: object) -> str:

@@ -92,12 +92,12 @@ class Verifier:
         report = Report(recipe.name, str(recipe.file), list(recipe.architectures), self.cases.seed)
         made: list[_Made] = []
         for case in self.cases.of(recipe):
-            _tell(progress, f"configuration {case.index + 1} of {self.cases.num_configs}: numbers and names")
+            _notify(progress, f"configuration {case.index + 1} of {self.cases.num_configs}: numbers and names")
             report.configs.append(case.config)
             made.append(_Made(case, self.comparer.read(recipe, case)))
         if _first_failed(made) is None:  # wrong names and shapes explain a mistake better than values: no need to run
             for each in made:
-                _tell(progress, f"configuration {each.case.index + 1} of {self.cases.num_configs}: node by node")
+                _notify(progress, f"configuration {each.case.index + 1} of {self.cases.num_configs}: node by node")
                 each.comparison = self.comparer.compare(recipe, each.case)
                 if sum(other.comparison.disagreement is not None for other in made) == _ENOUGH_FAILED:
                     break
@@ -115,7 +115,7 @@ class Verifier:
     def _finding(self, recipe: Recipe, failed: _Made, made: list[_Made], progress: Progress | None) -> Finding:
         wrong = failed.comparison.disagreement
         assert wrong is not None
-        _tell(progress, f"{wrong.node.path} disagrees; looking for the cause")
+        _notify(progress, f"{wrong.node.path} disagrees; looking for the cause")
         others = [each.case for each in made if each is not failed]
         cause = find_cause(recipe, failed.comparison, failed.case, others, self.comparer)
         node = cause.node if cause else wrong.node
@@ -154,7 +154,7 @@ class Verifier:
             spec, logits = each.comparison.spec, each.case.trace.logits
             if spec is None or logits is None:
                 continue
-            _tell(progress, f"configuration {each.case.index + 1}: alone, together, in chunks")
+            _notify(progress, f"configuration {each.case.index + 1}: alone, together, in chunks")
             sizes = captured_sizes(LARGEST_SIZE) if number < _ALL_SIZES_FOR else _FEW_SIZES
             key = id(each.case), fingerprint(spec)
             if key not in self._engine_agrees:
@@ -230,6 +230,6 @@ def _rank(made: _Made) -> tuple[bool, int, bool, int]:
     )
 
 
-def _tell(progress: Progress | None, what: str) -> None:
+def _notify(progress: Progress | None, what: str) -> None:
     if progress is not None:
         progress(what)

@@ -25,7 +25,7 @@ class Finished:
 
 
 class FakeStream(io.TextIOWrapper):
-    """A UTF-8 stream that is a terminal or is not, as the test says."""
+    """A UTF-8 stream that pretends to be a terminal where ``terminal`` is set."""
 
     def __init__(self, content: bytes = b"", *, terminal: bool):
         super().__init__(io.BytesIO(content), encoding="utf-8")

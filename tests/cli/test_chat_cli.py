@@ -44,7 +44,7 @@ def test_exit_ends_it(run, stub) -> None:
 
 def test_an_unknown_command_is_not_sent_to_the_model(run, stub) -> None:
     done = run("chat", "m", stdin="/rest now\nab\n")
-    assert done.err.startswith("unknown command /rest: /reset begins anew")
+    assert done.err.startswith("unknown command /rest: /reset starts over")
     assert stub.asked == [[say("ab")]]
 
 
@@ -57,15 +57,15 @@ def test_on_a_terminal_it_prompts_and_ctrl_d_leaves(run, stub) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(run, stub) -> None:
-    stub.answers["tell"] = ["Once ", "upon", KeyboardInterrupt(), "never"]
-    done = run("chat", "m", stdin="tell\nmore\n")
+    stub.answers["more please"] = ["Once ", "upon", KeyboardInterrupt(), "never"]
+    done = run("chat", "m", stdin="more please\nmore\n")
     assert (done.status, done.out) == (0, "Once upon\nerom\n")
-    assert stub.asked[1] == [say("tell"), answer("Once upon"), say("more")]
+    assert stub.asked[1] == [say("more please"), answer("Once upon"), say("more")]
     assert stub.num_streams_closed == 2
 
 
 class InterruptedLines:
-    """What ``input`` sees of a terminal where Ctrl-C is pressed at the second prompt."""
+    """Stands for ``input`` on a terminal where Ctrl-C is pressed at the second prompt."""
 
     def __init__(self) -> None:
         self.lines = iter(["ab", KeyboardInterrupt(), "cd"])
@@ -116,7 +116,7 @@ def test_an_answer_nobody_bounded_is_cut_to_what_the_context_has_left(run, stub,
 def test_a_conversation_that_fills_the_context_says_what_to_do(run, stub) -> None:
     stub.answers["long"] = RequestTooLargeError("too long", room=0)
     done = run("chat", "m", stdin="long\n", terminal=True)
-    assert done.err == "fastgen: the conversation is as long as the model can read; /reset begins anew\n"
+    assert done.err == "fastgen: the conversation fills the context of the model; /reset starts over\n"
 
 
 def test_a_turn_that_fails_on_its_way_is_forgotten_too(run, stub) -> None:

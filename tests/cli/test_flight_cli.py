@@ -27,10 +27,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_why_tells_in_sentences_and_in_json(run: Run, file: Path) -> None:
-    told = run("why", "3", "--recording", str(file))
-    assert (told.status, told.err) == (0, "")
-    assert told.out.startswith("Request 3: a prompt of 30 tokens, 9 new tokens in ")
-    assert "% queued for a slot" in told.out
+    done = run("why", "3", "--recording", str(file))
+    assert (done.status, done.err) == (0, "")
+    assert done.out.startswith("Request 3: a prompt of 30 tokens, 9 new tokens in ")
+    assert "% queued for a slot" in done.out
     facts = json.loads(run("why", "3.0", "--recording", str(file), "--json").out)
     assert (facts["sequence"], facts["new_tokens"], facts["finish_reason"]) == ("3.0", 9, "length")
     assert sum(seconds for _, seconds in facts["first_token"]["shares"]) == pytest.approx(facts["ttft_s"])

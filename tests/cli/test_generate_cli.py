@@ -66,11 +66,12 @@ SAMPLING_FLAGS = {
 
 def test_every_argument_of_load_has_its_flag() -> None:
     arguments = inspect.signature(fastgen.load).parameters.keys() - {"model"}
-    assert arguments == set(options.LOAD_ARGUMENTS) == set(LOAD_FLAGS)
+    assert arguments == {argument.name for argument in options.LOAD_ARGUMENTS} == set(LOAD_FLAGS)
 
 
 def test_every_sampling_field_has_its_flag() -> None:
-    assert {item.name for item in fields(fastgen.SamplingParams)} == set(options.SAMPLING_FIELDS) == set(SAMPLING_FLAGS)
+    stated = {argument.name for argument in options.SAMPLING_ARGUMENTS}
+    assert {item.name for item in fields(fastgen.SamplingParams)} == stated == set(SAMPLING_FLAGS)
 
 
 def test_what_is_not_given_is_not_passed(run, stub) -> None:

@@ -1,4 +1,4 @@
-"""``fastgen info``: what it tells agrees with what it tells about."""
+"""``fastgen info``: the facts it prints agree with the model and the machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_for_people(run) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral", "tiny-opt"])
-def test_a_model_is_told_as_its_checkpoint_has_it(run, name) -> None:
+def test_the_facts_of_a_model_are_those_of_its_checkpoint(run, name) -> None:
     model = json.loads(run("info", name, "--json").out)["model"]
     directory = BUILTINS[name]
     config = json.loads((directory / "config.json").read_text())
@@ -63,16 +63,16 @@ def test_a_model_is_told_as_its_checkpoint_has_it(run, name) -> None:
 def test_the_memory_of_an_engine_is_that_of_the_engine(run) -> None:
     sizes = {"token_budget": 40, "max_num_seqs": 3, "block_size": 8, "max_model_len": 100, "num_threads": 1}
     flags = [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    told = json.loads(run("info", "tiny-llama", "--json", "--kv-cache-memory", "1MiB", *flags).out)["ledger"]
+    printed = json.loads(run("info", "tiny-llama", "--json", "--kv-cache-memory", "1MiB", *flags).out)["ledger"]
     with fastgen.load("tiny-llama", kv_cache_memory="1MiB", **sizes) as llm:
-        assert told == llm.ledger.as_json()
+        assert printed == llm.ledger.as_json()
         table = str(llm.ledger).splitlines()
     out = run("info", "tiny-llama", "--kv-cache-memory", "1MiB", *flags).out
     assert out.endswith("memory\n" + "".join(f"  {line}\n" for line in table))
-    assert sum(row["size_bytes"] for row in told["rows"]) == told["total_bytes"]
+    assert sum(row["size_bytes"] for row in printed["rows"]) == printed["total_bytes"]
 
 
-def test_an_engine_that_does_not_fit_is_told_of(run) -> None:
+def test_an_engine_that_does_not_fit_is_an_error(run) -> None:
     done = run("info", "tiny-llama", "--kv-cache-memory", "999TiB")
     assert done.status != 0
     assert "it fits with --kv-cache-memory " in done.err
@@ -86,7 +86,7 @@ def test_a_model_that_does_not_exist(run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (RecipeError("let pass once with allow_config_keys="), "let pass once with --allow-config-key"),
         (RecipeError("pass recipe= to say which"), "pass --recipe to say which"),
@@ -109,5 +109,5 @@ def test_a_model_that_does_not_exist(run) -> None:
         (KernelError("broken", spec="norm(H=8, dtype=bf16)"), "broken\n  kernel: norm(H=8, dtype=bf16)"),
     ],
 )
-def test_arguments_are_told_as_flags(error: FastgenError, told: str) -> None:
-    assert in_flags(error) == told
+def test_errors_name_arguments_by_their_flags(error: FastgenError, message: str) -> None:
+    assert in_flags(error) == message

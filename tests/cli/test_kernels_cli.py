@@ -30,7 +30,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def needed(target: str, recipe: str = "llama", dtype: str = "bf16") -> list[KernelSpec]:
-    """In place of all that a model needs, which would take long to build: two norms, told apart by who asks."""
+    """Returns two norms, which differ in the node that needs them; all kernels of a model would take long to build."""
     return [
         norm_spec(target, "rms", 64, dtype, 1e-5, needed_by=(f"{recipe}: model.layers.residual.attend.norm",)),
         norm_spec(target, "rms", 64, dtype, 1e-5, residual=True, needed_by=(f"{recipe}: model.final_norm",)),
@@ -99,7 +99,7 @@ def test_a_sealed_bundle_is_written_and_loads(run, tmp_path: Path) -> None:
 
 
 def test_a_bundle_is_for_a_revision_and_passes_over_keys(run, tmp_path: Path) -> None:
-    """Of a hub repository, as `fastgen generate` does; a built-in model has no revisions."""
+    """A revision is that of a hub repository, as in `fastgen generate`; a built-in model has none."""
     model = tmp_path / "model"
     shutil.copytree(BUILTINS["tiny-llama"], model)
     config = json.loads((model / "config.json").read_text())

@@ -85,7 +85,7 @@ def test_show_with_a_configuration(run: Any, config: Path) -> None:
     assert facts["positions"] == "32,768"
     table = done.out.split("\n\n")[1].splitlines()
     attend = next(line for line in table if "attend" in line)
-    assert attend.startswith("layers 0–31")  # all alike, so told once
+    assert attend.startswith("layers 0–31")  # all alike, so printed once
     assert "32 heads, 8 of K and V, 128 wide, rotary θ 10000, window 4096".replace("4096", "4,096") in attend
     assert attend.endswith("41,947,136 × 32")
     assert sum("attend" in line for line in table) == 1

@@ -46,22 +46,22 @@ def test_a_key_that_nothing_reads_keeps_the_model_from_being_loaded(run: Run, di
     (copy / "config.json").write_text(json.dumps(config))
     (copy / "model.safetensors").symlink_to(directory / "model.safetensors")
     file = tmp_path / "herring.yaml"
-    told = run("recipe", "new", str(copy), "--output", str(file)).out
-    line = next(each for each in told.splitlines() if each.startswith("read by nothing, so the checkpoint cannot"))
+    printed = run("recipe", "new", str(copy), "--output", str(file)).out
+    line = next(each for each in printed.splitlines() if each.startswith("read by nothing, so the checkpoint cannot"))
     refused = run("info", str(copy), "--recipe", str(file))
     assert refused.status == 1
     for key in line.partition(": ")[2].split(", "):
         assert f"- {key} is not known to the recipe" in refused.err
     assert "- warp_factor is not known" in refused.err
-    assert refused.err.endswith("let pass once with --allow-config-key\n")
+    assert refused.err.endswith("or allow it once with --allow-config-key\n")
 
 
 def test_as_json(run: Run, directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "herring.yaml"
-    told = json.loads(run("recipe", "new", str(directory), "--output", str(file), "--json").out)
-    assert told["text"] == file.read_text()
-    assert told["nearest"] == {"name": "phi", "explained_tensors": 47, "num_tensors": 47}
-    assert told["unclaimed_tensors"] == told["missing_tensors"] == []
+    printed = json.loads(run("recipe", "new", str(directory), "--output", str(file), "--json").out)
+    assert printed["text"] == file.read_text()
+    assert printed["nearest"] == {"name": "phi", "explained_tensors": 47, "num_tensors": 47}
+    assert printed["unclaimed_tensors"] == printed["missing_tensors"] == []
 
 
 def test_a_file_is_overwritten_only_by_force(run: Run, directory: Path, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_file_is_overwritten_only_by_force(run: Run, directory: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
         ({}, "config.json"),
         ({"config.json": b"{}"}, "contains none of the weight files"),
@@ -84,12 +84,12 @@ def test_a_file_is_overwritten_only_by_force(run: Run, directory: Path, tmp_path
         ({"config.json": b"{", "model.safetensors": b""}, "JSON"),
     ],
 )
-def test_bad_input_is_told(files: dict[str, bytes], said: str, run: Run, tmp_path: Path) -> None:
+def test_bad_input_is_an_error(files: dict[str, bytes], message: str, run: Run, tmp_path: Path) -> None:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     finished = run("recipe", "new", str(tmp_path), "-o", str(tmp_path / "x.yaml"))
     assert finished.status == 1
-    assert any(word in finished.err for word in said.split("|")), finished.err
+    assert any(word in finished.err for word in message.split("|")), finished.err
     assert not (tmp_path / "x.yaml").exists()
 
 

@@ -66,10 +66,10 @@ def test_a_terminal_gets_colours(run: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_differences_as_json(run: Any, config: Path) -> None:
     done = run("recipe", "diff", "llama", "mistral", "--json")
-    told = json.loads(done.out)
-    assert (done.status, told["a"]["name"], told["b"]["name"]) == (1, "llama", "mistral")
-    assert [each["path"] for each in told["differences"]][:2] == ["name", "architectures"]
-    assert (told["differences"][0]["a"]["value"], told["differences"][0]["a"]["line"]) == ("llama", 2)
+    printed = json.loads(done.out)
+    assert (done.status, printed["a"]["name"], printed["b"]["name"]) == (1, "llama", "mistral")
+    assert [each["path"] for each in printed["differences"]][:2] == ["name", "architectures"]
+    assert (printed["differences"][0]["a"]["value"], printed["differences"][0]["a"]["line"]) == ("llama", 2)
     models = json.loads(run("recipe", "diff", "llama", "mistral", "--json", "--config", str(config)).out)
     assert models["differences"][-1] == {
         **{"path": "attend.attention.sliding_window", "layers": [0, 1, 2]},

@@ -33,7 +33,7 @@ def test_a_wrong_recipe_names_file_line_and_node(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["verify", str(file), "--configs", "2"])
     assert result.exit_code == 1, result.output
     assert f"✗ {file}:{line}: model.layers.residual.transform.mlp.gate" in result.output
-    assert "likely cause: mlp.up_proj and mlp.gate_proj change places" in result.output
+    assert "likely cause: mlp.up_proj and mlp.gate_proj are swapped" in result.output
     result = CliRunner().invoke(app, ["verify", str(file), "--configs", "2", "--json"])
     assert result.exit_code == 1
     assert json.loads(result.stdout)["finding"]["node"]["line"] == line
@@ -92,7 +92,7 @@ def test_a_function_of_a_file_makes_the_reference(checkpoint: Path, run: Run, tm
 
 
 @pytest.mark.parametrize(
-    ("reference", "said"),
+    ("reference", "message"),
     [
         ("gone.py:load", "there is no file"),
         ("good.py", "name the function that makes the module, as in "),
@@ -106,12 +106,12 @@ def test_a_function_of_a_file_makes_the_reference(checkpoint: Path, run: Run, tm
         ("gone.safetensors", "there is no file"),
     ],
 )
-def test_a_reference_that_is_none_is_told(reference: str, said: str, checkpoint: Path, run: Run) -> None:
+def test_a_bad_reference_is_an_error(reference: str, message: str, checkpoint: Path, run: Run) -> None:
     before = list(sys.path)
     finished = run("verify", str(checkpoint), "--reference", f"{checkpoint}/{reference}")
     assert (finished.status, finished.out) == (1, "")
     assert f"fastgen: --reference {checkpoint}/{reference}: " in finished.err
-    assert said in finished.err
+    assert message in finished.err
     assert "Traceback" not in finished.err
     assert sys.path == before
 
@@ -141,9 +141,9 @@ def test_a_cause_tells_that_only_a_key_is_left(checkpoint: Path, run: Run, tmp_p
         "name: theirs\nextends: qwen2\n"
         "model: {layers: {residual: {transform: {mlp: {gate: mlp.up_proj, up: mlp.gate_proj}}}}}\n"
     )
-    told = run("verify", str(directory), "--recipe", str(file), "--reference", f"{checkpoint}/good.py:load").out
-    assert "likely cause: mlp.up_proj and mlp.gate_proj change places" in told
-    assert "and left is only that warp_factor is not known to the recipe" in told
+    printed = run("verify", str(directory), "--recipe", str(file), "--reference", f"{checkpoint}/good.py:load").out
+    assert "likely cause: mlp.up_proj and mlp.gate_proj are swapped" in printed
+    assert "what remains is that warp_factor is not known to the recipe" in printed
 
 
 def test_a_module_that_fails_is_told(checkpoint: Path, run: Run) -> None:

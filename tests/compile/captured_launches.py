@@ -47,8 +47,10 @@ class Memory:
         return self.begin % 16
 
     def difference(self, found: bytes, tolerance: float) -> float:
-        """How far what was computed is from what was captured, in parts of the largest number and above ``tolerance``;
-        0 where it is within, or where nobody will read it. Whole numbers must be equal."""
+        """Returns how far the computed numbers are from the captured ones, as a fraction of the largest number.
+
+        It is 0 within ``tolerance``, and for memory that is not read later. Integers must be equal.
+        """
         if self.written is None or found == self.after:
             return 0.0
         dtype = torch_dtype(self.written.dtype)

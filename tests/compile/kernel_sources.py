@@ -73,7 +73,7 @@ READABLE: Final = {
     "moe_sort_sm_90.py": Readable("sm_90", "deepseek_v3", _UNQUANTIZED, "moe_sort_"),
     "sampling_scan_sm_90.py": Readable("sm_90", "llama", _UNQUANTIZED, "sampling_scan_"),
     "linear_int8_avx512vnni.cpp": Readable("avx512vnni", "llama", "int8", "linear_i"),
-    "qkv_avx2.cpp": Readable("avx2", "llama", _UNQUANTIZED, "qkv_"),
+    "sort_by_expert.cpp": Readable("avx2", "mixtral", _UNQUANTIZED, "sort_by_expert"),
     "rms_norm_portable.cpp": Readable("portable", "llama", _UNQUANTIZED, "rms_norm_"),
     "embedding_avx512bf16.cpp": Readable("avx512bf16", "gemma", _UNQUANTIZED, "embedding_"),
     "next_decodes.cpp": Readable("portable", "llama", _UNQUANTIZED, "next_decodes"),

@@ -24,7 +24,7 @@ from fastgen.compile.weights.packed import PackedWeight, WeightFormat, formats_o
 
 HERE = cpp_arch(device.current("cpu"))
 FORMATS = formats_of(HERE)
-FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_pairs": torch.bfloat16, "fp16": torch.float16}
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_dot": torch.bfloat16, "fp16": torch.float16}
 # Those whose instructions this machine has.
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
 ONCE = [(HERE, each) for each in FORMATS] + [
@@ -82,7 +82,7 @@ class Layer:
             return linear_int4(x, quantize_groups(weight), bias)
         if self.format == "int8_weight_only":
             return linear_int8_weight_only(x, quantize_channels(weight), bias)
-        if self.format == "bf16_pairs":
+        if self.format == "bf16_dot":
             x = x.bfloat16()
         return linear(x.double(), weight.to(FLOATS[self.format]).double(), None if bias is None else bias.double())
 

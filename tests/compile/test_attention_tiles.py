@@ -1,4 +1,4 @@
-"""How attention is cut by default on NVIDIA's GPUs, and what the assembler is told. Nothing is built here."""
+"""The default tiles of attention on NVIDIA's GPUs, and the assembler's options. Nothing is built here."""
 
 from __future__ import annotations
 

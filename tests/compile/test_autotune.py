@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build import autotune
-from fastgen.compile.build import loader as loading
+from fastgen.compile.build import autotune, sources
 from fastgen.compile.build.autotune import SHIPPED, Tuning, Way, tuning_here
 from fastgen.compile.build.bundle import load_bundle, write_bundle
 from fastgen.compile.build.cache import KernelCache
@@ -211,8 +210,8 @@ def test_it_is_measured_again_where_what_it_depends_on_changed(loader: KernelLoa
         versions = dict(loader.builder.versions())
         monkeypatch.setattr(TritonBuilder, "versions", lambda self: {**versions, "triton": "99"})
     elif changed == "source":
-        render = loading.render_body
-        monkeypatch.setattr(loading, "render_body", lambda spec: render(spec) + "# changed\n")
+        render = sources.render_body
+        monkeypatch.setattr(sources, "render_body", lambda spec: render(spec) + "# changed\n")
     elif changed == "ways":
         other.append(way(2, 9.0))
     assert tuning(loader, name=name).choose(PROBLEM, other, may_measure=True) == 0

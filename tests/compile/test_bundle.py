@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.compile.build import bundle, loader
+from fastgen.compile.build import bundle, sources
 from fastgen.compile.build import cpp as build_cpp
 from fastgen.compile.build import triton as build_triton
 from fastgen.compile.build.bundle import Bundle, bundle_beside, load_bundle, write_bundle
@@ -122,7 +122,7 @@ print(out.unique().tolist())
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_manifest_says_what_it_is_and_who_built_it(written: Path) -> None:
+def test_the_manifest_says_what_it_is_and_what_built_it(written: Path) -> None:
     opened = Bundle.open(written)
     manifest = opened.manifest
     assert (opened.arch, opened.about, manifest["target"]) == ("portable", ABOUT, "cpp")
@@ -177,7 +177,7 @@ def test_writing_replaces_a_bundle_and_nothing_else(place: Path, cache: KernelCa
 
 
 def test_what_cannot_be_built_leaves_the_earlier_bundle_as_it_was(place: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(loader, "render_body", lambda spec: "nonsense;")
+    monkeypatch.setattr(sources, "render_body", lambda spec: "nonsense;")
     before = (place / "bundle.json").read_bytes()
     kernels = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path / "cache"))
     with pytest.raises(KernelError, match="cannot be built"):
@@ -215,7 +215,7 @@ def add(place: Path) -> str:
 
 
 def point_nowhere(place: Path) -> str:
-    """A file that cannot be read, whoever asks."""
+    """Makes a file that no user can read."""
     file = next(place.rglob("*.cpp"))
     file.unlink()
     file.symlink_to("nowhere")
@@ -365,8 +365,8 @@ def test_a_kernel_that_it_lacks(written: Path, no_compiler: None) -> None:
 
 def test_a_kernel_that_is_rendered_differently_here(written: Path, monkeypatch, no_compiler: None) -> None:
     sealed = load_bundle(written, CPU)
-    real = loader.render_body
-    monkeypatch.setattr(loader, "render_body", lambda spec: real(spec) + "// mended")
+    real = sources.render_body
+    monkeypatch.setattr(sources, "render_body", lambda spec: real(spec) + "// mended")
     with pytest.raises(BundleError, match=f"has kernel {a_norm().name} of another source .*--target portable"):
         sealed.load(a_norm())
 
@@ -387,7 +387,7 @@ def test_a_launch_that_fails_leaves_nothing_in_the_bundle(place: Path, tmp_path:
     Bundle.open(place)
 
 
-def test_a_binary_that_the_system_cannot_load_is_told(place: Path) -> None:
+def test_a_binary_that_the_system_cannot_load_is_reported(place: Path) -> None:
     """Sealed as it is, but made against libraries that are not here, for one."""
     file = next(place.rglob("rms_norm*weight.so"))
     file.write_bytes(b"\x7fELF of another world")

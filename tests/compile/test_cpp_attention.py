@@ -1,4 +1,4 @@
-"""Paged attention's C++ kernel against the torch reference: drawn ragged batches, every feature, every company."""
+"""Paged attention's C++ kernel against the torch reference: ragged batches, every feature, any other requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastgen.compile.ops.attention.reference import Alibi, paged_attention
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.render import render
 from fastgen.compile.spec import torch_dtype
-from fastgen.compile.weights.packed import ARCHES_WITH_PAIRS
+from fastgen.compile.weights.packed import ARCHES_WITH_BF16_DOT
 
 HERE = cpp_arch(device.current("cpu"))
 # Those whose instructions this machine has.
@@ -116,7 +116,7 @@ class Batch:
     def computed(self, loader: KernelLoader, num_threads: int = 1) -> Tensor:
         load_thread_pool(loader).resize(num_threads)
         kernel = loader.load(attention_spec(self.shape, loader.builder.arch))
-        self.rounds = bool(kernel.spec.parameters["pairs"])
+        self.rounds = bool(kernel.spec.parameters["bf16_dot"])
         out = torch.full((len(self.q), self.shape.num_heads, self.shape.v_dim), torch.nan, dtype=self.q.dtype)
         limits = AttentionLimits(len(self.q), len(self.seq_lens), max([1, *self.seq_lens.tolist()]), num_threads)
         attend = AttentionKernel(kernel, limits, Workspace(), self.slopes)
@@ -164,8 +164,10 @@ def test_drawn_batches(loaders: dict[str, KernelLoader], arch: str, feature: str
 
 
 @pytest.mark.parametrize("feature", [None, "window", "bf16 in small blocks", "bf16 with tails", *NEAR_BLOCKS])
-@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch in ARCHES_WITH_PAIRS])
-def test_pairs_whose_numbers_need_no_rounding(loaders: dict[str, KernelLoader], arch: str, feature: str | None) -> None:
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch in ARCHES_WITH_BF16_DOT])
+def test_bf16_dots_whose_numbers_need_no_rounding(
+    loaders: dict[str, KernelLoader], arch: str, feature: str | None
+) -> None:
     """Queries and keys are small whole numbers, and weights powers of 2, so what is left is the order of the sums."""
     shape = replace(with_features("bf16", *([feature] if feature else [])), scale=math.log(2))
     for seed in range(3):
@@ -210,7 +212,7 @@ def test_sizes(
 
 
 @pytest.mark.parametrize("feature", [None, "window", "small blocks", "bf16", *NEAR_BLOCKS])
-def test_a_sequence_gets_the_same_bits_in_any_company_chunking_and_number_of_threads(
+def test_a_sequence_gets_the_same_bits_in_any_batch_chunking_and_number_of_threads(
     loaders: dict[str, KernelLoader], feature: str | None
 ) -> None:
     shape = with_features(*([feature] if feature else []))
@@ -227,15 +229,15 @@ def test_a_sequence_gets_the_same_bits_in_any_company_chunking_and_number_of_thr
             alone.q, alone.tables = q, tables
     for seed in range(4):
         others = drawn_lengths(random.Random(seed))
-        company = Batch(shape, [*others, (length, length)], 8)
-        mine = slice(int(company.starts[-2]), int(company.starts[-1]))
+        together = Batch(shape, [*others, (length, length)], 8)
+        mine = slice(int(together.starts[-2]), int(together.starts[-1]))
         alone.starts = torch.tensor([0, length], dtype=torch.int32)
-        company.q[mine] = alone.q
-        for cache, own in zip((company.k, company.v), (alone.k, alone.v), strict=True):
+        together.q[mine] = alone.q
+        for cache, own in zip((together.k, together.v), (alone.k, alone.v), strict=True):
             size = shape.block_size
             for index in range(-(-length // size)):
-                cache[company.tables[-1, index]] = own[alone.tables[0, index]]
-        assert torch.equal(company.computed(loader, 2)[mine], whole), seed
+                cache[together.tables[-1, index]] = own[alone.tables[0, index]]
+        assert torch.equal(together.computed(loader, 2)[mine], whole), seed
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -128,7 +128,7 @@ def test_drawn_shapes(arch: str, seed: int) -> None:
         assert (case.cache == 7).all()
 
 
-def test_a_token_gets_the_same_bits_in_any_company() -> None:
+def test_a_token_gets_the_same_bits_in_any_batch() -> None:
     shape = drawn_shape(1)
     kernel, pool = load(ARCHES[0], shape), load_thread_pool(KernelLoader(CppBuilder(ARCHES[0])))
     before = pool.num_threads

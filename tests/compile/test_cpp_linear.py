@@ -1,4 +1,4 @@
-"""Linear layers in C++ against their torch reference: every format, odd shapes, and the same bits in any company."""
+"""Linear layers in C++ against their torch reference: every format, odd shapes, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_drawn_shapes(make: Layer) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere weights are always read in several streams")
 def test_the_number_of_streams_does_not_show(pool: ThreadPool, tmp_path: Path) -> None:
-    """A kernel reads weights as is best on this machine; one that is told the contrary gives the same bits."""
+    """A kernel reads weights as is best on this machine; one that is set to the contrary gives the same bits."""
     pool.resize(2)
     here, spec = Layer(HERE, "int8"), linear_spec("int8", HERE)
     source, asks = render(spec), '__builtin_cpu_is("amd")'
@@ -83,7 +83,7 @@ def test_the_number_of_streams_does_not_show(pool: ThreadPool, tmp_path: Path) -
 
 
 @by_kernel
-def test_a_row_has_the_same_bits_in_any_company(make: Layer, pool: ThreadPool) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(make: Layer, pool: ThreadPool) -> None:
     """Alone, among any others, at any place, on any number of threads, in pieces as small and as large as there are."""
     x, weight, bias = draw(3, 130, 75, 2100)
     packed = make.pack(weight, bias)
@@ -221,7 +221,7 @@ print(memory("VmHWM") - before)
 def test_what_does_not_fit_is_refused(pool: ThreadPool) -> None:
     layer, weight = Layer(HERE, "fp32"), torch.ones(8, 16)
     packed = layer.pack(weight)
-    prepared = [Layer(HERE, each) for each in ("int8", "bf16_pairs") if each in FORMATS]
+    prepared = [Layer(HERE, each) for each in ("int8", "bf16_dot") if each in FORMATS]
     heads = layer.kernel.pack(8, 16, num_groups=2)
     x, out = torch.ones(3, 16), torch.full((3, 8), 5.0)
     many, many_out = torch.ones(MAX_ROWS + 1, 16), torch.ones(MAX_ROWS + 1, 8)

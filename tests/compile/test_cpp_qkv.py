@@ -173,7 +173,7 @@ def test_drawn_shapes(loaders: dict[str, KernelLoader], arch: str, shape: Shape)
         Case(shape, num_tokens, seed).check(kernel)
 
 
-def test_a_token_gets_the_same_bits_in_any_company(loaders: dict[str, KernelLoader]) -> None:
+def test_a_token_gets_the_same_bits_in_any_batch(loaders: dict[str, KernelLoader]) -> None:
     shape = SHAPES[14]
     loader = loaders[ARCHES[0]]
     kernel = load(loader, shape)

@@ -1,4 +1,4 @@
-"""Experts' linear layers in C++ against their torch reference: however tokens choose, the same bits in any company."""
+"""Experts' linear layers in C++ against their torch reference: for any routing, the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_drawn_shapes_and_choices(make: Experts) -> None:
 
 
 @by_kernel
-def test_a_choice_has_the_bits_of_a_plain_layer_in_any_company(make: Experts, pool: ThreadPool) -> None:
+def test_a_choice_has_the_bits_of_a_plain_layer_in_any_batch(make: Experts, pool: ThreadPool) -> None:
     """Whatever else chooses the expert, or other experts, and on any number of threads."""
     num_experts, top_k = 7, 3
     weights = make.weights(5, num_experts, 75, 2100)

@@ -18,7 +18,7 @@ from fastgen.errors import CaptureError, KernelError
 
 
 class StandIn:
-    """In the place of ``torch.cuda``: notes what is asked of it, and raises where a capture would be invalid."""
+    """Stands in for ``torch.cuda``: records the calls, and raises where a capture would be invalid."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -150,7 +150,7 @@ def test_a_step_that_waits_cannot_be_captured_and_the_next_one_can(cuda: StandIn
     assert cuda.log[-1] == "replay"
 
 
-def test_behind_the_fence_cuda_is_asked_for_nothing(cuda: StandIn) -> None:
+def test_behind_the_fence_cuda_is_not_called(cuda: StandIn) -> None:
     loader = Loader()
     pool = new_pool(loader)
     loader.fence.close()

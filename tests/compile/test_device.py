@@ -50,7 +50,7 @@ def test_without_a_topology_each_processor_is_a_core(machine: Path) -> None:
     assert cpu.instruction_sets == ("asimd", "i8mm", "sve")
 
 
-def test_without_cpuinfo_the_system_is_asked(machine: Path) -> None:
+def test_without_cpuinfo_the_system_is_queried(machine: Path) -> None:
     cpu = device.current("cpu")
     assert cpu.num_cores == 8
     assert cpu.name

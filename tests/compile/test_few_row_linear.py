@@ -129,7 +129,7 @@ def test_what_lies_behind_the_features_is_not_read(loader: KernelLoader) -> None
     torch.testing.assert_close(out, x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
-# Weights in few bits
+# Quantized weights
 
 
 def test_the_reference_is_the_definition() -> None:
@@ -184,8 +184,8 @@ def test_rows_of_zeros_stay_zeros() -> None:
 
 
 def test_bytes_of_a_weight() -> None:
-    told = dict.fromkeys(FORMATS[1:], 64 * 100) | {"int4_weight_only": 64 * (48 + 6)}
-    for weight_format, size_bytes in told.items():
+    reported = dict.fromkeys(FORMATS[1:], 64 * 100) | {"int4_weight_only": 64 * (48 + 6)}
+    for weight_format, size_bytes in reported.items():
         assert quantized(torch.randn(64, 96, dtype=torch.bfloat16), weight_format).size_bytes == size_bytes
         described = QuantizedWeight(weight_format, 64, 95, torch.device("meta"))
         assert described.size_bytes == size_bytes - 64 * (weight_format != "int4_weight_only")

@@ -91,7 +91,7 @@ def test_interpreted_and_compiled_kernels_do_not_mix(tmp_path, monkeypatch) -> N
         TritonBuilder("interpret")
 
 
-def test_an_interpreter_that_is_too_old_for_numpy_is_told(tmp_path: Path) -> None:
+def test_an_interpreter_that_is_too_old_for_numpy_is_reported(tmp_path: Path) -> None:
     class Interpreted:
         def __getitem__(self, grid: tuple[int, ...]) -> None:
             raise TypeError("only 0-dimensional arrays can be converted to Python scalars")  # as from NumPy 2.4 on
@@ -226,5 +226,5 @@ def test_on_a_gpu_nothing_is_compiled_but_what_the_cache_has_is_loaded(tmp_path)
     assert "it is for sm_80, and the GPU here is cuda 90" in other_gpu
     assert "Triton would build another binary" in other_settings
     assert "is built but cannot be loaded: out of resource: shared memory, Required: " in too_large
-    assert earlier[:3] == [name, "theirs", name]  # a hook that was there before ours is still told of what is allowed
+    assert earlier[:3] == [name, "theirs", name]  # a hook that was there before ours still gets what is allowed
     assert still_there  # nothing was written beside the binaries

@@ -390,7 +390,7 @@ def test_clean_and_entries_of_a_cache_that_does_not_exist(cache) -> None:
     assert cache.entries() == []
 
 
-def test_a_cache_that_cannot_be_read_is_told(cache, make, monkeypatch) -> None:
+def test_a_cache_that_cannot_be_read_is_reported(cache, make, monkeypatch) -> None:
     build(cache, make)
 
     def refuse_to_list(path: Path) -> None:
@@ -430,6 +430,6 @@ def test_the_directory_is_the_users_unless_named(monkeypatch, tmp_path) -> None:
     assert default_directory() == Path.home() / ".cache" / "fastgen" / "kernels"
 
 
-def test_nobody_else_may_write_into_it(cache, make) -> None:
+def test_no_other_user_may_write_into_it(cache, make) -> None:
     build(cache, make)
     assert cache.directory.stat().st_mode & 0o022 == 0

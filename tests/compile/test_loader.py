@@ -45,28 +45,28 @@ def a_norm(target: str = "cpp", **changed) -> KernelSpec:
 def test_a_batch_is_built_once_each_and_in_order(tmp_path) -> None:
     loader = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path))
     first, second = a_norm(size=8), a_norm(size=16)
-    told: list[tuple[int, int]] = []
-    entries = loader.build([first, second, first], lambda *progress: told.append(progress))
+    reported: list[tuple[int, int]] = []
+    entries = loader.build([first, second, first], lambda *progress: reported.append(progress))
     assert [entry.name for entry in entries] == [first.name, second.name, first.name]
     assert entries[0] == entries[2]
-    assert told == [(1, 2), (2, 2)]
+    assert reported == [(1, 2), (2, 2)]
     assert loader.build([]) == []
 
 
-def test_progress_is_told_one_at_a_time_and_in_order(tmp_path, monkeypatch) -> None:
+def test_progress_is_reported_one_at_a_time_and_in_order(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(CppBuilder, "build", lambda builder, spec, source: {})
     specs = [a_norm(size=size) for size in range(1, 13)]
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
 
     def slowly(*progress: int) -> None:
-        time.sleep(0.001)  # the others go on
-        told.append(progress)
+        time.sleep(0.001)  # the others continue
+        reported.append(progress)
 
     KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path), num_jobs=6).build(specs, slowly)
-    assert told == [(done, 12) for done in range(1, 13)]
+    assert reported == [(done, 12) for done in range(1, 13)]
 
 
-def test_a_second_start_builds_nothing_whoever_asks(tmp_path, monkeypatch) -> None:
+def test_a_second_start_builds_nothing_whatever_needs_the_kernels(tmp_path, monkeypatch) -> None:
     KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path)).build([a_norm(needed_by=(NODE,))])
     monkeypatch.setattr(CppBuilder, "build", None)
     other = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path))
@@ -143,7 +143,7 @@ def run_alone(script: str | None, *options: str) -> subprocess.CompletedProcess[
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every norm renders with a mistake in its last line, at which compilers print something."""
-    from fastgen.compile.build import loader
+    from fastgen.compile.build import sources
 
     def render_body(spec: KernelSpec) -> str:
         text = render(replace(spec, needed_by=())).partition("\n\n")[2]
@@ -152,7 +152,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
             text = 'import sys\nprint("printed, and missing in the answer", file=sys.stderr)\n' + text
         return text.rstrip() + "\n" + wrong[spec.target]
 
-    monkeypatch.setattr(loader, "render_body", render_body)
+    monkeypatch.setattr(sources, "render_body", render_body)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_launch_that_fails_in_triton(tmp_path, monkeypatch) -> None:
     assert "out_ptr" in done.stderr
 
 
-def test_a_failure_that_finds_no_room_for_its_remains_is_still_told(tmp_path, broken, monkeypatch) -> None:
+def test_a_failure_that_finds_no_room_for_its_remains_is_still_reported(tmp_path, broken, monkeypatch) -> None:
     loader = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path))
 
     def failed(self, name):

@@ -1,4 +1,4 @@
-"""Weights in few bits: written by pieces, looked up, laid out whole, and multiplied by any number of rows."""
+"""Quantized weights: written in pieces, looked up, dequantized, and multiplied by any number of rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_rows_are_worth_what_the_product_takes_them_for(weight_format: WeightOnl
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_laid_out_whole(loader: KernelLoader, weight_format: WeightOnlyFormat) -> None:
+def test_a_quantized_weight_is_dequantized_for_the_library(
+    loader: KernelLoader, weight_format: WeightOnlyFormat
+) -> None:
     for seed, (size, dtype) in enumerate(itertools.product((1, 32, 70, 1040), ("fp32", "fp16"))):
         stored = quantized(drawn(3, size, seed=seed), weight_format)
         out = torch.full((4, size), torch.nan, dtype=torch_dtype(dtype))
@@ -85,7 +87,7 @@ def test_laid_out_whole(loader: KernelLoader, weight_format: WeightOnlyFormat) -
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_looked_up_by_id(loader: KernelLoader, weight_format: WeightOnlyFormat) -> None:
-    """Tokens of a table in few bits, scaled, plus positions of a plain one."""
+    """Tokens of a quantized table, scaled, plus positions of a plain one."""
     for size, dtype, offset in itertools.product((33, 1040), ("fp32", "fp16"), (None, 2)):
         spec = embedding_spec(size, dtype, table_dtype=weight_format, scale=1.5, position_offset=offset)
         table, places = quantized(drawn(9, size), weight_format), drawn(7, size, seed=1).to(torch_dtype(dtype))
@@ -104,7 +106,7 @@ def test_any_number_of_rows(loader: KernelLoader, weight_format: WeightOnlyForma
     shape = FewRowShape(20, 70, "fp32", weight_format, bias=True)
     whole = torch.full((30 * 70,), torch.nan)
     split = None if by_library else SplitK(32, 32, 4, 1, 2)
-    layer = LinearKernel(shape, loader.load, torch.empty, lambda rows: split, whole=whole)
+    layer = LinearKernel(shape, loader.load, torch.empty, lambda rows: split, dequantized=whole)
     stored, bias = quantized(drawn(20, 70), weight_format), drawn(20, seed=1)
     for num_rows, reads_whole in ((1, by_library), (64, by_library), (65, by_library), (192, by_library), (193, True)):
         x, out = drawn(num_rows, 70, seed=num_rows), torch.full((num_rows + 1, 20), torch.nan)

@@ -33,7 +33,7 @@ def toy(**parameters) -> KernelSpec:
 
 
 @pytest.mark.parametrize("target", ["triton", "cpp"])
-def test_the_heading_says_what_it_is_and_who_asked(target) -> None:
+def test_the_heading_says_what_it_is_and_what_needs_it(target) -> None:
     spec = norm_spec(target, "rms", 4096, "bf16", 1e-5, residual=True, needed_by=NODES)
     lines = render(spec).splitlines()
     mark = {"triton": "# ", "cpp": "// "}[target]
@@ -45,7 +45,7 @@ def test_the_heading_says_what_it_is_and_who_asked(target) -> None:
 
 
 @pytest.mark.parametrize("nodes", [(), NODES[:1], NODES * 9, ("a\nnode\n# with lines",)])
-def test_whoever_asks_the_body_starts_at_the_same_line(nodes) -> None:
+def test_the_body_starts_at_the_same_line_whatever_needs_it(nodes) -> None:
     spec = norm_spec("triton", "rms", 64, "bf16", 1e-5)
     asked = replace(spec, needed_by=nodes)
     assert render_body(asked) == render_body(spec)

@@ -399,7 +399,7 @@ def test_a_token_of_weight_zero_is_never_drawn():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_row_is_drawn_alike_alone_in_company_and_in_any_order(seed):
+def test_a_row_is_drawn_alike_alone_with_others_and_in_any_order(seed):
     draw = random.Random(seed)
     num_rows, vocab_size = 20, 301
     logits = random_logits(draw, num_rows, vocab_size)
@@ -440,7 +440,7 @@ def test_log_probabilities_equal_those_in_double_precision(dtype):
     torch.testing.assert_close(top.double(), reference.gather(1, top_ids), rtol=0, atol=1e-5)
 
 
-def test_among_equally_likely_tokens_the_lowest_ids_come_first_whatever_is_asked_for():
+def test_among_equally_likely_tokens_the_lowest_ids_come_first_with_any_settings():
     logits = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0, 1.0], [-torch.inf, 0.0, -torch.inf, 9.0, 0.0, 0.0]])
     order = [[1, 3, 0, 2, 4, 5], [3, 1, 4, 5, 0, 2]]
     for num_top in range(7):

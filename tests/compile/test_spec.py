@@ -1,4 +1,4 @@
-"""Kernel specs: what they are is what tells them apart, and nothing else."""
+"""Kernel specs: exactly their contents distinguish them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def spec(**changed) -> KernelSpec:
     return KernelSpec(**{**fields, **changed})
 
 
-def test_the_name_tells_what_is_set_and_is_an_identifier() -> None:
+def test_the_name_says_what_is_set_and_is_an_identifier() -> None:
     assert spec().name == "rms_norm_h4096_bf16_eps1e_05_residual"
     odd = spec(parameters={"H": -1, "kind": "a b/c"})
     assert odd.name == "rms_norm_h_1_a_b_c"
     assert odd.name.isidentifier()
 
 
-def test_a_long_name_is_cut_and_still_told_apart() -> None:
+def test_a_long_name_is_cut_and_still_distinct() -> None:
     many = [spec(parameters={f"a_rather_long_feature_{i}": True for i in range(20)} | {"H": h}) for h in (1, 2)]
     assert many[0].name == many[1].name
     assert len(many[0].name) <= 120
@@ -57,7 +57,7 @@ def test_every_difference_makes_another_spec() -> None:
     assert len(set(different)) == len(different)
 
 
-def test_who_asks_makes_no_difference() -> None:
+def test_what_needs_it_makes_no_difference() -> None:
     assert spec(needed_by=("llama: model.final_norm",)) == spec(needed_by=("opt: model.final_norm",)) == spec()
     assert len({spec(), spec(needed_by=("llama: model.final_norm",))}) == 1
     assert spec() != "rms_norm"
@@ -114,6 +114,6 @@ def test_dtype_names_go_both_ways(name) -> None:
     assert dtype_name(torch_dtype(name)) == name
 
 
-def test_a_spec_is_told_as_text() -> None:
+def test_a_spec_is_printed_as_text() -> None:
     text = str(spec(options={"num_warps": 4}))
     assert text == "rms_norm(H=4096, dtype=bf16, eps=1e-05, residual=True, bias=False, num_warps=4) for triton"

@@ -174,7 +174,7 @@ def test_an_exception_leaves_nothing_behind(cpp: KernelLoader, at_call: int) -> 
     assert all(map(torch.equal, buffers.results(), expected))
 
 
-def test_a_wrong_argument_is_told_while_it_is_recorded(cpp: KernelLoader) -> None:
+def test_a_wrong_argument_is_reported_while_it_is_recorded(cpp: KernelLoader) -> None:
     kernel = cpp.load(norm_spec("cpp", "rms", H, "fp32", 3e-5, needed_by=("llama: model.final_norm",)))
     pool, out = GraphPool(CPU, cpp), torch.empty(1, H)
     for wrong in ((out, out.double()[0], out, 1), (out, out[0], out, "1"), (out, out[0], out)):

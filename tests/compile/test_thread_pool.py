@@ -1,4 +1,4 @@
-"""The pool of threads: every chunk once, work taken over from whoever is late, quiet when idle, whole after a fork."""
+"""The thread pool: every chunk once, work taken over from late threads, quiet when idle, usable after a fork."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_idle_threads_sleep_and_take_no_signals(pool: ThreadPool) -> None:
     parallel_for(100, lambda chunk: None)
 
     def all_sleep_on() -> bool:
-        """Nobody wakes to look for work. One that is about to sleep may still be on its way."""
+        """No thread wakes to look for work. One that is about to sleep may still be on its way."""
         before = pool_threads()
         time.sleep(0.1)
         after = pool_threads()
@@ -154,8 +154,8 @@ def test_threads_go_when_the_pool_shrinks(pool: ThreadPool) -> None:
     wait_until(lambda: sorted(pool_threads()) == ["fastgen-1"])
 
 
-def test_a_thread_told_to_go_while_it_begins_goes(pool: ThreadPool) -> None:
-    """Hundreds of times, since what is looked for is a moment: one who misses the word would never go, nor resize."""
+def test_a_thread_that_must_end_while_it_starts_ends(pool: ThreadPool) -> None:
+    """Repeated hundreds of times, since the race is short: a thread that misses the signal would never end."""
     for size in range(2, 8):
         for _ in range(100):
             pool.resize(size)
@@ -163,8 +163,8 @@ def test_a_thread_told_to_go_while_it_begins_goes(pool: ThreadPool) -> None:
     wait_until(lambda: not pool_threads())
 
 
-def test_a_run_goes_on_without_who_started_it_who_helps_in_the_end(pool: ThreadPool) -> None:
-    """Its second job cannot end before the one who started it takes a chunk, as it does only when it wants the end."""
+def test_a_run_continues_without_its_caller_which_helps_in_the_end(pool: ThreadPool) -> None:
+    """Its second job cannot end before its caller takes a chunk, which it does only when it waits for the end."""
     pool.resize(2)
     here, done, helped = threading.get_native_id(), Counter[int](), threading.Event()
     first_is_over = threading.Event()
@@ -202,7 +202,7 @@ def test_a_run_is_given_its_slots_and_another_may_follow_unasked(pool: ThreadPoo
     for _ in range(3):
         numbers.append(pool.start(address_of(function), NO_SLOTS))
         wait_until(lambda: len(seen) == len(numbers))
-        pool.end(numbers[0])  # whoever started the first one does not wait for what others started since
+        pool.end(numbers[0])  # the caller of the first one does not wait for jobs that others started since
         pool.end(numbers[-1])
     assert seen == [NO_SLOTS.data_ptr()] * 3
     assert numbers == sorted(set(numbers))

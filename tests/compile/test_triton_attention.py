@@ -386,7 +386,7 @@ def test_every_default_on_every_target(name: str, arch: str, tmp_path: Path) -> 
 # Specs
 
 
-def test_features_are_compiled_in_only_where_asked() -> None:
+def test_features_are_compiled_in_only_where_needed() -> None:
     plain = render(attention_specs(shape_of(), max_num_seqs=4, arch="sm_90").chunks)
     for word in ("WINDOW", "SOFTCAP", "slope", "sinks_ptr", "acc_1"):
         assert word not in plain

@@ -265,7 +265,7 @@ def test_rows_that_cannot_be_sampled_say_so_and_disturb_no_other(loader: KernelL
     assert [token_status(token) for token in (7, -1, -2)] == list(RowStatus)
 
 
-def test_rows_of_nobody_are_left_alone(loader: KernelLoader) -> None:
+def test_rows_without_a_slot_are_left_alone(loader: KernelLoader) -> None:
     subject = Subject(loader, 70, 6, num_top=2)
     logits = torch.full((6, 70), math.nan)
     logits[4] = torch.arange(70.0)
@@ -304,7 +304,7 @@ def test_answers_do_not_depend_on_how_rows_are_cut(loader: KernelLoader) -> None
 
 
 @pytest.mark.parametrize("without", ["penalties", "mask", "bias"])
-def test_what_kernels_leave_out_cannot_be_asked_for(loader: KernelLoader, without: str) -> None:
+def test_what_kernels_leave_out_cannot_be_set(loader: KernelLoader, without: str) -> None:
     specs = sampling_specs(10, **{without: False})
     kernels = SamplingKernel(specs, loader.load, max_rows=2, max_slots=2, device=CPU)
     asked = {"penalties": {"presence": 1.0}, "mask": {"masked": True}, "bias": {"biased": True}}[without]

@@ -223,7 +223,7 @@ def test_download_refusals_and_the_cache_afterwards(server: Hub, tmp_path: Path)
         )
         assert (again, v2_again) == (sharded, v2)
         assert never["error"] == other_revision["error"] == "ModelNotFoundError"
-        assert "'never/seen' is no directory on this machine and no built-in" in never["message"]
+        assert "'never/seen' is neither a directory on this machine nor a built-in" in never["message"]
         for said in (environment["endpoint"], str(tmp_path / "hub"), "holds no copy", "HF_HUB_OFFLINE"):
             assert said in never["message"]
         assert "at revision 'v2'" in other_revision["message"]
@@ -308,7 +308,9 @@ def test_a_revision_belongs_to_the_hub(builtin: Path) -> None:
     ["./x", "../x", "/no/such/x", "~/x", "a/b/c", "x/", "", "\0", "https://h.co/a/b", "x" * 5000, "a\\b", "a b"],
 )
 def test_a_path_that_is_not_there(builtin: Path, model: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"no directory on this machine.* no hub id of the form") as caught:
+    with pytest.raises(
+        ModelNotFoundError, match=r"not a directory on this machine.* not a hub id of the form"
+    ) as caught:
         hub.locate(model)
     assert "tiny-llama" in str(caught.value)
     assert len(str(caught.value)) < 700

@@ -20,9 +20,9 @@ import yaml
 
 from fastgen.errors import RecipeError
 from fastgen.models.recipe.recipe import load_recipe
-from fastgen.models.registry.registry import find_recipe
 from fastgen.models.resolve.resolve import resolve
 from tests.models import test_recipe_published, test_recipe_published_families
+from tests.recipe_tools.published import recipe_name
 from tests.shuffled import RECIPES, shipped_texts
 
 # Processor time, since wall time depends on the load of the machine.
@@ -37,7 +37,7 @@ def small_configs() -> dict[str, dict[str, Any]]:
     """Returns the smallest published configuration of each recipe, cut to two layers and few experts."""
     found: dict[str, tuple[int, dict[str, Any]]] = {}
     for config, count in PUBLISHED.values():
-        name = find_recipe(config).name
+        name = recipe_name(config)
         if name not in found or count < found[name][0]:
             found[name] = (count, config)
     cut = {"num_hidden_layers": 2, "n_layer": 2, "n_routed_experts": 16, "num_experts": 16, "num_local_experts": 16}

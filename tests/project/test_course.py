@@ -65,7 +65,7 @@ print("3.5e-03")
 
 ```console
 $ fastgen recipe show mine.yaml
-# Mistral 7B v0.1 to v0.3, NeMo, Zephyr …: a Llama whose tokens may see only a window.
+{RECIPE.splitlines()[0]}
 ⋮
         attention:
 ⋮
@@ -84,12 +84,12 @@ RIGHT += "```\n"
 
 
 def test_what_is_printed_stands_in_the_place_of_what_is_shown(tmp_path: Path) -> None:
-    told = followed(STORY, tmp_path)
+    found = followed(STORY, tmp_path)
     assert (tmp_path / "mine.yaml").read_text().endswith("\naliases: {model: [transformer]}\n")
     assert "architectures: [MineForCausalLM]\n" in (tmp_path / "mine.yaml").read_text()
-    assert told.startswith(STORY.removesuffix(LAST))
-    assert told != STORY, "what is shown last is not all that is printed"
-    assert followed(told, tmp_path) == told
+    assert found.startswith(STORY.removesuffix(LAST))
+    assert found != STORY, "what is shown last is not all that is printed"
+    assert followed(found, tmp_path) == found
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_is_not_so_is_found(tmp_path: Path, shown: str, instead: str) -> No
     assert followed(wrong, tmp_path) != wrong
 
 
-def test_an_edit_or_a_quotation_that_does_not_fit_is_told_with_its_line(tmp_path: Path) -> None:
+def test_an_edit_or_a_quotation_that_does_not_fit_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(TextError, match=r"line 5: a.yaml has these lines 0 times"):
         followed("```yaml a.yaml\nx: 1\n```\n\n```diff a.yaml\n-x: 2\n+x: 3\n```\n", tmp_path)
     with pytest.raises(TextError, match=r"a.yaml has these lines 2 times"):
@@ -163,33 +163,33 @@ def test_what_counts_as_the_same(shown: str, printed: str, same: bool) -> None:
 
 def table_problems(text: str) -> list[str]:
     """Where the tables of the reference say something else than the schema: ``Section.key: both``."""
-    titles, name, title, told = {}, "", "", {}
+    titles, name, title, shown = {}, "", "", {}
     for line in text.splitlines():
         if line.startswith("#"):
             title, name = line.lstrip("# "), ""
         elif found := re.fullmatch(r"<!-- (\w+) -->", line):
             name = found[1]
-            titles[name], told[name] = title, {}
+            titles[name], shown[name] = title, {}
         elif name and (row := re.fullmatch(r"\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \|", line)):
-            told[name][row[1]] = (row[3], row[4])
+            shown[name][row[1]] = (row[3], row[4])
 
     def link(section: str) -> str:
         return f"[{titles.get(section)}](#{anchor(titles.get(section, ''))})"
 
     wanted = {name: own_keys(section, link) for name, section in sections().items()}
-    problems = [f"{name}: has no table" for name in wanted if name not in told]
-    problems += [f"{name}: no such section" for name in told if name not in wanted]
-    for name in wanted.keys() & told.keys():
-        keys = [*wanted[name], *(key for key in told[name] if key not in wanted[name])]
+    problems = [f"{name}: has no table" for name in wanted if name not in shown]
+    problems += [f"{name}: no such section" for name in shown if name not in wanted]
+    for name in wanted.keys() & shown.keys():
+        keys = [*wanted[name], *(key for key in shown[name] if key not in wanted[name])]
         problems += [
-            f"{name}.{key}: {told[name].get(key)} is told, {wanted[name].get(key)} is true"
+            f"{name}.{key}: {shown[name].get(key)} is shown, {wanted[name].get(key)} is true"
             for key in keys
-            if told[name].get(key) != wanted[name].get(key)
+            if shown[name].get(key) != wanted[name].get(key)
         ]
     return problems
 
 
-def test_the_reference_tells_every_key_its_default_and_what_it_may_be() -> None:
+def test_the_reference_gives_every_key_its_default_and_its_values() -> None:
     assert table_problems(REFERENCE.read_text("utf-8")) == []
     assert len(sections()) >= 30
     assert sum(len(own_keys(section, str)) for section in sections().values()) >= 120

@@ -80,7 +80,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     who = ("-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")
     for command in (("init", "-q"), ("add", "-A", "-f"), (*who, "commit", "-q", "-m", "all")):
         subprocess.run(["git", *command], cwd=tree, check=True)
-    (template,) = (tree / "fastgen" / "compile").rglob("triton/norm.py.j2")
+    (template,) = (tree / "fastgen" / "compile").rglob("norm.py.j2")
     template.write_text(template.read_text(encoding="utf-8") + "# the last line\n", encoding="utf-8")
     return tree
 

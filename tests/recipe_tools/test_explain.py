@@ -111,7 +111,9 @@ def check_attention(attention: AttentionSpec, facts: dict[str, str]) -> None:
     assert facts["sees"] == ("every token up to itself" if window is None else f"a window of tokens: {window:,}")
     assert facts["heads"].startswith(f"{attention.num_heads:,}, ")
     assert facts["heads"].endswith(f"; {attention.head_dim} features each")
-    assert f"sharing {attention.num_kv_heads} of" in facts["heads"] or attention.num_heads == attention.num_kv_heads
+    assert (
+        f"sharing {attention.num_kv_heads} KV head" in facts["heads"] or attention.num_heads == attention.num_kv_heads
+    )
     if attention.rotary is not None:
         assert float(facts["θ"].replace(",", "")) == pytest.approx(attention.rotary.theta)
         assert ("stretch" in facts) == (attention.rotary.scaling is not None)
@@ -144,7 +146,7 @@ def test_layers_that_are_alike_are_drawn_once() -> None:
         first,
         first.replace("0, 2, 4", "1, 3, 5").replace(f"{count - 2} of", f"{count - 1} of"),
     ]
-    assert any("of 2 kinds" in sentence for sentence in gemma2.sentences)
+    assert any("2 kinds of layers" in sentence for sentence in gemma2.sentences)
     assert [kind.title.split(",")[0] for kind in explain(RECIPES["llama"], CONFIGS["llama"][1]).layers] == [
         f"layers 0–{CONFIGS['llama'][1]['num_hidden_layers'] - 1} of {CONFIGS['llama'][1]['num_hidden_layers']}"
     ]

@@ -123,7 +123,7 @@ def test_tensors_without_a_role_are_listed_as_a_question(recipes: list[Recipe]) 
     proposal = propose(CONFIG, shapes, recipes)
     assert set(proposal.unclaimed) == {"vision.patch.weight", "vision.proj.weight"}
     assert "# - vision.patch.weight" in proposal.text
-    assert any("claimed by no node" in each.text for each in proposal.questions)
+    assert any("not claimed by any node" in each.text for each in proposal.questions)
 
 
 def test_an_unread_key_becomes_a_question_and_is_not_ignored(recipes: list[Recipe], tmp_path: Path) -> None:

@@ -257,8 +257,8 @@ def test_the_effect_of_a_difference() -> None:
         (
             "keys of the configuration it does not account for",
             (
-                "sliding_window is 4096: a token sees only those in a window before it; only null is known to change "
-                "nothing",
+                "sliding_window is 4096: a token sees only the tokens in a window before it; only null is known to "
+                "change nothing",
             ),
             (),
         ),

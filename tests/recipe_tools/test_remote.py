@@ -82,7 +82,7 @@ def test_errors_say_why_a_model_cannot_be_read(
 
 
 def test_a_name_that_is_not_a_hub_id_is_refused() -> None:
-    with pytest.raises(ModelNotFoundError, match="no hub id of the form owner/name"):
+    with pytest.raises(ModelNotFoundError, match="not a hub id of the form owner/name"):
         remote.read_remote("some/where/else")
 
 

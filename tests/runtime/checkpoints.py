@@ -52,7 +52,11 @@ def small_cache(directory: Path, num_tokens: int, **options: Any) -> int:
     with fastgen.load(directory, kv_cache_memory="1MiB", **options) as llm:
         assert llm._engine is not None
         kv = llm._engine.scheduler.kv
-        return llm._engine.runner.kv_cache.size_bytes // llm.config.num_blocks * (kv.blocks_needed(num_tokens) + 1)
+        return (
+            llm._engine.runner.kv_cache.size_bytes
+            // llm.config.num_blocks
+            * (kv.capacity.blocks_needed(num_tokens) + 1)
+        )
 
 
 CHAT_TEMPLATE = (

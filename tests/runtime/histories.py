@@ -136,7 +136,7 @@ class History:
         """Replaces the recorder, before the first step, by one with these bounds."""
         engine = self.engine
         recorder = Recorder(engine.recorder.engine, lambda: 0.0, **bounds)
-        engine.observers.each[engine.observers.each.index(engine.recorder)] = recorder
+        engine.observers.set(recorder, engine.metrics)
         engine.recorder = recorder
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""Random requests of every kind against an engine whose KV cache is too small for comfort, for as long as one likes.
+"""Random requests of every kind against an engine whose KV cache is too small, for as long as one likes.
 
 Requests are drawn from a pool whose answers alone are known. They come, are cancelled and run out of time as the draw
 has it, under any priority, on a clock that the steps move on. After each step all owners of blocks and slots agree;
 each answer is the one that its request gets alone, or its beginning if the request was ended early; no request waits
 for longer than a bounded number of steps; in the end nothing is held.
 
-By itself, ``python -m tests.runtime.soak --requests 20000 --output FILE`` runs all courses and writes what happened.
+By itself, ``python -m tests.runtime.soak --requests 20000 --output FILE`` runs all scenarios and writes what happened.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 @dataclass(frozen=True)
-class Course:
+class Scenario:
     """A model, and how it is loaded. ``exact`` ones give the same bits beside any requests; others keep to margins."""
 
     family: str
@@ -68,27 +68,27 @@ class Course:
     exact: bool = True
 
 
-COURSES: dict[str, Course] = {
-    "plain": Course("llama", {"target": "cpp", "max_num_seqs": 8, "token_budget": 40, "block_size": 4}),
-    "window": Course("mistral", {"target": "cpp", "max_num_seqs": 16, "token_budget": 24, "block_size": 4}),
-    "two groups": Course(
+SCENARIOS: dict[str, Scenario] = {
+    "plain": Scenario("llama", {"target": "cpp", "max_num_seqs": 8, "token_budget": 40, "block_size": 4}),
+    "window": Scenario("mistral", {"target": "cpp", "max_num_seqs": 16, "token_budget": 24, "block_size": 4}),
+    "two groups": Scenario(
         "Gemma2", {"target": "cpp", "dtype": "bfloat16", "max_num_seqs": 16, "token_budget": 40, "block_size": 8}
     ),
-    "experts": Course("Qwen3Moe", {"target": "cpp", "quantize": "int4", "max_num_seqs": 7, "token_budget": 17}),
-    "latent": Course("DeepseekV3", {"target": "cpp", "max_num_seqs": 8, "token_budget": 33, "block_size": 2}),
-    "drafts": Course(
+    "experts": Scenario("Qwen3Moe", {"target": "cpp", "quantize": "int4", "max_num_seqs": 7, "token_budget": 17}),
+    "latent": Scenario("DeepseekV3", {"target": "cpp", "max_num_seqs": 8, "token_budget": 33, "block_size": 2}),
+    "drafts": Scenario(
         "llama",
         {"target": "cpp", "max_num_seqs": 8, "token_budget": 40, "block_size": 4, "speculative": "ngram"},
     ),
-    "drafts within a window": Course(
+    "drafts within a window": Scenario(
         "mistral",
         {"target": "cpp", "max_num_seqs": 14, "token_budget": 50, "block_size": 4, "speculative": "ngram"},
     ),
-    "static": Course("llama", {"target": "cpp", "max_num_seqs": 8, "token_budget": 40, "policy": "static"}),
-    "dynamic": Course("mistral", {"target": "cpp", "max_num_seqs": 8, "token_budget": 60, "policy": "dynamic"}),
-    "orca": Course("mistral", {"target": "cpp", "max_num_seqs": 16, "token_budget": 60, "policy": "orca"}),
-    "prompts first": Course("llama", {"target": "cpp", "max_num_seqs": 8, "policy": "prefill_first"}),
-    "reference": Course("llama", {"target": "torch", "max_num_seqs": 8, "token_budget": 24, "block_size": 4}, False),
+    "static": Scenario("llama", {"target": "cpp", "max_num_seqs": 8, "token_budget": 40, "policy": "static"}),
+    "dynamic": Scenario("mistral", {"target": "cpp", "max_num_seqs": 8, "token_budget": 60, "policy": "dynamic"}),
+    "orca": Scenario("mistral", {"target": "cpp", "max_num_seqs": 16, "token_budget": 60, "policy": "orca"}),
+    "prompts first": Scenario("llama", {"target": "cpp", "max_num_seqs": 8, "policy": "prefill_first"}),
+    "reference": Scenario("llama", {"target": "torch", "max_num_seqs": 8, "token_budget": 24, "block_size": 4}, False),
 }
 
 
@@ -130,20 +130,20 @@ def draw_requests(rng: random.Random, count: int, *, exact: bool) -> Iterator[tu
         yield head + own, SamplingParams(**kind, **seed, max_new_tokens=new_tokens)
 
 
-def draw_pool(directory: Path, course: Course, rng: random.Random, count: int) -> list[Drawn]:
+def draw_pool(directory: Path, scenario: Scenario, rng: random.Random, count: int) -> list[Drawn]:
     """Answers of each request alone, by an engine with room for everything and nothing to hurry it."""
-    load = {name: course.load[name] for name in ("target", "dtype", "quantize") if name in course.load}
+    load = {name: scenario.load[name] for name in ("target", "dtype", "quantize") if name in scenario.load}
     pool = []
     with fastgen.load(directory, prefix_caching=False, max_num_seqs=8, num_threads=1, **load) as llm:
-        for prompt, sampling in draw_requests(rng, count, exact=course.exact):
-            asked = sampling if course.exact else replace(sampling, logprobs=llm.spec.vocab_size)
+        for prompt, sampling in draw_requests(rng, count, exact=scenario.exact):
+            asked = sampling if scenario.exact else replace(sampling, logprobs=llm.spec.vocab_size)
             pool.append(Drawn(prompt, sampling, llm.generate(prompt, asked)))
     return pool
 
 
-def load_cramped(directory: Path, course: Course, pool: list[Drawn]) -> LLM:
+def load_cramped(directory: Path, scenario: Scenario, pool: list[Drawn]) -> LLM:
     """An engine with a cache for little more than the largest request."""
-    with fastgen.load(directory, **course.load, num_threads=1) as roomy:
+    with fastgen.load(directory, **scenario.load, num_threads=1) as roomy:
         assert roomy._engine is not None
         engine, pool_of_blocks = roomy._engine, roomy._engine.scheduler.kv.pool
         block_bytes = engine.runner.kv_cache.size_bytes // roomy.config.num_blocks
@@ -152,7 +152,7 @@ def load_cramped(directory: Path, course: Course, pool: list[Drawn]) -> LLM:
             while not _fits(engine, drawn):
                 pool_of_blocks.num_blocks += 1
         needed, pool_of_blocks.num_blocks = pool_of_blocks.num_blocks, num_blocks
-    return fastgen.load(directory, **course.load, num_threads=1, kv_cache_memory=(needed + needed // 8) * block_bytes)
+    return fastgen.load(directory, **scenario.load, num_threads=1, kv_cache_memory=(needed + needed // 8) * block_bytes)
 
 
 def _fits(engine: Engine, drawn: Drawn) -> bool:
@@ -164,7 +164,7 @@ def _fits(engine: Engine, drawn: Drawn) -> bool:
 
 
 class Soak:
-    """One engine's course over ``pool``. ``exact`` as in :class:`Course`."""
+    """One engine's scenario over ``pool``. ``exact`` as in :class:`Scenario`."""
 
     def __init__(self, engine: Engine, pool: list[Drawn], rng: random.Random, *, exact: bool):
         self.engine, self.pool, self.rng, self.exact = engine, pool, rng, exact
@@ -240,27 +240,27 @@ def _facts(output: GenerationOutput) -> tuple[Any, ...]:
     return (*facts, output.score)
 
 
-def run_course(
+def run_scenario(
     name: str, directory: Path, *, num_requests: int, pool_size: int, seed: int, talk: bool
 ) -> dict[str, Any]:
-    """Runs a course and returns what happened."""
-    course, rng = COURSES[name], random.Random(f"{name} {seed}")
-    model = make_checkpoint(course.family, directory / name.replace(" ", "-"))
-    pool = draw_pool(model, course, rng, pool_size)
+    """Runs a scenario and returns what happened."""
+    scenario, rng = SCENARIOS[name], random.Random(f"{name} {seed}")
+    model = make_checkpoint(scenario.family, directory / name.replace(" ", "-"))
+    pool = draw_pool(model, scenario, rng, pool_size)
 
     def report(count: int) -> None:
         if talk and soak.num_steps % 2000 == 0:
             print(f"{name}: {count:,} of {num_requests:,} requests, {soak.num_steps:,} steps", flush=True)
 
     start = time.perf_counter()
-    with load_cramped(model, course, pool) as llm:
+    with load_cramped(model, scenario, pool) as llm:
         assert llm._engine is not None
-        soak = Soak(llm._engine, pool, rng, exact=course.exact)
+        soak = Soak(llm._engine, pool, rng, exact=scenario.exact)
         soak.run(num_requests, report)
         statistics = llm.metrics()
         blocks = llm.config.num_blocks - 1
     seconds = round(time.perf_counter() - start, 1)
-    about = {"family": course.family, "load": course.load, "kv_blocks": blocks, "distinct_requests": pool_size}
+    about = {"family": scenario.family, "load": scenario.load, "kv_blocks": blocks, "distinct_requests": pool_size}
     happened = {key.replace(" ", "_"): count for key, count in sorted(soak.happened.items())}
     evictions = statistics.prefix_cache_evictions_total
     steps = {"steps": soak.num_steps, "longest_wait_steps": soak.longest, "prefix_cache_evictions": evictions}
@@ -269,28 +269,28 @@ def run_course(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=20_000, help="over all courses")
-    parser.add_argument("--pool", type=int, default=300, help="distinct requests of a course")
+    parser.add_argument("--requests", type=int, default=20_000, help="over all scenarios")
+    parser.add_argument("--pool", type=int, default=300, help="distinct requests of a scenario")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="a JSON file")
     given = parser.parse_args()
-    share = -(-given.requests // len(COURSES))
+    share = -(-given.requests // len(SCENARIOS))
     found = {}
     with tempfile.TemporaryDirectory() as directory:
-        for name in COURSES:
+        for name in SCENARIOS:
             sizes = {"num_requests": share, "pool_size": given.pool, "seed": given.seed}
-            found[name] = run_course(name, Path(directory), **sizes, talk=True)
+            found[name] = run_scenario(name, Path(directory), **sizes, talk=True)
             print(f"{name}: {found[name]}", flush=True)
     about = {
         "what": "random requests, a KV cache too small for comfort, every answer checked: tests/runtime/soak.py",
         "date": datetime.now(UTC).date().isoformat(),
         "fastgen": fastgen.__version__,
-        "requests": share * len(COURSES),
+        "requests": share * len(SCENARIOS),
         "seed": given.seed,
         "kinds_of_requests": KINDS,
     }
     if given.output is not None:
-        given.output.write_text(json.dumps(about | {"courses": found}, indent=1) + "\n")
+        given.output.write_text(json.dumps(about | {"scenarios": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def drawn_cache(rng: random.Random, requests: list[tuple[list[int], SamplingPara
     needed = 0
     for prompt, sampling in requests:
         num_tokens = len(prompt) + sampling.max_new_tokens - 1
-        needed = max(needed, large.blocks_needed(num_tokens))
+        needed = max(needed, large.capacity.blocks_needed(num_tokens))
         forks = Forks(large, RunningSet(1), WaitingQueue())
         needed = max(needed, forks.blocks_needed(len(prompt), num_tokens, sampling.beam_width))
     return cache(1 + needed + rng.randint(0, needed // 2))

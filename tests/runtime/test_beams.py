@@ -207,7 +207,7 @@ def requests(directory: Path) -> list[tuple[list[int], SamplingParams]]:
     return found
 
 
-def test_company_budget_and_preemptions_move_no_bit(
+def test_other_requests_budget_and_preemptions_change_no_bit(
     directory: Path, requests: list[tuple[list[int], SamplingParams]]
 ) -> None:
     with fastgen.load(directory, target="cpp", block_size=4, prefix_caching=False) as llm:

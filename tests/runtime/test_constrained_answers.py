@@ -105,7 +105,7 @@ def test_every_answer_that_ends_has_its_format(alone: list[GenerationOutput]) ->
     assert num_ended > 0.6 * sum(len(output.completions) for index, output in enumerate(alone) if index % 4 != 3)
 
 
-def test_the_same_in_company(directory: Path, alone: list[GenerationOutput]) -> None:
+def test_the_same_beside_others(directory: Path, alone: list[GenerationOutput]) -> None:
     for options in ({"token_budget": 48, "max_num_seqs": 40}, {"token_budget": 7, "max_num_seqs": 6}):
         with fastgen.load(directory, target="cpp", **options) as llm:
             assert_same(alone, llm.generate(PROMPTS, SAMPLINGS))

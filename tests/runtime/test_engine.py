@@ -320,7 +320,7 @@ def test_times_are_the_clocks() -> None:
     assert 0 < second.output().metrics.queue_s <= cast(float, second.output().metrics.ttft_s)
 
 
-def test_a_preempted_request_goes_on_and_says_so() -> None:
+def test_a_preempted_request_continues_and_reports_it() -> None:
     bench = Bench(num_blocks=8, max_num_seqs=2)
     generations = [bench.submit([1] * 8, max_new_tokens=14) for _ in range(2)]
     bench.run()

@@ -16,6 +16,7 @@ from fastgen.models.measure import ModelBuild
 from fastgen.models.registry.registry import find_recipe
 from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, ModelSpec
+from fastgen.options import LoadOptions
 from fastgen.runtime.config import parse_bytes, parse_dtype, resolve_engine_config
 from fastgen.runtime.memory.ledger import MemoryModel
 from fastgen.runtime.memory.sizes import EngineConfig
@@ -72,7 +73,9 @@ def config_of(
     spec: ModelSpec | None = None, *, kind: Any = "cpu", memory: int = 64 * GiB, dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> EngineConfig:  # fmt: skip
-    return resolve_engine_config(memory_of(spec, kind=kind, memory=memory, dtype=dtype), **options)
+    return resolve_engine_config(
+        memory_of(spec, kind=kind, memory=memory, dtype=dtype), LoadOptions("a model", **options)
+    )
 
 
 def test_defaults() -> None:
@@ -136,12 +139,12 @@ def test_by_default_the_cache_gets_its_share_of_what_all_else_leaves(
             rest = memory.ledger(config).total_bytes - kv_bytes
             return kv_bytes <= (memory.device.memory_bytes - rest) / 2
 
-        config = resolve_engine_config(memory, **few)
+        config = resolve_engine_config(memory, LoadOptions("a model", **few))
         assert takes_its_share(config)
         assert not takes_its_share(with_one_more(config))
     for device_bytes in (60 << 20, 80 << 20):
         memory = memory_of(spec, memory=device_bytes, dtype=dtype, kind="cuda")
-        config = resolve_engine_config(memory, max_num_seqs=400, token_budget=512)
+        config = resolve_engine_config(memory, LoadOptions("a model", max_num_seqs=400, token_budget=512))
         assert memory.ledger(config).total_bytes <= 0.9 * device_bytes
         assert memory.ledger(with_one_more(config)).total_bytes > 0.9 * device_bytes
 

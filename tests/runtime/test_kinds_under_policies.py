@@ -95,7 +95,7 @@ class Spy:
     def __call__(self, step: Step) -> None:
         self.collect(step)
         self.num_drafts += sum(len(chunk.drafts) for chunk in step.schedule.chunks)
-        self.num_accepted += sum(step.num_accepted.values())
+        self.num_accepted += sum((step.num_accepted or {}).values())
         self.num_preempted += len(step.schedule.preempted)
 
 

@@ -58,7 +58,7 @@ def test_a_recipe_takes_the_place_of_the_one_that_claims_the_architecture(change
         fastgen.load(directory, recipe="checkpoint")
 
 
-def test_keys_nobody_knows_are_accepted_where_that_is_asked(changed: Any, directory: Path) -> None:
+def test_unknown_keys_are_accepted_with_allow_config_keys(changed: Any, directory: Path) -> None:
     model = changed(frobnicate=3)
     with pytest.raises(RecipeError, match="frobnicate"):
         fastgen.load(model)
@@ -123,7 +123,7 @@ def test_the_policy_and_what_goes_with_it(directory: Path) -> None:
             assert llm.generate(PROMPT, max_new_tokens=3, ignore_eos=True).finish_reason == "length"
     with fastgen.load(directory, policy=DynamicBatching(batch_size=3, max_delay_s=0.05)) as llm:
         output = llm.generate(PROMPT, max_new_tokens=3)
-        assert output.metrics.queue_s >= 0.05, "nobody came, so the batch began when the delay was over"
+        assert output.metrics.queue_s >= 0.05, "no other request arrived, so the batch started when the delay was over"
 
 
 @pytest.mark.parametrize(

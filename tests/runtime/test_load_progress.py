@@ -1,4 +1,4 @@
-"""What a person at a terminal sees while a model is loaded."""
+"""Progress on a terminal while a model is loaded."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.host.device import Device
 from fastgen.errors import OutOfMemoryError
 from fastgen.models.measure import ModelBuild
+from fastgen.options import LoadOptions
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.memory.ledger import MemoryModel
 from tests.runtime.test_engine_config import make_spec
@@ -39,7 +40,7 @@ def memory_of(size_bytes: int, spec: Any = SPEC, kind: Any = "cpu", target: Targ
 
 def refusal(memory: MemoryModel, **asked: Any) -> str:
     with pytest.raises(OutOfMemoryError) as caught:
-        resolve_engine_config(memory, **asked)
+        resolve_engine_config(memory, LoadOptions("a model", **asked))
     return str(caught.value)
 
 
@@ -63,15 +64,15 @@ def test_the_arithmetic_adds_up_and_names_what_it_is_of() -> None:
 def test_the_nearest_is_the_nearest() -> None:
     memory = memory_of(100 * MIB)
     (offer,) = advised(refusal(memory, kv_cache_memory="200MiB"))
-    resolve_engine_config(memory, **offer)
+    resolve_engine_config(memory, LoadOptions("a model", **offer))
     block_bytes = memory.block_bytes(16)
     with pytest.raises(OutOfMemoryError):
-        resolve_engine_config(memory, kv_cache_memory=offer["kv_cache_memory"] + block_bytes)
+        resolve_engine_config(memory, LoadOptions("a model", kv_cache_memory=offer["kv_cache_memory"] + block_bytes))
     offers = advised(refusal(memory, token_budget=10**6, max_num_seqs=10))
     (budget,) = [offer["token_budget"] for offer in offers if "token_budget" in offer]
-    resolve_engine_config(memory, token_budget=budget, max_num_seqs=10)
+    resolve_engine_config(memory, LoadOptions("a model", token_budget=budget, max_num_seqs=10))
     with pytest.raises(OutOfMemoryError):
-        resolve_engine_config(memory, token_budget=budget + 1, max_num_seqs=10)
+        resolve_engine_config(memory, LoadOptions("a model", token_budget=budget + 1, max_num_seqs=10))
 
 
 def test_a_budget_is_not_lowered_below_the_sequences() -> None:
@@ -86,13 +87,15 @@ def test_where_no_size_alone_is_enough_all_are_lowered() -> None:
     message = refusal(memory, kv_cache_memory="1GiB", token_budget=10**6, max_num_seqs=10**5)
     (offer,) = advised(message)
     assert set(offer) >= {"kv_cache_memory", "token_budget", "max_num_seqs", "max_model_len"}
-    resolve_engine_config(memory, **offer)
+    resolve_engine_config(memory, LoadOptions("a model", **offer))
 
 
 def test_where_the_weights_are_too_large_something_smaller_is_named() -> None:
     spec = make_spec()
     weights = MemoryModel(ModelBuild(spec, torch.float32, TARGETS["cpu"][0]), memory_of(1 << 40).device)
-    least = weights.ledger(resolve_engine_config(weights, token_budget=1, max_num_seqs=1, max_model_len=1))
+    least = weights.ledger(
+        resolve_engine_config(weights, LoadOptions("a model", token_budget=1, max_num_seqs=1, max_model_len=1))
+    )
     message = refusal(memory_of(MIB, kind="cuda"))
     assert re.search(r"no sizes of the engine help: it takes [\d.]+ GiB at least", message)
     assert least.total_bytes > MIB
@@ -115,7 +118,7 @@ def test_every_advice_can_be_followed(size: int, kind: Any, which: int, spec: An
         return
     memory = memory_of(size, spec, kind, TARGETS[kind][which % len(TARGETS[kind])])
     try:
-        config = resolve_engine_config(memory, **asked)
+        config = resolve_engine_config(memory, LoadOptions("a model", **asked))
     except OutOfMemoryError as error:
         message = str(error)
     else:
@@ -124,5 +127,5 @@ def test_every_advice_can_be_followed(size: int, kind: Any, which: int, spec: An
     if "no sizes of the engine help" in message:
         return
     for offer in advised(message):
-        config = resolve_engine_config(memory, **asked | offer)
+        config = resolve_engine_config(memory, LoadOptions("a model", **asked | offer))
         assert memory.ledger(config).total_bytes <= size

@@ -95,7 +95,7 @@ def test_requests_that_meet_nan_fail_and_no_other_changes(directory: Path, targe
     assert [result_of(output, target) for output in later] == [result_of(output, target) for output in expected_later]
 
 
-def test_what_nan_was_computed_for_is_computed_afresh(directory: Path) -> None:
+def test_what_was_computed_from_nan_is_computed_again(directory: Path) -> None:
     """The table is damaged for a while, so the prompt's second block is too. Whoever meets it leaves nothing behind
     that begins alike; what does not is still found.
     """

@@ -103,7 +103,7 @@ def test_a_conversation_computes_only_what_is_new(llm: LLM) -> None:
         history += output.token_ids
 
 
-def test_those_who_arrive_together_compute_for_themselves(llm: LLM) -> None:
+def test_requests_that_arrive_together_compute_for_themselves(llm: LLM) -> None:
     prompt = tokens(random.Random(6), 7)
     outputs = llm.generate([prompt] * 2, temperature=0, max_new_tokens=6, ignore_eos=True)
     assert [output.metrics.cached_tokens for output in outputs] == [0, 0]
@@ -225,7 +225,7 @@ def test_the_same_tokens_on_the_reference(family: str, tmp_path: Path) -> None:
     assert sum(output.metrics.preemptions for output in found) >= 3
 
 
-def test_a_preempted_sequence_is_spared_what_is_still_cached(directory: Path) -> None:
+def test_a_preempted_sequence_does_not_compute_what_is_still_cached(directory: Path) -> None:
     """The same requests over the same small cache: with prefix caching the same answers take fewer tokens."""
     rng = random.Random(12)
     prompts = [tokens(rng, rng.randint(20, 60)) for _ in range(12)]

@@ -145,7 +145,7 @@ def watch(llm: LLM) -> Watched:
     return watched
 
 
-def test_alone_and_in_company_whatever_is_replayed(
+def test_alone_and_beside_others_whatever_is_replayed(
     directory: Path, quantize: str | None, certain: list[list[int]]
 ) -> None:
     """Graphs are captured on no batch at all. Replayed steps are prompts cut and whole, decodes, and both together."""

@@ -61,7 +61,7 @@ def forbid_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[int], str]:
-    """What the engine answers that builds its kernels itself."""
+    """Returns the answer of an engine that builds its kernels itself."""
     with fastgen.load(MODEL, target="cpp") as llm:
         output = llm.generate(PROMPT, **SAMPLING)
     return output.token_ids, output.text
@@ -113,7 +113,7 @@ def test_beside_the_weights(
 
 
 def answer_on_triton(model: Path, **options: Any) -> list[int]:
-    """Interpreted, in the place of a GPU's: its engine, whose steps are all captured at the start."""
+    """Answers with interpreted kernels in place of a GPU's. All steps of that engine are captured at the start."""
     with fastgen.load(model, token_budget=2, max_num_seqs=2, device="cpu", **options) as llm:
         return llm.generate([5, 17, 99], max_new_tokens=3, temperature=0, ignore_eos=True).token_ids
 

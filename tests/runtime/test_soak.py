@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.soak import COURSES, run_course
+from tests.runtime.soak import SCENARIOS, run_scenario
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
-    found = run_course("two groups", tmp_path, num_requests=160, pool_size=32, seed=1, talk=False)
+    found = run_scenario("two groups", tmp_path, num_requests=160, pool_size=32, seed=1, talk=False)
     print(found)
     assert found["requests"] == 160
     for what in ("preemptions", "cancelled", "cached_tokens", "finished"):
@@ -18,9 +18,9 @@ def test_a_short_soak(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("course", COURSES)
-def test_a_long_soak(course: str, tmp_path: Path) -> None:
-    num_requests = -(-20_000 // len(COURSES))
-    found = run_course(course, tmp_path, num_requests=num_requests, pool_size=300, seed=2, talk=True)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_long_soak(scenario: str, tmp_path: Path) -> None:
+    num_requests = -(-20_000 // len(SCENARIOS))
+    found = run_scenario(scenario, tmp_path, num_requests=num_requests, pool_size=300, seed=2, talk=True)
     print(found)
     assert found["requests"] == num_requests

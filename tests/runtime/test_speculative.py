@@ -71,7 +71,7 @@ class Watched:
         self.collect(step)
         self.num_steps += 1
         self.num_drafts += sum(len(chunk.drafts) for chunk in step.schedule.chunks)
-        self.num_accepted += sum(step.num_accepted.values())
+        self.num_accepted += sum((step.num_accepted or {}).values())
 
 
 # Every sampling field, on kernels: the same bits
@@ -120,7 +120,7 @@ def test_the_same_answer_with_preemptions(directory: Path, alone: list[Generatio
     fields.assert_same(alone, outputs)
 
 
-def test_what_was_computed_of_wrong_drafts_is_used_by_nobody(directory: Path, alone: list[GenerationOutput]) -> None:
+def test_what_was_computed_for_rejected_drafts_is_not_used(directory: Path, alone: list[GenerationOutput]) -> None:
     """Answers that continue from published blocks of drafted ones are those computed from nothing."""
     prompts, samplings, answers = fields.PROMPTS[:12], fields.SAMPLINGS[:12], alone[:12]
     answered = [

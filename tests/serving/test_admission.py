@@ -9,8 +9,9 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Histogram, Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.serving.admission.admission import Admission, Limits
+from fastgen.serving.admission.admission import Admission
 from fastgen.serving.engine.messages import EngineFacts
+from fastgen.serving.options import Limits
 from fastgen.serving.refusals import OverloadedError, TooLargeError
 
 ANSWER = SamplingParams(max_new_tokens=10)
@@ -154,7 +155,14 @@ def test_a_new_engine_has_nothing_in_it() -> None:
     door.refusal(10)
 
 
-@pytest.mark.parametrize("limits", [{"max_queued_requests": 0}, {"ttft_slo_s": -1.0}, {"itl_target_ms": float("nan")}])
-def test_limits_that_let_nobody_in_are_refused(limits: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgumentError, match=next(iter(limits))):
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_queued_requests": 0}, "max_queued_requests=0: expected an integer of at least 1"),
+        ({"ttft_slo_s": -1.0}, "ttft_slo_s=-1.0: expected a number above 0"),
+        ({"itl_target_ms": float("nan")}, "itl_target=nan: expected a number above 0"),
+    ],
+)
+def test_limits_that_admit_no_request_are_refused(limits: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
         Limits(**limits)

@@ -1,4 +1,4 @@
-"""API keys as files and environments have them, and who is told of them."""
+"""API keys from files and the environment, and the processes that see them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_keys_are_read_whatever_an_editor_put_around_them(tmp_path: Path) -> Non
 def test_a_key_that_nobody_could_send_is_refused_and_not_told(tmp_path: Path, key: str) -> None:
     file = tmp_path / "keys"
     file.write_text(f"good\n{key}\n", encoding="utf-8")
-    with pytest.raises(InvalidArgumentError, match="keys:2: an API key is made of visible ASCII") as refused:
+    with pytest.raises(InvalidArgumentError, match="keys:2: an API key must consist of visible ASCII") as refused:
         ApiKeys.load(file, {})
     with pytest.raises(InvalidArgumentError, match=f"^{API_KEY_VARIABLE}: an API key"):
         ApiKeys.load(None, {API_KEY_VARIABLE: key})
@@ -52,7 +52,7 @@ def test_processes_that_work_for_the_server_are_not_told_the_keys(monkeypatch: p
     monkeypatch.setenv(API_KEY_VARIABLE, "a-secret")
     monkeypatch.setenv("FASTGEN_SOMETHING", "else")
     process = _Process(["env"])
-    told = process._from.read()
+    seen = process._from.read()
     process.end()
-    assert b"FASTGEN_SOMETHING=else" in told
-    assert b"a-secret" not in told
+    assert b"FASTGEN_SOMETHING=else" in seen
+    assert b"a-secret" not in seen

@@ -503,7 +503,7 @@ def test_only_those_with_a_key_may_ask() -> None:
 
 @pytest.mark.parametrize("origin", ["https://a.example/", "a.example", "https://A.example", "https://a.example, *", ""])
 def test_a_site_that_no_browser_would_say_is_refused(origin: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"^allow_origins=.*: expected a site as browsers say it"):
+    with pytest.raises(InvalidArgumentError, match=r"^allow_origins=.*: expected a site as browsers write it"):
         ServeOptions(allow_origins=("https://b.example:8443", "*", "null", origin))
 
 

@@ -1,4 +1,4 @@
-"""Deployments: started from Python or the shell, found again, told apart, ended by who may end them."""
+"""Deployments: started from Python or the shell, found again, distinguished, and ended with a token or a key."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ def test_a_server_whose_entry_cannot_be_written_goes_on_and_says_so(
     monkeypatch.setenv("FASTGEN_DEPLOYMENTS", str(tmp_path / "file" / "deployments"))
     set_up_logging("text")
     with registered(stand_in("one")):
-        told = capsys.readouterr().err
-    assert "clients cannot find this server by its name" in told
-    assert "set FASTGEN_DEPLOYMENTS" in told
+        printed = capsys.readouterr().err
+    assert "clients cannot find this server by its name" in printed
+    assert "set FASTGEN_DEPLOYMENTS" in printed
     with pytest.raises(InvalidArgumentError, match="set FASTGEN_DEPLOYMENTS"):
         fastgen.serve("tiny-opt", port=0)
 

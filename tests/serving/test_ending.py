@@ -37,7 +37,7 @@ async def rest(client: RawClient) -> bytes:
 
 
 def text_of(stream: bytes) -> str:
-    """What the events of a stream say, chunks put together."""
+    """Returns the text of the events of a stream."""
     events = [line.removeprefix(b"data: ") for line in stream.splitlines() if line.startswith(b"data: {")]
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
@@ -128,9 +128,9 @@ def test_a_server_whose_engine_cannot_start_again_ends_with_the_reason(
         (model / "config.json").unlink()
         os.kill(children(server.process.pid)[0], signal.SIGKILL)
         assert server.process.wait(WAIT_S) != 0
-    told = capfd.readouterr().err
-    assert "3 times in a row" in told
-    assert "config.json" in told
+    printed = capfd.readouterr().err
+    assert "3 times in a row" in printed
+    assert "config.json" in printed
 
 
 def _runs(pid: int) -> bool:

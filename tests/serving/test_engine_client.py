@@ -153,7 +153,7 @@ def test_what_is_no_port_is_refused(name: str, port: int) -> None:
 
 
 def test_prompts_are_logged_with_requests_only() -> None:
-    with pytest.raises(InvalidArgumentError, match="log_prompts goes with log_requests"):
+    with pytest.raises(InvalidArgumentError, match="log_prompts needs log_requests"):
         ServeOptions(log_prompts=True)
 
 

@@ -1,4 +1,4 @@
-"""LMI's serving.properties: what each key becomes, and that every key is told of."""
+"""LMI's serving.properties: the argument that each key becomes, and a note for every key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def translated(folder: Path, *lines: str, environment: dict[str, str] | None = N
     return translate(file, environment or {})
 
 
-def test_a_usual_file_is_translated_and_every_key_told_of(tmp_path: Path) -> None:
+def test_a_usual_file_is_translated_with_a_note_for_every_key(tmp_path: Path) -> None:
     lines = (
         "engine=Python",
         "option.model_id=mistralai/Mistral-7B-v0.1",
@@ -52,7 +52,7 @@ def test_a_usual_file_is_translated_and_every_key_told_of(tmp_path: Path) -> Non
     assert "not translated" in found.notes[-1]
 
 
-def test_what_it_becomes_are_arguments_of_serving(tmp_path: Path) -> None:
+def test_the_translation_has_arguments_of_serving(tmp_path: Path) -> None:
     found = translated(tmp_path, "option.model_id=tiny-llama", "job_queue_size=7", "option.dtype=bf16")
     load_arguments, options = sort_arguments(found.arguments)
     assert load_arguments == {"model": "tiny-llama", "dtype": "bfloat16"}
@@ -78,7 +78,7 @@ def test_with_a_rolling_batch_there_is_no_batch_to_wait_for(tmp_path: Path, valu
     assert any("batch_size: not translated" in note for note in found.notes)
 
 
-def test_disabled_without_a_size_requests_come_and_go(tmp_path: Path) -> None:
+def test_without_a_rolling_batch_and_a_size_the_policy_is_splitfuse(tmp_path: Path) -> None:
     assert translated(tmp_path, "option.rolling_batch=disable").arguments == {"policy": "splitfuse"}
 
 
@@ -105,19 +105,19 @@ def test_dtypes(tmp_path: Path, given: str, dtype: str) -> None:
 )
 def test_what_cannot_be_honoured_is_refused_with_its_line(tmp_path: Path, line: str, why: str) -> None:
     with pytest.raises(InvalidArgumentError) as refused:
-        translated(tmp_path, "# said", line)
+        translated(tmp_path, "# a comment", line)
     assert str(refused.value).startswith(f"{tmp_path}/serving.properties:2: {line}: ")
     assert why in str(refused.value)
 
 
-def test_the_last_of_a_key_holds_as_in_java(tmp_path: Path) -> None:
+def test_the_last_value_of_a_key_wins_as_in_java(tmp_path: Path) -> None:
     found = translated(tmp_path, "option.dtype=fp16", "option.dtype=bf16")
     assert found.arguments == {"dtype": "bfloat16"}
-    assert "serving.properties:1: option.dtype: given again on line 2" in found.notes[0]
+    assert "serving.properties:1: option.dtype: replaced by line 2" in found.notes[0]
 
 
 @pytest.mark.parametrize("has_model", [True, False])
-def test_without_a_model_id_the_model_is_what_lies_beside(tmp_path: Path, has_model: bool) -> None:
+def test_without_a_model_id_the_model_is_the_directory_of_the_file(tmp_path: Path, has_model: bool) -> None:
     if has_model:
         (tmp_path / "config.json").write_text("{}")
     wanted: dict[str, Any] = {"model": str(tmp_path)} if has_model else {}
@@ -141,9 +141,9 @@ def test_variables_stand_for_keys_that_the_file_does_not_have(tmp_path: Path) ->
         "max_num_seqs": 8,
         "max_queued_requests": 9,
     }
-    told = {note.partition(":")[0]: note for note in found.notes}
-    assert set(told) - {str(tmp_path / "serving.properties")} == set(environment) - {"OPTIONAL"}
-    assert "not taken, for" in told["OPTION_DTYPE"]
-    assert "not translated" in told["OPTION_ENTRYPOINT"]
-    with pytest.raises(InvalidArgumentError, match=r"^OPTION_DTYPE=int8: weights in 8 bits"):
+    notes = {note.partition(":")[0]: note for note in found.notes}
+    assert set(notes) - {str(tmp_path / "serving.properties")} == set(environment) - {"OPTIONAL"}
+    assert "ignored, since" in notes["OPTION_DTYPE"]
+    assert "not translated" in notes["OPTION_ENTRYPOINT"]
+    with pytest.raises(InvalidArgumentError, match=r"^OPTION_DTYPE=int8: 8-bit weights"):
         translated(tmp_path, environment={"OPTION_DTYPE": "int8"})

@@ -16,17 +16,17 @@ CASES = {
         [("a", "1", 1), ("b", "2", 2), ("c", "3", 3), ("d", "4", 4), ("e", "5", 5)],
     ),
     "only the first separates": ("a==1\nb=:2\nc = 3 = 4\n", [("a", "=1", 1), ("b", ":2", 2), ("c", "3 = 4", 3)]),
-    "comments and blank lines": ("# a=1\n  ! b=2\n\n   \nc=3 # said\n", [("c", "3 # said", 5)]),
-    "a line that goes on": ("a=1,\\\n    2,\\\n\t3\nb=4\n", [("a", "1,2,3", 1), ("b", "4", 4)]),
-    "a comment does not go on": ("# a=1\\\nb=2\n", [("b", "2", 2)]),
-    "a comment within goes on": ("a=1\\\n# 2\n", [("a", "1# 2", 1)]),
+    "comments and blank lines": ("# a=1\n  ! b=2\n\n   \nc=3 # a comment\n", [("c", "3 # a comment", 5)]),
+    "a continued line": ("a=1,\\\n    2,\\\n\t3\nb=4\n", [("a", "1,2,3", 1), ("b", "4", 4)]),
+    "a comment is not continued": ("# a=1\\\nb=2\n", [("b", "2", 2)]),
+    "a comment inside a continued line is text": ("a=1\\\n# 2\n", [("a", "1# 2", 1)]),
     "two backslashes are one": ("a=C:\\\\\nb=2\n", [("a", "C:\\", 1), ("b", "2", 2)]),
     "escapes": ("a\\ b\\=c\\:d = x\\ty\\nz\\q\n", [("a b=c:d", "x\ty\nzq", 1)]),
     "characters by number": ("gr\\u00fcn=\\u2713\n", [("grün", "✓", 1)]),
     "keys alone": ("a\nb=\n", [("a", "", 1), ("b", "", 2)]),
     "trailing space stays": ("a=1  \n", [("a", "1  ", 1)]),
     "other line ends": ("a=1\r\nb=2\rc=3", [("a", "1", 1), ("b", "2", 2), ("c", "3", 3)]),
-    "the end within a line that goes on": ("a=1\\", [("a", "1", 1)]),
+    "the end within a continued line": ("a=1\\", [("a", "1", 1)]),
 }
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import typer
 
+from fastgen.arguments import arguments_of
 from fastgen.cli import app
-from fastgen.serving.arguments import SERVE_ARGUMENTS
 from fastgen.serving.compat.lmi.translate import KEYS
+from fastgen.serving.options import ServeOptions
 from tests.serving.server_process import ServerProcess
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE, LOADING = (DOCS / "serving.md").read_text(), (DOCS / "arguments.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -28,10 +30,10 @@ def section(title: str) -> str:
     return found
 
 
-def test_the_flags_of_the_page_are_those_of_the_command() -> None:
+def test_the_flags_of_the_page_and_of_loading_are_those_of_the_command() -> None:
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     real = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts) if flag.startswith("--")}
-    rows = [line.split("|")[1] for line in section("Flags").splitlines() if line.startswith("| `--")]
+    rows = [line.split("|")[1] for line in (section("Flags") + LOADING).splitlines() if line.startswith("| `--")]
     assert set(re.findall(r"`(--[\w-]+)`", " ".join(rows))) == real
 
 
@@ -39,7 +41,7 @@ def test_every_argument_of_serving_has_its_flag() -> None:
     rows = " ".join(line.split("|")[1] for line in section("Flags").splitlines() if line.startswith("| `--"))
     named = {flag.removeprefix("--").replace("-", "_") for flag in re.findall(r"`(--[\w-]+)`", rows)}
     named |= set(re.findall(r"\(`(\w+)`\)", rows))
-    assert set(SERVE_ARGUMENTS) <= named
+    assert {argument.name for argument in arguments_of(ServeOptions)} <= named
 
 
 def test_every_key_of_lmi_is_in_the_table() -> None:

@@ -77,12 +77,12 @@ class _Server:
             return False
 
     async def _run_one(self, request: Request) -> Answer:
-        asked = {"prompt": request.prompt, "n_predict": request.num_new, "ignore_eos": True, "temperature": 0}
-        asked |= {"top_k": 1, "samplers": ["top_k"], "cache_prompt": False, "stream": True, "return_tokens": True}
-        body = json.dumps(asked).encode()
+        body = {"prompt": request.prompt, "n_predict": request.num_new, "ignore_eos": True, "temperature": 0}
+        body |= {"top_k": 1, "samplers": ["top_k"], "cache_prompt": False, "stream": True, "return_tokens": True}
+        content = json.dumps(body).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 22)
         head = "POST /completion HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         await writer.drain()
         answer = Answer()
         async for line in reader:

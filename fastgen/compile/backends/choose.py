@@ -43,7 +43,8 @@ def choose_backend(
     beside each other, so one of them gets one thread. Raises :class:`InvalidArgumentError` for another name or one that
     the device cannot run, and :class:`CompilerNotFoundError` if ``"cpp"`` is asked for and cannot be built.
     """
-    facts = target_facts(name, device, num_threads=num_threads, sealed=sealed is not None)
+    sealed_arch = None if sealed is None else sealed.builder.arch
+    facts = target_facts(name, device, num_threads=num_threads, sealed=sealed is not None, sealed_arch=sealed_arch)
     if sealed is not None and name not in ("auto", sealed.builder.target):
         raise InvalidArgumentError(
             f"target={name!r} is asked for, and the sealed bundle {sealed.bundle.directory} has kernels for "

@@ -194,7 +194,7 @@ class TritonOps(Ops):
     def _few_row(self, shape: FewRowShape, needed_by: tuple[str, ...]) -> LinearKernel:
         split_for = partial(self._split, shape)
         return LinearKernel(
-            shape, self._kernel, self._workspace, split_for, whole=self.dequantized, needed_by=needed_by
+            shape, self._kernel, self._workspace, split_for, dequantized=self.dequantized, needed_by=needed_by
         )
 
     def _split(self, shape: FewRowShape, num_rows: int) -> SplitK | None:

@@ -1,12 +1,12 @@
-"""Which of several ways to compute the same is the fastest on this device: measured at warm-up, and kept.
+"""Chooses the fastest of several ways to compute the same on this device: measures at warm-up, and keeps the result.
 
-An op lists its ways, the default first, and asks :meth:`Tuning.choose`. What is known is taken: from a sealed bundle,
-from the kernel cache, or from ``tuned_devices.json``, which ships the choices for devices that were measured. Else the
-ways are measured, where there is a GPU and warm-up is not over, and without that it is the default. A way may win only
-if it is built without spills and computes what the default computes.
+An op lists its ways, the default first, and calls :meth:`Tuning.choose`. A known choice is taken: from a sealed bundle,
+from the kernel cache, or from ``tuned_devices.json``, which ships the choices for devices that were measured. Otherwise
+the ways are measured where there is a GPU and warm-up is not over; else the default is taken. A way may win only if it
+is built without spills and computes the same as the default.
 
-Choices lie in the kernel cache, a file each, named after all that they depend on: the device's name, the versions of
-the tools, the sources of every way. So one that is out of date is never found; one that is damaged is made again.
+Choices are in the kernel cache, one file each, named after everything that they depend on: the device's name, the
+tools' versions, the sources of every way. So an outdated choice is never found, and a damaged one is measured again.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from fastgen.compile.spec import KernelSpec
 from fastgen.errors import KernelError
 
 Choice = Mapping[str, Any]
-# The seconds that a call takes.
+# Returns the seconds that a call takes.
 Measure = Callable[[Callable[[], None]], float]
 
 SHIPPED = Path(__file__).with_name("tuned_devices.json")
 _DIRECTORY = ".tuning"  # of the kernel cache, which removes with its entries all that begins with a dot
-_GAIN = 0.97  # of the default's time that another way must stay below: measuring again would else choose otherwise
+_GAIN = 0.97  # of the default's time; another way must be faster, so that measuring again gives the same choice
 _TOLERANCES = {torch.float32: 1e-4}  # of the largest number; sums in another order
 _NUM_REPLAYS = 25
 _TOLERANCE = 2e-2  # where they are rounded to 16 bits
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class Loader(Protocol):
-    """What tuning needs of a kernel loader."""
+    """The part of a kernel loader that tuning uses."""
 
     builder: Builder
     cache: KernelCache
@@ -62,9 +62,9 @@ class Loader(Protocol):
 
 @dataclass(frozen=True)
 class Way:
-    """One of the ways: ``choice`` tells it from the others, as plain data, ``specs`` are the kernels it takes.
+    """One of the ways: ``choice`` distinguishes it from the others, as plain data, ``specs`` are its kernels.
 
-    ``start`` makes it ready on the device and returns the call to be timed, and what that fills.
+    ``start`` prepares it on the device and returns the call to be timed, and the tensor that the call fills.
     """
 
     choice: Choice
@@ -84,13 +84,13 @@ class Tuning:
     device_name: str | None = None
     measure: Measure | None = None
     known: Mapping[str, Choice] = field(default_factory=dict)
-    # By problem, all that was asked for.
+    # Every choice so far, by problem.
     chosen: dict[str, Choice] = field(default_factory=dict)
 
     def choose(self, problem: str, ways: Sequence[Way], *, may_measure: bool) -> int:
-        """The place of the way to take among ``ways``, of which the first is the default.
+        """Returns the index of the way to take; the first of ``ways`` is the default.
 
-        ``problem`` names what is computed, and its sizes; for the same problem the ways are the same.
+        ``problem`` names the computation and its sizes; the same problem always has the same ways.
         """
         choices = [way.choice for way in ways]
         if (known := self.chosen.get(problem)) is None:
@@ -120,8 +120,9 @@ class Tuning:
         return shipped
 
     def _fastest(self, problem: str, ways: Sequence[Way]) -> Choice:
-        """Measures them and keeps the result. A way that fails is passed over, and if it is the default, no other is
-        looked at: tuning never keeps an engine from starting."""
+        """Measures the ways and keeps the result. A way that fails is skipped; if the default fails, it is taken
+        without measuring the others. So tuning never keeps an engine from starting.
+        """
         with suppress(KernelError):  # several at a time; which one fails shows below
             self.loader.build([spec for way in ways for spec in way.specs])
         seconds: dict[int, float] = {}
@@ -162,7 +163,7 @@ class Tuning:
             _log.warning("what was measured of %s cannot be kept: %s", problem, error)
 
     def _file(self, problem: str, ways: Sequence[Way]) -> tuple[Path, dict[str, Any]]:
-        """Where the choice lies, and all that it depends on."""
+        """Returns the file of the choice, and everything that it depends on."""
         key = {
             "problem": problem,
             "device": self.device_name,
@@ -176,11 +177,11 @@ class Tuning:
 
 
 def tuning_here(loader: Loader) -> Tuning:
-    """Of the GPU that is here and that ``loader`` builds for; else one that takes defaults.
+    """Returns the tuning of this machine's GPU, if ``loader`` builds for it; else one that takes defaults.
 
-    ``FASTGEN_AUTOTUNE=0`` in the environment measures nothing; what is known is taken all the same.
+    With ``FASTGEN_AUTOTUNE=0`` in the environment nothing is measured; known choices are taken nevertheless.
     """
-    if loader.builder.target != "triton" or not torch.cuda.is_available():
+    if loader.builder.launches_natively or not torch.cuda.is_available():
         return Tuning(loader)
     from fastgen.compile.build.triton import triton_arch
     from fastgen.compile.host.device import current
@@ -193,7 +194,7 @@ def tuning_here(loader: Loader) -> Tuning:
 
 
 def _measure_on_gpu(run: Callable[[], None]) -> float:
-    """The median over some replays from a CUDA graph, so that launching from Python is no part of it."""
+    """Returns the median time of replays of a CUDA graph, which excludes launching from Python."""
     stream, graph = _measuring_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(_NUM_REPLAYS + 1)]  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())

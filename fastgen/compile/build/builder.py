@@ -1,4 +1,4 @@
-"""What the two targets have in common: how a builder is spoken to, and what a built kernel can do."""
+"""The interface of builders, and of the kernels that they build."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fastgen.compile.spec import KernelSpec, Target
 INTERPRET = "interpret"
 
 
-class BuildFailure(Exception):  # noqa: N818 (never leaves this package: the loader makes a KernelError of it)
-    """A compiler refused a source. ``log`` is all that it said, ``script`` a program that makes it say so again."""
+class BuildFailure(Exception):  # noqa: N818 (never leaves this package: the loader turns it into a KernelError)
+    """A compiler refused a source. ``log`` is its whole output, ``script`` a program that reproduces the error."""
 
     def __init__(self, first_line: str, log: str, script: str):
         super().__init__(first_line)
@@ -32,18 +32,18 @@ class Kernel(Protocol):
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Runs it on the spec's arguments in their order: tensors for addresses, numbers for scalars.
 
-        ``grid`` says how many programs Triton starts along each axis; the ``cpp`` target has none and ignores it.
+        ``grid`` is the number of programs that Triton starts along each axis; C++ kernels ignore it.
         Raises :class:`fastgen.errors.KernelError`.
         """
 
     def bind(self, grid: tuple[int, ...], *arguments: Any) -> Callable[[], None]:
-        """A launch that is made again and again with the same arguments, which are checked now and kept alive. It is
-        never recorded. Raises :class:`fastgen.errors.KernelError`.
+        """Returns a launch to be repeated with the same arguments, which are checked now and kept alive. It is never
+        recorded. Raises :class:`fastgen.errors.KernelError`.
         """
 
 
 class BuiltKernel(ABC):
-    """What both targets' kernels share: a call launches, unless this thread records what would be launched."""
+    """A kernel of either target: a call launches it, unless this thread records launches."""
 
     def __init__(self, spec: KernelSpec, source: Path):
         self.spec, self.source = spec, source
@@ -70,14 +70,16 @@ class Builder(Protocol):
     arch: str
     # Tells if kernels are functions of the host, so that one native call can launch several.
     launches_natively: bool
-    # Of the bundle that kernels come from, what :meth:`accompany` put there; else ``None``.
+    # The directory that :meth:`accompany` wrote in the bundle that kernels come from; else ``None``.
     modules: Path | None
 
     def versions(self) -> Mapping[str, str]:
-        """All that decides, beside the source, what is built; part of the cache's key."""
+        """Returns everything but the source that decides what is built; part of the cache's key."""
 
     def mismatch(self, versions: Mapping[str, str]) -> str | None:
-        """Why what was built with these :meth:`versions` cannot be loaded here, as a clause; ``None`` if it can."""
+        """Returns why binaries built with these :meth:`versions` cannot be loaded here, as a clause; ``None`` if they
+        can.
+        """
 
     def build(self, spec: KernelSpec, source: Path) -> Mapping[str, Any]:
         """Compiles ``source`` into its own directory and returns a report. May be called from several threads at once.
@@ -86,10 +88,10 @@ class Builder(Protocol):
         """
 
     def end_builds(self) -> None:
-        """Gives back what building held on to, such as processes; called when a batch of builds is done."""
+        """Releases resources of building, such as processes; called after a batch of builds."""
 
     def accompany(self, built: Sequence[tuple[KernelSpec, Entry]], directory: Path) -> None:
-        """Makes ``directory`` of what would else be compiled when these kernels are loaded, if there is any."""
+        """Writes to a new ``directory`` what would otherwise be compiled when these kernels are loaded, if anything."""
 
     def load(self, spec: KernelSpec, entry: Entry) -> Kernel:
         """Raises ``OSError``, ``AttributeError`` or ``RuntimeError`` where the binary cannot be loaded here."""

@@ -2,14 +2,14 @@
 
 ```
 <bundle>/
-    bundle.json                             what it is for, what built it, every kernel and the hash of every file
-    kernels/rms_norm_h4096_bf16-0a1b2c3d/   a kernel: its source and what came of it
-    modules/…cuda_utils.cpython-312-…so     what Triton would compile to launch them (for NVIDIA's)
+    bundle.json                             its purpose, its tools, every kernel and the hash of every file
+    kernels/rms_norm_h4096_bf16-0a1b2c3d/   a kernel: its source and its binaries
+    modules/…cuda_utils.cpython-312-…so     modules by which Triton launches them (NVIDIA)
 ```
 
-It is taken as it was written or not at all: a file that differs, an architecture, Triton or machine that is not the one
-here, settings that the engine does not have, and a kernel that it lacks or that this version of fastgen renders
-differently are each refused with a sentence.
+It is used exactly as it was written or not at all. Each of these is refused with a sentence: a changed file, another
+architecture, Triton or machine, other settings than the engine's, a missing kernel, and a kernel that this version of
+fastgen renders differently.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _MANIFEST = "bundle.json"
 _KERNELS, _MODULES = "kernels", "modules"
 _FORMAT = 2
 _REPEATED = ("allow_config_key",)
-# What a bundle is about that makes its kernels other ones than another bundle's.
+# The settings in ``about`` that decide which kernels a bundle has.
 _DECIDING = ("dtype", "quantize", "block_size")
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle that was read whole and found undamaged. ``about`` is what the one who wrote it says it is for."""
+    """A bundle whose files were all read and found undamaged. ``about`` has the settings that it was written for."""
 
     directory: Path
     manifest: Mapping[str, Any]
 
     @classmethod
     def open(cls, directory: Path) -> Bundle:
-        """Raises :class:`BundleError` for a directory that is no bundle, or whose files are not the sealed ones."""
+        """Reads a bundle. Raises :class:`BundleError` for another directory, and for changed files."""
         try:
             manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
@@ -95,7 +95,7 @@ class Bundle:
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        """Kernels by the digest of their spec."""
+        """Returns the kernels by the digest of their spec."""
         return {
             digest: Entry(
                 name=kernel["name"],
@@ -108,13 +108,14 @@ class Bundle:
         }
 
     def how(self) -> str:
-        """The command that writes the like of it."""
+        """Returns a hint with the command that writes the same bundle."""
         return f"build it again: {_command(self.about, self.arch, self.directory)}"
 
 
 def _command(about: Mapping[str, str], arch: str, directory: Path | str) -> str:
-    """That writes a bundle into ``directory``. ``about`` has the model and the flags that its kernels follow from; of
-    one that may be given several times the values stand between spaces."""
+    """Returns the command that writes a bundle into ``directory``. ``about`` has the model and the flags that decide
+    its kernels; the values of a repeated flag are separated by spaces.
+    """
     flags = [
         f"--{key.replace('_', '-')} {shlex.quote(value)}"
         for key in about
@@ -136,11 +137,11 @@ def write_bundle(
     about: Mapping[str, str],
     progress: Progress | None = None,
 ) -> Bundle:
-    """Builds the kernels of ``specs`` and seals them in ``directory``, which is made, or replaced where it is a bundle.
+    """Builds the kernels of ``specs`` and seals them in ``directory``, which is new, or a bundle that is replaced.
 
-    ``about`` is kept beside them: the ``model``, and the flags of ``fastgen kernels build`` that decide what is in it.
-    Nothing is written unless all are built. Raises :class:`KernelError` for one that cannot be, and
-    :class:`BundleError` for a directory that holds something else, or that cannot be written.
+    ``about`` is kept beside them: the ``model``, and the flags of ``fastgen kernels build`` that decide the kernels.
+    Nothing is written unless all are built. Raises :class:`KernelError` for a kernel that cannot be built, and
+    :class:`BundleError` for a directory that holds other files, or that cannot be written.
     """
     try:
         _check_place(directory)
@@ -153,7 +154,7 @@ def write_bundle(
 
 
 def _check_place(directory: Path) -> None:
-    """Before minutes are spent on building."""
+    """Refuses a directory before minutes are spent on building."""
     if not directory.exists():
         above = next(each for each in directory.parents if each.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
@@ -165,7 +166,7 @@ def _check_place(directory: Path) -> None:
 def _write(
     loader: KernelLoader, built: Sequence[tuple[KernelSpec, Entry]], directory: Path, about: Mapping[str, str]
 ) -> None:
-    """Beside ``directory``, and then in its place."""
+    """Writes the bundle beside ``directory`` first, and then moves it there."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
     try:
@@ -194,7 +195,7 @@ def _write(
 class SealedLoader(KernelLoader):
     """Loads the kernels of one bundle and builds nothing. Made by :func:`load_bundle`.
 
-    ``how`` is the command that writes the bundle that was asked for.
+    ``how`` is a hint with the command that writes the needed bundle.
     """
 
     def __init__(self, bundle: Bundle, builder: Builder, how: str):
@@ -204,7 +205,9 @@ class SealedLoader(KernelLoader):
         self.fence.close(f"this engine runs from the sealed bundle {bundle.directory}")
 
     def build(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> list[Entry]:
-        """The bundle's entries of these specs, in order. Raises :class:`BundleError` naming those that it lacks."""
+        """Returns the bundle's entries of these specs, in order. Raises :class:`BundleError` that names
+        missing ones.
+        """
         wanted = list(specs)
         lacking = list(dict.fromkeys(spec.name for spec in wanted if spec.digest not in self.bundle.entries))
         if lacking:
@@ -226,9 +229,9 @@ class SealedLoader(KernelLoader):
 
 
 def bundle_beside(weights: Path, device: Device, about: Mapping[str, str]) -> Path:
-    """The bundle in the directory of a model's ``weights``: ``kernels-<arch>``, the best of those that ``device`` runs.
+    """Returns the bundle in the directory of a model's ``weights``: ``kernels-<arch>``, the best that ``device`` runs.
 
-    Raises :class:`BundleError`, with the command that writes it, where there is none. ``about`` as in
+    Raises :class:`BundleError`, with the command that writes it, where there is none. For ``about`` see
     :func:`write_bundle`.
     """
     if found := find_beside(weights, device):
@@ -241,14 +244,14 @@ def bundle_beside(weights: Path, device: Device, about: Mapping[str, str]) -> Pa
 
 
 def find_beside(weights: Path, device: Device) -> Path | None:
-    """That of :func:`bundle_beside`, if it is there."""
+    """Returns the bundle of :func:`bundle_beside`, if it exists."""
     places = (weights.absolute() / f"kernels-{arch}" for arch in _arches(device))
     return next((place for place in places if place.exists()), None)
 
 
 def bundle_target(directory: Path) -> tuple[str, str] | None:
-    """Whose kernels the bundle at ``directory`` has and for which architecture, as it says itself; ``None`` where
-    nothing can be read there, of which :func:`load_bundle` tells."""
+    """Returns the target and the architecture of the bundle at ``directory``; ``None`` where they cannot be read, which
+    :func:`load_bundle` reports."""
     try:
         manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
         target, arch = manifest["target"], manifest["arch"]
@@ -260,11 +263,11 @@ def bundle_target(directory: Path) -> tuple[str, str] | None:
 def load_bundle(
     directory: Path | str, device: Device | None = None, about: Mapping[str, str] | None = None
 ) -> SealedLoader:
-    """The bundle at ``directory`` for ``device``, by default the one here. No compiler needs to be installed.
+    """Loads the bundle at ``directory`` for ``device``, by default this machine's. No compiler needs to be installed.
 
-    ``about`` is what it is wanted for, as in :func:`write_bundle`; another model of the same kernels is as good. Raises
-    :class:`BundleError`, with how to build the right one, where it is damaged or for other hardware, versions, dtype,
-    format or block size.
+    ``about`` has the needed settings, see :func:`write_bundle`; the model may be another one with the same kernels.
+    Raises :class:`BundleError`, with the command that builds the right one, where the bundle is damaged or is for other
+    hardware, versions, dtype, format or block size.
     """
     bundle = Bundle.open(Path(directory).absolute())
     device = device or current()
@@ -281,7 +284,7 @@ def load_bundle(
             f"the bundle {bundle.directory} is for {differing.replace('_', ' ')} {there}, and {here} is asked for; "
             f"build the right one: {_command(wanted, bundle.arch, 'DIR')}"
         )
-    # To load alone takes no compiler, so any name will do.
+    # Loading needs no compiler, so any name will do.
     builder = CppBuilder(bundle.arch, compiler="c++") if bundle.arch in CPP_ARCHES else make_builder(bundle.arch)
     if reason := builder.mismatch(bundle.manifest["versions"]):
         raise BundleError(f"the bundle {bundle.directory} cannot be used: {reason}; {bundle.how()}")
@@ -291,20 +294,20 @@ def load_bundle(
 
 
 def _arches(device: Device) -> list[str]:
-    """The architectures whose kernels run here, the best first: on a CPU those of its instructions, and interpreted."""
+    """Returns the architectures whose kernels run here, the best first; on a CPU interpreted ones come last."""
     if device.kind != "cpu":
         return [target_of(device)]
     return [*(arch for arch in CPP_ARCHES if can_run(arch, device)), INTERPRET]
 
 
 def _right_arch(device: Device, about: Mapping[str, str]) -> str:
-    """The one to build for on ``device``: on a CPU interpreted kernels where its own cannot multiply the format."""
+    """Returns the architecture to build for on ``device``: on a CPU ``interpret`` for formats without C++ kernels."""
     can_multiply = device.kind != "cpu" or about.get("quantize") in (None, *QUANTIZED["cpp"])
     return target_of(device) if can_multiply else INTERPRET
 
 
 def _copy(spec: KernelSpec, entry: Entry, kernels: Path) -> dict[str, Any]:
-    """Brings an entry's files into the bundle; returns what the manifest says of it."""
+    """Copies an entry's files into the bundle; returns its part of the manifest."""
     place = kernels / f"{spec.name}-{spec.digest}"
     place.mkdir(parents=True)
     for file in entry.files():
@@ -321,6 +324,6 @@ def _copy(spec: KernelSpec, entry: Entry, kernels: Path) -> dict[str, Any]:
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:
-    """A hash of all else that the manifest says."""
+    """Returns a hash of the rest of the manifest."""
     rest = {key: value for key, value in manifest.items() if key != "seal"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -1,14 +1,14 @@
-"""Built kernels on disk. An entry is a directory that is whole or not there: source, binaries and a manifest.
+"""Built kernels on disk. An entry is a directory with source, binaries and a manifest; it is complete or absent.
 
 ```
 <cache>/rms_norm_h4096_bf16-sm_90-0a1b2c3d4e5f6071/
-    rms_norm_h4096_bf16.py      what was compiled, to be read
-    rms_norm_h4096_bf16.cubin … what came of it
+    rms_norm_h4096_bf16.py      the source that was compiled
+    rms_norm_h4096_bf16.cubin … the binaries
     manifest.json               the key's parts, a hash of every file, the builder's report
 ```
 
-The key is a hash of the rendered source and of all else that decides what comes of it (tool versions, flags, the
-architecture), so an entry never changes: one that differs from its manifest is damaged or foreign and is built again.
+The key is a hash of the rendered source and of everything else that decides the binaries (tool versions, flags, the
+architecture), so an entry never changes: one that differs from its manifest is damaged and is built again.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _MANIFEST = "manifest.json"
 _LOCKS = ".locks"
 _FAILED = "failed"
 _FORMAT = 1
-# What tells that a directory cannot be written to, rather than that a build went wrong.
+# Errors that mean that a directory cannot be written to, rather than that a build failed.
 _UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
-_ROOM = 16 << 20  # bytes; what is built of a kernel takes a tenth of it at most
+_ROOM = 16 << 20  # bytes; a built kernel takes a tenth of it at most
 _falling_back = threading.Lock()
 Make = Callable[[Path], Mapping[str, Any]]
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 def default_directory() -> Path:
-    """``$FASTGEN_CACHE``, or ``fastgen/kernels`` in the user's cache directory."""
+    """Returns ``$FASTGEN_CACHE``, or ``fastgen/kernels`` in the user's cache directory."""
     if given := os.environ.get("FASTGEN_CACHE"):
         return Path(given).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "fastgen" / "kernels"
@@ -52,7 +52,7 @@ def default_directory() -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """A built kernel: where it is, its source file, and what the builder measured of it."""
+    """A built kernel: its directory, its source file, and the builder's report."""
 
     name: str
     arch: str
@@ -68,7 +68,7 @@ class Entry:
             return 0
 
     def files(self) -> list[Path]:
-        """The source and what came of it, without the manifest."""
+        """Returns the source and the binaries, without the manifest."""
         return sorted(file for file in self.directory.iterdir() if file.name != _MANIFEST)
 
 
@@ -77,36 +77,36 @@ class KernelCache:
 
     def __init__(self, directory: Path | None = None):
         self.directory = directory or default_directory()
-        # Takes its place for what cannot be written there.
-        self._spare: Path | None = None
+        # A temporary directory for what cannot be written to ``directory``.
+        self._fallback: Path | None = None
 
     def find(self, name: str, key: Mapping[str, Any]) -> Entry | None:
-        """The entry of kernel ``name`` whose key has these parts, if it is there and undamaged."""
-        roots = (self.directory, self._spare) if self._spare is not None else (self.directory,)
+        """Returns the entry of kernel ``name`` whose key has these parts, if it exists and is undamaged."""
+        roots = (self.directory, self._fallback) if self._fallback is not None else (self.directory,)
         entries = (_read(root / _place_name(name, key), key) for root in roots)
         return next((entry for entry in entries if entry is not None), None)
 
     def build(self, name: str, key: Mapping[str, Any], source: str, make: Make) -> Entry:
-        """The entry, built unless it is there: ``make(directory)`` adds to the source file and returns a report.
+        """Returns the entry, and builds it if it is missing: ``make(directory)`` adds binaries and returns a report.
 
         Of several processes one builds and the others wait. Where the cache cannot be made or written (read-only,
-        full), a directory that lasts as long as the process takes its place, with a warning.
+        full), a temporary directory of this process replaces it, with a warning.
         """
-        if self._spare is None:
+        if self._fallback is None:
             try:
                 return _build(self.directory, name, key, source, make)
             except OSError as error:
                 if error.errno not in _UNWRITABLE and os.path.isdir(self.directory):
                     raise
                 self._fall_back(error)
-        assert self._spare is not None
-        return _build(self._spare, name, key, source, make)
+        assert self._fallback is not None
+        return _build(self._fallback, name, key, source, make)
 
     def _fall_back(self, error: OSError) -> None:
         with _falling_back:
-            if self._spare is not None:
+            if self._fallback is not None:
                 return
-            self._spare = _temporary_directory()
+            self._fallback = _temporary_directory()
         warnings.warn(
             f"kernels cannot be kept in {self.directory} ({error.strerror}), so they are built for this process alone; "
             "the environment variable FASTGEN_CACHE names another directory",
@@ -114,7 +114,7 @@ class KernelCache:
         )
 
     def entries(self) -> list[Entry]:
-        """All undamaged entries, by name. Raises :class:`KernelError` for a directory that cannot be read."""
+        """Returns all undamaged entries, by name. Raises :class:`KernelError` for a directory that cannot be read."""
         if not os.path.isdir(self.directory):
             return []
         with self._explained("read"):
@@ -123,8 +123,9 @@ class KernelCache:
         return sorted(found, key=lambda entry: entry.name)
 
     def clean(self) -> tuple[int, int]:
-        """Removes everything but what is just being built: entries, damaged ones, locks, what failed. Returns how many
-        entries are gone, and bytes. Raises :class:`KernelError` for a directory that cannot be read or written."""
+        """Removes everything but running builds: entries, damaged ones, locks, failed builds. Returns the number of
+        removed entries, and their bytes. Raises :class:`KernelError` for a directory that cannot be read or written.
+        """
         size_bytes = {entry.directory: entry.size_bytes for entry in self.entries()}
         with self._explained("cleaned"):
             self._remove_all()
@@ -138,7 +139,7 @@ class KernelCache:
                 is_hidden, (place_name, _, _) = each.name.startswith("."), each.name[1:].rpartition(".")
                 if is_hidden and place_name:  # a draft
                     with _lock(locks / place_name, waits=False) as is_held:
-                        if is_held:  # else its process is at work
+                        if is_held:  # else its process is still building
                             remove(each)
                 elif each != locks and (is_hidden or each.name == _FAILED or (each / _MANIFEST).exists()):
                     remove(each)
@@ -152,7 +153,7 @@ class KernelCache:
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Errors of the system within the block are told as those of the cache."""
+        """Turns the system's errors within the block into errors of the cache."""
         try:
             yield
         except OSError as error:
@@ -162,9 +163,9 @@ class KernelCache:
             ) from error
 
     def failed(self, name: str) -> Path:
-        """A new directory to leave the remains of a failure in, which outlives the process. Raises ``OSError``."""
+        """Returns a new directory for the files of a failure, which outlives the process. Raises ``OSError``."""
         place = self.directory / _FAILED / f"{name}-{uuid.uuid4().hex[:8]}"
-        if self._spare is None:  # else there is no writing here
+        if self._fallback is None:  # else this directory cannot be written
             with contextlib.suppress(OSError):
                 place.mkdir(parents=True)
                 return place
@@ -172,7 +173,7 @@ class KernelCache:
 
 
 def cache_of(source: Path) -> KernelCache:
-    """The cache that a kernel's source lies in; for one of a bundle, into which nobody writes, the user's own."""
+    """Returns the cache of a kernel's source; for a kernel of a bundle, which is never written to, the user's cache."""
     return KernelCache(source.parent.parent if (source.parent / _MANIFEST).exists() else None)
 
 
@@ -192,7 +193,7 @@ def _build(root: Path, name: str, key: Mapping[str, Any], source: str, make: Mak
             _seal(draft, name, key, make(draft))
             publish(draft, place)
         except Exception:
-            _check_room(draft)  # a compiler that finds none fails as if the source were wrong
+            _check_room(draft)  # without room a compiler fails as if the source were wrong
             raise
         finally:
             remove(draft)
@@ -203,7 +204,7 @@ def _build(root: Path, name: str, key: Mapping[str, Any], source: str, make: Mak
 
 
 def _check_room(directory: Path) -> None:
-    """Raises ``OSError`` where so little room is left that a build may have failed for it."""
+    """Raises ``OSError`` where a build may have failed for lack of room."""
     with tempfile.TemporaryFile(dir=directory) as file:
         file.write(bytes(_ROOM))
 
@@ -213,7 +214,7 @@ def _place_name(name: str, key: Mapping[str, Any]) -> str:
 
 
 def _read(place: Path, key: Mapping[str, Any] | None) -> Entry | None:
-    """The entry at ``place``, if its files are those of its manifest and its key (where given) is ``key``."""
+    """Returns the entry at ``place``, if its files are those of its manifest and its key (where given) is ``key``."""
     try:
         manifest = json.loads((place / _MANIFEST).read_text(encoding="utf-8"))
         files, found = manifest["files"], manifest["key"]
@@ -230,7 +231,7 @@ def _read(place: Path, key: Mapping[str, Any] | None) -> Entry | None:
 
 
 def _seal(draft: Path, name: str, key: Mapping[str, Any], report: Mapping[str, Any]) -> None:
-    """Writes the manifest, and all of the draft to the disk."""
+    """Writes the manifest, and syncs the whole draft to disk."""
     files = sorted(draft.iterdir())
     manifest = {
         "format": _FORMAT,
@@ -245,7 +246,7 @@ def _seal(draft: Path, name: str, key: Mapping[str, Any], report: Mapping[str, A
 
 
 def publish(draft: Path, place: Path) -> None:
-    """Puts the whole draft in its place at once; a damaged entry there makes way."""
+    """Moves the draft to its place atomically; replaces a damaged entry there."""
     if place.exists():
         aside = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
         os.replace(place, aside)
@@ -255,7 +256,7 @@ def publish(draft: Path, place: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file or a directory with all in it, as far as that is possible."""
+    """Removes a file or a directory with its contents, as far as possible."""
     with contextlib.suppress(OSError):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
@@ -270,16 +271,16 @@ def sync(path: Path) -> None:
 
 
 def file_hash(file: Path) -> str:
-    """SHA-256 of its bytes, in hexadecimal digits."""
+    """Returns the SHA-256 of its bytes, in hexadecimal digits."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @contextlib.contextmanager
 def _lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
-    """Holds the lock file at ``path``, which is left behind, since another process may already wait for it.
+    """Holds the lock file at ``path``. The file is not removed, since another process may already wait for it.
 
-    Yields whether it is held: some network file systems have no locks. There each process builds, and the last stays.
-    Unless it ``waits``, it is not held where another process holds it.
+    Yields whether it is held: some network file systems have no locks. There each process builds, and the last result
+    is kept. Without ``waits`` it is not held while another process holds it.
     """
     while True:
         path.parent.mkdir(exist_ok=True)
@@ -295,7 +296,7 @@ def _lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
 
 
 def _lies_at(path: Path, file: IO[str]) -> bool:
-    """Not one that was removed since it was opened: others lock what is there now."""
+    """Returns whether the open file is still the one at ``path``; after a removal others lock a new one."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except FileNotFoundError:

@@ -28,9 +28,9 @@ from fastgen.errors import CompilerNotFoundError, InvalidArgumentError, KernelEr
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
     *("-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp-simd", "-fno-exceptions", "-fno-rtti", "-Wall", "-Werror=vla"),
-    # No one looks at errno or floating-point traps; both would keep loops from being vectorised.
+    # errno and floating-point traps are not used; both would keep loops from being vectorised.
     *("-fno-math-errno", "-fno-trapping-math"),
-    # Products are fused with sums where the source says so and nowhere else, so that every variant rounds alike.
+    # Products are fused with sums only where the source says so, so that every variant rounds in the same way.
     "-ffp-contract=off",
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -54,7 +54,7 @@ _SCALARS = {"fp32": ctypes.c_float, "i32": ctypes.c_int32, "i64": ctypes.c_int64
 
 
 def cpp_arch(device: Device) -> str:
-    """The best of :data:`CPP_ARCHES` that a CPU has the instructions of, or the one that ``$FASTGEN_CPP_ARCH`` names.
+    """Returns the best of :data:`CPP_ARCHES` that a CPU can run, or the one that ``$FASTGEN_CPP_ARCH`` names.
 
     Raises :class:`InvalidArgumentError` where that is none of them, or the CPU lacks its instructions.
     """
@@ -73,13 +73,13 @@ def cpp_arch(device: Device) -> str:
 
 
 def can_run(arch: str, device: Device) -> bool:
-    """Whether a CPU has the instructions of ``arch``."""
+    """Returns whether a CPU has the instructions of ``arch``."""
     return _ARCH_NEEDS[arch] <= set(device.instruction_sets)
 
 
 @cache
 def find_compiler() -> str:
-    """The C++ compiler: ``$CXX`` where it is set, else the first of g++, clang++ and c++ that is installed.
+    """Returns the C++ compiler: ``$CXX`` where it is set, else the first of g++, clang++ and c++ that is installed.
 
     Raises :class:`CompilerNotFoundError`.
     """
@@ -96,7 +96,7 @@ def find_compiler() -> str:
 class CppBuilder:
     """Builds for ``arch``, one of :data:`CPP_ARCHES`, with ``compiler``, or the one that is found here.
 
-    To load alone, any ``compiler`` will do, there or not. Raises :class:`CompilerNotFoundError`.
+    Loading needs no compiler, so then ``compiler`` may be any name. Raises :class:`CompilerNotFoundError`.
     """
 
     target: Target = "cpp"
@@ -128,10 +128,10 @@ class CppBuilder:
         return {"build_s": round(time.perf_counter() - start, 3), "binary_bytes": library.stat().st_size}
 
     def end_builds(self) -> None:
-        """Nothing outlives a build."""
+        """Does nothing: a build leaves no resources behind."""
 
     def accompany(self, built: Sequence[tuple[KernelSpec, Entry]], directory: Path) -> None:
-        """A shared object is all that it takes."""
+        """Does nothing: a shared object needs no other files."""
 
     def load(self, spec: KernelSpec, entry: Entry) -> CppKernel:
         return CppKernel(spec, entry.source, self._command(entry.source))
@@ -141,9 +141,9 @@ class CppBuilder:
 
 
 class CppKernel(BuiltKernel):
-    """A function of a shared object. Its arguments' dtypes are checked, since a wrong one would corrupt memory.
+    """Launches a function of a shared object. Arguments' dtypes are checked, since a wrong one would corrupt memory.
 
-    ``entry_point`` is the address of the same function for arguments in an array, see :meth:`slots`.
+    ``entry_point`` is the address of the same function with arguments in an array, see :meth:`slots`.
     """
 
     def __init__(self, spec: KernelSpec, source: Path, command: list[str]):
@@ -176,7 +176,7 @@ class CppKernel(BuiltKernel):
         return call
 
     def slots(self, arguments: Sequence[Any]) -> list[int]:
-        """The arguments as ``entry_point`` takes them: the bits of each in 64. Raises :class:`KernelError`."""
+        """Returns the arguments for ``entry_point``: the bits of each in 64 bits. Raises :class:`KernelError`."""
         try:
             values = self._converted(arguments)
             typed = (ctype(value) for ctype, value in zip(self._function.argtypes, values, strict=True))

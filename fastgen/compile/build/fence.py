@@ -1,4 +1,4 @@
-"""The fence: once warm-up is over, nothing may be compiled or captured any more."""
+"""The fence: after warm-up nothing may be compiled or captured any more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from fastgen.errors import KernelError
 
 
 class Fence:
-    """Belongs to one engine, so that another may still warm up in the same process. Open until :meth:`close`."""
+    """The fence of one engine, so that another may still warm up in the same process. It is open until
+    :meth:`close`.
+    """
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -20,12 +22,12 @@ class Fence:
         return self._reason is not None
 
     def close(self, reason: str = "warm-up is over") -> None:
-        """From now on :meth:`check` refuses, for this ``reason``."""
+        """Makes :meth:`check` refuse from now on, for this ``reason``."""
         self._reason = reason
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Open within the block, afterwards as before."""
+        """Opens the fence within the block, and restores its state afterwards."""
         before, self._reason = self._reason, None
         try:
             yield
@@ -35,7 +37,7 @@ class Fence:
     def check(self, action: str, what: str, **facts: Any) -> None:
         """Raises :class:`KernelError` with these ``facts`` where the fence is closed.
 
-        ``action`` is a verb, such as ``"build"``, ``what`` what it is done to.
+        ``action`` is a verb, such as ``"build"``, and ``what`` its object.
         """
         if self._reason is not None:
             raise KernelError(f"{self._reason}: {what} is not there, and it is too late to {action} it", **facts)

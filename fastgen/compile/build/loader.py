@@ -1,4 +1,4 @@
-"""From specs to kernels that run: render, build what the cache lacks (several at a time), load."""
+"""Turns specs into kernels: renders them, builds those that are not cached (several at a time), loads them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fastgen.compile.render import SUFFIXES
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import InvalidArgumentError, KernelError
 
-# Told ``(done, total)`` after each kernel, from any thread, one at a time.
+# Called with ``(done, total)`` after each kernel, from any thread, one call at a time.
 Progress = Callable[[int, int], None]
 
 
 def make_builder(target: str) -> Builder:
-    """For an architecture by its name: such as ``sm_90`` or ``gfx942``, ``interpret``, or one of the ``cpp`` target's.
+    """Returns the builder for an architecture: ``sm_90``, ``gfx942`` and the like, ``interpret``, or one of C++'s.
 
-    Raises :class:`InvalidArgumentError` for another name, and what the builders raise.
+    Raises :class:`InvalidArgumentError` for another name, and the builders' errors.
     """
     # Imported here, since neither target needs the other's tools.
     from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder
@@ -44,7 +44,7 @@ def make_builder(target: str) -> Builder:
 
 
 def target_of(device: Device) -> str:
-    """The architecture to build for on this device, for :func:`make_builder`."""
+    """Returns the architecture to build for on this device, for :func:`make_builder`."""
     if device.kind == "cpu":
         from fastgen.compile.build.cpp import cpp_arch
 
@@ -57,7 +57,7 @@ def target_of(device: Device) -> str:
 class KernelLoader:
     """The kernels of one engine: one builder (a target and an architecture), one cache, one fence.
 
-    ``num_jobs`` is how many kernels are built at once; by default as many as this process has cores.
+    ``num_jobs`` kernels are built at once; by default as many as this process has cores.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class KernelLoader:
 
     @cached_property
     def tuning(self) -> Tuning:
-        """Which ways to compute are taken here, where there are several."""
+        """Returns the choices between several ways to compute the same."""
         return tuning_here(self)
 
     def load(self, spec: KernelSpec) -> Kernel:
-        """The kernel, the same object each time. Raises :class:`KernelError`; see :meth:`build`."""
+        """Returns the kernel, the same object each time. Raises :class:`KernelError`; see :meth:`build`."""
         if spec not in self._kernels:
             (entry,) = self.build([spec])
             try:
@@ -91,10 +91,11 @@ class KernelLoader:
         return self._kernels[spec]
 
     def build(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> list[Entry]:
-        """The entries of these specs, in order; each distinct kernel is built once, and not at all if it is cached.
+        """Returns the entries of these specs, in order. Each distinct kernel is built once, or not at all if it is
+        cached.
 
-        Raises :class:`KernelError` for the first that fails, when those under way have ended, and behind a closed fence
-        for one that is not cached.
+        Raises :class:`KernelError` for the first that fails, after running builds have ended, and behind a closed fence
+        for a kernel that is not cached.
         """
         wanted = list(specs)
         distinct = list(dict.fromkeys(wanted))
@@ -120,7 +121,7 @@ class KernelLoader:
         return [entries[spec] for spec in wanted]
 
     def find(self, spec: KernelSpec) -> Entry | None:
-        """The entry, if it is cached."""
+        """Returns the entry, if it is cached."""
         return self.cache.find(spec.name, self._key(spec, source_of(spec)[1], dict(self.builder.versions())))
 
     def _entry(self, spec: KernelSpec, versions: Mapping[str, str]) -> Entry:
@@ -140,7 +141,7 @@ class KernelLoader:
             raise build_error(spec, source, failure, self.cache) from failure
 
     def _key(self, spec: KernelSpec, body: str, versions: Mapping[str, str]) -> dict[str, Any]:
-        """All that decides what is built. The heading, which names who asked, is none of it."""
+        """Returns everything that decides what is built. The heading, which names recipe nodes, is not part of it."""
         if spec.target != self.builder.target:
             raise ValueError(f"{spec}: this loader builds for {self.builder.target}")
         return {

@@ -1,4 +1,4 @@
-"""Errors of kernels, with a standalone script that shows the failure again: no fastgen, the source inlined."""
+"""Errors of kernels, with a standalone script that reproduces the failure: without fastgen, with the source inlined."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from fastgen.errors import KernelError
 
 
 def script(kind: str, spec: KernelSpec, source: Path, **context: Any) -> str:
-    """The script of template ``reproduce/<kind>``: ``build_cpp``, ``launch_triton`` …, for the kernel in ``source``."""
+    """Returns the script of template ``reproduce/<kind>``: ``build_cpp``, ``launch_triton`` …, for the kernel in
+    ``source``.
+    """
     text = repr(source.read_text(encoding="utf-8"))
     file, module = repr(source.name), repr(source.stem)
     return render_text(f"reproduce/{kind}.py.j2", name=spec.name, source=text, file=file, module=module, **context)
 
 
 def build_error(spec: KernelSpec, source: str, failure: BuildFailure, cache: KernelCache) -> KernelError:
-    """For a source that would not compile. Source, log and script stay in the cache's ``failed`` directory."""
+    """Returns the error for a source that does not compile. Source, log and script go to the cache's
+    ``failed`` folder.
+    """
     message = f"kernel {spec.name} cannot be built: {failure}"
     return _error(message, spec, cache, {"source": source, "log.txt": failure.log, "reproduce.py": failure.script})
 
 
 def launch_error(spec: KernelSpec, source: Path, arguments: Sequence[Any], error: Exception, text: str) -> KernelError:
-    """For a launch that failed with ``error``; ``text`` is the script."""
+    """Returns the error for a launch that failed with ``error``; ``text`` is the script."""
     names = [declared.name for declared in spec.arguments]
     given = ", ".join(f"{name}: {_describe(value)}" for name, value in zip(names, arguments, strict=False))
     if len(names) != len(arguments):
@@ -40,7 +44,7 @@ def launch_error(spec: KernelSpec, source: Path, arguments: Sequence[Any], error
 
 
 def _error(message: str, spec: KernelSpec, cache: KernelCache, files: Mapping[str, str]) -> KernelError:
-    """Keeps ``files`` where it can; that there is no room for them must not hide what went wrong."""
+    """Keeps ``files`` if possible; a full disk must not hide the error."""
     source, reproducer = None, None
     with contextlib.suppress(OSError):
         place = cache.failed(spec.name)
@@ -54,7 +58,7 @@ def _error(message: str, spec: KernelSpec, cache: KernelCache, files: Mapping[st
 
 
 def made_up(arguments: Sequence[Any]) -> str:
-    """Python for arguments like these: tensors of the same shape, stride, dtype and device."""
+    """Returns Python code for arguments like these: tensors of the same shape, stride, dtype and device."""
     return ", ".join(
         f"tensor({tuple(each.shape)}, {each.stride()}, {each.dtype}, {str(each.device)!r})"
         if isinstance(each, Tensor)

@@ -1,4 +1,4 @@
-"""The ``triton`` target: kernels built ahead of time by worker processes, for a GPU that need not be there.
+"""The ``triton`` target: kernels built ahead of time by worker processes, for a GPU that need not be present.
 
 A worker (:mod:`fastgen.compile.build.triton_worker`) makes exactly what Triton's just-in-time compiler would make of
 the declared arguments, and keys it the same way; loading on a GPU hands these files to the just-in-time compiler, which
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 def triton_arch(device: Device) -> str:
-    """``sm_90`` for an NVIDIA GPU of capability 9.0; on a CPU ``interpret``."""
+    """Returns ``sm_90`` for an NVIDIA GPU of capability 9.0; on a CPU ``interpret``."""
     return INTERPRET if device.capability is None else "sm_{}{}".format(*device.capability)
 
 
@@ -82,13 +82,13 @@ class TritonBuilder:
             from triton._C.libtriton import get_cache_invalidating_env_vars
             from triton.compiler.compiler import make_backend
 
-            versions["backend"] = make_backend(self._gpu).hash()  # the assembler's version, for one
+            versions["backend"] = make_backend(self._gpu).hash()  # includes the assembler's version
             versions["environment"] = json.dumps(get_cache_invalidating_env_vars(), sort_keys=True)
         return versions
 
     def mismatch(self, versions: Mapping[str, str]) -> str | None:
         here = self.versions()
-        if versions.get("triton") != here["triton"]:  # launches pass arguments as the version that built expects
+        if versions.get("triton") != here["triton"]:  # launches pass arguments in the way of the version that built
             return f"it was built by Triton {versions.get('triton')}, and Triton {here['triton']} is installed here"
         differing = next((name for name in here if versions.get(name) != here[name]), None)
         if differing is None:
@@ -162,7 +162,7 @@ class TritonBuilder:
 
 
 class TritonKernel(BuiltKernel):
-    """A function of a rendered module, for tensors at multiples of 16 bytes."""
+    """Launches a function of a rendered module on tensors whose addresses are multiples of 16 bytes."""
 
     def __init__(self, spec: KernelSpec, source: Path, function: Any, options: Mapping[str, Any]):
         super().__init__(spec, source)
@@ -174,7 +174,7 @@ class TritonKernel(BuiltKernel):
             return
         try:
             if self._is_interpreted and not all(map(_takes, self.spec.arguments, arguments)):
-                raise RuntimeError(_NOT_BUILT_FOR)  # as it is on a GPU, where the interpreter would not mind
+                raise RuntimeError(_NOT_BUILT_FOR)  # an error as on a GPU; the interpreter would accept it
             self._function[grid](*arguments, **self._options)
         except Exception as error:
             context = {"grid": grid, "arguments": made_up(arguments), "options": self._options}
@@ -185,7 +185,7 @@ class TritonKernel(BuiltKernel):
 
 
 def _takes(argument: Argument, value: Any) -> bool:
-    """Whether a kernel that is built for the declared ``argument`` takes this ``value``."""
+    """Returns whether a kernel that is built for the declared ``argument`` takes this ``value``."""
     if argument.is_pointer:
         is_right = isinstance(value, Tensor) and value.dtype == torch_dtype(argument.dtype)
         return is_right and value.data_ptr() % _ALIGNMENT == 0
@@ -195,7 +195,7 @@ def _takes(argument: Argument, value: Any) -> bool:
 
 
 def _of_numpy(error: Exception) -> Exception:
-    """In plain words where Triton 3.6's interpreter, and maybe others, asks for what NumPy 2.4 does not do any more."""
+    """Returns a clear error where Triton's interpreter (3.6, maybe others) needs a feature that NumPy 2.4 removed."""
     if "only 0-dimensional arrays can be converted to Python scalars" not in str(error):
         return error
     versions = f"Triton {triton.__version__} does not work with NumPy {numpy.__version__}"
@@ -203,7 +203,7 @@ def _of_numpy(error: Exception) -> Exception:
 
 
 def _others(gpu: GPUTarget) -> set[str]:
-    """What the installed Triton builds for beside :data:`TRITON_ARCHES`: of NVIDIA's what its assembler names."""
+    """Returns the architectures of the installed Triton beside :data:`TRITON_ARCHES`; NVIDIA's are the assembler's."""
     if gpu.backend != "cuda":
         return {"gfx906", "gfx908", "gfx90a", "gfx950"}
     from triton.backends.nvidia.compiler import get_ptxas
@@ -213,7 +213,9 @@ def _others(gpu: GPUTarget) -> set[str]:
 
 
 def _options(spec: KernelSpec, gpu: GPUTarget | None) -> dict[str, Any]:
-    """A spec counts warps of 32 threads; where they have 64, half as many make as many threads."""
+    """Returns the compiler's options. A spec counts warps of 32 threads; with 64 threads a warp, half as
+    many are used.
+    """
     options = {**_OPTIONS, **spec.options}
     if gpu is not None and gpu.warp_size == 64 and "num_warps" in options:
         options["num_warps"] = max(1, options["num_warps"] // 2)
@@ -221,14 +223,14 @@ def _options(spec: KernelSpec, gpu: GPUTarget | None) -> dict[str, Any]:
 
 
 def _import(entry: Entry) -> ModuleType:
-    """The rendered module, under a name that tells our kernels from a user's own; no bytecode is left beside it."""
+    """Imports the rendered module under a name that marks fastgen's kernels; writes no bytecode beside it."""
     module = ModuleType(f"{_PACKAGE}.{entry.directory.name}")
     exec(compile(entry.source.read_text(encoding="utf-8"), str(entry.source), "exec"), module.__dict__)
     return module
 
 
 def _load_binary(function: Any, spec: KernelSpec, options: Mapping[str, Any], entry: Entry) -> None:
-    """Brings the built binary onto the GPU, through the just-in-time compiler's own way in."""
+    """Loads the built binary onto the GPU, through the just-in-time compiler's own path."""
     _forbid_compiling()
     stand_ins = [stand_in(each.dtype, each.is_pointer) for each in spec.arguments]
     with triton.knobs.cache.scope(), _loading_allowed():
@@ -236,7 +238,7 @@ def _load_binary(function: Any, spec: KernelSpec, options: Mapping[str, Any], en
         compiled = function.warmup(*stand_ins, grid=(1,), **options)
     try:
         compiled.run  # noqa: B018 (puts it on the GPU now; else the first launch would)
-    except TritonError as error:  # what it takes of a multiprocessor is more than this one has
+    except TritonError as error:  # it needs more of a multiprocessor than this GPU has
         raise RuntimeError(str(error)) from error
 
 
@@ -258,7 +260,7 @@ def _loading_allowed() -> Iterator[None]:
 
 
 def _forbid_compiling() -> None:
-    """From now on the just-in-time compiler makes none of our kernels by itself; other people's as before."""
+    """Forbids the just-in-time compiler to compile fastgen's kernels from now on; other kernels are not affected."""
     global _is_forbidden
     if _is_forbidden:
         return
@@ -274,7 +276,7 @@ def _forbid_compiling() -> None:
 
 
 class _Worker(NamedTuple):
-    """A process, and a file for all that compilers print there."""
+    """A process, and a file for everything that compilers print there."""
 
     process: subprocess.Popen[str]
     printed: IO[bytes]
@@ -285,14 +287,14 @@ class _Worker(NamedTuple):
 
 
 class _Workers:
-    """Worker processes for one architecture, started when needed and used again; each serves one thread at a time."""
+    """Worker processes for one architecture, started when needed and reused; each serves one thread at a time."""
 
     def __init__(self, arch: str):
         self._arch = arch
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
 
     def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Its answer; an ``error`` comes with a ``log``, of what compilers printed too."""
+        """Returns a worker's answer; an ``error`` comes with a ``log``, which includes the compilers' output."""
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
@@ -312,7 +314,7 @@ class _Workers:
             said = f"the compiling process ended with status {process.returncode}"
             answer = {"error": said, "log": f"{said}\n{json.dumps(question)}"}
         if "error" in answer:
-            # read at a place, since the process writes to the same open file
+            # read at an offset, since the process writes to the same open file
             printed = os.pread(descriptor, os.fstat(descriptor).st_size - before, before).decode(errors="replace")
             answer["log"] = f"{answer['log']}\n{printed}"
         if line:
@@ -322,7 +324,7 @@ class _Workers:
         return answer
 
     def close(self) -> None:
-        """Ends them; the next question starts new ones."""
+        """Ends the workers; the next question starts new ones."""
         while True:
             try:
                 self._idle.get_nowait().end()
@@ -332,8 +334,8 @@ class _Workers:
     def _start(self) -> _Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(each) for each in sys.path)}
         environment.pop("TRITON_INTERPRET", None)
-        # -P: what lies in the working directory must not stand in for a module; it is on the path above where it was
-        # here. A session of its own: Ctrl-C is for the process that asked, and when that ends, so does its worker.
+        # -P: a file in the working directory must not shadow a module; the path above has that directory if it has it
+        # here. A new session: Ctrl-C goes to this process alone, and the worker ends when this process does.
         command = [sys.executable, "-P", "-m", "fastgen.compile.build.triton_worker", self._arch]
         pipe = subprocess.PIPE
         printed = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process runs)

@@ -1,9 +1,9 @@
-"""The C modules by which Triton speaks to NVIDIA's driver and launches kernels: compiled ahead of time, for a bundle.
+"""The C modules by which Triton calls NVIDIA's driver and launches kernels: compiled ahead of time, for a bundle.
 
-Where none is at hand, Triton compiles them itself when it first meets a GPU: one that loads binaries and, before Triton
-3.7 or so, one more for each kind of argument list. Triton's own code compiles them here too, so they are the same; the
-driver's library, which is not there, is stood in for while they are linked. They hold for one version of Triton, which
-a bundle is bound to anyway, and one of Python, which stands in their file names.
+Without them Triton compiles its own when it first uses a GPU: one that loads binaries and, before about Triton 3.7, one
+more for each kind of argument list. Here Triton's own code compiles them too, so they are the same. The driver's
+library is absent, so a stand-in is linked. The modules are valid for one version of Triton, to which a bundle is bound
+anyway, and one version of Python, which is part of their file names.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _log = logging.getLogger(__name__)
 
 
 class _KeptError(Exception):
-    """A module is written; it is not to be loaded, since the driver is not there."""
+    """A module is written. It must not be loaded, since there is no driver."""
 
 
 class _Keeper(CacheManager):  # type: ignore[misc]
-    """Stands in for Triton's cache while modules are compiled: keeps them in ``directory``, for ``kernel``.
+    """Replaces Triton's cache while modules are compiled: keeps them in ``directory``, for ``kernel``.
 
-    Triton's own keys are of no use: they contain where the driver's library lies, and what the command `file` says.
+    Triton's own keys cannot be used: they contain the path of the driver's library, and the output of `file`.
     """
 
     directory: Path
@@ -57,7 +57,7 @@ class _Keeper(CacheManager):  # type: ignore[misc]
 
 
 class _Provider(CacheManager):  # type: ignore[misc]
-    """Stands in for Triton's cache while ``kernel`` is loaded: gives it the modules of ``directory``, else its own."""
+    """Replaces Triton's cache while ``kernel`` is loaded: returns the modules of ``directory``, else Triton's own."""
 
     directory: Path
     kernel: str
@@ -84,11 +84,11 @@ class _Provider(CacheManager):  # type: ignore[misc]
 
 
 def compile_modules(directory: Path, kernels: Iterable[tuple[str, Any]]) -> None:
-    """Compiles into ``directory``, which must be there, all that Triton needs to load and launch ``kernels``: their
-    digests, and what it compiled of each.
+    """Compiles into ``directory``, which must exist, everything that Triton needs to load and launch ``kernels``: their
+    digests and compiled kernels.
 
-    For a process that does nothing else, since Triton's settings change. Raises ``RuntimeError`` without a C compiler,
-    and ``subprocess.CalledProcessError``.
+    Call it in a process that does nothing else, since it changes Triton's settings. Raises ``RuntimeError`` without a C
+    compiler, and ``subprocess.CalledProcessError``.
     """
     driver = importlib.import_module(_DRIVER)
 
@@ -110,7 +110,7 @@ def compile_modules(directory: Path, kernels: Iterable[tuple[str, Any]]) -> None
 
 
 def stand_in_for_driver(place: Path) -> Path:
-    """A library of the driver's name with its functions, which do nothing: enough to link against."""
+    """Makes a library with the driver's name and empty functions, to link against."""
     folder = Path(importlib.import_module(_DRIVER).__file__ or "").parent
     text = "".join((folder / name).read_text(encoding="utf-8") for name in ("driver.c", "driver.py"))
     names = sorted(set(re.findall(r"\bcu[A-Z]\w*", text)))
@@ -122,7 +122,7 @@ def stand_in_for_driver(place: Path) -> Path:
 
 
 def _c_compiler() -> list[str]:
-    """The one that Triton would take."""
+    """Returns the C compiler that Triton would use."""
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if found is None:
         raise RuntimeError("no C compiler (gcc, clang or $CC)")
@@ -131,7 +131,7 @@ def _c_compiler() -> list[str]:
 
 @contextmanager
 def modules_from(directory: Path | None, kernel: str) -> Iterator[None]:
-    """Within the block Triton takes its modules for the kernel of that digest from there, where there are any."""
+    """Within the block Triton takes its modules for the kernel of that digest from ``directory``, if it exists."""
     if directory is None or not directory.is_dir():
         yield
         return

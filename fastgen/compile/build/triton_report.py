@@ -1,4 +1,4 @@
-"""What a built Triton kernel costs: registers, spills, shared memory, tensor-core instructions, occupancy."""
+"""Reports a built Triton kernel's registers, spills, shared memory, tensor-core instructions and occupancy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 # Matrix instructions: Hopper's, Blackwell's, those from Ampere on; AMD's.
-# Not what waits for them: wgmma.fence, .commit_group and .wait_group.
+# Excluded are instructions that wait for them: wgmma.fence, .commit_group and .wait_group.
 _MATRIX = re.compile(r"^\s*(?:@%?\w+ )?(wgmma(?=\.mma_async)|tcgen05\.mma|mma|v_mfma)[._]", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class _Multiprocessor:
-    """Limits of one multiprocessor (compute unit), from the vendors' tables. Of its shared memory one block may have
-    ``max_block_bytes``; ``reserved_bytes`` go to the system for each."""
+    """Limits of one multiprocessor (compute unit), from the vendors' tables. A block may have ``max_block_bytes`` of
+    the shared memory; ``reserved_bytes`` a block are reserved by the system.
+    """
 
     max_warps: int
     max_blocks: int
@@ -43,9 +44,10 @@ _MULTIPROCESSORS = {
 
 
 def report(asm: Mapping[str, Any], metadata: Any, target: GPUTarget) -> dict[str, Any]:
-    """Plain data: ``registers`` a thread, ``spill_bytes`` a thread, ``shared_bytes`` a block, ``shared_limit_bytes``,
-    ``matrix_instructions`` by name, ``num_warps``, ``occupancy``: the share of a multiprocessor's warps that can be
-    resident at once."""
+    """Returns plain data: ``registers`` a thread, ``spill_bytes`` a thread, ``shared_bytes`` a block,
+    ``shared_limit_bytes``, ``matrix_instructions`` by name, ``num_warps``, ``occupancy``: the share of a
+    multiprocessor's warps that can be resident at once.
+    """
     nvidia = target.backend == "cuda"
     registers, spill_bytes = _nvidia(asm) if nvidia else _amd(asm)
     limits = _MULTIPROCESSORS.get(str(target.arch))
@@ -62,7 +64,7 @@ def report(asm: Mapping[str, Any], metadata: Any, target: GPUTarget) -> dict[str
 
 
 def count_matrix_instructions(assembly: str) -> dict[str, int]:
-    """Those that tensor cores execute, by name."""
+    """Counts the instructions for tensor cores, by name."""
     return dict(Counter(_MATRIX.findall(assembly)))
 
 
@@ -82,7 +84,7 @@ def _amd(asm: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _occupancy(limits: _Multiprocessor, registers: int, warp_size: int, num_warps: int, shared_bytes: int) -> float:
-    a_block = -(-registers // 8) * 8 * warp_size * num_warps  # registers are given out eight a thread at a time
+    a_block = -(-registers // 8) * 8 * warp_size * num_warps  # registers are allocated eight a thread at a time
     num_blocks = min(
         limits.max_blocks,
         limits.max_warps // num_warps,

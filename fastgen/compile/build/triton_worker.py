@@ -1,9 +1,9 @@
 """A process that compiles Triton kernels for one GPU architecture: ``python -m fastgen.compile.build.triton_worker
 sm_90``.
 
-It reads one question a line from standard input and answers each with one line, JSON both. No GPU is needed: a stand-in
-driver names the architecture, and the kernel is warmed up with stand-ins for tensors, which leads Triton to the very
-specialisation and key that a launch on that GPU has. It imports no torch, so it is ready within a second.
+It reads one question a line from standard input and answers each with one line; both are JSON. No GPU is needed: a
+stand-in driver names the architecture, and the kernel is warmed up with stand-ins for tensors, which leads Triton to
+the same specialisation and key as a launch on that GPU. It does not import torch, so it is ready within a second.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fastgen.compile.build.triton_report import report
 from fastgen.compile.spec import DTYPES
 
 _TORCH_NAMES = {short: name for name, short in DTYPES.items()}
-# Neither 1 nor a multiple of 16, which Triton would compile in.
+# Neither 1 nor a multiple of 16, since Triton would specialise on those.
 _NUMBERS = {"i32": 2, "fp32": 0.5}
 
 
 def parse_arch(arch: str) -> GPUTarget:
-    """``sm_90`` or ``gfx942``. Raises ``ValueError`` for anything else."""
+    """Parses ``sm_90`` or ``gfx942``. Raises ``ValueError`` for anything else."""
     if match := re.fullmatch(r"sm_(\d{2,3})", arch):
         return GPUTarget("cuda", int(match[1]), 32)
     if re.fullmatch(r"gfx9[0-9a-f]{2}", arch):
@@ -43,9 +43,9 @@ def parse_arch(arch: str) -> GPUTarget:
 
 
 class FlatCache(CacheManager):  # type: ignore[misc]
-    """Stands in for Triton's cache: one directory, which is one kernel's, without the paths that Triton writes down.
+    """Replaces Triton's cache by the directory of one kernel, without the paths that Triton would store.
 
-    ``expected`` is the key that the kernel was built under, whose files it hands out; ``None`` while it is being built.
+    ``expected`` is the key under which the kernel was built and whose files it returns; ``None`` while it is built.
     """
 
     directory: Path
@@ -87,12 +87,12 @@ class _Address(MockTensor):  # type: ignore[misc]
 
 
 def stand_in(dtype: str, is_pointer: bool) -> Any:
-    """What a kernel is warmed up with in place of an argument: a tensor's stand-in, or a number of its type."""
+    """Returns the argument for warming up a kernel: a stand-in for a tensor, or a number of its type."""
     return _Address(_TORCH_NAMES[dtype]) if is_pointer else _NUMBERS[dtype]
 
 
 class StandInDriver:
-    """Stands in for a GPU's driver as far as compiling goes."""
+    """Replaces a GPU's driver for compiling."""
 
     def __init__(self, target: GPUTarget):
         self._target = target
@@ -122,7 +122,7 @@ def _build(question: dict[str, Any], target: GPUTarget) -> dict[str, Any]:
 
 
 def _compile_modules(question: dict[str, Any]) -> dict[str, Any]:
-    """Of the kernels, which are built, what Triton compiles besides to launch them."""
+    """Compiles the modules by which Triton launches these kernels, which are built already."""
 
     def built(kernel: dict[str, Any]) -> tuple[str, Any]:
         source = Path(kernel["source"])
@@ -136,7 +136,7 @@ def _compile_modules(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _execute(source: Path) -> dict[str, Any]:
-    """The source's names. It runs under its bare file name, so that no path gets into what is built."""
+    """Returns the source's names. It runs under its bare file name, so that binaries contain no path."""
     text = source.read_text(encoding="utf-8")
     linecache.cache[source.name] = (len(text), None, text.splitlines(keepends=True), source.name)
     names: dict[str, Any] = {"__name__": f"fastgen_kernels.{source.stem}"}
@@ -145,12 +145,12 @@ def _execute(source: Path) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """What is wrong, and the line of source that a compile error of Triton's points at with a caret."""
+    """Returns the reason, and the source line that a Triton compile error marks with a caret."""
     lines = _lines(error)
     pointed_at = next((before for before, line in itertools.pairwise(lines) if line == "^"), None)
     while error.__cause__ is not None:
         error = error.__cause__
-    # An assembler's error ends with how to run it again.
+    # An assembler's error ends with a command to run it again.
     reason = next((line for line in reversed(_lines(error)) if not line.startswith("Repro command")), "")
     return f"{type(error).__name__}: {reason}" + (f", at: {pointed_at}" if pointed_at else "")
 
@@ -162,7 +162,7 @@ def _lines(error: BaseException) -> list[str]:
 def main() -> None:
     target = parse_arch(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what compilers print must not get between the answers
+    os.dup2(2, 1)  # compilers' output must not mix with the answers
     triton.runtime.driver.set_active(StandInDriver(target))
     for line in sys.stdin:
         try:

@@ -1,8 +1,8 @@
-"""Capture and replay of whole steps: CUDA graphs on a GPU, tapes elsewhere. Mechanism, no policy.
+"""Capture and replay of steps: CUDA graphs on a GPU, tapes elsewhere. Mechanism, no policy.
 
-A step is a function without arguments or result that reads and writes static buffers only, so that a replay is the same
-step on whatever the buffers hold by then. Its intermediate results lie in one pool that all captures of an engine
-share: capture the largest first, and read nothing of a step but its static buffers.
+A step is a function without arguments or result that reads and writes static buffers only, so a replay is the same step
+on the buffers' current contents. All captures of an engine share one pool for intermediate results: capture the largest
+first, and read only the static buffers of a step.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Graph(Protocol):
     name: str
 
     def replay(self) -> None:
-        """Runs it; on a GPU on the current stream. Raises :class:`CaptureError` after :meth:`close`."""
+        """Runs the step; on a GPU on the current stream. Raises :class:`CaptureError` after :meth:`close`."""
 
     def close(self) -> None:
-        """Gives back what it holds, its part of the pool aside."""
+        """Releases its resources, except its part of the pool."""
 
 
 class GraphPool:
-    """The captured steps of one engine, which runs on ``device`` with the kernels of ``loader``. Off the GPU their
+    """The captured steps of one engine, which runs on ``device`` with the kernels of ``loader``. Without a GPU their
     intermediate results are expected to take ``expected_bytes``."""
 
     def __init__(self, device: torch.device, loader: KernelLoader, *, expected_bytes: int = 0):
@@ -51,9 +51,9 @@ class GraphPool:
             self._runner = runner
 
     def capture(self, name: str, step: Callable[[], None]) -> Graph:
-        """Runs ``step`` once, so that all it makes at its first call is there, and captures it.
+        """Runs ``step`` once, so that its first-call allocations exist, and captures it.
 
-        Within the capture nothing is computed and the garbage collector stands still. If this fails, nothing is kept.
+        During the capture nothing is computed and the garbage collector is off. If this fails, nothing is kept.
         Raises :class:`KernelError` behind a closed fence, :class:`CaptureError` for a step that cannot be captured, and
         what ``step`` raises.
         """
@@ -68,16 +68,16 @@ class GraphPool:
         return graph
 
     def record(self, name: str, step: Callable[[], None]) -> Tape:
-        """The tape that capturing ``step`` would make now, off the GPU, to compare with one that was captured.
+        """Returns the tape that capturing ``step`` would make now, without a GPU, to compare it with a captured one.
 
-        Needs no open fence, runs nothing, and belongs to the caller.
+        It needs no open fence, runs nothing, and the tape belongs to the caller.
         """
         with _standing_collector():
             return record(name, step, self._arena, self._runner)
 
     @property
     def size_bytes(self) -> int:
-        """Of the intermediate results of steps, off the GPU."""
+        """Returns the bytes of the intermediate results of steps, without a GPU."""
         return self._arena.size_bytes
 
     def close(self) -> None:
@@ -93,13 +93,13 @@ class GraphPool:
         with torch.cuda.stream(self._stream):
             step()
             torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()  # what the step left: the capture gets memory of its own
+            torch.cuda.empty_cache()  # the step's memory: the capture gets its own
             with _standing_collector():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     step()
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # an invalid capture ends with one
+                    with contextlib.suppress(RuntimeError):  # raised by an invalid capture
                         graph.capture_end()
                     graph.reset()
                     raise
@@ -126,7 +126,7 @@ class _CudaGraph:
 
 @contextlib.contextmanager
 def _standing_collector() -> Iterator[None]:
-    """A collection would free memory, and on a GPU call its driver, in the middle of a capture."""
+    """Turns the garbage collector off: a collection would free memory, and call a GPU's driver, during a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
 """A recorded step: every kernel it launches with its grid, numbers and addresses, and its library calls, in order.
 
-Off the GPU a tape stands in for a CUDA graph: replaying runs the tape and none of the Python that made it. So that it
-is the whole step, recording refuses whatever a replay would lack: torch operations that compute, values read on the
-host, and tensors that outlive the step in memory that the next one is given. As on a GPU, recording computes nothing.
+Without a GPU a tape replaces a CUDA graph: replaying runs the tape and none of the Python that made it. A tape must be
+complete, so recording refuses whatever a replay would lack: torch operations that compute, values read on the host, and
+tensors that outlive the step, since the next step reuses their memory. As on a GPU, recording computes nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _READS = {"tolist", "numpy", "__array__", "__dlpack__"}
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's launch. Tensors in ``arguments`` stay at their addresses for as long as this lives."""
+    """A kernel's launch. It keeps the tensors in ``arguments`` at their addresses."""
 
     kernel: BuiltKernel
     grid: tuple[int, ...]
@@ -52,7 +52,7 @@ class Launch:
         return self.kernel.spec.name
 
     def facts(self) -> dict[str, Any]:
-        """What makes it this launch and no other, by what it is called."""
+        """Returns everything that distinguishes the launch from another, by name."""
         names = [argument.name for argument in self.kernel.spec.arguments]
         given = {name: _address(value) for name, value in zip(names, self.arguments, strict=False)}
         return {"kernel": self.kernel.spec.name, "grid": self.grid, **given, "kernel object": id(self.kernel)}
@@ -86,7 +86,7 @@ class Tape:
     """Made by :func:`record`. ``runner`` is the kernel of :func:`tape_spec`, which launches C++ kernels in one call."""
 
     def __init__(self, name: str, entries: Sequence[Entry], runner: CppKernel | None = None):
-        # On which pool a replay was begun, and its number there.
+        # The pool on which a replay was begun, and its number there.
         self._begun: tuple[ThreadPool, int] | None = None
         self.name = name
         self.entries: Sequence[Entry] = tuple(entries)
@@ -94,16 +94,18 @@ class Tape:
         self._stretches = _stretches(self.entries, runner)
 
     def replay(self) -> None:
-        """Raises :class:`CaptureError` when it is closed, :class:`KernelError` where a launch fails."""
+        """Runs the tape. Raises :class:`CaptureError` after :meth:`close`, :class:`KernelError` where a
+        launch fails.
+        """
         if self._closed:
             raise CaptureError(f"{self.name} is replayed after it was closed")
         for run in self._stretches:
             run()
 
     def begin(self, pool: ThreadPool) -> bool:
-        """Begin a replay on threads of the ``pool`` while the calling one goes on. Until :meth:`end` nothing that it
-        reads or writes may be touched. ``False``, with nothing done, where it is not C++ kernels from end to end, or
-        the pool has no thread for it now.
+        """Begins a replay on threads of the ``pool`` while the calling thread continues. Until :meth:`end` the replay's
+        buffers must not be read or written. Returns ``False`` and does nothing where the tape is not all C++ kernels,
+        or the pool has no free thread.
         """
         if not self._closed and len(self._stretches) == 1 and isinstance(run := self._stretches[0], _NativeStretch):
             number = pool.start(run.entry_point, run.slots)
@@ -111,17 +113,16 @@ class Tape:
         return self._begun is not None
 
     def end(self) -> None:
-        """Wait for the replay that was begun, if one was, and work with it."""
+        """Waits for the replay that was begun, if one was, and helps with it."""
         if self._begun is not None:
             pool, number = self._begun
             pool.end(number)
             self._begun = None
 
     def difference(self, other: Tape) -> str | None:
-        """The first thing in which another recording of the same step differs from this one; ``None`` if nothing.
+        """Returns the first difference of another recording of the same step from this one; ``None`` if there is none.
 
-        A step that is captured must not differ whatever is in its batch: a length that got into a grid or a number
-        shows here.
+        Recordings of a step must not depend on the batch: a length that got into a grid or a number shows here.
         """
         for index, (ours, theirs) in enumerate(zip_longest(self.entries, other.entries)):
             if ours is None or theirs is None:
@@ -133,28 +134,28 @@ class Tape:
         return None
 
     def same_as(self, other: Tape) -> bool:
-        """Whether the host code recorded the same: kernels, grids, numbers and addresses."""
+        """Returns whether the host code recorded the same kernels, grids, numbers and addresses."""
         return self.difference(other) is None
 
     def close(self) -> None:
-        """Lets go of kernels and tensors."""
+        """Releases kernels and tensors."""
         self.end()
         self._closed, self.entries, self._stretches = True, (), []
 
     def __del__(self) -> None:
-        self.end()  # before its tensors go
+        self.end()  # before its tensors are freed
 
 
 def tape_spec() -> KernelSpec:
-    """The C++ kernel that runs others: ``calls`` has an address of a function and one of its arguments for each."""
+    """Returns the C++ kernel that runs others: ``calls`` has the addresses of a function and its arguments for each."""
     arguments = (Argument("calls", "i64", "in"), Argument("num_calls", "i64", "scalar"))
     return KernelSpec("tape", "cpp", {}, arguments, needed_by=("every captured step",))
 
 
 def record(name: str, step: Callable[[], None], arena: Arena, runner: CppKernel | None = None) -> Tape:
-    """What ``step`` launches, as a tape of that ``name``; nothing runs. Its allocations come from ``arena``.
+    """Records the launches of ``step`` as a tape of that ``name``; nothing runs. Allocations come from ``arena``.
 
-    Raises :class:`CaptureError` for a step that a tape cannot hold whole, and whatever ``step`` raises.
+    Raises :class:`CaptureError` for a step that a tape cannot hold completely, and whatever ``step`` raises.
     """
     if _num_held(arena):
         raise CaptureError(f"{name} cannot be captured: tensors of an earlier capture are still alive")
@@ -170,7 +171,7 @@ def record(name: str, step: Callable[[], None], arena: Arena, runner: CppKernel 
 
 
 def _num_held(arena: Arena) -> int:
-    """Pieces that are held, and not only by objects that refer to each other, such as an exception and its frames."""
+    """Returns the number of held pieces, without those held only by reference cycles, such as an exception's frames."""
     if arena.num_pieces:
         gc.collect()
     return arena.num_pieces
@@ -184,7 +185,7 @@ class _Recorder:
     def launch(self, kernel: BuiltKernel, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             if isinstance(kernel, CppKernel):
-                kernel.slots(arguments)  # a wrong argument is told here, where the step can be seen
+                kernel.slots(arguments)  # reports a wrong argument here, where the traceback shows the step
             self.entries.append(Launch(kernel, grid, tuple(map(self._fixed, arguments))))
 
     def library_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -197,7 +198,7 @@ class _Recorder:
 
 
 class _RefuseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets views pass and gives out memory; all else would be missing from the tape."""
+    """Allows views, allocates memory, and refuses other operations, which a tape would lack."""
 
     def __init__(self, name: str, arena: Arena):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -205,7 +206,7 @@ class _RefuseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Asked by torch: else it would import its compiler for this, which takes seconds."""
+        """Keeps torch from importing its compiler for this, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,7 +217,7 @@ class _RefuseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             if _lie_within(result, args):
                 return result
-        with self:  # under inference mode operations arrive that consist of others
+        with self:  # under inference mode composite operations arrive
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -227,7 +228,7 @@ class _RefuseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _RefuseReads(TorchFunctionMode):
-    """What reads a tensor on the host without an operation."""
+    """Refuses reads of a tensor on the host that are not operations."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -257,7 +258,7 @@ def _layout(value: Any) -> tuple[Any, ...]:
 
 
 def _stretches(entries: Sequence[Entry], runner: CppKernel | None) -> list[Callable[[], None]]:
-    """The entries to run, those that ``runner`` can launch put together as far as they follow each other."""
+    """Returns the entries as calls; neighbouring ones that ``runner`` can launch become one call."""
     stretches: list[Callable[[], None]] = []
     native: list[Launch] = []
 
@@ -278,7 +279,7 @@ def _stretches(entries: Sequence[Entry], runner: CppKernel | None) -> list[Calla
 
 
 class _NativeStretch:
-    """Launches of C++ kernels, laid out for one call: for each the function's address and its arguments' block."""
+    """Launches of C++ kernels in one call: for each the addresses of the function and of its block of arguments."""
 
     def __init__(self, runner: CppKernel, launches: Sequence[Launch]):
         slots: list[int] = []
@@ -291,7 +292,7 @@ class _NativeStretch:
         table[1 : len(calls) : 2] = table[1 : len(calls) : 2] * table.itemsize + table[len(calls) :].data_ptr()
         arguments = table, len(launches)
         self._run = runner.bind((), *arguments)
-        # The same call, as a thread of the pool makes it.
+        # The same call for a thread of the pool.
         self.entry_point, self.slots = runner.entry_point, torch.tensor(runner.slots(arguments))
 
     def __call__(self) -> None:

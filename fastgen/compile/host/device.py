@@ -1,4 +1,4 @@
-"""What the device is. The only module that asks; everyone else is told a :class:`Device`."""
+"""Describes the device. Only this module queries the system; the others take a :class:`Device`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Device:
-    """One device, as far as this process may use it.
+    """One device, within the limits of this process.
 
-    A CPU has ``num_cores`` (physical cores this process may run on) and ``instruction_sets``; an NVIDIA GPU has
+    A CPU has ``num_cores`` (physical cores that this process may run on) and ``instruction_sets``; an NVIDIA GPU has
     ``capability`` (major, minor) and ``num_sms``. ``memory_bytes`` is the memory the device has, not what is free.
     """
 
@@ -67,31 +67,31 @@ def current(device: str = "auto") -> Device:
 
 
 def return_freed_memory() -> None:
-    """Give memory that was freed back to the system, where the C library keeps it (glibc does, for what was large)."""
+    """Returns freed memory to the system where the C library keeps it, as glibc does for large allocations."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def being_current(device: torch.device) -> AbstractContextManager[object]:
-    """Within the block ``device``, if a GPU, is this thread's current one, where Triton loads and launches kernels and
-    where events are recorded."""
+    """Makes ``device``, if it is a GPU, this thread's current one within the block: Triton loads and launches kernels
+    there, and events are recorded there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """What the host's ``tensor`` holds, for all that is launched from now on.
+    """Returns a copy of the host's ``tensor`` on ``device``, for everything that is launched from now on.
 
-    To a GPU it goes from pinned memory: from other memory the host would first wait for all that was launched before.
+    It is copied from pinned memory: with other memory the host would wait for all earlier launches.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _cuda(asked: str, index: int) -> Device:
+def _cuda(name: str, index: int) -> Device:
     if torch.version.cuda is None and torch.version.hip is None:
-        raise InvalidArgumentError(f"device={asked!r}: this torch ({torch.__version__}) is built without GPU support")
+        raise InvalidArgumentError(f"device={name!r}: this torch ({torch.__version__}) is built without GPU support")
     num_devices = torch.cuda.device_count()
     if index >= num_devices:
-        raise InvalidArgumentError(f"device={asked!r}: this machine shows {num_devices} GPUs")
+        raise InvalidArgumentError(f"device={name!r}: this machine shows {num_devices} GPUs")
     found = torch.cuda.get_device_properties(index)
     return Device(
         kind="cuda",
@@ -125,7 +125,7 @@ def _allowed_cpus() -> set[int]:
 
 
 def _parse_cpu_info(text: str) -> list[dict[str, str]]:
-    """One dict per logical processor; blocks that describe no processor (ARM boards end with one) are left out."""
+    """Returns one dict per logical processor, without blocks that describe none (ARM boards end with one)."""
     blocks = [
         {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in block.splitlines())}
         for block in text.split("\n\n")
@@ -134,12 +134,14 @@ def _parse_cpu_info(text: str) -> list[dict[str, str]]:
 
 
 def _count_cores(processors: Iterable[dict[str, str]]) -> int:
-    """Physical cores: hyper-threads share a (package, core) pair. Without these keys each processor is a core."""
+    """Counts physical cores: hyper-threads share a (package, core) pair. Without these keys each processor
+    is a core.
+    """
     return len({(p.get("physical id"), p.get("core id", f"processor {p['processor']}")) for p in processors})
 
 
 def _quota_cores() -> int:
-    """How many cores a container's CPU quota amounts to, rounded up; a very large number without a quota."""
+    """Returns the cores of a container's CPU quota, rounded up; a very large number without a quota."""
     quota, _, period = _read_cgroup("cpu.max").partition(" ")
     return max(1, math.ceil(int(quota) / int(period))) if quota.isdigit() and period.isdigit() else 1 << 30
 

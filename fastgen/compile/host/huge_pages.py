@@ -1,4 +1,4 @@
-"""Memory in huge pages, for what kernels read from end to end or here and there: weights, the KV cache, activations."""
+"""Memory in huge pages, for weights, the KV cache and activations."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The process's one pool of threads, which every kernel of the ``cpp`` target shares.
+"""The thread pool of the process, which all C++ kernels share.
 
 It is a library of its own, built like a kernel (``templates/thread_pool.h`` says how it works) and loaded so that the
-libraries of kernels find it. Between kernels its threads look for work for a moment and then sleep. Torch has
-a pool of its own, whose threads do the same: whoever runs kernels keeps torch to one thread.
+libraries of kernels find it. Between kernels its threads spin for a moment and then sleep. Torch has
+its own pool, whose threads do the same, so an engine keeps torch to one thread.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ class Built(Protocol):
 
 
 class Builds(Protocol):
-    """What builds the pool: :class:`fastgen.compile.build.loader.KernelLoader`, which belongs to a room above this."""
+    """Builds the pool; it is a :class:`fastgen.compile.build.loader.KernelLoader`, which this folder does
+    not import.
+    """
 
     def build(self, specs: Iterable[KernelSpec]) -> Sequence[Built]: ...
 
 
 class ThreadPool:
-    """How many threads kernels run on, the calling one included. After a fork the child begins with one."""
+    """The threads that kernels run on, including the calling one. After a fork the child has one."""
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
@@ -52,24 +54,24 @@ class ThreadPool:
         return int(self._library.fastgen_num_threads())
 
     def resize(self, num_threads: int) -> int:
-        """Makes it ``num_threads`` large, or as large as the system allows; returns its size.
+        """Resizes the pool to ``num_threads``, or to as many as the system allows; returns its size.
 
-        Waits for a kernel that runs. Raises :class:`InvalidArgumentError` for a number that is not 1 to 256.
+        Waits for a running kernel. Raises :class:`InvalidArgumentError` for a number that is not 1 to 256.
         """
         if not 1 <= num_threads <= MAX_THREADS:
             raise InvalidArgumentError(f"num_threads={num_threads}: expected 1 to {MAX_THREADS}")
         return int(self._library.fastgen_set_num_threads(num_threads))
 
     def start(self, entry_point: int, slots: Tensor) -> int:
-        """Have the kernel at ``entry_point`` run on threads of the pool's own, with arguments as it takes them from
-        ``slots``, and return at once with a number for this. 0, with nothing done, where there is no such thread, or
-        what was started last, by whomever, goes on.
+        """Starts the kernel at ``entry_point`` on the pool's own threads, with arguments from ``slots``, and returns a
+        number for this run at once. Returns 0 and does nothing where the pool has no other thread, or the run that was
+        started last has not ended.
         """
         return int(self._library.fastgen_start_run(entry_point, slots.data_ptr()))
 
     def end(self, number: int) -> float:
-        """Help what was started under that ``number`` until it has ended. Returns at which second of
-        :func:`time.perf_counter` the pool last ended something that was started so.
+        """Works on the run of that ``number`` until it has ended. Returns the time, in seconds of
+        :func:`time.perf_counter`, at which the pool's last run ended.
         """
         return int(self._library.fastgen_end_run(number)) / 1e9
 
@@ -81,7 +83,7 @@ def thread_pool_spec() -> KernelSpec:
 
 
 def load_thread_pool(loader: Builds) -> ThreadPool:
-    """The pool, built with ``loader`` and loaded by the first call; must come before kernels that use it are loaded."""
+    """Returns the pool. The first call builds it with ``loader`` and loads it; kernels that use it are loaded later."""
     global _pool
     with _lock:
         if _pool is None:

@@ -1,4 +1,4 @@
-// What kernels between projections and attention do to heads in fp32.
+// Norms and rotation of heads in fp32, for kernels between projections and attention.
 #pragma once
 #include "vector_math.h"
 

@@ -1,4 +1,4 @@
-// How a kernel spreads its work over the pool of thread_pool.h, which is loaded before any kernel that uses it.
+// A kernel divides its work among the threads of thread_pool.h, which is loaded before any kernel that uses it.
 #pragma once
 #include <cstdint>
 #include <type_traits>

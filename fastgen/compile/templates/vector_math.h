@@ -6,7 +6,7 @@
 constexpr float INFINITE = __builtin_inff();
 
 INLINE f32v select(i32v which, f32v yes, f32v no) { return which ? yes : no; }
-INLINE f32v larger(f32v a, f32v b) { return select(a > b, a, b); }  // b where one is no number
+INLINE f32v larger(f32v a, f32v b) { return select(a > b, a, b); }  // b where one is NaN
 INLINE f32v magnitude(f32v x) { return bits_of<f32v>(bits_of<u32v>(x) & 0x7fffffffu); }
 
 // The same numbers, those of lane i + BY in lane i.
@@ -36,9 +36,9 @@ INLINE float largest_of(f32v v) { return over_lanes(v, [](f32v a, f32v b) { retu
 // e to the x: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial for e to the r (Cephes), and n into the exponent.
 // 0 below -87.3, where the result would not be normal; infinite above 88.7.
 INLINE f32v exp(f32v x) {
-    const i32v below = x < all_lanes(-87.33654f), above = x > all_lanes(88.72283f);  // neither, where x is no number
+    const i32v below = x < all_lanes(-87.33654f), above = x > all_lanes(88.72283f);  // neither, where x is NaN
     const f32v within = select(below, all_lanes(-87.33654f), select(above, all_lanes(88.72283f), x));
-    // Adding and taking away 1.5 * 2^23 leaves the nearest whole number.
+    // Adding and subtracting 1.5 * 2^23 leaves the nearest integer.
     const f32v n = fma(within, all_lanes(1.44269504f), all_lanes(12582912.0f)) - all_lanes(12582912.0f);
     f32v r = fma(n, all_lanes(-0.693359375f), within);
     r = fma(n, all_lanes(2.12194440e-4f), r);
@@ -50,8 +50,8 @@ INLINE f32v exp(f32v x) {
     p = fma(p, r, all_lanes(5.0000001201e-1f));
     p = fma(p, r * r, r) + all_lanes(1.0f);
     // In two steps: 2 to the 128 is no float.
-    const i32v whole = __builtin_convertvector(n, i32v), half = whole >> 1;
-    const f32v scaled = p * bits_of<f32v>((half + 127) << 23) * bits_of<f32v>((whole - half + 127) << 23);
+    const i32v exponent = __builtin_convertvector(n, i32v), half = exponent >> 1;
+    const f32v scaled = p * bits_of<f32v>((half + 127) << 23) * bits_of<f32v>((exponent - half + 127) << 23);
     return select(below, all_lanes(0.0f), select(above, all_lanes(INFINITE), scaled));
 }
 
@@ -68,7 +68,7 @@ INLINE f32v tanh(f32v x) {
     return select(size < all_lanes(0.625f), near, select(x < all_lanes(0.0f), -far, far));
 }
 
-// 1 - erf(x) for x >= 0, whose square the caller may know more exactly: an exponential of a polynomial in 1 / (1 + x / 2)
+// 1 - erf(x) for x >= 0. The caller may know its square more exactly. An exponential of a polynomial in 1 / (1 + x / 2)
 // (Press et al., Numerical Recipes, erfcc).
 INLINE f32v erfc_positive(f32v x, f32v square) {
     const f32v t = all_lanes(1.0f) / fma(x, all_lanes(0.5f), all_lanes(1.0f));
@@ -85,7 +85,7 @@ INLINE f32v erfc_positive(f32v x, f32v square) {
     return t * exp(p - square);
 }
 
-// Some of a vector's numbers, zeros behind them; nothing behind them is touched.
+// Some of a vector's numbers, then zeros; memory after them is not accessed.
 INLINE f32v load_some(const float* from, int64_t count) {
     if (count >= LANES) return load<f32v>(from);
     float some[LANES] = {};

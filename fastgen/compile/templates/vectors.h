@@ -1,5 +1,5 @@
-// Vectors of LANES 32-bit numbers, in the compiler's own vector types; an instruction is named only where there is no
-// other way to say what is meant. The template defines FASTGEN_LANES and FASTGEN_HAS_… by its instruction set.
+// Vectors of LANES 32-bit numbers, in the compiler's own vector types; intrinsics are used only where vector
+// types cannot express the operation. The template defines FASTGEN_LANES and FASTGEN_HAS_… by its instruction set.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -127,10 +127,10 @@ INLINE i32v dot4(i32v sum, u32v w, int32_t x) {
 #elif FASTGEN_LANES > 4
     // In 16 bits: bytes 0 and 2 of a lane, then bytes 1 and 3. The compiler shares each half among its uses.
     typedef int16_t i16v __attribute__((vector_size(4 * LANES)));
-    typedef uint16_t pairs __attribute__((vector_size(4 * LANES)));
+    typedef uint16_t halves __attribute__((vector_size(4 * LANES)));
     const i16v x_all = i16v(all_lanes(x));
-    const i16v x_even = i16v(pairs(x_all) << 8) >> 8, x_odd = x_all >> 8;
-    const pairs w_even = pairs(w) & 0xff, w_odd = pairs(w) >> 8;
+    const i16v x_even = i16v(halves(x_all) << 8) >> 8, x_odd = x_all >> 8;
+    const halves w_even = halves(w) & 0xff, w_odd = halves(w) >> 8;
 #if FASTGEN_LANES == 16
     const u32v even = u32v(_mm512_madd_epi16(__m512i(w_even), __m512i(x_even)));
     const u32v odd = u32v(_mm512_madd_epi16(__m512i(w_odd), __m512i(x_odd)));
@@ -151,7 +151,7 @@ INLINE i32v dot4(i32v sum, u32v w, int32_t x) {
 // Moves the cache line at an address towards the core, as far as its second level.
 INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
-// The same address, which the compiler takes for another: what is read there is read again, not kept in a register.
+// The same address, which the compiler treats as another one: data is read again, not kept in registers.
 INLINE const uint8_t* again(const uint8_t* address) {
     asm volatile("" : "+r"(address));
     return address;

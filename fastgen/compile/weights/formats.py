@@ -1,7 +1,7 @@
-"""Weights and activations in few bits: the arithmetic of quantised linear layers, exact in its integers.
+"""Weight formats and quantization: codes and scales of weights and activations.
 
-All of it is symmetric: a value is its code times a scale. Sums of products of codes are integers, computed without
-rounding; the scales come afterwards, in fp32.
+All formats are symmetric: a value is its code times a scale. Sums of products of codes are integers, computed without
+rounding; the scales are applied afterwards, in fp32.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 WeightOnlyFormat = Literal["int8_weight_only", "int4_weight_only", "fp8_weight_only"]
-# What ``quantize=`` may say; without ``_weight_only``, activations are rounded as well.
+# The values of ``quantize=``; without ``_weight_only`` activations are quantized as well.
 QuantizedFormat = Literal["int8", "int4"] | WeightOnlyFormat
 _WEIGHT_ONLY: tuple[QuantizedFormat, ...] = ("int8_weight_only", "int4_weight_only", "fp8_weight_only")
-# By target, those that it multiplies.
+# The formats that each target supports.
 QUANTIZED: dict[str, tuple[QuantizedFormat, ...]] = {
     "cpp": ("int8", "int8_weight_only", "int4"),
     "triton": _WEIGHT_ONLY,
     "torch": _WEIGHT_ONLY,
 }
 
-# How many of a row's neighbouring values share a scale, where not all of them do.
+# Neighbouring values of a row that share a scale, in formats with several scales a row.
 GROUP = 32
-_SMALLEST = 1e-30  # rows of smaller values count as zero; 127 over them would overflow
+_SMALLEST = 1e-30  # rows of smaller values are quantized to zero; 127 divided by them would overflow
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class Quantized:
     scale: Tensor
 
     def dequantize(self) -> Tensor:
-        """The values in fp32, ``[rows, K]``."""
+        """Returns the values in fp32, ``[rows, K]``."""
         grouped = self.codes.view(*self.scale.shape, -1)
         return (grouped * self.scale[:, :, None]).flatten(1)
 
 
 def quantize_channels(weight: Tensor) -> Quantized:
-    """8 bits and one scale for each output: ``weight [out, in]``, codes −127 to 127."""
+    """Quantizes ``weight [out, in]`` to 8 bits with one scale for each output; codes are −127 to 127."""
     wide = weight.float()
     scale = wide.abs().amax(1, keepdim=True) / 127
     return Quantized(torch.round(wide / scale.clamp(min=_SMALLEST)).to(torch.int8), scale)
 
 
 def quantize_groups(weight: Tensor) -> Quantized:
-    """4 bits and one scale, rounded to fp16, for each 32 of a row: ``weight [out, in]``, codes −8 to 7.
+    """Quantizes ``weight [out, in]`` to 4 bits with one scale, rounded to fp16, for each 32 of a row; codes −8 to 7.
 
     ``in`` is padded with zeros to a multiple of 32. The value furthest from zero gets code −8, whatever its sign (so
     the scale may be negative), since there are more codes below zero than above.
@@ -62,9 +62,10 @@ def quantize_groups(weight: Tensor) -> Quantized:
 
 
 def quantize_activations(x: Tensor, group: int | None = None) -> Quantized:
-    """8 bits and one scale for each row of ``x [T, in]``, or for each ``group`` of its values (``in`` is padded).
+    """Quantizes ``x [T, in]`` to 8 bits with one scale for each row, or each ``group`` of its values (``in`` is
+    padded).
 
-    A row with an infinity or NaN gets a scale that is one, so no output of it is finite.
+    A row with an infinity or NaN gets that as its scale, so none of its outputs is finite.
     """
     wide = (x.float() if group is None else _pad(x.float())).reshape(len(x), -1, group or x.shape[1])
     largest = wide.abs().amax(2)

@@ -1,4 +1,4 @@
-"""A linear layer's weights in the order in which the ``cpp`` target's kernels read them."""
+"""A linear layer's weights, packed in the order in which C++ kernels read them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fastgen.compile.host.huge_pages import in_huge_pages, whole_huge_pages
 from fastgen.compile.weights.formats import GROUP, Quantized, quantize_channels, quantize_groups
 from fastgen.errors import InvalidArgumentError
 
-# ``"bf16_pairs"``, ``"int8"`` and ``"int4"`` have their inputs rounded too; the others multiply in fp32.
-WeightFormat = Literal["fp32", "bf16", "fp16", "bf16_pairs", "int8_weight_only", "int8", "int4"]
-# By instruction set, how many outputs' weights lie side by side.
+# ``"bf16_dot"``, ``"int8"`` and ``"int4"`` have their inputs rounded too; the others multiply in fp32.
+WeightFormat = Literal["fp32", "bf16", "fp16", "bf16_dot", "int8_weight_only", "int8", "int4"]
+# Outputs whose weights are side by side, by instruction set.
 PANELS = {"avx512bf16": 32, "avx512vnni": 32, "avx512": 32, "avx2": 16, "portable": 16}
-# By instruction set, how many 32-bit numbers a vector has.
+# 32-bit numbers in a vector, by instruction set.
 LANES = {"avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
-# Instruction sets that add two products of bf16 at once.
-ARCHES_WITH_PAIRS = ("avx512bf16",)
-_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_pairs": torch.bfloat16, "fp16": torch.float16}
-# How many weights of one output lie together, where not one.
-_STEPS = {"bf16_pairs": 2, "int8": 4, "int4": GROUP}
+# Instruction sets with bf16 dots: two products of bf16 are added at once.
+ARCHES_WITH_BF16_DOT = ("avx512bf16",)
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_dot": torch.bfloat16, "fp16": torch.float16}
+# Neighbouring weights of one output, where more than one.
+_STEPS = {"bf16_dot": 2, "int8": 4, "int4": GROUP}
 _SCALED = ("int8_weight_only", "int8")
 _MAX_IN_FEATURES = (2**31 - 1) // 127**2  # so that a sum of products of 8 bits has room in 32
 _PIECE = 4 << 20  # weights converted at a time
@@ -32,23 +32,22 @@ _CPU = torch.device("cpu")
 
 
 def formats_of(arch: str) -> tuple[WeightFormat, ...]:
-    """Those that the instruction set has the arithmetic for."""
-    return tuple(each for each in get_args(WeightFormat) if each != "bf16_pairs" or arch in ARCHES_WITH_PAIRS)
+    """Returns the formats that the instruction set supports."""
+    return tuple(each for each in get_args(WeightFormat) if each != "bf16_dot" or arch in ARCHES_WITH_BF16_DOT)
 
 
 def matrix_format(plain: WeightFormat, arch: str) -> WeightFormat:
-    """What matrices of a model in ``plain`` are packed in that may have their inputs rounded to as many bits."""
-    return "bf16_pairs" if plain == "bf16" and arch in ARCHES_WITH_PAIRS else plain
+    """Returns the format for matrices of a model in ``plain`` whose inputs may be rounded to as many bits."""
+    return "bf16_dot" if plain == "bf16" and arch in ARCHES_WITH_BF16_DOT else plain
 
 
 class PackedWeight:
     """``weight [out_features, in_features]`` and ``bias [out_features]`` of one layer, packed for one instruction set,
-    or of ``num_groups`` alike, one after the other: of a head each, or an expert.
+    or of ``num_groups`` equal ones, one after the other: one for each head, or each expert.
 
-    Written by rows as they come, from any float dtype, in pieces, so that next to the packed weights only the rows at
-    hand exist; where there are groups, each by itself (:meth:`group`). Rows and biases that were never written are
-    zero. The memory is the process's own, in huge pages where the system has them, and goes when the object and all
-    its tensors do.
+    It is written by rows as they are read, from any float dtype, in pieces, so that only the current rows exist beside
+    the packed weights. Groups are written separately (:meth:`group`). Rows and biases that were never written are zero.
+    The memory is in huge pages where the system has them, and is freed with the object and all its tensors.
 
     ``panels`` holds bytes, ``[num_groups * num_panels, bytes]``, in the order that ``linear_float.cpp.j2`` and
     ``linear_int.cpp.j2`` of ``ops/linear/templates`` describe; ``scale`` and ``bias`` fp32, one for each output, the
@@ -85,7 +84,7 @@ class PackedWeight:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that a forward pass reads."""
+        """Returns the bytes that a forward pass reads."""
         return self.panels.nbytes + self.scale.nbytes + self.bias.nbytes
 
     @property
@@ -94,7 +93,7 @@ class PackedWeight:
         return self.panels.untyped_storage().nbytes() - self.panels.nbytes
 
     def group(self, index: int) -> PackedWeight:
-        """One of the groups, as a weight of its own in the same memory."""
+        """Returns one of the groups, as a weight in the same memory."""
         one, num_panels = copy(self), len(self.panels) // self.num_groups
         one.num_groups = 1
         one.panels = self.panels[index * num_panels : (index + 1) * num_panels]
@@ -120,14 +119,14 @@ class PackedWeight:
             start, rows = start + count, rows[count:]
 
     def write_bias(self, start: int, bias: Tensor) -> None:
-        """``bias [n]`` of outputs ``start`` to ``start + n``. Raises ``ValueError``."""
+        """Writes ``bias [n]`` of outputs ``start`` to ``start + n``. Raises ``ValueError``."""
         if start < 0 or start + len(bias) > self.out_features or bias.ndim != 1:
             raise ValueError(f"biases {start} to {start + len(bias)} of a layer with {self.out_features} outputs")
         self.bias[start : start + len(bias)] = bias
 
     def rows(self, indices: Tensor) -> Tensor:
-        """The rows ``indices [n]`` of the weight as kernels see them, in fp32: ``[n, in_features]``. Nothing but these
-        rows is read."""
+        """Returns the rows ``indices [n]`` of the weight, dequantized, in fp32: ``[n, in_features]``. Only these rows
+        are read."""
         panels, outputs = indices // self._panel, indices % self._panel
         if self.format == "int4":
             return self._int4_rows(panels, outputs)[:, : self.in_features]
@@ -141,7 +140,7 @@ class PackedWeight:
         return (values ^ -128 if self.format == "int8" else values) * self.scale[indices].unsqueeze(1)
 
     def _int4_rows(self, panels: Tensor, outputs: Tensor) -> Tensor:
-        """As :func:`unpack_nibbles` reads them."""
+        """Returns the rows that :func:`unpack_nibbles` would return."""
         groups = self.panels.view(len(self.panels), -1, 18 * self._panel)
         scale = groups.view(torch.float16)[panels, :, outputs].float()
         both = groups[:, :, 2 * self._panel :].view(*groups.shape[:2], -1, 4, self._lanes, 4)
@@ -150,7 +149,7 @@ class PackedWeight:
         return (codes.flatten(2) * scale.unsqueeze(2)).flatten(1)
 
     def _write_piece(self, start: int, rows: Tensor) -> None:
-        """Writes whole panels, or a part of one."""
+        """Writes a number of panels, or a part of one."""
         values = self._convert(rows)
         panels = slice(start // self._panel, -(-(start + len(rows)) // self._panel))
         if len(rows) % self._panel:
@@ -172,7 +171,7 @@ class PackedWeight:
         view.copy_(codes.view(view.shape))
 
     def _read(self, panels: Tensor) -> Tensor | Quantized:
-        """What :meth:`_convert` made of the rows of these panels."""
+        """Returns the result of :meth:`_convert` for the rows of these panels."""
         if self.format == "int4":
             return unpack_nibbles(self.panels[panels], self._lanes, self._panel)
         codes = self._view(self.panels[panels]).reshape(len(panels) * self._panel, -1)[:, : self.in_features]
@@ -187,7 +186,7 @@ class PackedWeight:
         return quantize_groups(rows) if self.format == "int4" else quantize_channels(rows)
 
     def _view(self, panels: Tensor) -> Tensor:
-        """Bytes of panels as numbers that lie, read in order of the view, as in ``[outputs, in_features]``."""
+        """Returns a view of the panels' bytes as numbers, in the order of ``[outputs, in_features]``."""
         count, panel, lanes = len(panels), self._panel, self._lanes
         if self.format == "bf16":
             return panels.view(torch.bfloat16).view(count, -1, panel // lanes // 2, lanes, 2).permute(0, 2, 4, 3, 1)
@@ -202,7 +201,7 @@ def _panel_bytes(weight_format: WeightFormat, in_features: int, panel: int) -> i
 
 
 def pack_nibbles(codes: Tensor, scale: Tensor, lanes: int, panel: int) -> Tensor:
-    """Panels of int4, ``[n, bytes]``, of ``codes [n * panel, K]`` and ``scale [n * panel, K / 32]``."""
+    """Packs panels of int4, ``[n, bytes]``, from ``codes [n * panel, K]`` and ``scale [n * panel, K / 32]``."""
     groups = scale.shape[1]
     parts = (codes + 8).to(torch.uint8).view(-1, panel // lanes, lanes, groups, 2, 4, 4)
     low, high = parts.permute(4, 0, 3, 1, 5, 2, 6).reshape(2, -1, groups, 16 * panel)
@@ -211,7 +210,7 @@ def pack_nibbles(codes: Tensor, scale: Tensor, lanes: int, panel: int) -> Tensor
 
 
 def unpack_nibbles(panels: Tensor, lanes: int, panel: int) -> Quantized:
-    """The inverse of :func:`pack_nibbles`."""
+    """Inverts :func:`pack_nibbles`."""
     grouped = panels.view(len(panels), -1, 18 * panel)
     scales, both = grouped[:, :, : 2 * panel].contiguous().view(torch.float16), grouped[:, :, 2 * panel :]
     parts = torch.stack([both & 15, both >> 4]).view(2, len(panels), -1, panel // lanes, 4, lanes, 4)

@@ -1,7 +1,7 @@
-"""Weights in few bits beside activations in full: how the ``triton`` target's kernels and the reference keep them.
+"""Quantized weights for activations in 16 or 32 bits, in the layout of Triton kernels and the reference.
 
-Codes and scales are those of :mod:`fastgen.compile.weights.formats`, and for 8-bit floating point one scale for each
-output, which brings its largest weight to the format's largest number.
+Codes and scales are those of :mod:`fastgen.compile.weights.formats`. For 8-bit floating point there is one scale for
+each output, which maps its largest weight to the format's largest number.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from fastgen.compile.weights.formats import GROUP, WeightOnlyFormat, quantize_channels, quantize_groups
 
-# By format, the short name of the dtype of what holds the codes.
+# The short name of the dtype of the codes, by format.
 CODES = {"int8_weight_only": "i8", "int4_weight_only": "u8", "fp8_weight_only": "u8"}
-# By format, the short name of the scales' dtype.
+# The short name of the dtype of the scales, by format.
 SCALES = {"int8_weight_only": "fp32", "int4_weight_only": "fp16", "fp8_weight_only": "fp32"}
 _LARGEST_FP8 = 448.0
-_PIECE = 4 << 20  # weights widened at a time
+_PIECE = 4 << 20  # weights converted at a time
 
 
 class QuantizedWeight:
-    """A weight ``[out, in]`` in few bits, written by rows as they come: next to it only a piece of the rows at hand is
-    ever held in full.
+    """A quantized weight ``[out, in]``, written by rows as they are read: of the unquantized rows only a piece is held
+    at a time.
 
     ``codes`` is ``[out, in]`` int8, or the bits of float8_e4m3 as uint8, or for 4 bits ``[out, in / 2]`` uint8, ``in``
     padded to a multiple of 32: byte ``i`` of the 16 of a group has its feature ``i`` in the low half and ``i + 16`` in
@@ -44,7 +44,7 @@ class QuantizedWeight:
         return self.codes.nbytes + self.scale.nbytes
 
     def write(self, start: int, rows: Tensor) -> None:
-        """Rounds ``rows [n, in]`` of any float dtype, which become outputs ``start`` to ``start + n``."""
+        """Quantizes ``rows [n, in]`` of any float dtype, which become outputs ``start`` to ``start + n``."""
         step = max(1, _PIECE // self.in_features)
         for first in range(0, len(rows), step):
             codes, scale = self._quantized(rows[first : first + step].to(self.codes.device))
@@ -52,7 +52,7 @@ class QuantizedWeight:
             self.codes[place], self.scale[place] = codes, scale
 
     def rows(self, indices: Tensor | slice) -> Tensor:
-        """Those rows as they are worth, in fp32: ``[n, in]``."""
+        """Returns the dequantized rows, in fp32: ``[n, in]``."""
         scale = self.scale[indices].float()
         if self.format != "int4_weight_only":
             return self.numbers(indices) * scale.unsqueeze(1)
@@ -60,7 +60,7 @@ class QuantizedWeight:
         return grouped.flatten(1)[:, : self.in_features]
 
     def numbers(self, indices: Tensor | slice) -> Tensor:
-        """What the codes of those rows stand for, before scales: fp32 ``[n, in]``, with 4 bits ``in`` padded."""
+        """Returns the numbers of the rows' codes, before scales: fp32 ``[n, in]``, with 4 bits ``in`` padded."""
         codes = self.codes[indices]
         if self.format == "fp8_weight_only":
             return codes.view(torch.float8_e4m3fn).float()
@@ -70,7 +70,7 @@ class QuantizedWeight:
         return torch.cat([halves & 15, halves >> 4], dim=2).flatten(1).float() - 8
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales as they are kept."""
+        """Returns codes and scales in the stored layout."""
         if self.format == "int8_weight_only":
             rounded = quantize_channels(rows)
             return rounded.codes, rounded.scale.flatten()
@@ -85,7 +85,7 @@ class QuantizedWeight:
 
 
 def quantized(weight: Tensor, weight_format: WeightOnlyFormat) -> QuantizedWeight:
-    """``weight [out, in]`` of a float dtype, rounded to the format's values."""
+    """Quantizes ``weight [out, in]`` of a float dtype."""
     stored = QuantizedWeight(weight_format, weight.shape[0], weight.shape[1], weight.device)
     stored.write(0, weight)
     return stored

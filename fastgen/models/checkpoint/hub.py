@@ -52,7 +52,7 @@ def locate(model: str | Path, *, revision: str | None = None) -> Path:
         if not (directory / "config.json").is_file():
             hidden = f" It hides the built-in {name!r}; rename it or run elsewhere." if name in BUILTINS else ""
             raise ModelNotFoundError(
-                f"{directory.absolute()}: the directory has no config.json, so it is no model.{hidden}"
+                f"{directory.absolute()}: the directory has no config.json, so it is not a model.{hidden}"
             )
         return directory
     if name in BUILTINS:
@@ -81,10 +81,10 @@ def _from_hub(repository: str, revision: str | None) -> Path:
 
 def _refusal(repository: str, revision: str | None, error: Exception) -> str | None:
     """Returns why the hub refuses the repository, and what to do; ``None`` if the hub did not answer."""
-    nowhere_else = f"{_shown(repository)} is no directory on this machine, no built-in ({', '.join(BUILTINS)})"
+    nowhere_else = f"{_shown(repository)} is not a directory on this machine, not a built-in ({', '.join(BUILTINS)})"
     if isinstance(error, HFValidationError):
         is_file = " It is a file; give the directory it is in." if os.path.isfile(repository) else ""
-        return f"{nowhere_else}, and no hub id of the form owner/name.{is_file}"
+        return f"{nowhere_else}, and not a hub id of the form owner/name.{is_file}"
     page = f"{constants.ENDPOINT}/{repository}"
     if isinstance(error, RevisionNotFoundError):
         return f"{page} has no revision {revision!r}: name a branch, a tag or a full commit hash."
@@ -110,9 +110,10 @@ def _from_cache(repository: str, revision: str | None, error: Exception) -> Path
     cached = _cached_snapshot(repository, revision)
     if cached is None:
         raise ModelNotFoundError(
-            f"{repository!r} is no directory on this machine and no built-in ({', '.join(BUILTINS)}); {tried}, and the "
-            f"cache {constants.HF_HUB_CACHE} holds no copy of it{at}. Connect to the network, with HF_HUB_OFFLINE not "
-            f"set; or point HF_HOME at a cache that has it; or give a local directory.{_did_you_mean(repository)}"
+            f"{repository!r} is neither a directory on this machine nor a built-in ({', '.join(BUILTINS)}); {tried}, "
+            f"and the cache {constants.HF_HUB_CACHE} holds no copy of it{at}. Connect to the network, with "
+            f"HF_HUB_OFFLINE not set; or point HF_HOME at a cache that has it; or give a local directory."
+            f"{_did_you_mean(repository)}"
         ) from error
     missing = _missing_files(cached)
     if missing:

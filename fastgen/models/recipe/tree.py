@@ -60,6 +60,7 @@ class Tree:
 
 
 def mapping(children: dict[str, Tree], file: str, line: int) -> Tree:
+    """Returns a node that maps keys to ``children``; it is read-only."""
     return Tree(MappingProxyType(children), file, line, 1 + sum(child.size for child in children.values()))
 
 

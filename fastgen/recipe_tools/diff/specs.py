@@ -114,7 +114,7 @@ def _is_below(path: str, prefix: str) -> bool:
 
 
 def _ends(spec: ModelSpec) -> Leaves:
-    """Everything but the layers."""
+    """Returns everything except the layers."""
     numbers = {name: _value(getattr(spec, name)) for name in _NUMBERS}
     numbers["kv_bytes_per_token"] = f"{spec.kv_bytes_per_token(2):,} in 16 bits"
     numbers["layers.count"] = _value(len(spec.layers))

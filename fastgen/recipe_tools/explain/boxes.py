@@ -85,8 +85,8 @@ def _heads(reader: Reader) -> str:
     features = f"{reader.number('head_dim')} features each"
     expressions = [getattr(reader.numbers, name).text for name in ("num_heads", "num_kv_heads")]
     if num_heads == num_kv_heads or (not reader.scopes and expressions[0] == expressions[1]):
-        return f"{num_heads}, and as many key and value heads; {features}"
-    return f"{num_heads}, sharing {num_kv_heads} key and value heads; {features}"
+        return f"{num_heads}, and as many KV heads; {features}"
+    return f"{num_heads}, sharing {num_kv_heads} KV head{'s' * (num_kv_heads != '1')}; {features}"
 
 
 def _qkv(reader: Reader, qkv: schema.Qkv, node: str) -> list[Fact]:

@@ -35,7 +35,8 @@ def read_remote(repository: str) -> Headers:
         return config, {name: tuple(info.shape) for file in files for name, info in file.tensors.items()}
     except HFValidationError:
         raise ModelNotFoundError(
-            f"{repository[:200]!r} is no directory on this machine, no built-in, and no hub id of the form owner/name"
+            f"{repository[:200]!r} is not a directory on this machine, not a built-in, and "
+            "not a hub id of the form owner/name"
         ) from None
     except GatedRepoError as error:
         raise ModelNotFoundError(
@@ -43,8 +44,8 @@ def read_remote(repository: str) -> Headers:
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelNotFoundError(
-            f"{repository!r} is no directory on this machine and no built-in, and {constants.ENDPOINT} shows no such "
-            f"repository. It does not exist, or it is private; in that case log in with `hf auth login`"
+            f"{repository!r} is neither a directory on this machine nor a built-in, and {constants.ENDPOINT} shows no "
+            f"such repository. It does not exist, or it is private; in that case log in with `hf auth login`"
         ) from error
     except LocalEntryNotFoundError as error:  # a subclass of EntryNotFoundError, but the hub was not asked
         return _from_cache(repository, error)
@@ -64,7 +65,7 @@ def _from_cache(repository: str, error: Exception) -> Headers:
     except Exception:  # there is none, or it lacks files
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise ModelNotFoundError(
-            f"{repository!r} is no directory on this machine and no built-in; fetching its headers from "
+            f"{repository!r} is neither a directory on this machine nor a built-in; fetching its headers from "
             f"{constants.ENDPOINT} failed ({reason[0][:200]}), and the cache {constants.HF_HUB_CACHE} holds no whole "
             f"copy. Connect to the network, with HF_HUB_OFFLINE not set; or give a local directory"
         ) from error

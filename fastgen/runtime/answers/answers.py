@@ -75,11 +75,11 @@ class Answers:
                 continue
             if not isinstance(self._attempt(Phase.PREPARE, (step, chunk.seq), self._prepare, generation), Failure):
                 generation.left_queue_s = step.scheduled_s
-                step.admitted.append(generation.request)
+                step.admitted += (generation.request,)
 
     def update(self, step: Step) -> None:
         """Gives the tokens of ``step`` to their sequences."""
-        attempt, finished = self._attempt, SequenceStatus.FINISHED
+        attempt, take, finished = self._attempt, self._take, SequenceStatus.FINISHED
         for piece in step.prompt_logprobs:
             attempt(Phase.UPDATE, piece.sequence, self._take_prompt_logprobs, piece, step)
         previous: Sequence | None = None
@@ -87,7 +87,7 @@ class Answers:
             if sequence.status is finished:  # its request failed in this step, or ended before a draft
                 continue
             # A step gives a second token only behind a draft.
-            attempt(Phase.UPDATE, sequence, self._take, sequence, token, step, was_drafted=sequence is previous)
+            attempt(Phase.UPDATE, sequence, take, sequence, token, step, sequence is previous)
             previous = sequence
         for sequence, num_drafts in step.num_accepted.items() if step.num_accepted else ():
             if sequence.status is SequenceStatus.RUNNING and num_drafts:
@@ -133,7 +133,7 @@ class Answers:
         assert generation.prompt_logprobs is not None
         generation.prompt_logprobs[piece.start : piece.start + len(piece.logprobs)] = piece.logprobs
 
-    def _take(self, sequence: Sequence, token: SampledToken, step: Step, *, was_drafted: bool) -> None:
+    def _take(self, sequence: Sequence, token: SampledToken, step: Step, was_drafted: bool) -> None:
         """Adds ``token`` to ``sequence``. It may have been sampled behind an accepted draft."""
         generation = self.open[sequence.request.request_id]
         if token.error is not None:

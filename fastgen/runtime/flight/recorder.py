@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 from fastgen.runtime.flight.recording import (
     Admission,
@@ -213,7 +212,7 @@ class Recorder(Observer):
         # The step whose tokens arrived last.
         self._ran: StepRecord | None = None
         # The records of steps that have not ended.
-        self._records: WeakKeyDictionary[EngineStep, StepRecord] = WeakKeyDictionary()
+        self._records: dict[EngineStep, StepRecord] = {}
         self._moves = BeamMoves()
 
     def arrived(self, request: Request) -> None:
@@ -242,6 +241,8 @@ class Recorder(Observer):
         self._running.update(seq.key for seq in running)
 
     def scheduled(self, step: EngineStep, scheduler: Scheduler) -> None:
+        if self._records and not step.is_ahead:  # no other step is in flight: these have failed
+            self._records.clear()
         self._records[step] = self.record(step.schedule, scheduler, step.began_s, step.scheduled_s, step.held_back)
 
     def record(

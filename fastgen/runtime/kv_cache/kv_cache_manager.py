@@ -38,18 +38,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from itertools import count, islice
+from itertools import islice
 
-from fastgen.errors import InvalidArgumentError, RequestTooLargeError
+from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK, BlockPool
 from fastgen.runtime.kv_cache.block_tables import (
     Allocation,
     BlockCopy,
     TableEntry,
-    arithmetic,
     held_entries,
-    max_blocks_held,
 )
+from fastgen.runtime.kv_cache.capacity import Capacity
 from fastgen.runtime.kv_cache.kv_state import KVState
 from fastgen.runtime.kv_cache.lookahead_blocks import LookaheadBlocks
 from fastgen.runtime.kv_cache.prefix_cache import PrefixCache, PrefixNode, first_seen_block
@@ -82,6 +81,7 @@ class KVCacheManager:
         self.prefix_cache = PrefixCache(block_size, windows) if prefix_caching else None
         self.pool = BlockPool(num_blocks, self.prefix_cache.forget if self.prefix_cache else None)
         self.block_size, self.windows, self.max_chunk = block_size, tuple(windows), max_chunk
+        self.capacity = Capacity(self.pool.capacity, block_size, self.windows, max_chunk)
         self.num_groups, self._has_windows = len(self.windows), any(self.windows)
         # For each sequence that holds blocks: the node of the last block that it published or took from the cache.
         self._nodes: dict[Sequence, PrefixNode] = {}
@@ -102,38 +102,6 @@ class KVCacheManager:
     def num_free(self) -> int:
         """Returns how many blocks can be allocated now, lookahead blocks included."""
         return self.pool.num_free + self.lookahead.num_blocks
-
-    # What fits
-
-    def blocks_needed(self, num_tokens: int) -> int:
-        """Returns the most blocks that a sequence of ``num_tokens`` tokens ever holds at once, over all groups."""
-        return sum(
-            max_blocks_held(num_tokens, window, self.block_size, max_chunk=self.max_chunk) for window in self.windows
-        )
-
-    def check_fits(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
-        """Refuses a sequence that could not finish even with the whole cache to itself.
-
-        :raises RequestTooLargeError: with the arithmetic.
-        """
-        num_tokens = num_prompt_tokens + max_new_tokens - 1
-        if (
-            self.num_groups * -(-num_tokens // self.block_size) <= self.pool.capacity
-        ):  # the common case, decided at once
-            return
-        needed = self.blocks_needed(num_tokens)
-        if needed <= self.pool.capacity:
-            return
-        num_blocks = next(n for n in count() if self.blocks_needed((n + 1) * self.block_size) > self.pool.capacity)
-        most = num_blocks * self.block_size + 1
-        sums = arithmetic(num_prompt_tokens, max_new_tokens, self.windows, self.block_size, self.max_chunk)
-        raise RequestTooLargeError(
-            f"a prompt of {num_prompt_tokens} tokens with max_new_tokens={max_new_tokens} needs "
-            f"{sums} = {needed} blocks, "
-            f"the KV cache has {self.pool.capacity}; prompt and new tokens together may be at most {most}: shorten the "
-            "prompt, lower max_new_tokens, or give the cache more memory (kv_cache_memory)",
-            room=most - num_prompt_tokens,
-        )
 
     def max_tokens(self, seq: Sequence) -> int:
         """Returns how many tokens beyond the computed ones ``seq`` can place if it gets all blocks that are free."""

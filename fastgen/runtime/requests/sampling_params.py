@@ -4,8 +4,6 @@ A :class:`SamplingParams` that exists is valid: every field has its type and lie
 :meth:`SamplingParams.check_against` checks what depends on the model (is this token id in the vocabulary?).
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import reprlib
@@ -14,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
+from fastgen.arguments import Option
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
 
@@ -33,56 +32,85 @@ class SamplingParams:
     """
 
     # The request finishes with ``"length"`` after this many tokens; at least 1.
-    max_new_tokens: int = 128
+    max_new_tokens: Annotated[int, Option("Longest answer, in tokens.")] = 128
     # Before this many tokens neither an end-of-text token, a stop token nor a stop string ends the request.
-    min_new_tokens: int = 0
+    min_new_tokens: Annotated[int, Option("Shortest answer, in tokens.")] = 0
     # Divides the positive, multiplies the negative logits of tokens seen in prompt or answer; > 0, 1 is off.
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[
+        float, Option("Above 1: make tokens seen before less likely.", default="the model's, or 1")
+    ] = 1.0
     # Subtracted from the logit of each token generated before; [−2, 2].
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, Option("Subtracted from the logit of each token generated before.")] = 0.0
     # Subtracted from a token's logit as often as it was generated before; [−2, 2].
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[
+        float, Option("Subtracted from a token's logit as often as it was generated before.")
+    ] = 0.0
     # Token id to the bias added to its logit; [−100, 100].
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logit_bias: Annotated[
+        Mapping[int, float],
+        Option("Added to the logit of token ID. Repeatable.", metavar="ID=BIAS", flag_type=list[str]),
+    ] = field(default_factory=dict, hash=False)
     # Divides the logits; 0 is greedy, and then top-k, top-p, min-p and the seed have no effect.
-    temperature: float = 0.0
+    temperature: Annotated[
+        float, Option("Divides the logits; 0 takes the likeliest token.", default="the model's, or 0")
+    ] = 0.0
     # Keep the k most likely tokens; 0 keeps all.
-    top_k: int = 0
+    top_k: Annotated[
+        int, Option("Draw from so many of the likeliest tokens; 0 is all.", default="the model's, or 0")
+    ] = 0
     # Keep the most likely tokens that together have at least this probability; (0, 1].
-    top_p: float = 1.0
+    top_p: Annotated[
+        float,
+        Option("Draw from the likeliest tokens that together have this probability.", default="the model's, or 1"),
+    ] = 1.0
     # Keep tokens at least this probable relative to the most probable one; [0, 1].
-    min_p: float = 0.0
+    min_p: Annotated[
+        float,
+        Option(
+            "Draw from tokens with at least this share of the likeliest's probability.", default="the model's, or 0"
+        ),
+    ] = 0.0
     # Any integer, taken modulo 2**64. ``None`` draws one for the request when it is submitted.
-    seed: int | None = None
+    seed: Annotated[int | None, Option("The same seed draws the same answer.", default="a random one")] = None
     # How many completions of the prompt; 1 to :data:`MAX_N`.
-    n: int = 1
+    n: Annotated[int, Option("Answers to each prompt.", short_flag="-n")] = 1
     # Strings that end the request and are not part of its text. A single string or any iterable of strings.
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Option("End the answer before this text. Repeatable.", metavar="TEXT")] = ()
     # Token ids that end the request, beside the model's own end-of-text ids; they contribute no text.
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...], Option("End the answer at this token. Repeatable.", flag="--stop-token-id", metavar="ID")
+    ] = ()
     # The model's end-of-text tokens are ordinary ones: they end nothing, and ``min_new_tokens`` allows them.
-    ignore_eos: bool = False
+    ignore_eos: Annotated[bool, Option("Do not end at the end-of-text token.")] = False
     # ``None``, or how many alternatives are reported beside each generated token's own log-probability.
-    logprobs: int | None = None
+    logprobs: Annotated[
+        int | None, Option("With --json: log-probabilities of each token and of so many alternatives.")
+    ] = None
     # The same for each prompt token.
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int | None, Option("With --json: the same for the tokens of the prompt.")] = None
     # Seconds from submission after which the request finishes with ``"timeout"``; ``None`` is no limit.
-    timeout_s: float | None = None
+    timeout_s: Annotated[float | None, Option("Seconds after which an answer is cut off.")] = None
     # How many beams a beam search keeps, of which the best ``n`` are returned, best first; 1 is no beam search.
     # Nothing is drawn, so ``temperature`` must be 0; penalties and biases apply to log-probabilities in place of
     # logits, and stop strings are not supported. :mod:`fastgen.runtime.sampling.beam_search` has the algorithm.
-    beam_width: int = 1
+    beam_width: Annotated[int, Option("Beams of a beam search; 1 is none.")] = 1
     # With beams: the sum of a hypothesis' log-probabilities is divided by its length to this power; [−10, 10]. Above 0
     # it favours long answers.
-    length_penalty: float = 1.0
+    length_penalty: Annotated[float, Option("With beams: above 0 favours long answers.")] = 1.0
     # With beams: whether the search ends as soon as ``beam_width`` hypotheses have ended (``True``), when no live beam
     # is likely to beat them (``False``), or when none could at any length (``"never"``).
-    early_stopping: bool | Literal["never"] = False
-    # The request's class: any integer; lower is more urgent. It decides which request gets the next free slot, which
-    # prompt is computed first and which loses its blocks last. A request that has waited long moves up.
-    priority: int = 0
+    early_stopping: Annotated[
+        bool | Literal["never"],
+        Option("With beams: end when as many answers have ended.", metavar="true|false|never", flag_type=str),
+    ] = False
+    # The request's class: any integer; lower is more urgent. It decides which request gets the next free slot,
+    # whose prompt is computed first and whose blocks are freed last; a request that has waited long moves up.
+    priority: Annotated[int, Option("The lower the more urgent, among requests that run together.")] = 0
     # The answer's shape, as :func:`~fastgen.runtime.requests.response_format.parse_response_format` takes it.
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[
+        ResponseFormat | None,
+        Option('Shape that the answer must have, such as {"type": "json_object"}.', metavar="JSON"),
+    ] = None
 
     def _fill(self, given: dict[str, object]) -> None:
         """Sets the fields to what is ``given``, each checked, and the rest to the defaults, which are valid."""
@@ -105,7 +133,7 @@ class SamplingParams:
             self._check_beams()
 
     @classmethod
-    def from_fields(cls, defaults: SamplingParams, **given: Any) -> SamplingParams:
+    def from_fields(cls, defaults: Self, **given: Any) -> Self:
         """Returns ``defaults`` with the given fields replaced. Raises ``InvalidArgumentError`` for an unknown or
         invalid field.
         """

@@ -26,7 +26,7 @@ class Forks:
         They share the full blocks of the prompt, unless a window may have left these behind. Each beam may have the
         other blocks for itself. One more block for each is for copies in progress, whose sources are held as well.
         """
-        needed = self._kv.blocks_needed(num_tokens)
+        needed = self._kv.capacity.blocks_needed(num_tokens)
         if beam_width == 1:
             return needed
         shared = self._shared_prompt_blocks(num_prompt_tokens)
@@ -53,7 +53,7 @@ class Forks:
         if needed(max_new_tokens) <= capacity:
             return
         shared = self._shared_prompt_blocks(num_prompt_tokens)
-        own = self._kv.blocks_needed(num_prompt_tokens + max_new_tokens - 1) - shared
+        own = self._kv.capacity.blocks_needed(num_prompt_tokens + max_new_tokens - 1) - shared
         raise RequestTooLargeError(
             f"beam_width={beam_width} beams of a prompt of {num_prompt_tokens} tokens with "
             f"max_new_tokens={max_new_tokens} need {shared} blocks that they share + {beam_width} * ({own} of each "

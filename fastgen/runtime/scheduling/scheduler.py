@@ -39,6 +39,7 @@ from fastgen.runtime.scheduling.drafts import ProposeDrafts, with_drafts
 from fastgen.runtime.scheduling.forks import Forks
 from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
+from fastgen.runtime.scheduling.preemption import Preemption
 from fastgen.runtime.scheduling.running_set import RunningSet
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduling.staggering import Staggering
@@ -93,6 +94,7 @@ class Scheduler:
         self._propose_drafts = propose_drafts
         self.running = RunningSet(max_num_seqs)
         self.forks = Forks(kv, self.running, self.waiting)
+        self._preemption = Preemption(kv, self.running, self.waiting, self.forks)
         self._num_opened = 0
         self._scheduled: Schedule | None = None
         self._is_launched = self._is_ahead = False
@@ -139,7 +141,7 @@ class Scheduler:
         """Refuses a request that could not finish even with all slots and the whole cache to itself, with the
         arithmetic.
         """
-        self.kv.check_fits(num_prompt_tokens, sampling.max_new_tokens)
+        self.kv.capacity.check_fits(num_prompt_tokens, sampling.max_new_tokens)
         self.forks.check_fits(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
 
     def finish(self, seq: Sequence) -> None:
@@ -147,7 +149,7 @@ class Scheduler:
         if seq.status is SequenceStatus.FINISHED:
             return
         if seq.status is SequenceStatus.RUNNING:
-            self._stop(seq)
+            self._preemption.stop(seq)
         else:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
@@ -301,7 +303,7 @@ class Scheduler:
             return
         num_tokens = 1 if self.policy.splits_prompts else min(first.num_pending_tokens, self.token_budget)
         while not self._allocate(first, num_tokens):
-            preempted += self._preempt_least_urgent()
+            preempted += self._preemption.preempt_least_urgent(self._now_s)
 
     def _give_decodes(self, preempted: list[Sequence]) -> None:
         """Allocates blocks for the next token of every decode, or of as many decodes as there are blocks for."""
@@ -316,7 +318,7 @@ class Scheduler:
         for seq in wanting:
             # The least urgent are preempted first, so they are less urgent than all that have their block.
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
-                preempted += self._preempt_least_urgent()
+                preempted += self._preemption.preempt_least_urgent(self._now_s)
         self.forks.forked.clear()
         if not preempted and not self.running.prompts:
             self.staggering.give_lookahead(decodes, num_wanting)
@@ -429,29 +431,6 @@ class Scheduler:
             self.forks.release(seq)
         elif seq.index == 0:
             self.waiting.release(seq, self._now_s)
-
-    def _preempt_least_urgent(self) -> list[Sequence]:
-        """Returns the preempted sequences: one, or all running beams of a search."""
-        chosen = self.running.least_urgent
-        beams = [seq for seq in chosen.request.sequences if seq.status is SequenceStatus.RUNNING]
-        lost = beams if chosen.request.has_beams else [chosen]
-        assert len(self.running) > len(lost), f"{lost} has the cache to itself, which was found to suffice when it came"
-        for seq in lost:
-            self._stop(seq)
-            seq.status = SequenceStatus.WAITING
-            seq.num_computed_tokens = 0
-            seq.num_preemptions += 1
-            self.waiting.hold(seq)
-        first = chosen.request.sequences[0] if chosen.request.has_beams else chosen
-        self.waiting.remove(first)
-        self.waiting.requeue(first, self._now_s)
-        return lost
-
-    def _stop(self, seq: Sequence) -> None:
-        """Frees the blocks and the slot of a running sequence."""
-        self.kv.free(seq)
-        self.running.remove(seq)
-        self.forks.forked.discard(seq)
 
 
 def _num_tokens(decodes: SequenceOf[Sequence], chunks: SequenceOf[ScheduledTokens]) -> int:

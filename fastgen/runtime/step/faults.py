@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Protocol, TypeVar, TypeVarTuple, Unpack
 
 import torch
 
 _LOWER = "lower token_budget, max_num_seqs, max_model_len or kv_cache_memory when loading"
 
-_P = ParamSpec("_P")
+_Ts = TypeVarTuple("_Ts")
 _R = TypeVar("_R")
 
 
@@ -51,7 +51,7 @@ class Attempt(Protocol):
     """Calls ``function``. If it raises, applies what a failure of ``phase`` does to ``subject``, and returns it."""
 
     def __call__(
-        self, phase: Phase, subject: object, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
+        self, phase: Phase, subject: object, function: Callable[[Unpack[_Ts]], _R], *args: *_Ts
     ) -> _R | Failure: ...
 
 

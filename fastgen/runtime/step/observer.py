@@ -42,25 +42,33 @@ class Observer:
 
 
 class Observers(Observer):
-    """Passes every event on to ``each`` observer, in order."""
+    """Passes every event on to ``each`` observer that needs it, in order."""
 
     def __init__(self, *each: Observer):
-        self.each = list(each)
+        self.set(*each)
+
+    def set(self, *each: Observer) -> None:
+        """Passes events on to ``each`` from now on."""
+        self.each = each
+        # Every step has these events, so observers that do not need them are not called.
+        self._scheduled = [one for one in each if type(one).scheduled is not Observer.scheduled]
+        self._ran = [one for one in each if type(one).ran is not Observer.ran]
+        self._ended = [one for one in each if type(one).ended is not Observer.ended]
 
     def arrived(self, request: Request) -> None:
         for observer in self.each:
             observer.arrived(request)
 
     def scheduled(self, step: Step, scheduler: Scheduler) -> None:
-        for observer in self.each:
+        for observer in self._scheduled:
             observer.scheduled(step, scheduler)
 
     def ran(self, step: Step) -> None:
-        for observer in self.each:
+        for observer in self._ran:
             observer.ran(step)
 
     def ended(self, step: Step) -> None:
-        for observer in self.each:
+        for observer in self._ended:
             observer.ended(step)
 
     def withdrawn(self, request: Request, step: Step) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastgen.runtime.requests.request import Request, Sequence
@@ -18,18 +17,13 @@ if TYPE_CHECKING:  # the host's part of a step needs no torch
     from fastgen.layers.ragged_batch import RaggedBatch
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
 class Step:
-    """A step on its way from a schedule to tokens. Times are the engine clock's."""
+    """A step on its way from a schedule to tokens. Times are the engine clock's. Each phase sets its own fields; until
+    then they have their defaults.
+    """
 
-    # Schedule
-    schedule: Schedule
-    began_s: float
-    scheduled_s: float
-    # Sequences that have to wait for their token of the step before. ``None`` if that step was collected already.
-    held_back: SequenceOf[Sequence] | None = None
-    # Requests whose first token this step computes.
-    admitted: list[Request] = field(default_factory=list)
+    # Schedule: requests whose first token this step computes.
+    admitted: tuple[Request, ...] = ()
 
     # Launch. A step that runs in one native call has no batch.
     batch: RaggedBatch | None = None
@@ -50,28 +44,28 @@ class Step:
     # Collect: a token for every sequence that caught up, and one more for each of its drafts that was accepted.
     sampled: SequenceOf[tuple[Sequence, SampledToken]] = ()
     # How many drafts were accepted, for each sequence that had some.
-    num_accepted: Mapping[Sequence, int] = field(default_factory=dict)
+    num_accepted: Mapping[Sequence, int] | None = None
     ran_s: float | None = None
 
     # Update. Each token that a sequence was given, and the time of the token before it, ``None`` for its first.
-    given: list[tuple[Sequence, float | None]] = field(default_factory=list)
+    given: list[tuple[Sequence, float | None]]
     ended_s: float | None = None
     # Seconds since it began, or since the step before ended if that was later.
     took_s: float = 0.0
 
-    # Why it cannot complete: requests that could not be prepared, and the failure of the step itself.
-    unprepared: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    # Whether it cannot complete, and why: requests that could not be prepared, or the failure of the step itself.
+    has_failed: bool = False
+    unprepared: tuple[tuple[Sequence, Exception], ...] = ()
     error: Exception | None = None
 
-    @property
-    def is_ahead(self) -> bool:
-        """Returns whether it is scheduled and launched before the tokens of the step before are known."""
-        return self.held_back is not None
-
-    @property
-    def has_failed(self) -> bool:
-        """Returns whether it cannot complete."""
-        return bool(self.unprepared) or self.error is not None
+    def __init__(
+        self, schedule: Schedule, began_s: float, scheduled_s: float, held_back: SequenceOf[Sequence] | None = None
+    ):
+        self.schedule, self.began_s, self.scheduled_s = schedule, began_s, scheduled_s
+        # A step is ahead if it is scheduled and launched before the tokens of the step before are known. It has the
+        # sequences that have to wait for their tokens.
+        self.is_ahead, self.held_back = held_back is not None, held_back
+        self.given = []
 
     @property
     def sequences(self) -> list[Sequence]:

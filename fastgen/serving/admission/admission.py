@@ -7,39 +7,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
-from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Prediction
 from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.monitoring.prometheus import Refusal
+from fastgen.serving.options import Limits
 from fastgen.serving.refusals import OverloadedError, TooLargeError
 
 # How long a prediction is told to those who are refused, before another is made: refusing must cost little.
 _PREDICTION_S = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How much a server takes on. A request is *queued* until its first token comes."""
-
-    max_queued_requests: int = 1024
-    # Of the prompts of queued requests together; one prompt alone is let in whatever its length.
-    max_queued_tokens: int = 1 << 20
-    # Of one prompt; by default as many as the model takes.
-    max_prompt_tokens: int | None = None
-    # Requests whose first token would come later are refused.
-    ttft_slo_s: float | None = None
-    # Requests are refused with which decodes alone would take longer a step; see ``fastgen.load``.
-    itl_target_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not value > 0:
-                raise InvalidArgumentError(f"{name}={value!r}: expected a number above 0")
 
 
 class Admitted:

@@ -1,7 +1,7 @@
-"""Which servers run on this machine, so that clients find them: a file for each, which only its user can read.
+"""The servers that run on this machine, so that clients find them: a file for each, which only its user can read.
 
-The files are in ``$FASTGEN_DEPLOYMENTS``, or ``fastgen/deployments`` in the user's state directory. One whose process
-is gone is removed by whoever comes across it.
+The files are in ``$FASTGEN_DEPLOYMENTS``, or ``fastgen/deployments`` in the user's state directory. Reading them
+removes the files of processes that are gone.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """A server that runs. ``name`` is what clients call the model, ``token`` ends the server."""
+    """A server that runs."""
 
+    # The name by which clients call the model.
     name: str
     model: str
     # Such as ``http://127.0.0.1:8000``.
     address: str
-    # Such as ``127.0.0.1:8001``; ``None`` where it is not served.
+    # Such as ``127.0.0.1:8001``; ``None`` where gRPC is not served.
     grpc_address: str | None
-    # The file of what it shows, where it speaks TLS.
+    # The file of its certificate, where it speaks TLS.
     certificate: str | None
     pid: int
-    # When the process was born, as its machine tells it: process ids are used again.
+    # The start time of the process, since process ids are reused.
     birth: str
+    # Ends the server.
     token: str = field(repr=False)
-    # The file of what it says, where that is no terminal.
+    # The file of its output, where that is no terminal.
     log: str | None
 
     @property
@@ -47,13 +49,13 @@ class Deployment:
         return process_birth(self.pid) == self.birth
 
     def wait_until_gone(self) -> None:
-        """Return when the process has ended."""
+        """Waits until the process has ended."""
         while self.is_alive:
             time.sleep(_POLL_S)
 
 
 def deployments_directory() -> Path:
-    """Where the files are."""
+    """Returns the directory of the files."""
     if given := os.environ.get("FASTGEN_DEPLOYMENTS"):
         return Path(given).absolute()
     try:
@@ -64,9 +66,10 @@ def deployments_directory() -> Path:
 
 
 def make_deployments_directory() -> Path:
-    """The same, made where it is not there yet. Raises ``InvalidArgumentError`` where nothing can be written there."""
+    """Returns the directory of the files, made where it is missing. Raises ``InvalidArgumentError`` where it cannot be
+    written to."""
     directory = deployments_directory()
-    advice = "set FASTGEN_DEPLOYMENTS to a directory for what is said of servers"
+    advice = "set FASTGEN_DEPLOYMENTS to another directory"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -78,8 +81,8 @@ def make_deployments_directory() -> Path:
 
 @contextmanager
 def registered(deployment: Deployment) -> Iterator[None]:
-    """Let clients find ``deployment`` while the block runs. Where it cannot be written down, that is logged; the server
-    goes on, for there are clients that know its address."""
+    """Lets clients find ``deployment`` while the block runs. If its file cannot be written, that is logged and the
+    server continues, since clients may know its address."""
     file: Path | None = None
     try:
         file = _write(deployment)
@@ -93,7 +96,7 @@ def registered(deployment: Deployment) -> Iterator[None]:
 
 
 def _write(deployment: Deployment) -> Path:
-    """The file of ``deployment``, written."""
+    """Writes the file of ``deployment`` and returns its path."""
     file = make_deployments_directory() / f"{deployment.pid}.json"
     file.unlink(missing_ok=True)  # of a dead process that had the same id
     written = file.with_suffix(".new")
@@ -101,12 +104,12 @@ def _write(deployment: Deployment) -> Path:
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as out:
         json.dump(asdict(deployment), out)
-    written.replace(file)  # at once, so that nobody reads half of it
+    written.replace(file)  # atomically, so that no client reads half of it
     return file
 
 
 def deployments() -> list[Deployment]:
-    """Those that run, the oldest first."""
+    """Returns the running servers, the oldest first."""
     found = []
     for file in deployments_directory().glob("*.json"):
         try:
@@ -115,7 +118,7 @@ def deployments() -> list[Deployment]:
         except FileNotFoundError:
             continue  # it has just ended
         except (ValueError, TypeError):
-            raise InvalidArgumentError(f"{file}: is not what a server wrote; remove it") from None
+            raise InvalidArgumentError(f"{file}: is not the file of a server; remove it") from None
         if deployment.is_alive:
             found.append((began_s, deployment.pid, deployment))
         else:
@@ -124,7 +127,7 @@ def deployments() -> list[Deployment]:
 
 
 def deployment_at(address: str) -> Deployment | None:
-    """The one of this machine that has this address, by HTTP or by gRPC."""
+    """Returns the server of this machine with this HTTP or gRPC address, if there is one."""
     with contextlib.suppress(InvalidArgumentError):  # of a file that is no deployment's: an address needs none
         for one in deployments():
             if address.rstrip("/") in (one.address, one.grpc_address):
@@ -133,7 +136,7 @@ def deployment_at(address: str) -> Deployment | None:
 
 
 def find_deployment(name: str) -> Deployment:
-    """The one of this name, or of this model. Raises ``InvalidArgumentError`` where there is none, or several."""
+    """Returns the server with this name, or of this model. Raises ``InvalidArgumentError`` for none, or several."""
     running = deployments()
     matching = [one for one in running if one.name == name] or [one for one in running if one.model == name]
     if len(matching) == 1:
@@ -151,7 +154,7 @@ def find_deployment(name: str) -> Deployment:
 def this_deployment(
     *, name: str, model: str, address: str, grpc_address: str | None, certificate: Path | None, token: str
 ) -> Deployment:
-    """That of this process."""
+    """Returns the deployment of this process."""
     birth = process_birth(os.getpid())
     assert birth is not None, "this process lives"
     return Deployment(
@@ -168,7 +171,7 @@ def this_deployment(
 
 
 def process_birth(pid: int) -> str | None:
-    """Something that no other process with this id has; ``None`` where there is no such process, or it has ended."""
+    """Returns a value that no other process with this id has; ``None`` where the process is unknown or has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
 """A server that outlives the program that started it: :func:`serve`, and the process it starts.
 
-The process is told what to serve as JSON on standard input, and tells through a pipe that it is ready, or why it cannot
-be. Until then what it says goes to the terminal, if there is one, and afterwards to a file.
+The process reads the arguments as JSON on standard input, and reports through a pipe that it is ready, or why it cannot
+be. Until then its output goes to the terminal, if there is one, and afterwards to a file.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fastgen.arguments import show_arguments
 from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.options import LoadOptions
 from fastgen.runtime.scheduling.policies import Policy, policy_name
+from fastgen.serving.arguments import check_names, sort_arguments
 from fastgen.serving.clients.client import Client, Protocols, connect
 from fastgen.serving.clients.deployments import Deployment, make_deployments_directory
 from fastgen.serving.extra import need_extra
 from fastgen.serving.log_file import LOG_VARIABLE, move_output_to_log
+from fastgen.serving.options import ServeOptions
 
 
 def serve(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http", **arguments: Any) -> Client:
-    """Start a server of ``model`` that outlives this program, and return a client of it.
+    """Starts a server of ``model`` that outlives this program, and returns a client of it.
 
-    ``arguments`` are those of :func:`fastgen.load` and of :mod:`fastgen.serving.options`, such as ``port`` (0 takes any
-    that is free), ``grpc_port`` and ``name``. ``api_key`` and ``protocol`` are the
-    client's. It is what ``fastgen serve`` starts with these flags, but what it says once it is ready goes to a file
-    beside its entry in the list of deployments. It ends by :meth:`Client.terminate_server`, or by SIGTERM.
+    ``api_key`` and ``protocol`` are the client's; ``protocol="grpc"`` needs a ``grpc_port``. The other arguments are
+    those of :func:`fastgen.load` and of serving. The server is the one that ``fastgen serve`` starts with these flags,
+    but its output goes to a file beside its entry in the list of deployments once it is ready. It ends by
+    :meth:`Client.terminate_server`, or by SIGTERM.
 
-    Raises ``FastgenError`` with the server's own words where it cannot start.
+    Raises ``FastgenError`` with the server's own message where it cannot start.
     """
     need_extra()
-    from fastgen.serving.arguments import check_names
-
     check_names(arguments)
     if protocol == "grpc" and arguments.get("grpc_port") is None:
         raise InvalidArgumentError("protocol='grpc' needs a grpc_port; 0 takes any that is free")
@@ -49,8 +51,11 @@ def serve(model: str | Path, *, api_key: str | None = None, protocol: Protocols 
     return Client(lambda: connect(deployment, api_key=api_key, protocol=protocol))
 
 
+show_arguments(serve, LoadOptions, ServeOptions)
+
+
 def _plain(value: object) -> Any:
-    """What stands for ``value`` in JSON."""
+    """Returns what stands for ``value`` in JSON."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Policy):
@@ -59,26 +64,26 @@ def _plain(value: object) -> Any:
 
 
 def _start(request: str, title: str) -> Deployment:
-    """Start the process and wait until it is ready."""
+    """Starts the process and waits until it is ready."""
     descriptor, log = tempfile.mkstemp(prefix=f"{title}-", suffix=".log", dir=make_deployments_directory())
-    heard, told = os.pipe()
-    with os.fdopen(descriptor, "wb") as out, os.fdopen(heard) as answer:
+    reading, writing = os.pipe()
+    with os.fdopen(descriptor, "wb") as out, os.fdopen(reading) as answer:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fastgen.serving.clients.detached", str(told)],
+            [sys.executable, "-m", "fastgen.serving.clients.detached", str(writing)],
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=None if sys.stderr.isatty() else out,
             env={**os.environ, LOG_VARIABLE: log},
-            pass_fds=(told,),
+            pass_fds=(writing,),
             start_new_session=True,
         )
-        os.close(told)
+        os.close(writing)
         try:
             assert process.stdin is not None
             with process.stdin as stdin:
                 stdin.write(request.encode())
             outcome = json.loads(answer.readline() or "{}")
-        except BaseException:  # Ctrl-C: nobody would know of the server
+        except BaseException:  # Ctrl-C: no client would know the server
             process.send_signal(signal.SIGTERM)
             process.wait()
             raise
@@ -88,30 +93,29 @@ def _start(request: str, title: str) -> Deployment:
     if "error" in outcome:
         Path(log).unlink()
         raise FastgenError(outcome["error"])
-    raise FastgenError(f"the server ended with status {status} before it was ready; {log} has what it said")
+    raise FastgenError(f"the server ended with status {status} before it was ready; its output is in {log}")
 
 
 def _main() -> None:
-    from fastgen.serving.arguments import sort_arguments
     from fastgen.serving.run import run
 
-    told = int(sys.argv[1])
-    os.set_inheritable(told, False)
+    pipe = int(sys.argv[1])
+    os.set_inheritable(pipe, False)
     request = json.load(sys.stdin)
 
-    def tell(outcome: Mapping[str, Any]) -> None:
-        with os.fdopen(told, "w") as out:
+    def report(outcome: Mapping[str, Any]) -> None:
+        with os.fdopen(pipe, "w") as out:
             json.dump(outcome, out)
 
     def ready(deployment: Deployment) -> None:
         move_output_to_log()
-        tell({"deployment": asdict(deployment)})
+        report({"deployment": asdict(deployment)})
 
     try:
         load_arguments, options = sort_arguments(request)
         run(load_arguments, options, on_ready=ready)
     except FastgenError as error:
-        tell({"error": str(error)})
+        report({"error": str(error)})
         sys.exit(1)
 
 

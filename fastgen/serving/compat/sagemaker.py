@@ -1,7 +1,7 @@
-"""SageMaker's container contract: ``/ping``, and ``/invocations`` for whatever its clients are used to send.
+"""SageMaker's container contract: ``/ping`` and ``/invocations``.
 
-A body with ``messages`` or ``prompt`` is a request in OpenAI's terms, and is answered in them. One with ``inputs`` is
-in those of the LMI and TGI containers.
+A body with ``messages`` or ``prompt`` is an OpenAI request and gets an OpenAI answer. A body with ``inputs`` is a
+request of the LMI and TGI containers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
 
-_DEFAULT_MAX_NEW_TOKENS = 30  # LMI's own
-# What the engine can be told.
+_DEFAULT_MAX_NEW_TOKENS = 30  # as in LMI
+# Integers that the engine takes.
 _Int = Annotated[int, Field(lt=2**63)]
 _DRAWING = {"temperature", "top_k", "top_p", "min_p"}
 _OPENAI = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 
 
 class Parameters(FewErrors):
-    """``parameters`` of LMI and TGI. Where ``do_sample`` is left out, tokens are drawn if a field asks for that."""
+    """``parameters`` of LMI and TGI. Without ``do_sample``, tokens are drawn if one of the fields for that is given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -61,7 +61,7 @@ class Parameters(FewErrors):
     return_full_text: bool = False
 
     def sampling(self) -> SamplingParams:
-        """The same in our terms. Raises ``InvalidArgumentError``."""
+        """Returns the sampling parameters of the engine. Raises ``InvalidArgumentError``."""
         given = {
             name: value
             for name, value in self.model_dump(exclude_none=True).items()
@@ -73,7 +73,7 @@ class Parameters(FewErrors):
         given["ignore_eos"] = bool(self.ignore_eos_token)
         given["beam_width"] = 1 if self.num_beams is None else self.num_beams
         given["logprobs"] = 0
-        if given.get("top_k") == -1:  # vLLM's word for all
+        if given.get("top_k") == -1:  # all, in vLLM
             del given["top_k"]
         if self.decoder_input_details:
             given["prompt_logprobs"] = 0
@@ -81,7 +81,7 @@ class Parameters(FewErrors):
 
 
 class Invocation(FewErrors):
-    """A request in their terms."""
+    """The body of a request of LMI and TGI."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -94,7 +94,7 @@ _ANSWERS: dict[str, Any] = {"application/json": {}, "application/jsonlines": {},
 
 
 def _body_schema() -> dict[str, Any]:
-    """For the OpenAPI document; what OpenAI's bodies are besides, their own endpoints say."""
+    """Returns the schema for the OpenAPI document; OpenAI bodies are described at their own endpoints."""
     theirs = Invocation.model_json_schema()
     theirs["properties"]["parameters"] = theirs.pop("$defs")["Parameters"]
     openai = [{"type": "object", "required": [field]} for field in _OPENAI]
@@ -102,12 +102,12 @@ def _body_schema() -> dict[str, Any]:
 
 
 def sagemaker_routes(service: Service) -> APIRouter:
-    """``/ping`` and ``/invocations``."""
+    """Returns the routes ``/ping`` and ``/invocations``."""
     router = APIRouter()
 
     @router.get("/ping", responses={503: {"description": "The server takes no requests now."}})
     async def ping() -> Response:
-        """200 where requests are taken, else 503."""
+        """Answers 200 when the server takes requests, else 503."""
         return Response(status_code=200 if service.state == "ready" else 503)
 
     @router.post(
@@ -117,7 +117,7 @@ def sagemaker_routes(service: Service) -> APIRouter:
         openapi_extra={"requestBody": _body_schema()},
     )
     async def invocations(request: Request) -> Response:
-        """A request in OpenAI's terms, or in LMI's and TGI's."""
+        """Answers a request of OpenAI, or of LMI and TGI."""
         try:
             body = msgspec.json.decode(await request.body())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -138,7 +138,7 @@ def sagemaker_routes(service: Service) -> APIRouter:
 
 
 class _Forwarded(Response):
-    """What ``path`` of the same application answers to ``body``."""
+    """The response of ``path`` of the same application to ``body``."""
 
     def __init__(self, request: Request, path: str, body: Any):
         super().__init__()
@@ -169,11 +169,11 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
         is_stream=invocation.stream,
         arrived_s=arrival_of(request),
     )
-    words = _Words(service, invocation.parameters)
+    lmi = _LmiFormat(service, invocation.parameters)
     if invocation.stream:
         is_sse = "text/event-stream" in request.headers.get("accept", "")
         line = _event if is_sse else _line
-        events = _lines(batch, words, texts[0], line)
+        events = _lines(batch, lmi, texts[0], line)
         if is_sse:
             return await event_stream(request, batch, events, done=b"")
         response = await event_stream(request, batch, events, done=b"", failed=line)
@@ -181,18 +181,18 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
         return response
     async with batch, unless_gone(request):
         outputs = await batch.outputs()
-    answers = [words.answer(text, output) for text, output in zip(texts, outputs, strict=True)]
+    answers = [lmi.answer(text, output) for text, output in zip(texts, outputs, strict=True)]
     return json_response(answers[0] if isinstance(invocation.inputs, str) else answers)
 
 
-class _Words:
-    """What LMI calls the parts of an answer."""
+class _LmiFormat:
+    """Builds answers in the format of LMI."""
 
     def __init__(self, service: Service, parameters: Parameters):
         self._codec, self._parameters = service.codec, parameters
 
     def answer(self, text: str, output: GenerationOutput) -> dict[str, Any]:
-        """A whole one to ``text``; the details where they were asked for. Raises where there is none."""
+        """Returns the whole answer to ``text``, with details if requested. Raises where the generation failed."""
         for completion in output.completions:
             finish_of(completion.finish_reason, completion.error)
         answer: dict[str, Any] = {"generated_text": self.text(text, output.text)}
@@ -240,8 +240,10 @@ class _Words:
         return "eos_token" if token_ids and token_ids[-1] in self._codec.eos_token_ids else "stop_sequence"
 
 
-async def _lines(batch: Batch, words: _Words, prompt: str, line: Callable[[Any], bytes]) -> AsyncGenerator[bytes, None]:
-    """A stream: a ``line`` a token. The last has the whole text."""
+async def _lines(
+    batch: Batch, lmi: _LmiFormat, prompt: str, line: Callable[[Any], bytes]
+) -> AsyncGenerator[bytes, None]:
+    """Yields a ``line`` for each token; the last one has the whole text."""
     text, token_ids = "", list[int]()
     async with batch:
         async for updates in batch.updates():
@@ -249,13 +251,13 @@ async def _lines(batch: Batch, words: _Words, prompt: str, line: Callable[[Any],
                 text += update.text
                 token_ids += update.token_ids
                 values: list[dict[str, Any]] = [
-                    {"token": token} for token in words.tokens(update.token_ids, update.logprobs)
+                    {"token": token} for token in lmi.tokens(update.token_ids, update.logprobs)
                 ]
                 if update.end is not None:
                     finish_of(update.end.reason, update.end.error)
                     values = values or [{}]
-                    values[-1]["generated_text"] = words.text(prompt, text)
-                    values[-1]["details"] = words.details(prompt, update.end.reason, token_ids)
+                    values[-1]["generated_text"] = lmi.text(prompt, text)
+                    values[-1]["details"] = lmi.details(prompt, update.end.reason, token_ids)
                 if values:
                     yield b"".join(map(line, values))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Response
 
-import fastgen
 from fastgen.serving.compat.sagemaker import sagemaker_routes
 from fastgen.serving.http.errors import add_error_handlers
 from fastgen.serving.http.generate import generate_routes
@@ -16,6 +15,7 @@ from fastgen.serving.monitoring.prometheus import CONTENT_TYPE
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 from fastgen.serving.tools.formats import tool_format_named
+from fastgen.version import __version__
 
 
 def create_app(service: Service, options: ServeOptions) -> FastAPI:
@@ -40,7 +40,7 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
 
     app.include_router(generate_routes(service))
     tool_format = None if options.tool_format is None else tool_format_named(options.tool_format)
-    app.include_router(model_routes(service, fastgen.__version__))
+    app.include_router(model_routes(service, __version__))
     app.include_router(completion_routes(service))
     app.include_router(chat_routes(service, tool_format))
     app.include_router(sagemaker_routes(service))

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 
 from fastgen.runtime.metrics import Metrics
-from fastgen.serving.admission.admission import Admission, Admitted, Limits
+from fastgen.serving.admission.admission import Admission, Admitted
 from fastgen.serving.engine.messages import EngineFacts, Progress
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.monitoring.prometheus import ServerMetrics
+from fastgen.serving.options import Limits
 
 
 class Watch:

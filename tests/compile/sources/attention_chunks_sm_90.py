@@ -28,12 +28,12 @@ DV = tl.constexpr(64)  # features of a value
 P = tl.constexpr(16)  # tokens of a block
 BLOCK_M = tl.constexpr(128)
 BLOCK_N = tl.constexpr(64)
-Q_STRIDE = tl.constexpr(512)  # from a token's queries to the next one's
+Q_STRIDE = tl.constexpr(512)  # from a token's queries to the next token's
 V_STRIDE = tl.constexpr(64)  # from a head's value to the next one's
 SOFTCAP = tl.constexpr(50.0)
 SCALE = tl.constexpr(0.125)
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with powers of 2
-LOWEST = tl.constexpr(-1.0e30)  # below every score, yet finite: a row that has seen no key yet sums to 0, not NaN
+LOWEST = tl.constexpr(-1.0e30)  # below every score, but finite: a row that has seen no key sums to 0, not NaN
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def attend(
     for tile in range(begin, end):
         key = tile * BLOCK_N + in_tile
         real = key < num_keys
-        # The tile's keys lie in several blocks.
+        # The tile's keys are in several blocks.
         if MASKED:
             block = tl.load(table_ptr + key // P, real, 0).to(tl.int64)
         else:
@@ -86,7 +86,7 @@ def attend(
 
 @triton.jit(do_not_specialize=['max_blocks'])
 def attention_chunks_n4_k2_d64_dv64_p16_bf16_softcap50_0_block_m128_block_n64_d_high64_v_high64_v_stride64_q_stride512_scale(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, cu_seqlens_q_ptr, seq_lens_ptr, chunk_tiles_ptr, counts_ptr, out_ptr, max_blocks):
-    """Attention of prompt chunks: one program for each query tile and KV head, those that take longest first."""
+    """Attention of prompt chunks: one program for each query tile and KV head, the longest first."""
     kv_head = tl.program_id(0) % K
     index = tl.program_id(0) // K
     if index >= tl.load(counts_ptr):
@@ -101,7 +101,7 @@ def attention_chunks_n4_k2_d64_dv64_p16_bf16_softcap50_0_block_m128_block_n64_d_
     seq_len = tl.load(seq_lens_ptr + seq)
     num_cached = seq_len - num_queries
     row = first_row + tl.arange(0, BLOCK_M)
-    query = tl.minimum(row // G, num_queries - 1)  # rows behind the last repeat it, and are not stored
+    query = tl.minimum(row // G, num_queries - 1)  # rows after the last repeat it, and are not stored
     is_row = row < num_queries * G
     query_pos = num_cached + query
     head = kv_head * G + row % G
@@ -109,7 +109,7 @@ def attention_chunks_n4_k2_d64_dv64_p16_bf16_softcap50_0_block_m128_block_n64_d_
     table_ptr = block_tables_ptr + seq.to(tl.int64) * max_blocks
     q = tl.load(q_ptr + (token * Q_STRIDE + head * D)[:, None] + tl.arange(0, 64)[None, :])
 
-    # KV tiles begin … end hold all that some row sees; full_begin … full_end what every row sees whole.
+    # KV tiles begin … end have all keys that any row sees; full_begin … full_end those that every row sees completely.
     first_pos = num_cached + first_row // G
     last_pos = num_cached + tl.minimum((first_row + BLOCK_M - 1) // G, num_queries - 1)
     end = last_pos // BLOCK_N + 1

@@ -31,11 +31,11 @@ DV = tl.constexpr(64)  # features of a value
 P = tl.constexpr(16)  # tokens of a block
 BLOCK_M = tl.constexpr(16)
 BLOCK_N = tl.constexpr(64)
-Q_STRIDE = tl.constexpr(768)  # from a token's queries to the next one's
+Q_STRIDE = tl.constexpr(768)  # from a token's queries to the next token's
 V_STRIDE = tl.constexpr(64)  # from a head's value to the next one's
 SCALE = tl.constexpr(0.125)
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with powers of 2
-LOWEST = tl.constexpr(-1.0e30)  # below every score, yet finite: a row that has seen no key yet sums to 0, not NaN
+LOWEST = tl.constexpr(-1.0e30)  # below every score, but finite: a row that has seen no key sums to 0, not NaN
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def attend(
     for tile in range(begin, end):
         key = tile * BLOCK_N + in_tile
         real = key < num_keys
-        # The tile's keys lie in several blocks.
+        # The tile's keys are in several blocks.
         if MASKED:
             block = tl.load(table_ptr + key // P, real, 0).to(tl.int64)
         else:
@@ -85,9 +85,9 @@ def attend(
 
 @triton.jit(do_not_specialize=['max_blocks'])
 def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_high64_v_stride64_q_stride768_scale0_125(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, cu_seqlens_q_ptr, seq_lens_ptr, decode_tiles_ptr, shares_ptr, counts_ptr, out_ptr, part_ptr, part_best_ptr, part_total_ptr, max_blocks):
-    """Attention of decodes: each program takes its share of the line of KV tiles that the work list lays out.
+    """Attention of decodes: each program takes its share of all KV tiles in the order of the work list.
 
-    A query tile that lies within one share is finished here. Of one that goes on in other programs' shares, this one
+    A query tile within one share is finished here. Of one that continues in other programs' shares, this program
     leaves its part, in slot 2i + 1 where the tile begins in program i and in slot 2i where it began earlier.
     """
     kv_head = tl.program_id(0) % K
@@ -111,7 +111,7 @@ def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_hig
         seq_len = tl.load(seq_lens_ptr + seq)
         num_cached = seq_len - num_queries
         row = first_row + tl.arange(0, BLOCK_M)
-        query = tl.minimum(row // G, num_queries - 1)  # rows behind the last repeat it, and are not stored
+        query = tl.minimum(row // G, num_queries - 1)  # rows after the last repeat it, and are not stored
         is_row = row < num_queries * G
         query_pos = num_cached + query
         head = kv_head * G + row % G
@@ -119,7 +119,7 @@ def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_hig
         table_ptr = block_tables_ptr + seq.to(tl.int64) * max_blocks
         q = tl.load(q_ptr + (token * Q_STRIDE + head * D)[:, None] + tl.arange(0, 64)[None, :])
 
-        # KV tiles begin … end hold all that some row sees; full_begin … full_end what every row sees whole.
+        # KV tiles begin … end have all keys that any row sees; full_begin … full_end those that every row sees completely.
         first_pos = num_cached + first_row // G
         last_pos = num_cached + tl.minimum((first_row + BLOCK_M - 1) // G, num_queries - 1)
         end = last_pos // BLOCK_N + 1

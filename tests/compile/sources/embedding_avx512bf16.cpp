@@ -1,4 +1,4 @@
-// embedding(format=bf16_pairs, packed=True, resolve=True, scale=16.0, added=False, row_scaled=False, panel=32, lanes=16) for cpp
+// embedding(format=bf16_dot, packed=True, resolve=True, scale=16.0, added=False, row_scaled=False, panel=32, lanes=16) for cpp
 // gemma on avx512bf16, weights in bf16
 // ids: in i32
 // token_source: in i32
@@ -37,7 +37,7 @@ using fp16 = __fp16;  // the other name is known to g++ for Arm from 13 on, to c
 using fp16 = _Float16;
 #endif
 #include <type_traits>
-// How a kernel spreads its work over the pool of thread_pool.h, which is loaded before any kernel that uses it.
+// A kernel divides its work among the threads of thread_pool.h, which is loaded before any kernel that uses it.
 #include <cstdint>
 #include <type_traits>
 
@@ -52,7 +52,7 @@ static void parallel_for(int64_t num_chunks, Work&& work) {
 }
 
 // Rows of a table by number, in fp32: token ids, or for those not on the host yet what was sampled last.
-// The table is packed as linear layers read it, bf16_pairs in panels of 32 rows; see fastgen/compile/weights/packed.py.
+// The table is packed as linear layers read it, bf16_dot in panels of 32 rows; see fastgen/compile/weights/packed.py.
 constexpr int64_t ROWS = 8;  // of a chunk of work
 constexpr int64_t PANEL = 32, LANES = 16;
 
@@ -62,7 +62,7 @@ static float number(const uint8_t* panel, int64_t place, int64_t i) {
     return float(value);
 }
 
-extern "C" void embedding_bf16_pairs_packed_resolve_scale16_0_panel32_lanes16(
+extern "C" void embedding_bf16_dot_packed_resolve_scale16_0_panel32_lanes16(
     const int32_t* __restrict ids,
     const int32_t* __restrict token_source,
     const int32_t* __restrict sampled_ids,
@@ -85,9 +85,9 @@ extern "C" void embedding_bf16_pairs_packed_resolve_scale16_0_panel32_lanes16(
     });
 }
 
-// The same for a tape, whose argument blocks have 8 bytes for each.
-extern "C" void embedding_bf16_pairs_packed_resolve_scale16_0_panel32_lanes16_from_slots(const int64_t* slots) {
-    embedding_bf16_pairs_packed_resolve_scale16_0_panel32_lanes16(
+// The same function for a tape, whose blocks have 8 bytes for each argument.
+extern "C" void embedding_bf16_dot_packed_resolve_scale16_0_panel32_lanes16_from_slots(const int64_t* slots) {
+    embedding_bf16_dot_packed_resolve_scale16_0_panel32_lanes16(
         reinterpret_cast<const int32_t*>(slots[0]), 
         reinterpret_cast<const int32_t*>(slots[1]), 
         reinterpret_cast<const int32_t*>(slots[2]), 

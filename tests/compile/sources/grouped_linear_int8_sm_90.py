@@ -32,7 +32,7 @@ def grouped_linear_in_features256_out_features1024_bf16_gathers_top_k2_block_m12
     end_row = tl.load(tiles_ptr + tile * 3 + 2)
     row = first_row + tl.arange(0, BLOCK_M)
     is_row = row < end_row
-    row = tl.minimum(row, end_row - 1)  # rows behind the last repeat it, and are not stored
+    row = tl.minimum(row, end_row - 1)  # rows after the last repeat it, and are not stored
     choice = tl.load(order_ptr + row)
     column = tl.program_id(0) % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < OUT

@@ -34,7 +34,7 @@ constexpr int MAX_TOGETHER = 4;  // tiles that go through a panel one after the 
 // The including template defines the constants below, and afterwards `tile<R, P>`, the arithmetic of R rows with P panels.
 //
 //     rows     of x, `num_rows`; K = in_features, N = out_features
-//     group    what has weights of its own: a head, whose x and y lie in all rows beside the other heads', or where it is
+//     group    a part with its own weights: a head, whose x and y are in all rows beside the other heads', or where it is
 //              `routed` an expert, which multiplies the rows that chose it; a plain layer is one group
 //     panel    PANEL outputs side by side in the lanes; its weights lie in the order of k, K_STEP of them to a step
 //     tile     at most MAX_R rows with a panel, or few rows with several panels: their sums stay in registers
@@ -42,7 +42,7 @@ constexpr int MAX_TOGETHER = 4;  // tiles that go through a panel one after the 
 //     block    BLOCK_K of K; a tile goes through one at once, whose rows stay in the first cache for many panels, and whose
 //              weights in the second one for several tiles. A tile alone goes through all of K, or as many blocks as were
 //              copied, since weights come from memory then, and faster the longer the pieces are. Where all rows are a few
-//              tiles, these go through a panel together, each asking for a part of the next, so that memory works while they
+//              tiles, these go through a panel together, each prefetching a part of the next, so that memory works while they
 //              compute
 //     slab     SLAB_K of K, or all of it where no chunks share weights. All go through one before any begins the next, so
 //              that what they share stays in the last cache; in between the sums rest in y
@@ -51,7 +51,7 @@ constexpr int MAX_TOGETHER = 4;  // tiles that go through a panel one after the 
 // its bits.
 #include <utility>
 
-// How a kernel spreads its work over the pool of thread_pool.h, which is loaded before any kernel that uses it.
+// A kernel divides its work among the threads of thread_pool.h, which is loaded before any kernel that uses it.
 #include <cstdint>
 #include <type_traits>
 
@@ -64,8 +64,8 @@ static void parallel_for(int64_t num_chunks, Work&& work) {
     using Plain = std::remove_reference_t<Work>;
     fastgen_parallel_for([](void* job, int64_t chunk) { (*static_cast<Plain*>(job))(chunk); }, &work, num_chunks);
 }
-// Vectors of LANES 32-bit numbers, in the compiler's own vector types; an instruction is named only where there is no
-// other way to say what is meant. The template defines FASTGEN_LANES and FASTGEN_HAS_… by its instruction set.
+// Vectors of LANES 32-bit numbers, in the compiler's own vector types; intrinsics are used only where vector
+// types cannot express the operation. The template defines FASTGEN_LANES and FASTGEN_HAS_… by its instruction set.
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -192,10 +192,10 @@ INLINE i32v dot4(i32v sum, u32v w, int32_t x) {
 #elif FASTGEN_LANES > 4
     // In 16 bits: bytes 0 and 2 of a lane, then bytes 1 and 3. The compiler shares each half among its uses.
     typedef int16_t i16v __attribute__((vector_size(4 * LANES)));
-    typedef uint16_t pairs __attribute__((vector_size(4 * LANES)));
+    typedef uint16_t halves __attribute__((vector_size(4 * LANES)));
     const i16v x_all = i16v(all_lanes(x));
-    const i16v x_even = i16v(pairs(x_all) << 8) >> 8, x_odd = x_all >> 8;
-    const pairs w_even = pairs(w) & 0xff, w_odd = pairs(w) >> 8;
+    const i16v x_even = i16v(halves(x_all) << 8) >> 8, x_odd = x_all >> 8;
+    const halves w_even = halves(w) & 0xff, w_odd = halves(w) >> 8;
 #if FASTGEN_LANES == 16
     const u32v even = u32v(_mm512_madd_epi16(__m512i(w_even), __m512i(x_even)));
     const u32v odd = u32v(_mm512_madd_epi16(__m512i(w_odd), __m512i(x_odd)));
@@ -216,7 +216,7 @@ INLINE i32v dot4(i32v sum, u32v w, int32_t x) {
 // Moves the cache line at an address towards the core, as far as its second level.
 INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
-// The same address, which the compiler takes for another: what is read there is read again, not kept in a register.
+// The same address, which the compiler treats as another one: data is read again, not kept in registers.
 INLINE const uint8_t* again(const uint8_t* address) {
     asm volatile("" : "+r"(address));
     return address;
@@ -308,14 +308,14 @@ struct Tile {
     const uint8_t* x = nullptr;    // of each block the rows' parts
     int64_t x_stride = 0;          // bytes from one row's part to the next one's
     int64_t x_block = 0;           // and from one block's parts to the next one's
-    const uint8_t* x_rows[MAX_R];  // the rows, whole
+    const uint8_t* x_rows[MAX_R];  // the complete rows
     float* y_rows[MAX_R];
     Panel panels[MAX_P];
     int64_t first_ahead = AHEAD;  // the step whose weights are prefetched beside the first one's
     int ahead_shift = 0;          // 2 to the so many steps prefetch one
 
-    // The tile is number j of several that go through each panel: it asks for its part of the next panel, or for none.
-    void ask_ahead(int64_t j, int64_t num_together) {
+    // The tile is number j of several that go through each panel: it prefetches its part of the next panel, or nothing.
+    void prefetch_part(int64_t j, int64_t num_together) {
         if (num_together == 1) return;
         ahead_shift = num_together == 4 ? 2 : 1;
         const int64_t num_steps = num_k / K_STEP;
@@ -472,7 +472,7 @@ static void multiply_part(const Call& call, const Part& part) {
             for (int64_t j = 0; j < num_together; ++j) {
                 Tile& at = together[j];
                 at.k = k, at.num_k = num_k, at.begins_slab = k == part.k_begin, at.ends_slab = k + num_k == part.k_end;
-                at.ask_ahead(j, num_together);
+                at.prefetch_part(j, num_together);
 #if FASTGEN_ROUTED
                 take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), at, part.num_rows == 1, x + j);
 #else
@@ -617,7 +617,7 @@ INLINE void quantize_group(const float* __restrict x, int64_t num_k, int64_t siz
 static void quantize_row(const float* x, int64_t in_features, int64_t K, uint8_t* to) {
     const int64_t size = group_size(K);
     for (int64_t k = 0; k < K; k += size, to += size + 8) {
-        if (k + size <= in_features) {  // where groups are steps, the compiler knows how long whole ones are
+        if (k + size <= in_features) {  // where groups are steps, the compiler knows the length of complete ones
             quantize_group(x + k, size, size, to);
         } else {
             quantize_group(x + k, in_features - k, size, to);
@@ -710,7 +710,7 @@ extern "C" void linear_int8_avx512vnni_panel32(
                       [=](const float* row, uint8_t* to) { quantize_row(row, in_features, K, to); });
 }
 
-// The same for a tape, whose argument blocks have 8 bytes for each.
+// The same function for a tape, whose blocks have 8 bytes for each argument.
 extern "C" void linear_int8_avx512vnni_panel32_from_slots(const int64_t* slots) {
     linear_int8_avx512vnni_panel32(
         reinterpret_cast<const float*>(slots[0]), 

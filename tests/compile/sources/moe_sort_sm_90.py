@@ -11,16 +11,16 @@ import triton
 import triton.language as tl
 
 E = tl.constexpr(16)
-BINS = tl.constexpr(32)  # one for what lies behind the last choice
-BLOCK = tl.constexpr(2048)  # choices that are looked at at once
+BINS = tl.constexpr(32)  # one for places after the last choice
+BLOCK = tl.constexpr(2048)  # choices that are read at once
 BLOCK_M = tl.constexpr(128)  # rows of a tile
 BLOCK_TILES = tl.constexpr(64)
 
 
 @triton.jit(do_not_specialize=['num_choices'])
 def moe_sort_e16_block2048_block_m128(experts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_choices):
-    """The choices of one expert, in their order, and its tiles. Program e knows what it must of the others by counting
-    for itself, which is cheaper than to be told; so nothing depends on which program comes first.
+    """Lists the choices of one expert, in their order, and its tiles. Each program counts the others' choices itself,
+    which is cheaper than exchanging counts; so the order of programs does not matter.
     """
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)

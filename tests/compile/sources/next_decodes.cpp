@@ -76,7 +76,7 @@ extern "C" void next_decodes(
     }
 }
 
-// The same for a tape, whose argument blocks have 8 bytes for each.
+// The same function for a tape, whose blocks have 8 bytes for each argument.
 extern "C" void next_decodes_from_slots(const int64_t* slots) {
     next_decodes(
         reinterpret_cast<const int64_t*>(slots[0]), 

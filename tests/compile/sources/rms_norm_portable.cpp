@@ -33,7 +33,7 @@ using fp16 = __fp16;  // the other name is known to g++ for Arm from 13 on, to c
 using fp16 = _Float16;
 #endif
 
-// How a kernel spreads its work over the pool of thread_pool.h, which is loaded before any kernel that uses it.
+// A kernel divides its work among the threads of thread_pool.h, which is loaded before any kernel that uses it.
 #include <cstdint>
 #include <type_traits>
 
@@ -79,7 +79,7 @@ extern "C" void rms_norm_h256_fp32_eps1e_06_weight(
     });
 }
 
-// The same for a tape, whose argument blocks have 8 bytes for each.
+// The same function for a tape, whose blocks have 8 bytes for each argument.
 extern "C" void rms_norm_h256_fp32_eps1e_06_weight_from_slots(const int64_t* slots) {
     rms_norm_h256_fp32_eps1e_06_weight(
         reinterpret_cast<const float*>(slots[0]), 

@@ -105,7 +105,7 @@ def sampling_scan_v1024_block1024_slices1_penalties_mask_bias_logprobs_num_top21
 
     temperature = tl.load(reals + TEMPERATURE)
     if (temperature > 0) & (tl.load(reals + TAIL_P) > 0):
-        # About the sum of weights, relative to this slice's peak: the next kernel wants no more than a bound.
+        # An estimate of the sum of weights, relative to this slice's peak: the next kernel only needs a bound.
         weights = tl.where(score > float("-inf"), tl.exp(tl.div_rn(score - peak, temperature)), 0.0)
         tl.store(sums_ptr + part, tl.sum(weights, 0))
 

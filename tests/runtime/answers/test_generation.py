@@ -144,7 +144,7 @@ def test_chunks_of_several_completions_add_up_however_they_are_taken() -> None:
 # The output
 
 
-def test_the_output_tells_all() -> None:
+def test_the_output_has_everything() -> None:
     generation = generation_of(n=2, max_new_tokens=3, logprobs=0, prompt_logprobs=0)
     one, two = generation.completions
     assert generation.prompt_logprobs == [None] * 3

@@ -67,15 +67,15 @@ def test_a_window_in_which_nothing_is_seen_is_refused():
 
 def test_refusal_tells_the_arithmetic():
     kv = KVCacheManager(num_blocks=11, block_size=16)  # 160 tokens
-    kv.check_fits(100, 61)
+    kv.capacity.check_fits(100, 61)
     with pytest.raises(RequestTooLargeError) as refused:
-        kv.check_fits(100, 62)
+        kv.capacity.check_fits(100, 62)
     assert "ceil((100 + 62 - 1) / 16) = 11 blocks, the KV cache has 10" in str(refused.value)
     assert "at most 161" in str(refused.value)
     with pytest.raises(
         RequestTooLargeError, match=r"needs 2 \* ceil\(\(100 \+ 62 - 1\) / 16\) = 22 blocks.*at most 81:"
     ):
-        KVCacheManager(num_blocks=11, block_size=16, windows=(None, None)).check_fits(100, 62)
+        KVCacheManager(num_blocks=11, block_size=16, windows=(None, None)).capacity.check_fits(100, 62)
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
@@ -92,10 +92,10 @@ def test_what_fits_is_what_can_be_allocated(block_size, num_groups):
             for num_prompt_tokens in {1, total // 2, total - 1}:
                 if possible:
                     limit = total
-                    kv.check_fits(num_prompt_tokens, total - num_prompt_tokens)
+                    kv.capacity.check_fits(num_prompt_tokens, total - num_prompt_tokens)
                 else:
                     with pytest.raises(RequestTooLargeError, match=f"at most {max(limit, 1)}:"):
-                        kv.check_fits(num_prompt_tokens, total - num_prompt_tokens)
+                        kv.capacity.check_fits(num_prompt_tokens, total - num_prompt_tokens)
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -376,17 +376,17 @@ def test_the_most_blocks_held_is_the_most_that_any_schedule_makes_it_hold(block_
 def test_what_a_window_leaves_is_not_asked_for():
     """A sequence many windows long fits where its window does; refusals name what the groups need."""
     kv = KVCacheManager(num_blocks=7, block_size=4, windows=(6,), max_chunk=8)
-    assert kv.blocks_needed(10**6) == 2 + 1 + 2
-    kv.check_fits(10**6, 10**6)
+    assert kv.capacity.blocks_needed(10**6) == 2 + 1 + 2
+    kv.capacity.check_fits(10**6, 10**6)
     kv = KVCacheManager(num_blocks=13, block_size=4, windows=(None, 6, 6), max_chunk=8)
-    kv.check_fits(5, 4)
+    kv.capacity.check_fits(5, 4)
     with pytest.raises(RequestTooLargeError) as refused:
-        kv.check_fits(30, 20)
+        kv.capacity.check_fits(30, 20)
     assert "ceil((30 + 20 - 1) / 4) + 2 * 5 (a window of 6 tokens and a chunk of 8) = 23 blocks" in str(refused.value)
     assert "at most 17:" in str(refused.value)
-    kv.check_fits(10, 7)
+    kv.capacity.check_fits(10, 7)
     with pytest.raises(RequestTooLargeError):
-        kv.check_fits(10, 8)
+        kv.capacity.check_fits(10, 8)
 
 
 def test_integrity_sees_what_a_window_should_have_freed():

@@ -84,7 +84,7 @@ def test_one_of_several_completions_ends_and_the_others_keep_the_prompt() -> Non
     generation = bench.submit(PROMPT[:21], SamplingParams(n=4, max_new_tokens=9, ignore_eos=True))
     while generation.request.sequences[3].status is not SequenceStatus.RUNNING:
         bench.step()
-    bench._finish(generation.completions[0], "cancelled")
+    bench.answers._finish(generation.completions[0], "cancelled")
     bench.check_integrity()
     while not generation.finished:
         bench.step()

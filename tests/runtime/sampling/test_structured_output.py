@@ -399,7 +399,7 @@ def test_an_answer_whose_tokens_take_too_long_to_be_read_fails(
 
 
 @pytest.mark.parametrize("is_asked_first", [True, False])
-def test_a_mask_that_takes_too_long_is_waited_for_no_more_and_holds_up_no_other(
+def test_a_mask_that_takes_too_long_is_abandoned_and_delays_no_other(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, is_asked_first: bool
 ) -> None:
     monkeypatch.setattr(structured_output, "MAX_THREADS", 1)

@@ -530,7 +530,7 @@ def test_a_sequence_that_outgrows_what_it_asked_for_is_noticed():
     step(scheduler)
     step(scheduler)
     assert seq.num_tokens == 5  # 2 new ones, and the cache is full
-    with pytest.raises(AssertionError, match="has the cache to itself"):
+    with pytest.raises(AssertionError, match="is alone in the cache"):
         scheduler.schedule()
 
 

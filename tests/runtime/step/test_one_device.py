@@ -109,6 +109,6 @@ def test_a_step_of_every_recipe_stays_on_its_device(models: dict[str, ModelSpec]
 
 
 @pytest.mark.parametrize("weight_format", ["int8_weight_only", "int4_weight_only", "fp8_weight_only"])
-def test_so_does_one_of_weights_in_few_bits(weight_format: WeightOnlyFormat, models: dict[str, ModelSpec]) -> None:
+def test_so_does_one_with_quantized_weights(weight_format: WeightOnlyFormat, models: dict[str, ModelSpec]) -> None:
     ops = {spec.op for spec in launches(models["llama"], weight_format)}
     assert ops >= {"few_row_linear", "dequantize"}

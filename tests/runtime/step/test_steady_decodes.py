@@ -130,7 +130,7 @@ def test_what_depends_on_the_tokens_so_far_is_not(llm: LLM, counted: Counted, fi
     assert counted.num_continued == 0
 
 
-def test_a_step_that_was_computed_in_vain_is_computed_again(
+def test_a_step_whose_result_was_lost_is_computed_again(
     llm: LLM, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tape has advanced, and the schedule is made again: it is no continuation, and its tokens are the same."""

@@ -21,16 +21,16 @@ constexpr int MAX_THREADS = FASTGEN_MAX_THREADS;
 constexpr int64_t SPIN_NS = FASTGEN_SPIN_US * 1000;  // how long a thread without work looks for some before it sleeps
 
 // A job is num_chunks independent pieces of work. Each thread owns a contiguous range of them and takes from its front;
-// one that has finished its own takes from the back of another's. Who computes a chunk never shows in its result.
+// a thread that has finished its own takes from the back of another's. A chunk's result does not depend on its thread.
 //
 //   caller   writes the job, then the ranges, then moves `epoch`; works; waits until `unfinished` is 0
 //   worker   waits for `epoch` to move; works
 //
 // A chunk is claimed before the job is read, and a job ends only when all claimed chunks have, so a worker that wakes
-// late (its core was busy with someone else) finds the ranges empty, or work of the next job: nobody waits for it.
+// late (its core was busy with another process) finds the ranges empty, or work of the next job; no thread waits for it.
 //
-// A run is jobs one after the other that nobody waits for at first. The worker that takes it is their caller; whoever
-// started it has something else to do, and works in that worker's place from when it wants the run to end.
+// A run is a sequence of jobs that no thread waits for at first. The worker that takes it is their caller. The thread that
+// started it continues with other work, and takes that worker's place when it waits for the run's end.
 
 using Chunk = void (*)(void* job, int64_t chunk);
 using Run = void (*)(const int64_t* slots);
@@ -66,7 +66,7 @@ struct Pool {
     const int64_t* slots = nullptr;
     std::atomic<uint32_t> run_state{HAS_ENDED};
     std::atomic<int64_t> run_number{0};
-    std::atomic<int> run_by{1};  // whose place is free meanwhile
+    std::atomic<int> run_by{1};  // the worker whose place is free meanwhile
     std::atomic<int64_t> run_ended_ns{0};
 };
 
@@ -127,7 +127,7 @@ void run_claimed(int64_t chunk) {
     if (pool.unfinished.fetch_sub(1) == 1 && pool.caller_sleeps.load() != 0) wake_all(pool.unfinished);
 }
 
-// Everything that thread `index` can find to do.
+// Runs all chunks that thread `index` can claim.
 void work(int index) {
     const int num_ranges = pool.num_threads.load(std::memory_order_relaxed);
     for (int i = 0; i < num_ranges; ++i) {
@@ -156,7 +156,7 @@ void take_run(int index) {
     inside_a_job = was_inside;
     pool.run_ended_ns.store(now_ns());
     pool.run_state.store(HAS_ENDED);
-    move_epoch();  // for whoever waits for the end
+    move_epoch();  // for a thread that waits for the end
 }
 
 // Until there is something new to do.
@@ -167,7 +167,7 @@ void wait_for_work(uint32_t seen) {
     pool.num_sleeping.fetch_sub(1);
 }
 
-// Returns when the run with that number neither waits nor goes on, having helped.
+// Helps the run with that number, and returns when it has ended.
 void help_run(int64_t number) {
     if (own_id == 0) own_id = int32_t(syscall(SYS_gettid));
     take_run(0);
@@ -225,7 +225,7 @@ void wait_for_the_others() {
     while (num_late > 0) move_thread(late[--num_late], here, false);
 }
 
-// Threads do not survive a fork: the child starts with the caller alone, and as many as are asked for next.
+// Threads do not survive a fork: the child has the caller alone until the pool is resized.
 void forget_threads() {
     pthread_mutex_init(&pool.one_job_at_a_time, nullptr);
     pool.num_threads = 1;
@@ -295,15 +295,15 @@ extern "C" int64_t fastgen_end_run(int64_t number) {
     return pool.run_ended_ns.load();
 }
 
-// Makes the pool as large as asked, or as large as the system allows; returns its size.
-extern "C" int32_t fastgen_set_num_threads(int32_t asked) {
+// Resizes the pool, up to what the system allows; returns its size.
+extern "C" int32_t fastgen_set_num_threads(int32_t num_threads) {
     pthread_mutex_lock(&pool.one_job_at_a_time);
-    while (pool.run_state.load() != HAS_ENDED) {  // no thread is to go in the midst of a run
+    while (pool.run_state.load() != HAS_ENDED) {  // no thread may leave during a run
         pthread_mutex_unlock(&pool.one_job_at_a_time);
         help_run(pool.run_number.load());
         pthread_mutex_lock(&pool.one_job_at_a_time);
     }
-    const int wanted = asked < 1 ? 1 : asked > MAX_THREADS ? MAX_THREADS : asked;
+    const int wanted = num_threads < 1 ? 1 : num_threads > MAX_THREADS ? MAX_THREADS : num_threads;
     int size = pool.num_threads;
     sigset_t all, before;  // signals are for the program's own threads
     sigfillset(&all);

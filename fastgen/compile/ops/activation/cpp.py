@@ -39,7 +39,9 @@ class ActivationKernel:
         self._width = 2 if kernel.spec.parameters["gated"] else 1
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x [T, F]``, or ``[T, 2F]`` with the gate in the first half, rows contiguous in themselves; ``[T, F]``."""
+        """Takes ``x [T, F]``, or ``[T, 2F]`` with the gate in the first half; each row is contiguous. Returns ``[T,
+        F]``.
+        """
         out = x.new_empty(len(x), x.shape[1] // self._width)
         self._kernel((), x, out, *out.shape, x.stride(0))
         return out

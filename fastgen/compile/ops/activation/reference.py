@@ -1,4 +1,4 @@
-"""Pointwise activations of the feed-forward part, plain and gated, by the names ``config.json`` files use."""
+"""Pointwise activations of feed-forward layers, plain and gated, by the names in ``config.json`` files."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """``act(x)``, elementwise; ``kind`` is a key of :data:`ACTIVATIONS`."""
+    """Computes ``act(x)``, elementwise; ``kind`` is a key of :data:`ACTIVATIONS`."""
     return ACTIVATIONS[kind](x)
 
 
 def activate_and_multiply(gate_up: Tensor, kind: str) -> Tensor:
-    """``act(gate) * up`` (Shazeer, 2020) for ``gate_up [T, 2F]`` with the gate in the first half; ``[T, F]``."""
+    """Computes ``act(gate) * up`` (Shazeer, 2020) for ``gate_up [T, 2F]`` with the gate in the first half;
+    ``[T, F]``.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[kind](gate) * up

@@ -20,13 +20,13 @@ def activation_spec(
     x_stride: int = 0,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The kernel of :func:`~fastgen.compile.ops.activation.reference.activate`, or where it is ``gated`` of
-    :func:`~fastgen.compile.ops.activation.reference.activate_and_multiply`, to ``num_features`` outputs a row of
+    """Returns the kernel of :func:`~fastgen.compile.ops.activation.reference.activate`, or with ``gated`` of
+    :func:`~fastgen.compile.ops.activation.reference.activate_and_multiply`, for ``num_features`` outputs a row of
     ``dtype``.
 
-    ``kind`` is a key of :data:`~fastgen.compile.ops.activation.reference.ACTIVATIONS`; those of one function share a
-    kernel. Rows of ``x`` begin ``x_stride`` apart, directly behind each other unless it is given. Computed in fp32;
-    where it is gated, the activation is rounded to ``dtype`` before it is multiplied, as the reference does.
+    ``kind`` is a key of :data:`~fastgen.compile.ops.activation.reference.ACTIVATIONS`; names of one function share a
+    kernel. Rows of ``x`` begin ``x_stride`` apart; by default they are contiguous. Computed in fp32; with ``gated`` the
+    activation is rounded to ``dtype`` before it is multiplied, as in the reference.
     """
     width = num_features * (2 if gated else 1)
     if x_stride and x_stride < width:
@@ -58,7 +58,7 @@ class ActivationKernel:
         self._kernel, self._tiles = kernel, kernel.spec.parameters["tiles"]
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        """``x [T, F]``, or ``[T, 2F]`` with the gate in the first half, rows as far apart as the kernel was made for;
-        ``out [T, F]``, contiguous."""
+        """Takes ``x [T, F]``, or ``[T, 2F]`` with the gate in the first half, with rows as far apart as the kernel was
+        made for. Writes ``out [T, F]``, contiguous."""
         assert isinstance(self._tiles, int)
         self._kernel((len(out) * self._tiles,), x, out)

@@ -1,4 +1,4 @@
-"""Paged attention on the ``cpp`` target: one kernel for chunks and decodes alike."""
+"""Paged attention in C++: one kernel for both chunks and decodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastgen.compile.host.huge_pages import in_huge_pages
 from fastgen.compile.host.workspace import Workspace
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.spec import Argument, KernelSpec, Value
-from fastgen.compile.weights.packed import ARCHES_WITH_PAIRS, LANES
+from fastgen.compile.weights.packed import ARCHES_WITH_BF16_DOT, LANES
 
 _CPU = torch.device("cpu")
 _WORKSPACE_SIZES = ("workspace_bytes", "num_threads", "scratch_bytes", "max_tasks", "max_pieces")
@@ -23,12 +23,12 @@ _TASK_BYTES, _PIECE_BYTES = 64, 24
 
 
 def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] = ()) -> KernelSpec:
-    """The kernel for :class:`AttentionKernel`. ``arch`` is one of the C++ builder's; ``shape.dtype`` is the cache's,
-    while queries and results are fp32. With a cache in bf16 an ``arch`` that adds two of its products at once does so,
-    with queries and weights rounded to bf16 too, unless ``head_dim`` is odd or keys hold the values.
+    """Returns the kernel for :class:`AttentionKernel`. ``arch`` is one of the C++ builder's; ``shape.dtype`` is the
+    cache's, while queries and results are fp32. With a cache in bf16, an ``arch`` with bf16 dots uses them: queries and
+    weights are rounded to bf16 too, unless ``head_dim`` is odd or keys hold the values.
     """
     dtype, has_v = shape.dtype, not shape.values_in_keys
-    in_pairs = arch in ARCHES_WITH_PAIRS and dtype == "bf16" and shape.head_dim % 2 == 0 and has_v
+    bf16_dot = arch in ARCHES_WITH_BF16_DOT and dtype == "bf16" and shape.head_dim % 2 == 0 and has_v
     arguments = (
         Argument("q", "fp32", "in"),
         *(Argument(name, dtype, "in") for name in ("k_cache", *(("v_cache",) if has_v else ()))),
@@ -46,7 +46,7 @@ def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] 
         "DV": shape.v_dim,
         "P": shape.block_size,
         "dtype": dtype,
-        "pairs": in_pairs,
+        "bf16_dot": bf16_dot,
         "v_in_k": shape.values_in_keys,
         "window": shape.sliding_window,
         "alibi": shape.alibi,
@@ -68,11 +68,12 @@ def empty_cache(
     dtype: torch.dtype,
     device: torch.device = _CPU,
 ) -> tuple[Tensor, Tensor]:
-    """A cache as the kernel wants it, seen as everybody sees it: ``k [B, P, K, D]``, ``v [B, P, K, D]``, or with a
-    ``latent_dim`` the first so many features of the keys.
+    """Returns a zeroed cache in the kernel's memory layout: ``k [B, P, K, D]`` and ``v [B, P, K, D]``. With a
+    ``latent_dim`` ``v`` is a view of the first ``latent_dim`` features of the keys.
 
-    In memory a block's keys lie ``[K, D, P]``, so that a vector of keys is loaded at once, and values ``[K, P, D]``,
-    all in huge pages: a sequence's blocks lie anywhere, and in small pages finding one takes as long as reading it.
+    In memory a block's keys are ``[K, D, P]``, so that a vector of keys is loaded at once, and its values ``[K, P,
+    D]``. Both are in huge pages: a sequence's blocks are scattered, and in small pages address translation would take
+    as long as reading them.
     """
     size_bytes = num_blocks * num_kv_heads * head_dim * block_size * dtype.itemsize
     k = (
@@ -135,7 +136,8 @@ def _up_to_64(size_bytes: int) -> int:
 
 
 class AttentionKernel:
-    """:func:`fastgen.compile.ops.attention.reference.paged_attention` by a kernel of :func:`attention_spec`.
+    """Launches a kernel of :func:`attention_spec`; see
+    :func:`fastgen.compile.ops.attention.reference.paged_attention`.
 
     It works in ``workspace``, which other attentions may share: they run one after the other. Results depend neither on
     the ``limits`` nor on the number of threads.
@@ -159,8 +161,8 @@ class AttentionKernel:
         seq_lens: Tensor,
         out: Tensor,
     ) -> None:
-        """Shapes as there; caches of :func:`empty_cache`. ``q``'s tokens may lie apart, all else is contiguous.
-        ``q`` and ``out`` are fp32."""
+        """Takes the reference's shapes, with caches of :func:`empty_cache`. ``q``'s tokens may have any stride, the
+        other tensors are contiguous. ``q`` and ``out`` are fp32."""
         self._kernel((), *self.arguments(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, out))
 
     def arguments(
@@ -173,7 +175,7 @@ class AttentionKernel:
         seq_lens: Tensor,
         out: Tensor,
     ) -> list[Tensor | int]:
-        """Returns the kernel's own arguments for these. Raises ``ValueError`` beyond the limits."""
+        """Returns the kernel's arguments for these tensors. Raises ``ValueError`` beyond the limits."""
         if len(q) > self._limits.max_tokens or len(seq_lens) > self._limits.max_num_seqs:
             raise ValueError(f"{len(q)} tokens of {len(seq_lens)} sequences: made for {self._limits}")
         caches = (k_cache, v_cache) if self._takes_values else (k_cache,)

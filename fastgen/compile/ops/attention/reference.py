@@ -14,7 +14,7 @@ from fastgen.compile.ops.softcap.reference import soft_cap
 class Alibi:
     """ALiBi, a bias on attention scores that is linear in the key's position (Press et al., 2022).
 
-    ``slopes [N]``, in whose dtype the bias is computed; ``scaled``: the scores' scale multiplies the bias too.
+    ``slopes [N]``; the bias is computed in their dtype. ``scaled``: the scores' scale multiplies the bias too.
     """
 
     slopes: Tensor
@@ -22,7 +22,7 @@ class Alibi:
 
 
 def alibi_bias(slopes: Tensor, key_positions: Tensor) -> Tensor:
-    """``slopes[head] * key_position``: ``slopes [N]``, ``key_positions [s]`` to ``[N, s]`` fp32.
+    """Computes ``slopes[head] * key_position``: ``slopes [N]``, ``key_positions [s]`` to ``[N, s]`` fp32.
 
     Computed in the dtype of ``slopes``: with bf16, position and product are rounded to it.
     """
@@ -43,17 +43,17 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Each query attends to the keys of its own sequence up to its own position.
+    """Computes causal attention: each query attends to the keys of its sequence up to its own position.
 
     ``q [T, N, D]``, ``k_cache [B, P, K, D]``, ``v_cache [B, P, K, Dv]``, ``block_tables [S, max_blocks]``,
     ``cu_seqlens_q [S+1]``, ``seq_lens [S]`` (cached plus new tokens, the new ones already written). Query ``i`` of a
-    sequence with ``n`` new tokens stands at position ``seq_len − n + i``; with a ``sliding_window`` of ``w`` it sees
-    the last ``w`` positions, its own included. Query head ``h`` reads KV head ``h // (N/K)``. Rows of no sequence
+    sequence with ``n`` new tokens is at position ``seq_len − n + i``; with a ``sliding_window`` of ``w`` it sees
+    the last ``w`` positions, including its own. Query head ``h`` reads KV head ``h // (N/K)``. Rows of no sequence
     (padding) are zero.
 
-    A score is ``q·k * scale``, plus the ``alibi`` bias of its head and key, which comes before the scale where it is
-    ``scaled``; a ``softcap`` ``c`` makes ``c * tanh(score / c)`` of it. ``sinks [N]`` are one score more for each head,
-    to which no value belongs (gpt-oss, 2025). Scores and softmax in fp32; returns ``[T, N, Dv]`` in ``q``'s dtype.
+    A score is ``q·k * scale`` plus the ``alibi`` bias of its head and key, which is scaled too where it is ``scaled``.
+    With a ``softcap`` ``c`` it becomes ``c * tanh(score / c)``. ``sinks [N]`` are an additional score for each head,
+    without a value (gpt-oss, 2025). Scores and softmax in fp32; returns ``[T, N, Dv]`` in ``q``'s dtype.
     """
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads, v_dim = v_cache.shape[1:]

@@ -8,14 +8,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """All that a recipe says about an attention, with every number known.
+    """Holds everything that a recipe says about an attention, with every number known.
 
-    ``dtype`` is the short name of queries', cache's and output's dtype. ``v_dim`` features of a value; with
-    ``values_in_keys`` they are the first of the key's and there is no other storage (latent attention). ``q_stride`` is
-    how far a token's queries lie from the next one's, ``num_heads * head_dim`` where nothing lies between. ``alibi``
-    says whether the scores' scale multiplies the bias too, ``alibi_dtype`` what the bias is rounded to.
+    ``dtype`` is the short name of the dtype of queries, cache and output. A value has ``v_dim`` features; with
+    ``values_in_keys`` they are the first of the key's and are not stored again (latent attention). ``q_stride`` is the
+    distance from a token's queries to the next token's, by default ``num_heads * head_dim``. ``alibi`` says whether the
+    scores' scale multiplies the bias too, ``alibi_dtype`` what the bias is rounded to.
 
-    Raises ``ValueError`` for sizes that no cache has.
+    Raises ``ValueError`` for impossible sizes.
     """
 
     num_heads: int
@@ -49,5 +49,5 @@ class AttentionShape:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share a KV head."""
+        """Returns the number of query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads

@@ -23,21 +23,21 @@ class Tiling:
 
     @property
     def maxnreg(self) -> int:
-        """Registers that a thread may have, for so many programs to fit one of NVIDIA's multiprocessors.
+        """Returns how many registers a thread may have, so that this many programs fit one NVIDIA multiprocessor.
 
-        Left to itself the assembler takes more where it can, and spills some where that makes room for one program
-        more, which nothing is planned for.
+        Without a limit the assembler takes more where it can, and spills some where that makes room for one more
+        program, which is not planned for.
         """
         return min(255, _SM_REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
 
 
-_SM_REGISTERS = 65536  # of a multiprocessor, given out eight a thread at a time
+_SM_REGISTERS = 65536  # of a multiprocessor, allocated eight a thread at a time
 
 
 # Tile sizes, by architecture and by the features of the larger of a key and a value, up to which they hold: the largest
 # that build without spilling registers and fit shared memory (99 KiB on sm_86 and sm_89, 64 KiB on gfx942). On Hopper,
-# 128 rows take two warp groups and halve what is read of keys and values against 64. None of this is measured yet.
-# Of n stages Triton has (n - 1) // 2 for keys and values, since where they lie is loaded first. With five, the next
+# 128 rows take two warp groups and halve what is read of keys and values against 64. None of this is measured yet. Of n
+# stages Triton uses (n - 1) // 2 for keys and values, since their block numbers are loaded first. With five, the next
 # tile is on its way while one is computed on; with three it is fetched in between, which only other programs of the
 # same multiprocessor hide, and tiles of chunks leave room for none. So these would rather be smaller than have three.
 _CHUNKS: dict[str, dict[int, Tiling]] = {
@@ -84,7 +84,7 @@ _DECODES: dict[str, dict[int, Tiling]] = {
     "interpret": {1024: Tiling(16, 16, 4, 1, programs_per_sm=2)},
 }
 _DECODES |= {"sm_89": _DECODES["sm_86"], "sm_100": _DECODES["sm_80"]}
-# Three programs, which gathered keys leave room for, would make whole blocks spill.
+# Three programs fit where keys are gathered; with blocks of a whole KV tile they would spill.
 _DECODES |= {"sm_90": {**_DECODES["sm_80"], 128: Tiling(16, 64, 4, 3, programs_per_sm=2)}}
 # Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise,
 # by Triton 3.6 or by later ones.
@@ -96,14 +96,14 @@ _CHUNKS_FP32, _DECODES_FP32 = Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1, program
 
 
 def chunk_tiling(shape: AttentionShape, arch: str) -> Tiling:
-    """The default; an architecture that is not listed gets the smallest of NVIDIA's."""
+    """Returns the default; an architecture that is not listed gets the smallest of NVIDIA's."""
     if shape.dtype == "fp32" and arch != "interpret":
         return _CHUNKS_FP32
     return _smallest_that_holds(_CHUNKS.get(arch, _CHUNKS["sm_86"]), _CHUNKS_GATHERED.get(arch, {}), shape)
 
 
 def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
-    """The default; an architecture that is not listed gets the smallest of NVIDIA's."""
+    """Returns the default; an architecture that is not listed gets the smallest of NVIDIA's."""
     if shape.dtype == "fp32" and arch != "interpret":
         return _DECODES_FP32
     tiling = _smallest_that_holds(_DECODES.get(arch, _DECODES["sm_86"]), _DECODES_GATHERED.get(arch, {}), shape)
@@ -115,8 +115,8 @@ def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
 
 
 def candidate_tilings(default: Tiling) -> list[Tiling]:
-    """What is worth measuring beside a default, which comes first: KV tiles halved and doubled, one less and one more
-    of them on its way, and query tiles of half as many rows by half as many warps."""
+    """Returns the tilings worth measuring, the default first: KV tiles halved and doubled, one stage less and more, and
+    query tiles of half as many rows with half as many warps."""
     found = [default]
     if default.block_n > 16:
         found.append(replace(default, block_n=default.block_n // 2))

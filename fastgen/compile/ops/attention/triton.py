@@ -14,16 +14,16 @@ from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.attention.tiling import Tiling, chunk_tiling, decode_tiling
 from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 
-# A sequence with at most so many new tokens is a decode (a token and its drafts), one with more is a chunk.
+# A sequence with at most this many new tokens is a decode (a token and its drafts), one with more is a chunk.
 MAX_DECODE_QUERIES = 8
 
-# KV tiles that a program is started for at least: fewer would take less time than their parts take to combine.
+# Fewest KV tiles of a program: combining the parts of fewer would take longer than computing them.
 _MIN_SHARE = 2
 
 
 @dataclass(frozen=True)
 class AttentionSpecs:
-    """The kernels of one attention, in the order in which they are launched, and how they are cut."""
+    """The kernels of one attention, in launch order, and how they are cut."""
 
     shape: AttentionShape
     chunk: Tiling
@@ -43,7 +43,7 @@ def attention_specs(
     decode: Tiling | None = None,
     needed_by: tuple[str, ...] = (),
 ) -> AttentionSpecs:
-    """The kernels for batches of at most ``max_num_seqs`` sequences; tile sizes are ``arch``'s unless given."""
+    """Returns the kernels for batches of at most ``max_num_seqs`` sequences; tile sizes are ``arch``'s unless given."""
     chunk = chunk or chunk_tiling(shape, arch)
     decode = decode or decode_tiling(shape, arch)
     return AttentionSpecs(
@@ -150,17 +150,19 @@ def _combine(shape: AttentionShape, decode: Tiling, needed_by: tuple[str, ...]) 
 
 
 def _parts(size: int) -> tuple[int, int | None]:
-    """The powers of two, 16 at least, that a head is cut into: two that make it up exactly, or one that holds it."""
+    """Returns the powers of two, 16 at least, that a head is cut into: two with exactly its size, or one
+    that holds it.
+    """
     high = 1 << (size.bit_length() - 1)
     low = size - high
     return (high, low) if low >= 16 and low.bit_count() == 1 else (max(16, power_of_2(size)), None)
 
 
 class AttentionPlan:
-    """The work lists of a step and the room for parts, in static buffers; serves every layer of the same shape.
+    """The work lists of a step and the buffers for parts, all static; one plan serves every layer of the same shape.
 
-    Filled on the device, from lengths that never come to the host. A *query tile* is ``block_m`` (query, head) pairs of
-    one sequence and one KV head.
+    It is filled on the device, from lengths that are never copied to the host. A *query tile* is ``block_m`` (query,
+    head) pairs of one sequence and one KV head.
 
     ================  ===================  ========================================================================
     buffer            shape                what it holds
@@ -169,18 +171,18 @@ class AttentionPlan:
     ``chunk_tiles``   ``[…, 2]``           a query tile of a chunk: its sequence, its first row
     ``decode_tiles``  ``[…, 4]``           a query tile of a decode: sequence, first row, KV tiles before it, its own
     ``shares``        ``[programs, 2]``    the query tiles in which a program's share begins and ends
-    ``part`` …        ``[2 programs, …]``  what a program computed of a query tile that it shares with others
+    ``part`` …        ``[2 programs, …]``  a program's result for a query tile that it shares with others
     ================  ===================  ========================================================================
 
     Worked example: one KV head, KV tiles of 64 keys, 3 programs, decodes at lengths 200, 64 and 500. They are 4 + 1 + 8
     KV tiles, so a share is 5. Program 0 does the first two sequences, program 1 the first five tiles of the third,
     program 2 the last three; their two parts are combined.
 
-    Why shares rather than a number of splits: with P programs and W KV tiles, whole sequences leave programs idle when
-    there are fewer of them than P or when their number is a little above a multiple of P, and any fixed number of
-    splits is wrong for some batch. Even shares of the whole line end at the same time for every batch; the price is at
-    most P − 1 cuts, whose parts are a static 2 P slots whatever the batch. P is what the multiprocessors hold at once
-    (``Tiling.programs_per_sm``), over the KV heads. (After Sanovar et al., "Lean Attention", 2024.)
+    Why shares rather than a number of splits: with one sequence a program, some of P programs are idle when there are
+    fewer sequences than P, or slightly more than a multiple of P; and any fixed number of splits is wrong for some
+    batch. Even shares of all KV tiles end at the same time for every batch. The price is at most P − 1 cuts, so 2 P
+    static buffers hold the parts of any batch. P is the number of programs that the multiprocessors hold at once
+    (``Tiling.programs_per_sm``), divided by the KV heads. (After Sanovar et al., "Lean Attention", 2024.)
     """
 
     def __init__(
@@ -211,12 +213,12 @@ class AttentionPlan:
         self.part, self.part_best, self.part_total = parts(self.shape.v_dim), parts(), parts()
 
     def max_chunk_tiles(self, num_tokens: int) -> int:
-        """Query tiles of chunks, for one KV head, that ``num_tokens`` can make at most."""
+        """Returns the most query tiles of chunks, for one KV head, in a step of ``num_tokens``."""
         max_chunks = min(self.max_num_seqs, num_tokens // (MAX_DECODE_QUERIES + 1))
         return num_tokens * self.shape.group_size // self.chunk_m + max_chunks if max_chunks else 0
 
     def max_decode_tiles(self, num_tokens: int) -> int:
-        """Query tiles of decodes, for one KV head, that ``num_tokens`` can make at most."""
+        """Returns the most query tiles of decodes, for one KV head, in a step of ``num_tokens``."""
         group_size, max_decodes = self.shape.group_size, min(self.max_num_seqs, num_tokens)
         of_tokens = num_tokens * -(-group_size // self.decode_m)
         of_rows = num_tokens * group_size // self.decode_m + max_decodes
@@ -224,7 +226,7 @@ class AttentionPlan:
         return min(of_tokens, of_rows, of_sequences)
 
     def __call__(self, cu_seqlens_q: Tensor, seq_lens: Tensor) -> None:
-        """Fill the lists for a step: ``cu_seqlens_q [S+1]``, ``seq_lens [S]``, with ``S`` at most ``max_num_seqs``."""
+        """Fills the lists for a step: ``cu_seqlens_q [S+1]``, ``seq_lens [S]``, with ``S`` at most ``max_num_seqs``."""
         assert len(seq_lens) <= self.max_num_seqs, f"{len(seq_lens)} sequences, room for {self.max_num_seqs}"
         lists = (self.chunk_tiles, self.decode_tiles, self.shares, self.counts)
         self._kernel((len(seq_lens),), cu_seqlens_q, seq_lens, *lists, len(seq_lens), self.num_programs)
@@ -234,8 +236,8 @@ class AttentionKernel:
     """Launches the three kernels of :func:`~fastgen.compile.ops.attention.reference.paged_attention`: for chunks, for
     decodes, and for joining the parts of decodes.
 
-    All are launched for every batch, on grids that depend on the number of tokens, padding included, and on nothing
-    that a batch holds; what they do is in the plan's lists. So a captured graph serves any mix.
+    All are launched for every batch, on grids that depend only on the number of tokens, padding included; the work is
+    in the plan's lists. So a captured graph serves any mix of chunks and decodes.
     """
 
     def __init__(self, specs: AttentionSpecs, load: Callable[[KernelSpec], Kernel], plan: AttentionPlan):
@@ -262,8 +264,8 @@ class AttentionKernel:
         """Writes ``out [T, N, Dv]``, zeros in rows of no sequence; shapes as for
         :func:`~fastgen.compile.ops.attention.reference.paged_attention`.
 
-        The plan must have been filled for this batch. ``q``'s tokens lie ``q_stride`` apart, all else is contiguous,
-        and ``v_cache`` a view of ``k_cache`` where the shape says so. ``sinks [N]`` are fp32.
+        The plan must have been filled for this batch. ``q``'s tokens have the stride ``q_stride``, the other tensors
+        are contiguous, and ``v_cache`` is a view of ``k_cache`` with ``values_in_keys``. ``sinks [N]`` are fp32.
         """
         plan, num_kv_heads = self._plan, self._plan.shape.num_kv_heads
         assert len(q) <= plan.token_budget, f"{len(q)} tokens, room for {plan.token_budget}"

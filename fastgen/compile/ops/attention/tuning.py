@@ -1,4 +1,4 @@
-"""How paged attention is cut on this device: see :mod:`fastgen.compile.build.autotune`."""
+"""Measures how paged attention is best cut on this device: see :mod:`fastgen.compile.build.autotune`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHUNK = 2048  # tokens of one prompt
 def tuned_tilings(
     shape: AttentionShape, max_num_seqs: int, num_sms: int, loader: KernelLoader, device: torch.device
 ) -> tuple[Tiling, Tiling]:
-    """Of chunks and of decodes, measured apart. ``device`` is where the cache will lie."""
+    """Returns the tilings of chunks and of decodes, which are measured separately. ``device`` will hold the cache."""
     arch = loader.builder.arch
     defaults = {"chunk": chunk_tiling(shape, arch), "decode": decode_tiling(shape, arch)}
     found = {}
@@ -38,7 +38,7 @@ def tuned_tilings(
             start = partial(_start, kind, specs, max_num_seqs, num_sms, loader, device)
             kernels = (specs.plan, specs.chunks, specs.decodes, specs.combine)
             ways.append(Way(asdict(tiling), kernels, start))
-        # how far tokens' queries lie apart says nothing about the best tiles
+        # the stride of tokens' queries does not matter for the best tiles
         problem = f"attention {kind}s, {max_num_seqs} sequences, {replace(shape, q_stride=0)}"
         found[kind] = tilings[loader.tuning.choose(problem, ways, may_measure=device.type != "meta")]
     return found["chunk"], found["decode"]
@@ -47,7 +47,7 @@ def tuned_tilings(
 def _start(
     kind: str, specs: AttentionSpecs, max_num_seqs: int, num_sms: int, loader: KernelLoader, device: torch.device
 ) -> tuple[Callable[[], None], Tensor]:
-    """One layer's attention of one chunk, or of some decodes over a cache that none of the device's caches holds."""
+    """Prepares one layer's attention of one chunk, or of decodes over a KV cache larger than the device's caches."""
     shape, dtype = specs.shape, torch_dtype(specs.shape.dtype)
     count, new, cached = 1, _CHUNK, 0
     if kind == "decode":

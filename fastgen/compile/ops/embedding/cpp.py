@@ -1,4 +1,4 @@
-"""Rows of embedding tables on the ``cpp`` target, from tables as they are stored or packed for linear layers."""
+"""The C++ kernel that looks up rows of embedding tables, plain ones or ones packed for linear layers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def embedding_spec(
     scale: float | None = None,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The kernel for :class:`EmbeddingKernel`, from a table in ``table_format``: a dtype's short name or, ``packed``, a
+    """Returns the kernel for :class:`EmbeddingKernel`. ``table_format`` is a dtype's short name, or with ``packed`` a
     weight format.
 
-    Without an ``offset`` it looks up ``scale * table[id]``, the ids being
-    :func:`~fastgen.compile.ops.embedding.reference.resolve_token_ids`'s; with one it adds ``table[position + offset]``.
+    Without an ``offset`` it looks up ``scale * table[id]`` for the ids of
+    :func:`~fastgen.compile.ops.embedding.reference.resolve_token_ids`; with one it adds ``table[position + offset]``.
     """
     resolve, row_scaled = offset is None, packed and table_format in ("int8", "int8_weight_only")
     parameters: dict[str, Value] = {"format": table_format, "packed": packed, "resolve": resolve}
@@ -48,7 +48,7 @@ class EmbeddingKernel:
 
     def __call__(self, table: Tensor | PackedWeight, out: Tensor, *ids: Tensor) -> None:
         """``table [rows, H]``; ``out [T, H]`` fp32; ``ids`` are the batch's ``input_ids, token_source [T]`` and
-        ``sampled_ids [S]``, or its ``positions [T]``, i32. All contiguous.
+        ``sampled_ids [S]``, or its ``positions [T]``, i32. Every tensor is contiguous.
         """
         if isinstance(table, PackedWeight):
             scales = (table.scale,) if self._kernel.spec.parameters["row_scaled"] else ()

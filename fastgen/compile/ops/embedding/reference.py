@@ -1,4 +1,4 @@
-"""Token embedding of a ragged batch, and other rows looked up by their number."""
+"""Token embedding of a ragged batch, and other rows looked up by index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from fastgen.compile.weights.quantized import QuantizedWeight
 
 
 def resolve_token_ids(input_ids: Tensor, token_source: Tensor, sampled_ids: Tensor) -> Tensor:
-    """The ids to embed: ``input_ids[t]``, or what was last sampled for row ``token_source[t]`` where that is not −1.
+    """Returns the ids to embed: ``input_ids[t]``, or the last sampled id of slot ``token_source[t]`` where that is not
+    −1.
 
     ``input_ids``, ``token_source`` ``[T]`` i32, ``sampled_ids`` ``[S]`` i32; returns ``[T]`` i32.
     """
@@ -19,5 +20,5 @@ def resolve_token_ids(input_ids: Tensor, token_source: Tensor, sampled_ids: Tens
 
 
 def embed(ids: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
-    """Rows of ``weight [V, H]`` for ``ids [T]``; returns ``[T, H]``, of weights in few bits in fp32."""
+    """Looks up rows of ``weight [V, H]`` for ``ids [T]``; returns ``[T, H]``, in fp32 where the weight is quantized."""
     return weight.rows(ids) if isinstance(weight, QuantizedWeight) else F.embedding(ids, weight)

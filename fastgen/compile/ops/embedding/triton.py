@@ -20,21 +20,21 @@ def embedding_spec(
     position_offset: int | None = None,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The Triton kernel for :class:`EmbeddingKernel`: ``scale * table[id] + position_table[position + offset]``.
+    """Returns the kernel for :class:`EmbeddingKernel`: ``scale * table[id] + position_table[position + offset]``.
 
     Rows of ``size`` features; tables hold ``table_dtype``, which is ``dtype`` unless given, and each operation is
-    rounded to ``dtype``. ``table_dtype`` may also be how :class:`QuantizedWeight` keeps the table of tokens; positions
-    are then in ``dtype``. Ids are those of :func:`~fastgen.compile.ops.embedding.reference.resolve_token_ids`.
+    rounded to ``dtype``. ``table_dtype`` may also be a format of :class:`QuantizedWeight`; positions are then in
+    ``dtype``. Ids are those of :func:`~fastgen.compile.ops.embedding.reference.resolve_token_ids`.
     Without a ``position_offset`` no positions are added.
     """
     parameters: dict[str, Value] = {"H": size, "dtype": dtype, "table_dtype": table_dtype or dtype, "resolve": True}
     parameters |= {"scale": None if scale == 1 else scale, "offset": position_offset}
-    few_bits = table_dtype in CODES
-    plain = dtype if few_bits or not table_dtype else table_dtype
+    is_quantized = table_dtype in CODES
+    plain = dtype if is_quantized or not table_dtype else table_dtype
     arguments = [
         *(Argument(name, "i32", "in") for name in ("token_source", "sampled_ids")),
         Argument("table", CODES.get(table_dtype, plain), "in"),
-        *([Argument("table_scale", SCALES[table_dtype], "in")] if few_bits else []),
+        *([Argument("table_scale", SCALES[table_dtype], "in")] if is_quantized else []),
     ]
     if position_offset is not None:
         arguments += [Argument("positions", "i32", "in"), Argument("position_table", plain, "in")]
@@ -82,8 +82,8 @@ class EmbeddingKernel:
         position_table: Tensor | None = None,
     ) -> None:
         """``input_ids, token_source, positions [T]`` and ``sampled_ids [S]``, all i32; ``table [V, H]``,
-        ``position_table [max_positions, H]``, ``out [T, H]``; all contiguous. Positions are not looked at where the
-        kernel adds none.
+        ``position_table [max_positions, H]``, ``out [T, H]``; every tensor is contiguous. Positions are ignored where
+        the kernel adds none.
         """
         assert isinstance(self._tiles, int)
         placed = () if self._kernel.spec.parameters["offset"] is None else (positions, position_table)
@@ -99,6 +99,6 @@ class RowGatherKernel:
         self._kernel, self._tiles = kernel, kernel.spec.parameters["tiles"]
 
     def __call__(self, indices: Tensor, table: Tensor, out: Tensor) -> None:
-        """``indices [R]`` i32 into ``table [T, H]``; ``out [R, H]``; all contiguous."""
+        """``indices [R]`` i32 into ``table [T, H]``; ``out [R, H]``; every tensor is contiguous."""
         assert isinstance(self._tiles, int)
         self._kernel((len(out) * self._tiles,), indices, table, out)

@@ -1,6 +1,6 @@
-"""Mixture of experts on the ``cpp`` target: routing, the experts' linear layers, and their results put together again.
+"""Mixture of experts in C++: routing, the experts' linear layers, and the sum of their results.
 
-Choices are sorted by expert, but rows stay where they are: layers of experts read and write them by the sorted order.
+Choices are sorted by expert, but rows are not moved: the experts' layers read and write them by the sorted order.
 ``T`` tokens, ``E`` experts, ``k`` of them a token, ``T*k`` choices.
 """
 
@@ -31,7 +31,9 @@ def route_spec(
     top_groups: int = 1,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The kernel for :class:`RouteKernel`; parameters as for :func:`fastgen.compile.ops.experts.reference.route`."""
+    """Returns the kernel for :class:`RouteKernel`; for parameters see
+    :func:`fastgen.compile.ops.experts.reference.route`.
+    """
     return KernelSpec(
         "route",
         "cpp",
@@ -49,13 +51,15 @@ def route_spec(
 
 
 class RouteKernel:
-    """:func:`fastgen.compile.ops.experts.reference.route` by a kernel of :func:`route_spec`."""
+    """Launches a kernel of :func:`route_spec`; see :func:`fastgen.compile.ops.experts.reference.route`."""
 
     def __init__(self, kernel: Kernel):
         self._kernel, self._top_k = kernel, int(kernel.spec.parameters["top"] or 0)
 
     def __call__(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``logits [T, E]`` contiguous, ``correction [E]`` fp32; experts ``[T, k]`` i64 and weights ``[T, k]``."""
+        """Takes ``logits [T, E]`` contiguous and ``correction [E]``; returns experts ``[T, k]`` i64, weights ``[T,
+        k]``.
+        """
         shape = (len(logits), self._top_k)
         experts, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
         given = (logits,) if correction is None else (logits, correction)
@@ -65,7 +69,7 @@ class RouteKernel:
 
 @dataclass(frozen=True)
 class SortedChoices:
-    """A step's choices, numbered ``token * k + place``, expert by expert and in this order within an expert.
+    """A step's choices, numbered ``token * k + place``, sorted by expert; within an expert by number.
 
     ``order [T*k]`` i64; the choices of expert ``e`` begin at ``first_rows[e]``, ``[E + 1]`` i64, the last is ``T*k``.
     """
@@ -75,7 +79,7 @@ class SortedChoices:
 
 
 def sort_spec(num_experts: int, *, needed_by: tuple[str, ...] = ()) -> KernelSpec:
-    """The kernel for :class:`SortKernel`."""
+    """Returns the kernel for :class:`SortKernel`."""
     return KernelSpec(
         "sort_by_expert",
         "cpp",
@@ -90,7 +94,7 @@ def sort_spec(num_experts: int, *, needed_by: tuple[str, ...] = ()) -> KernelSpe
 
 
 class SortKernel:
-    """:func:`fastgen.compile.ops.experts.reference.sort_by_expert` by a kernel of :func:`sort_spec`."""
+    """Launches a kernel of :func:`sort_spec`; see :func:`fastgen.compile.ops.experts.reference.sort_by_expert`."""
 
     def __init__(self, kernel: Kernel):
         self._kernel, self._num_experts = kernel, int(kernel.spec.parameters["E"] or 0)
@@ -105,14 +109,15 @@ class SortKernel:
 
 class GroupedLinearKernel(LinearKernel):
     """Launches a ``routed`` kernel of :func:`fastgen.compile.ops.linear.cpp.linear_spec`: every expert's linear
-    layer at once, each for the choices of it. The weights of an expert that nobody chose are not read.
+    layer at once, each for its choices. The weights of an expert without choices are not read.
 
-    What :class:`~fastgen.compile.ops.linear.cpp.LinearKernel` says of bits and bounds holds here too.
+    Bits and bounds are those of :class:`~fastgen.compile.ops.linear.cpp.LinearKernel`.
     """
 
     def route(self, x: Tensor, choices: SortedChoices, weight: PackedWeight) -> Tensor:
-        """Choice ``c``'s output in row ``c`` of ``[T*k, out]``, of row ``c // k`` of ``x [T, in]``, or of row ``c``
-        where ``x`` has ``T*k``. All is fp32, and a group of ``weight`` an expert. Raises ``ValueError``."""
+        """Returns the outputs ``[T*k, out]``, row ``c`` for choice ``c``, from row ``c // k`` of ``x [T, in]``, or from
+        row ``c`` where ``x`` has ``T*k`` rows. Tensors are fp32; a group of ``weight`` is an expert. Raises
+        ``ValueError``."""
         num_choices, num_experts = len(choices.order), len(choices.first_rows) - 1
         if num_experts != weight.num_groups:
             raise ValueError(f"choices of {num_experts} experts for the weights of {weight.num_groups}")
@@ -134,7 +139,7 @@ class GroupedLinearKernel(LinearKernel):
 def combine_spec(
     arch: str, *, top_k: int, shared: bool = False, gated: bool = False, needed_by: tuple[str, ...] = ()
 ) -> KernelSpec:
-    """The kernel for :class:`CombineKernel`; ``gated`` weighs the ``shared`` expert by a sigmoid."""
+    """Returns the kernel for :class:`CombineKernel`; ``gated`` weighs the ``shared`` expert by a sigmoid."""
     names = ["outputs", *(["shared"] if shared else []), *(["gates"] if gated else []), "weights"]
     return KernelSpec(
         "combine",
@@ -150,14 +155,16 @@ def combine_spec(
 
 
 class CombineKernel:
-    """:func:`fastgen.compile.ops.experts.reference.combine` by a kernel of :func:`combine_spec`, and the shared
-    expert added."""
+    """Launches a kernel of :func:`combine_spec`: :func:`fastgen.compile.ops.experts.reference.combine`, and the sum
+    with the shared expert."""
 
     def __init__(self, kernel: Kernel):
         self._kernel = kernel
 
     def __call__(self, outputs: Tensor, weights: Tensor, shared: Tensor | None, gates: Tensor | None) -> Tensor:
-        """``outputs [T*k, H]`` by choice, ``weights [T, k]``; ``shared [T, H]``, ``gates [T, 1]``; to ``[T, H]``."""
+        """Takes ``outputs [T*k, H]`` by choice, ``weights [T, k]``; ``shared [T, H]``, ``gates [T, 1]``; returns ``[T,
+        H]``.
+        """
         out = outputs.new_empty(len(weights), outputs.shape[1])
         given = [tensor for tensor in (outputs, shared, gates, weights) if tensor is not None]
         self._kernel((), *given, out, *out.shape)

@@ -1,6 +1,6 @@
 """Mixture of experts: which experts a token goes to, and the tokens sorted by expert. ``k`` experts a token.
 
-Nothing is dropped: an expert takes as many tokens as choose it, none included.
+No token is dropped: an expert takes all tokens that choose it, which may be none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 Scoring = Literal["softmax", "softmax_top_k", "sigmoid"]
 
-_LEAST_SUM = 1e-20  # what weights are divided by at least: sigmoids may all have underflowed to 0
+_LEAST_SUM = 1e-20  # least divisor of weights: sigmoids may all have underflowed to 0
 
 
 def route(
@@ -26,12 +26,12 @@ def route(
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` best experts of each token, best first, and their weights: ``[T, k]`` i64 and ``[T, k]`` fp32.
+    """Returns the ``k`` best experts of each token, best first, and their weights: ``[T, k]`` i64 and ``[T, k]`` fp32.
 
     ``logits [T, E]`` fp32, ``correction [E]``. ``softmax`` scores over all experts, ``softmax_top_k`` over the chosen
-    ones, ``sigmoid`` each by itself. The correction counts for the choice, not for the weights (DeepSeek-V3, 2024).
-    Where there are more groups than ``top_groups``, experts of the others are not chosen from; a group's score is its
-    best expert's, or with a correction the sum of its two best. Ties go to the lowest id.
+    ones, ``sigmoid`` each separately. The correction counts for the choice, not for the weights (DeepSeek-V3, 2024).
+    Where there are more groups than ``top_groups``, only experts of the best groups can be chosen. A group's score is
+    its best expert's, or with a correction the sum of its two best. Ties go to the lowest id.
     """
     match scoring:
         case "softmax":
@@ -53,12 +53,16 @@ def route(
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """Indices of the ``count`` largest along the last axis, largest first, the lowest index first among equals."""
+    """Returns the indices of the ``count`` largest along the last axis, largest first, the lowest index first among
+    equals.
+    """
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def _of_best_groups(choice: Tensor, num_groups: int, top_groups: int, *, counted: int) -> Tensor:
-    """``choice [T, E]`` with −inf outside the best groups; a group's ``counted`` best experts make its score."""
+    """Returns ``choice [T, E]`` with −inf outside the best groups; a group's ``counted`` best experts make
+    its score.
+    """
     groups = choice.view(len(choice), num_groups, choice.shape[1] // num_groups)
     group_scores = groups.topk(min(counted, groups.shape[-1]), dim=-1).values.sum(-1)
     shut = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, _best(group_scores, top_groups), False)
@@ -66,7 +70,7 @@ def _of_best_groups(choice: Tensor, num_groups: int, top_groups: int, *, counted
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The order in which the choices ``experts [T, k]`` lie expert by expert, and how many each expert has.
+    """Sorts the choices ``experts [T, k]`` by expert, and counts them.
 
     Returns ``order [T*k]``, indices into the flattened choices (token ``order // k``), and ``counts [E]``, both i64.
     """
@@ -75,9 +79,9 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def combine(outputs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Each token's experts' outputs, weighted and summed in fp32: ``[T, H]`` in the dtype of ``outputs``.
+    """Sums the outputs of each token's experts, weighted, in fp32: ``[T, H]`` in the dtype of ``outputs``.
 
-    ``outputs [T*k, H]`` lie in ``order``; ``weights [T, k]`` as :func:`route` gives them.
+    ``outputs [T*k, H]`` are in ``order``; ``weights [T, k]`` come from :func:`route`.
     """
     by_choice = torch.empty_like(outputs)
     by_choice[order] = outputs

@@ -9,7 +9,7 @@ _ANY_ROWS = 1 << 30
 
 @dataclass(frozen=True)
 class GroupedTiling:
-    """How a grouped product is cut: rows, outputs and features of a tile, and what Triton is told."""
+    """How a grouped product is cut: rows, outputs and features of a tile, and Triton's options."""
 
     block_m: int
     block_n: int
@@ -18,8 +18,8 @@ class GroupedTiling:
     num_stages: int
 
 
-# By architecture, and by the rows that an expert gets on average, up to which a tiling holds: few rows read weights as
-# fast as they come, many compute. All build without spilling registers. None of this is measured yet.
+# By architecture, and by the most rows of an expert on average that a tiling is for: few rows are bound by reading
+# weights, many by computing. All build without spilling registers. None of this is measured yet.
 _TILINGS: dict[str, dict[int, GroupedTiling]] = {
     "sm_80": {
         16: GroupedTiling(16, 64, 128, 4, 3),
@@ -44,14 +44,14 @@ _TILING_FP32 = GroupedTiling(16, 32, 32, 4, 1)
 
 
 def grouped_tilings(dtype: str, arch: str) -> dict[int, GroupedTiling]:
-    """The defaults, by the rows that experts get on average, up to which each holds; an unknown architecture gets
-    NVIDIA's oldest."""
+    """Returns the defaults, by the most rows of an expert on average that each is for; an unknown architecture gets
+    those of NVIDIA's oldest."""
     if dtype == "fp32" and arch != "interpret":
         return {_ANY_ROWS: _TILING_FP32}
     return _TILINGS.get(arch, _TILINGS["sm_80"])
 
 
 def grouped_tiling(dtype: str, arch: str, rows_per_expert: float) -> GroupedTiling:
-    """That of :func:`grouped_tilings` where experts get so many rows on average."""
+    """Returns the tiling of :func:`grouped_tilings` for this many rows of an expert on average."""
     tilings = grouped_tilings(dtype, arch)
     return tilings[min(rows for rows in tilings if rows >= rows_per_expert)]

@@ -1,10 +1,10 @@
 """Mixture of experts on a GPU: the reference of :mod:`fastgen.compile.ops.experts.reference` without the host.
 
-``route → sort → grouped linear → activation → grouped linear → combine``. Nothing that experts take depends on a number
-read back: the sort writes a list of tiles, each of rows of one expert, and grids have a program for as many tiles as
-there can be, of which those behind the list's end leave at once. The first product gathers its rows by the sorted
-choices, the second scatters its rows back to them, so no row is moved by itself. Nothing is dropped, and every order is
-fixed: the same input gives the same bits.
+``route → sort → grouped linear → activation → grouped linear → combine``. No launch depends on a number
+that is read back. The sort writes a list of tiles, each with rows of one expert. Grids have a program for the largest
+possible number of tiles, and programs beyond the list's end return at once. The first product gathers its rows by the
+sorted choices and the second scatters its rows back, so no kernel only moves rows. No token is dropped, and every order
+is fixed: the same input gives the same bits.
 
 ``T`` tokens, ``E`` experts, ``k`` of them a token, ``T·k`` choices.
 """
@@ -36,7 +36,7 @@ def route_spec(
     top_groups: int = 1,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The kernel of :func:`fastgen.compile.ops.experts.reference.route`, for :class:`RouteKernel`.
+    """Returns the kernel of :func:`fastgen.compile.ops.experts.reference.route`, for :class:`RouteKernel`.
 
     Raises ``ValueError`` where groups do not divide the experts, or have fewer than ``top_k``.
     """
@@ -75,7 +75,7 @@ class RouteKernel:
 
 
 def sort_spec(num_experts: int, block_m: int, *, block: int = 2048, needed_by: tuple[str, ...] = ()) -> KernelSpec:
-    """The kernel that sorts choices by expert and lists tiles of ``block_m`` rows, for :class:`SortKernel`."""
+    """Returns the kernel that sorts choices by expert and lists tiles of ``block_m`` rows, for :class:`SortKernel`."""
     arguments = (
         Argument("experts", "i32", "in"),
         *(Argument(name, "i32", "out") for name in ("order", "tiles", "num_tiles")),
@@ -90,8 +90,8 @@ class ExpertTiles:
     """The choices of a step, expert by expert, in static buffers.
 
     ``order [T·k]`` i32 are the choices, numbered ``token · k + place``, sorted by expert and stable. ``tiles [·, 3]``
-    i32 are an expert, the first of its rows in ``order`` that is the tile's, and the end of the expert's rows;
-    ``num_tiles [1]`` says how many there are.
+    i32 are an expert, the tile's first row in ``order``, and the end of the expert's rows; ``num_tiles [1]`` is their
+    number.
     """
 
     num_experts: int
@@ -101,7 +101,7 @@ class ExpertTiles:
     num_tiles: Tensor
 
     def most_tiles(self, num_choices: int) -> int:
-        """As many as there can be, however tokens choose."""
+        """Returns the most tiles that this many choices can make."""
         return _most_tiles(num_choices, self.block_m, self.num_experts)
 
 
@@ -148,10 +148,11 @@ def grouped_linear_spec(
     bias: bool = False,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The kernel of :func:`fastgen.compile.ops.linear.reference.grouped_linear`, for :class:`GroupedLinearKernel`.
+    """Returns the kernel of :func:`fastgen.compile.ops.linear.reference.grouped_linear`, for
+    :class:`GroupedLinearKernel`.
 
-    With ``top_k`` it reads for each choice its token's row of ``x``, ``choice // top_k``; else rows lie sorted. Where
-    it ``scatters``, it writes row ``choice``; else sorted rows.
+    With ``top_k`` it reads for each choice its token's row of ``x``, ``choice // top_k``; else rows of ``x`` are
+    sorted. Where it ``scatters``, it writes row ``choice``; else sorted rows.
     """
     parameters: dict[str, Value] = {
         **{"in_features": in_features, "out_features": out_features, "dtype": dtype},
@@ -194,7 +195,7 @@ class GroupedLinearKernel:
 
 
 def combine_spec(num_features: int, top_k: int, dtype: str, *, needed_by: tuple[str, ...] = ()) -> KernelSpec:
-    """The kernel that weighs and sums the ``k`` rows of each token, for :class:`CombineKernel`."""
+    """Returns the kernel that weighs and sums the ``k`` rows of each token, for :class:`CombineKernel`."""
     block = min(_COMBINED, max(32, power_of_2(num_features)))
     arguments = (
         Argument("outputs", dtype, "in"),

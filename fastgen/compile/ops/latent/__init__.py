@@ -1,1 +1,1 @@
-"""What latent attention does between its projections."""
+"""Latent attention between its projections: norm, rotation and the cache write."""

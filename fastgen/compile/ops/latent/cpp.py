@@ -1,4 +1,4 @@
-"""Latent attention on the ``cpp`` target: all between its projections but the maps of the heads, in one kernel.
+"""Latent attention in C++: everything between its projections except the maps of the heads, in one kernel.
 
 The reference is :mod:`~fastgen.compile.ops.norm.reference`, :mod:`~fastgen.compile.ops.rotary.reference` and
 :mod:`~fastgen.compile.ops.kv_write.reference`, as :class:`fastgen.layers.latent_attention.LatentAttention` puts them
@@ -28,8 +28,8 @@ def latent_spec(
     norm: HeadNorm,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The kernel for :class:`LatentKernel`; ``norm`` is the latent vector's, ``cache_dtype`` a short name, all else is
-    fp32."""
+    """Returns the kernel for :class:`LatentKernel`. ``norm`` is the latent vector's, ``cache_dtype`` a short name; the
+    other tensors are fp32."""
     parameters: dict[str, Value] = {
         **{"N": num_heads, "nope": nope_dim, "rope": rope_dim, "rank": kv_rank, "P": block_size, "dtype": cache_dtype},
         **{"R": rotary_dim, "interleaved": interleaved, "norm": norm.kind, "norm_weight": norm.weight},
@@ -64,12 +64,12 @@ class LatentKernel:
     def __call__(
         self, kv: Tensor, q: Tensor, mapped: Tensor, positions: Tensor, cache: Tensor, slots: Tensor, **given: Tensor
     ) -> None:
-        """Norm the latent vectors and rotate the keys of ``kv [T, rank + rope]`` in place, and write both to ``slots
-        [T]`` i64 of ``cache``, as :func:`~fastgen.compile.ops.attention.cpp.empty_cache` makes it. Rotate the last
+        """Norms the latent vectors and rotates the keys of ``kv [T, rank + rope]`` in place, and writes both to ``slots
+        [T]`` i64 of ``cache``, which :func:`~fastgen.compile.ops.attention.cpp.empty_cache` makes. Rotates the last
         ``rope`` features of each head of ``q [T, N, nope + rope]`` into the last of ``mapped [T, N, rank + rope]``.
 
         ``positions [T]`` i32; ``given`` are ``cos_sin [max_positions, R]``, ``kv_norm_weight`` and ``kv_norm_bias``.
-        All is contiguous.
+        Every tensor is contiguous.
         """
         given |= {"kv": kv, "q": q, "mapped": mapped, "positions": positions, "cache": cache, "slots": slots}
         self._kernel((), *(given[name] for name in self._names[:-1]), len(kv))

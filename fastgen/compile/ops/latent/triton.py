@@ -1,4 +1,4 @@
-"""Latent attention in Triton: all between its projections but the maps of the heads, in one kernel.
+"""Latent attention in Triton: everything between its projections except the maps of the heads, in one kernel.
 
 The reference is the one of :mod:`fastgen.compile.ops.latent.cpp`, rounded to the model's dtype between its ops.
 """
@@ -30,7 +30,8 @@ def latent_spec(
     interleaved: bool = False,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The kernel for :class:`LatentKernel`: ``kv_norm`` norms the latent as if it were one head of ``latent_dim``.
+    """Returns the kernel for :class:`LatentKernel`: ``kv_norm`` norms the latent as if it were one head of
+    ``latent_dim``.
 
     A query has ``nope_dim`` features that are not rotated and ``rotary_dim`` that are, as many as the shared key.
     """
@@ -70,11 +71,11 @@ class LatentKernel:
         slots: Tensor,
         **given: Tensor,
     ) -> None:
-        """Write ``kv [T, L + R]``, its latent normed and its shared key rotated, to ``slots [T]`` i64 of the ``cache
+        """Writes ``kv [T, L + R]``, its latent normed and its shared key rotated, to ``slots [T]`` i64 of the ``cache
         [B, P, 1, L + R]``, and the rotated part of ``q [T, N, nope_dim + R]`` to the last ``R`` features of
-        ``q_latent [T, N, L + R]``, whose first ``L`` are not touched.
+        ``q_latent [T, N, L + R]``, whose first ``L`` are unchanged.
 
-        All is contiguous; ``positions [T]`` i32; ``given`` are ``cos_sin [max_positions, R]`` fp32, and
+        Every tensor is contiguous; ``positions [T]`` i32; ``given`` are ``cos_sin [max_positions, R]`` fp32, and
         ``kv_norm_weight`` and ``kv_norm_bias`` ``[L]``, as the kernel has them.
         """
         given |= {"kv": kv, "q": q, "q_latent": q_latent, "positions": positions, "cache": cache, "slots": slots}

@@ -15,18 +15,18 @@ from fastgen.compile.weights.packed import PANELS, PackedWeight, WeightFormat
 
 _CPU = torch.device("cpu")
 _IN_INTEGERS = ("int8", "int4")
-# Formats whose kernels quantise or round rows first.
-_PREPARED = (*_IN_INTEGERS, "bf16_pairs")
+# Formats whose kernels first quantize rows or round them.
+_PREPARED = (*_IN_INTEGERS, "bf16_dot")
 
 
 def linear_spec(
     weight: WeightFormat, arch: str, *, routed: bool = False, needed_by: tuple[str, ...] = ()
 ) -> KernelSpec:
-    """The kernel for every layer whose weights have this format, of any size, for :class:`LinearKernel`, or where it is
+    """Returns the kernel for all layers with weights in this format, of any size, for :class:`LinearKernel`, or with
     ``routed`` for :class:`fastgen.compile.ops.experts.cpp.GroupedLinearKernel`.
 
-    ``arch`` is the instruction set, one of :data:`fastgen.compile.build.cpp.CPP_ARCHES`. The kernel runs on the pool:
-    :func:`fastgen.compile.host.thread_pool.load_thread_pool` comes first.
+    ``arch`` is the instruction set, one of :data:`fastgen.compile.build.cpp.CPP_ARCHES`. The kernel runs on the
+    thread pool, so call :func:`fastgen.compile.host.thread_pool.load_thread_pool` first.
     """
     prepares = weight in _PREPARED
     arguments = [
@@ -68,9 +68,9 @@ def _workspace_bytes(weight: WeightFormat, max_rows: int, max_in_features: int) 
 class LinearKernel:
     """Launches a kernel of :func:`linear_spec`: ``x Wᵀ + b``, ``x`` and ``y`` in fp32.
 
-    An output's bits depend on its row of ``x``, its weights and the instruction set alone. ``max_rows`` and
-    ``max_in_features`` bound the rows, those of each group counted, that are quantised or rounded at once. Two threads
-    need a launcher each.
+    An output's bits depend only on its row of ``x``, its weights and the instruction set. ``max_rows`` (counting the
+    rows of each group) and ``max_in_features`` bound the rows that are quantized or rounded at once. Each thread needs
+    its own launcher.
     """
 
     def __init__(self, kernel: Kernel, max_rows: int, max_in_features: int, device: torch.device = _CPU):
@@ -83,19 +83,20 @@ class LinearKernel:
         self.workspace = torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def pack(self, out_features: int, in_features: int, *, num_groups: int = 1) -> PackedWeight:
-        """An empty weight in the kernel's format."""
+        """Returns an empty weight in the kernel's format."""
         return PackedWeight(
             self._format, out_features, in_features, self._arch, num_groups=num_groups, device=self._device
         )
 
     def __call__(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None:
-        """``x [T, in]`` and ``out [T, out]``, or ``[T, N, in]`` and ``[T, N, out]`` for a weight of ``N`` groups; fp32,
-        rows contiguous in themselves. Raises ``ValueError``."""
+        """Takes ``x [T, in]`` and ``out [T, out]``, or ``[T, N, in]`` and ``[T, N, out]`` for a weight of ``N`` groups;
+        fp32, each row contiguous. Raises ``ValueError``.
+        """
         if len(x):
             self._kernel((), *self.arguments(x, weight, out))
 
     def arguments(self, x: Tensor, weight: PackedWeight, out: Tensor) -> list[Tensor | int]:
-        """The kernel's own arguments for these. Raises ``ValueError`` where they do not fit it."""
+        """Returns the kernel's arguments for these tensors. Raises ``ValueError`` where they do not fit it."""
         rows = (len(x),) if x.ndim == 2 and weight.num_groups == 1 else (len(x), weight.num_groups)
         groups = {"x_group_stride": x.stride(-2), "y_group_stride": out.stride(-2)}
         return self.fitting(x, weight, out, rows, rows, num_rows=len(x), **groups)
@@ -109,7 +110,7 @@ class LinearKernel:
         out_rows: tuple[int, ...],
         **given: Tensor | int,
     ) -> list[Tensor | int]:
-        """The kernel's arguments, those that are not of ``x``, ``weight`` and ``out`` as they are given.
+        """Returns the kernel's arguments: those of ``x``, ``weight`` and ``out``, and the others as ``given``.
 
         Raises ``ValueError`` where ``x`` is not ``[*x_rows, in]`` or ``out`` not ``[*out_rows, out]``, and where the
         kernel was made for something else.

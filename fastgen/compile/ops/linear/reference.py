@@ -9,22 +9,24 @@ from torch import Tensor
 from fastgen.compile.weights.formats import GROUP, Quantized, quantize_activations
 from fastgen.compile.weights.quantized import QuantizedWeight
 
-_PIECE = 4 << 20  # quantized weights widened to fp32 at a time
-_VOCAB_PIECE = 8192  # vocabulary rows widened to fp32 at a time, so that a head in 16 bits never needs a second copy
+_PIECE = 4 << 20  # quantized weights converted to fp32 at a time
+_VOCAB_PIECE = 8192  # vocabulary rows converted to fp32 at a time, so that a head in 16 bits never needs a whole copy
 
 
 def linear(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + b``: ``x [T, in]``, ``weight [out, in]``, ``bias [out]``; returns ``[T, out]`` in ``x``'s dtype."""
+    """Computes ``x Wᵀ + b``: ``x [T, in]``, ``weight [out, in]``, ``bias [out]``; returns ``[T, out]`` in ``x``'s
+    dtype.
+    """
     if isinstance(weight, QuantizedWeight):
         return quantized_linear(x, weight, bias).to(x.dtype)
     return F.linear(x, weight, bias)
 
 
 def logits(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """``x Wᵀ + b`` accumulated and returned in fp32, whatever the weights' dtype.
+    """Computes ``x Wᵀ + b``, accumulated and returned in fp32, whatever the weights' dtype.
 
-    ``x [R, H]``, ``weight [V, H]``, ``bias [V]``; returns ``[R, V]``. Rounded to 16 bits, logits would tie where the
-    model's do not.
+    ``x [R, H]``, ``weight [V, H]``, ``bias [V]``; returns ``[R, V]``. Rounding logits to 16 bits would make
+    different ones equal.
     """
     if isinstance(weight, QuantizedWeight):
         return quantized_linear(x, weight, bias)
@@ -38,12 +40,12 @@ def logits(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = No
 
 
 def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """A map of its own for each head: ``x [T, N, in]``, ``weight [N, out, in]``; returns ``[T, N, out]``."""
+    """Applies a matrix of its own to each head: ``x [T, N, in]``, ``weight [N, out, in]``; returns ``[T, N, out]``."""
     return torch.einsum("tni,noi->tno", x, weight)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """A map of its own for each group of rows: the first ``counts[0]`` by ``weight[0]``, the next by ``weight[1]`` …
+    """Applies a matrix of its own to each group of rows: ``weight[0]`` to the first ``counts[0]`` rows, and so on.
 
     ``x [M, in]``, ``weight [E, out, in]``, ``bias [E, out]``, ``counts [E]`` with sum ``M``, zeros allowed; returns
     ``[M, out]`` in ``x``'s dtype.
@@ -59,10 +61,10 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tenso
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + b``: ``x [T, in]``, ``bias [out]``; summed and returned in fp32, ``[T, out]``.
+    """Computes ``x Wᵀ + b``: ``x [T, in]``, ``bias [out]``; summed and returned in fp32, ``[T, out]``.
 
-    Scales of whole outputs are applied to the sums. Those of groups are applied to the weights, which are then rounded
-    to ``x``'s dtype.
+    A scale of an output is applied to its sum. Scales of groups are applied to the weights, which are then rounded to
+    ``x``'s dtype.
     """
     wide, step = x.float(), max(1, _PIECE // weight.in_features)
     out = torch.empty(len(x), weight.out_features, device=x.device)
@@ -76,7 +78,9 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
 
 
 def linear_int8(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + b``, ``weight`` of :func:`quantize_channels` and rows of ``x [T, in]`` quantised: fp32 ``[T, out]``."""
+    """Computes ``x Wᵀ + b`` with ``weight`` of :func:`quantize_channels` and rows of ``x [T, in]`` quantized: fp32
+    ``[T, out]``.
+    """
     rows = quantize_activations(x)
     sums = (rows.codes.double() @ weight.codes.double().T).float()
     out = sums * rows.scale * weight.scale.T
@@ -84,7 +88,7 @@ def linear_int8(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
 
 
 def linear_int4(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + b`` with ``weight`` of :func:`quantize_groups` and ``x [T, in]`` quantised in the same groups.
+    """Computes ``x Wᵀ + b`` with ``weight`` of :func:`quantize_groups` and ``x [T, in]`` quantized in the same groups.
 
     The groups' sums are added in fp32, in order. Returns fp32 ``[T, out]``.
     """
@@ -98,6 +102,8 @@ def linear_int4(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
 
 
 def linear_int8_weight_only(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + b`` with ``weight`` of :func:`quantize_channels`, in fp32; ``x [T, in]``, returns fp32 ``[T, out]``."""
+    """Computes ``x Wᵀ + b`` with ``weight`` of :func:`quantize_channels`, in fp32; ``x [T, in]``, returns fp32 ``[T,
+    out]``.
+    """
     out = (x.float() @ weight.codes.float().T) * weight.scale.T
     return out if bias is None else out + bias.float()

@@ -31,15 +31,15 @@ class FewRowShape:
 
     @property
     def library_serves(self) -> bool:
-        """Whether the library that torch calls can compute it. It rounds to the dtype of what it multiplies, and
-        weights in few bits are laid out whole for it, which layers with an ``out_dtype`` of their own are too large
-        for: heads."""
+        """Returns whether the library that torch calls can compute it. The library's results have the dtype of its
+        operands, and quantized weights are dequantized for it. Heads are too large for that, and they have another
+        ``out_dtype``."""
         return self.out_dtype == "" or (self.out_dtype == self.dtype and self.weight == "plain")
 
 
 @dataclass(frozen=True)
 class SplitK:
-    """How a kernel is cut: outputs of a program, features that it takes at a time, what Triton is told, and how many
+    """How a kernel is cut: outputs of a program, features that it takes at a time, Triton's options, and how many
     programs share an output's features."""
 
     block_n: int
@@ -51,7 +51,7 @@ class SplitK:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Defaults. ``programs_per_sm`` is how many a multiprocessor should have at once, of those with whole weights."""
+    """Defaults. ``programs_per_sm`` is how many programs a multiprocessor should have at once, for plain weights."""
 
     block_n: int
     block_k: int
@@ -70,32 +70,34 @@ _TILES: dict[str, dict[int, _Tiles]] = {
 }
 _TILES |= {"sm_89": _TILES["sm_86"], "sm_90": _TILES["sm_80"], "sm_100": _TILES["sm_80"]}
 _TILES_FP32 = _Tiles(16, 32, 4, 2, 2)  # exact dots, without tensor cores, with operands in registers
-# What the rule for splits weighs against each other, in the time of one step of a program over its features.
+# Costs that the rule for splits compares, in units of one step of a program over its features.
 _START, _ADDING, _ADDING_A_SPLIT = 3, 3, 0.25
 _MOST_SPLITS = 32
 
 
 def row_tile(num_rows: int) -> int:
-    """Rows that a kernel computes for ``num_rows``: 16, 32 or 64. Raises ``ValueError`` for more than 64."""
+    """Returns the rows that a kernel computes for ``num_rows``: 16, 32 or 64. Raises ``ValueError`` for
+    more than 64.
+    """
     if not 0 <= num_rows <= MAX_ROWS:
         raise ValueError(f"{num_rows} rows: few-row kernels take up to {MAX_ROWS}")
     return max(16, power_of_2(max(1, num_rows)))
 
 
 def usual_num_sms(arch: str) -> int:
-    """Multiprocessors of a usual GPU of ``arch``, by which the default splits features: the same for all of them."""
+    """Returns the multiprocessors of a usual GPU of ``arch``, by which the default splits features on all of them."""
     return _NUM_SMS.get(arch, _NUM_SMS["sm_80"])
 
 
 def default_split(shape: FewRowShape, num_rows: int, arch: str, num_sms: int) -> SplitK:
-    """Tiles from the table; an architecture that is not listed gets the smallest of NVIDIA's. As many splits as the
-    estimate likes best: rounds of programs over the device, times a program's steps and its start, plus the adding.
+    """Returns tiles from the table; an architecture that is not listed gets the smallest of NVIDIA's. The number of
+    splits minimises an estimate: rounds of programs over the device, times a program's steps and start, plus the sum.
     """
     tiles = _TILES.get(arch, _TILES["sm_86"])[row_tile(num_rows)]
     if shape.dtype == "fp32" and arch != "interpret":
         tiles = _TILES_FP32
     split = SplitK(tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages)
-    # Weights in few bits leave room for more programs, and it takes more to have as many bytes on their way.
+    # Quantized weights leave room for more programs, and more are needed to have as many bytes in flight.
     slots = num_sms * tiles.programs_per_sm * (1 if shape.weight == "plain" else 2)
     steps = -(-shape.in_features // split.block_k)
     programs = -(-shape.out_features // split.block_n)
@@ -109,8 +111,8 @@ def default_split(shape: FewRowShape, num_rows: int, arch: str, num_sms: int) ->
 
 
 def candidate_splits(shape: FewRowShape, num_rows: int, arch: str, num_sms: int) -> list[SplitK]:
-    """What is worth measuring for this shape, the default first: its splits and its outputs halved and doubled, its
-    features halved with a stage more."""
+    """Returns the splits worth measuring for this shape, the default first: splits and outputs halved and doubled, and
+    features halved with one more stage."""
     default = default_split(shape, num_rows, arch, num_sms)
     steps = -(-shape.in_features // default.block_k)
     twice = min(2 * default.num_splits, steps)

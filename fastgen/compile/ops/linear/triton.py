@@ -1,8 +1,8 @@
 """Linear layers on a GPU: few rows by kernels of our own, many by the library that torch calls.
 
-A kernel for few rows, 1 to 64, is as fast as the weights can be read, whole or in few bits. Programs share the outputs,
-and where those are too few to keep the device busy the features too: then each leaves its part in fp32, and a second
-kernel adds the parts in a fixed order, so that the same call gives the same bits.
+A kernel for few rows, 1 to 64, is as fast as weights can be read, plain or quantized. Outputs are divided among
+programs. Where there are too few outputs to keep the device busy, features are divided too: each program writes a
+partial sum in fp32, and a second kernel adds these in a fixed order, so that the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from fastgen.compile.weights.formats import GROUP, WeightOnlyFormat
 from fastgen.compile.weights.quantized import CODES, SCALES, QuantizedWeight
 
 _TILES = (16, 32, 64)
-# Of 64 rows that read weights in few bits again, before laying them out whole for the library moves fewer bytes.
+# Most pieces of 64 rows, each of which reads the quantized weight again; with more, dequantizing it once moves fewer
+# bytes.
 _MOST_PIECES = 3
 _BLOCK = 1024  # weights that a program dequantizes, eight for each of its threads
 
 
 @dataclass(frozen=True)
 class FewRowSpecs:
-    """The kernels of one layer for up to ``row_tile`` rows, in the order in which they are launched."""
+    """The kernels of one layer for up to ``row_tile`` rows, in launch order."""
 
     main: KernelSpec
     reduce: KernelSpec | None
@@ -36,12 +37,12 @@ class FewRowSpecs:
     out_features: int
 
     def workspace_numel(self, num_rows: int) -> int:
-        """Numbers in fp32 that the parts of ``num_rows`` take; 0 where there are none."""
+        """Returns how many fp32 numbers the partial sums of ``num_rows`` take; 0 without splits."""
         return 0 if self.reduce is None else self.num_splits * num_rows * self.out_features
 
 
 def few_row_specs(shape: FewRowShape, num_rows: int, split: SplitK, *, needed_by: tuple[str, ...] = ()) -> FewRowSpecs:
-    """The kernels for up to ``row_tile(num_rows)`` rows. Splits that would have nothing to do are left out.
+    """Returns the kernels for up to ``row_tile(num_rows)`` rows. Splits without work are left out.
 
     Raises ``ValueError`` for sizes that are not positive, for more than 64 rows, and for tiles that cut through groups.
     """
@@ -90,8 +91,8 @@ def few_row_specs(shape: FewRowShape, num_rows: int, split: SplitK, *, needed_by
 
 
 class FewRowKernel:
-    """Launches kernels of :func:`few_row_specs`. ``workspace`` is fp32 and holds ``workspace_numel`` numbers for the
-    rows it is called with; layers may share one, since each call is done with it when the next begins."""
+    """Launches kernels of :func:`few_row_specs`. ``workspace`` is fp32 and has room for ``workspace_numel`` numbers.
+    Layers may share one, since calls run one after the other."""
 
     def __init__(self, main: Kernel, reduce: Kernel | None, workspace: Tensor | None):
         if (reduce is None) != (workspace is None):
@@ -103,7 +104,7 @@ class FewRowKernel:
 
     def __call__(self, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
         """``x [T, in]``, ``weight [out, in]``, ``bias [out]``, ``out [T, out]``, contiguous. A bias that the kernel was
-        not made for is not looked at. Raises ``ValueError`` for more rows than the kernels compute.
+        not made for is ignored. Raises ``ValueError`` for more rows than the kernels compute.
         """
         num_rows = len(x)
         if num_rows > self._max_rows:
@@ -130,7 +131,7 @@ def _number(kernel: Kernel, name: str) -> int:
 def dequantize_spec(
     in_features: int, weight: WeightOnlyFormat, dtype: str, *, needed_by: tuple[str, ...] = ()
 ) -> KernelSpec:
-    """The Triton kernel that lays a weight of ``in_features`` out whole, rounded to ``dtype``, for
+    """Returns the kernel that dequantizes a weight of ``in_features``, rounded to ``dtype``, for
     :class:`DequantizeKernel`."""
     block = min(_BLOCK, max(32, power_of_2(in_features)))
     parameters: dict[str, Value] = {"IN": in_features, "weight": weight, "dtype": dtype}
@@ -161,17 +162,17 @@ class DequantizeKernel:
 
 
 def row_tiles(shape: FewRowShape, arch: str) -> list[tuple[int, SplitK]]:
-    """The numbers of rows that kernels are made for, and how each is cut where nothing was measured."""
+    """Returns the numbers of rows that kernels are made for, and how each is cut by default."""
     return [(rows, default_split(shape, rows, arch, usual_num_sms(arch))) for rows in _TILES]
 
 
 class LinearKernel:
-    """``x Wᵀ + b`` for any number of rows, the weights as they are stored.
+    """Computes ``x Wᵀ + b`` for any number of rows, with weights as they are stored.
 
-    Which kernel computes a call depends on its number of rows alone. ``split_for(rows)`` says how those for up to so
-    many rows are cut, ``None`` where the library is to compute them. ``get_workspace(numel)`` gives room in fp32 for
-    the parts of features that are split; calls run one after the other, so they may share it, and ``whole``: room for a
-    weight in the layer's dtype, where weights in few bits are laid out for the library.
+    Which kernel computes a call depends only on its number of rows. ``split_for(rows)`` says how the kernel for up to
+    ``rows`` rows is cut; ``None`` means that the library computes them. ``get_workspace(numel)`` returns an fp32 buffer
+    for partial sums, and ``dequantized`` is a buffer in the layer's dtype, in which a quantized weight is dequantized
+    for the library. Layers may share both, since calls run one after the other.
     """
 
     def __init__(
@@ -181,13 +182,15 @@ class LinearKernel:
         get_workspace: Callable[[int], Tensor],
         split_for: Callable[[int], SplitK | None],
         *,
-        whole: Tensor | None = None,
+        dequantized: Tensor | None = None,
         needed_by: tuple[str, ...] = (),
     ):
-        self._shape, self._dequantize, self._whole = shape, None, None
+        self._shape, self._dequantize, self._dequantized = shape, None, None
         if shape.weight != "plain" and shape.library_serves:
-            assert whole is not None, f"{shape}: the library needs room for the whole weight"
-            self._whole = whole[: shape.out_features * shape.in_features].view(shape.out_features, shape.in_features)
+            assert dequantized is not None, f"{shape}: the library needs room for the dequantized weight"
+            self._dequantized = dequantized[: shape.out_features * shape.in_features].view(
+                shape.out_features, shape.in_features
+            )
             spec = dequantize_spec(shape.in_features, shape.weight, shape.dtype, needed_by=needed_by)
             self._dequantize = DequantizeKernel(load(spec))
         self._few: dict[int, FewRowKernel] = {}
@@ -211,23 +214,23 @@ class LinearKernel:
                 rows = slice(start, start + MAX_ROWS)
                 self(x[rows], weight, bias, out[rows])
         else:
-            whole = self._laid_out(weight)
+            plain = self._plain(weight)
             if bias is None:
-                library_call(torch.mm, x, whole.t(), out=out)
+                library_call(torch.mm, x, plain.t(), out=out)
             else:
-                library_call(torch.addmm, bias, x, whole.t(), out=out)
+                library_call(torch.addmm, bias, x, plain.t(), out=out)
 
     def _in_pieces(self, num_rows: int) -> bool:
-        """Whether kernels for few rows compute more than they take at once."""
+        """Returns whether kernels for few rows compute this many, in pieces."""
         if not self._shape.library_serves:
             return True
         return self._shape.weight != "plain" and MAX_ROWS in self._few and num_rows <= _MOST_PIECES * MAX_ROWS
 
-    def _laid_out(self, weight: Tensor | QuantizedWeight) -> Tensor:
-        """As the library reads it; of weights in few bits until the next layer's are."""
+    def _plain(self, weight: Tensor | QuantizedWeight) -> Tensor:
+        """Returns the weight for the library. A quantized one is valid until the next layer's is dequantized."""
         if isinstance(weight, Tensor):
             return weight
         assert self._dequantize is not None
-        assert self._whole is not None
-        self._dequantize(weight, self._whole)
-        return self._whole
+        assert self._dequantized is not None
+        self._dequantize(weight, self._dequantized)
+        return self._dequantized

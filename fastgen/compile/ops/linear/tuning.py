@@ -1,4 +1,4 @@
-"""How few-row linear is cut on this device, and whether a library is faster: see
+"""Measures how linear layers for few rows are best cut on this device, and whether a library is faster: see
 :mod:`fastgen.compile.build.autotune`."""
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fastgen.compile.ops.linear.triton import FewRowKernel, FewRowSpecs, LinearK
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 
-_READ_BYTES = 128 << 20  # of weights, one copy after the other, so that caches do not hold them
+_READ_BYTES = 128 << 20  # of weights, in copies used in turn, so that caches do not hold them
 
 
 def tuned_split(shape: FewRowShape, num_rows: int, loader: KernelLoader, device: torch.device) -> SplitK | None:
-    """How kernels for ``num_rows`` rows are cut; ``None`` where the library that torch calls computes them.
+    """Returns how the kernel for ``num_rows`` rows is cut; ``None`` where the library that torch calls is faster.
 
-    ``device`` is where the layer's weights lie.
+    ``device`` holds the layer's weights.
     """
     arch = loader.builder.arch
     splits = candidate_splits(shape, num_rows, arch, usual_num_sms(arch))
@@ -64,8 +64,8 @@ def _start_library(
     shape: FewRowShape, num_rows: int, loader: KernelLoader, device: torch.device
 ) -> tuple[Callable[[], None], Tensor]:
     x, weights, bias = _inputs(shape, num_rows, device)
-    whole = torch.empty(shape.out_features * shape.in_features, dtype=x.dtype, device=device)
-    linear = LinearKernel(shape, loader.load, torch.empty, lambda rows: None, whole=whole)
+    dequantized = torch.empty(shape.out_features * shape.in_features, dtype=x.dtype, device=device)
+    linear = LinearKernel(shape, loader.load, torch.empty, lambda rows: None, dequantized=dequantized)
     out = torch.empty(num_rows, shape.out_features, dtype=x.dtype, device=device)
 
     def run() -> None:
@@ -78,14 +78,14 @@ def _start_library(
 def _inputs(
     shape: FewRowShape, num_rows: int, device: torch.device
 ) -> tuple[Tensor, Sequence[Tensor | QuantizedWeight], Tensor | None]:
-    """``x``, copies of one weight, and the bias: the same each time."""
+    """Returns ``x``, copies of one weight, and the bias; the same values each time."""
     generator, dtype = torch.Generator(device).manual_seed(0), torch_dtype(shape.dtype)
 
     def drawn(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=dtype)
 
-    whole = drawn(shape.out_features, shape.in_features)
-    weight = whole if shape.weight == "plain" else quantized(whole, shape.weight)
+    plain = drawn(shape.out_features, shape.in_features)
+    weight = plain if shape.weight == "plain" else quantized(plain, shape.weight)
     num_bytes = weight.size_bytes if isinstance(weight, QuantizedWeight) else weight.nbytes
     num_copies = 1 if device.type == "cpu" else 1 + _READ_BYTES // num_bytes
     weights = [weight, *(deepcopy(weight) for _ in range(num_copies - 1))]

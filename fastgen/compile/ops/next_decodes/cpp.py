@@ -9,7 +9,7 @@ from fastgen.compile.spec import Argument, KernelSpec
 
 
 def next_decodes_spec(needed_by: tuple[str, ...] = ()) -> KernelSpec:
-    """The C++ kernel for :class:`NextDecodesKernel`."""
+    """Returns the kernel for :class:`NextDecodesKernel`."""
     arguments = (
         Argument("token_ids", "i64", "in"),
         *(Argument(name, "i32", "in") for name in ("slots", "block_tables")),

@@ -1,4 +1,4 @@
-"""From one step of decodes to the next of the same sequences: every input of the model follows from the last ones."""
+"""The inputs of a decode step that follows a decode step of the same sequences, computed from that step's inputs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def next_decodes(
     *,
     block_size: int,
 ) -> None:
-    """Row ``i`` of ``R`` is the one new token of the sequence in ``slots[i]``, of which the last step chose
-    ``token_ids[i]``: that is what it computes now, one position further on.
+    """Moves each sequence one position further, in place. Row ``i`` of ``R`` is the one new token of the sequence in
+    ``slots[i]``: ``token_ids[i]``, which the last step chose.
 
-    ``token_ids [R]`` i64, ``slots [R]`` i32 and ``block_tables [G, S, max_blocks]`` i32 are read; ``input_ids``,
+    Reads ``token_ids [R]`` i64, ``slots [R]`` i32 and ``block_tables [G, S, max_blocks]`` i32. Updates ``input_ids``,
     ``token_source``, ``positions [R]``, ``seq_lens [S]`` i32, ``slot_mapping [G, R]`` i64 and ``sampled_positions [R]``
-    i64, where the token that this step chooses will stand, are brought up to date.
+    i64, the positions of the tokens that this step will choose.
     """
     places = slots.long()
     input_ids.copy_(token_ids)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-    """``x / sqrt(mean(x²) + eps) * (weight + offset)`` over the last axis (Zhang and Sennrich, 2019).
+    """Computes ``x / sqrt(mean(x²) + eps) * (weight + offset)`` over the last axis (Zhang and Sennrich, 2019).
 
     ``x [T, …, H]``, ``weight [H]`` or ``[heads, H]``. The normalised value is rounded to ``x``'s dtype before it is
-    weighted; with an ``offset``, which 16 bits could not add exactly, after it.
+    multiplied by the weight. With an ``offset`` it is rounded afterwards, since 16 bits could not add that exactly.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-    """``(x − mean) / sqrt(var + eps) * (weight + offset) + bias`` over the last axis (Ba et al., 2016).
+    """Computes ``(x − mean) / sqrt(var + eps) * (weight + offset) + bias`` over the last axis (Ba et al., 2016).
 
     ``x [T, …, H]``, ``weight, bias`` ``[H]`` or ``[heads, H]``. Computed in fp32, returned in ``x``'s dtype.
     """

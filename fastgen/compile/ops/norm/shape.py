@@ -1,4 +1,4 @@
-"""What distinguishes one norm from another, for kernels of both targets."""
+"""The size and the features of a norm, for kernels of both targets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NormShape:
             raise ValueError(f"scale={self.scale}: only what is added to a residual is scaled")
 
     def parameters(self) -> dict[str, Value]:
-        """Returns what the templates of both targets branch on."""
+        """Returns the parameters that the templates of both targets branch on."""
         return {
             "H": self.size,
             "dtype": self.dtype,

@@ -1,1 +1,1 @@
-"""From the projections to attention: norms, rotation and the cache write."""
+"""The work between the projections and attention: norms, rotation and the cache write."""

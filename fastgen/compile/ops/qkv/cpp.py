@@ -1,4 +1,6 @@
-"""All between the projection to queries, keys and values and attention, in one C++ kernel: norms, rotation, KV write.
+"""Everything between the projection to queries, keys and values and attention, in one C++ kernel.
+
+These are the norms of heads, the rotation, and the KV write.
 
 The reference is :mod:`~fastgen.compile.ops.norm.reference`, :mod:`~fastgen.compile.ops.rotary.reference` and
 :mod:`~fastgen.compile.ops.kv_write.reference`, one after the other.
@@ -27,7 +29,7 @@ def qkv_spec(
     k_norm: HeadNorm | None = None,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The kernel for :class:`QkvKernel`; ``cache_dtype`` is a short name, all else is fp32."""
+    """Returns the kernel for :class:`QkvKernel`. ``cache_dtype`` is a short name; the other tensors are fp32."""
     parameters: dict[str, Value] = {"N": num_heads, "K": num_kv_heads, "D": head_dim, "P": block_size}
     parameters |= {"dtype": cache_dtype, "R": rotary_dim or None, "interleaved": interleaved}
     arguments = [Argument("qkv", "fp32", "out")]
@@ -51,9 +53,9 @@ class QkvKernel:
     def __call__(
         self, qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **given: Tensor
     ) -> None:
-        """Norm and rotate the queries in ``qkv [T, (N + 2K) * D]`` in place, and write its keys and values, normed and
-        rotated too, to ``slots [T]`` i64 of caches as :func:`~fastgen.compile.ops.attention.cpp.empty_cache` makes
-        them. ``positions [T]`` i32; ``given`` are ``cos_sin [max_positions, R]`` and the norms' weights and biases.
+        """Norms and rotates the queries in ``qkv [T, (N + 2K) * D]`` in place. Writes its keys, normed and rotated too,
+        and its values to ``slots [T]`` i64 of caches that :func:`~fastgen.compile.ops.attention.cpp.empty_cache`
+        makes. ``positions [T]`` i32; ``given`` are ``cos_sin [max_positions, R]`` and the norms' weights and biases.
         """
         given |= {"qkv": qkv, "positions": positions, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
         arguments = [given[name] for name in self._names[:-1]]

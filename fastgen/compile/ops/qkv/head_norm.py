@@ -10,8 +10,8 @@ from fastgen.compile.spec import Argument, Value
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """A norm of queries or keys: of each head by itself, or ``over_all`` laid together; ``per_head`` where each has a
-    weight of its own."""
+    """A norm of queries or keys: of each head separately, or of all heads together with ``over_all``. With ``per_head``
+    each head has its own weight."""
 
     kind: Literal["rms", "layer"]
     eps: float

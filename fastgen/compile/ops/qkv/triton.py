@@ -1,4 +1,4 @@
-"""All between the projections and attention, in one Triton kernel: norms of heads, rotation, and the KV write.
+"""Everything between the projections and attention, in one Triton kernel: norms of heads, rotation, the KV write.
 
 The reference is :mod:`~fastgen.compile.ops.norm.reference`, :mod:`~fastgen.compile.ops.rotary.reference` and
 :mod:`~fastgen.compile.ops.kv_write.reference`, one after the other: rounded to the model's dtype between them.
@@ -12,7 +12,7 @@ from fastgen.compile.build.builder import Kernel
 from fastgen.compile.ops.qkv.head_norm import HeadNorm, norm_arguments, norm_parameters
 from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 
-_TILE = 2048  # features that a program takes, whole heads; more only where a norm goes over all heads
+_TILE = 2048  # features that a program takes: a number of heads; more only where a norm is over all heads
 _A_THREAD = 16  # features of a thread: in 16 bits, two of the widest loads, one for each half of its pairs
 _MAX_WARPS = 16
 
@@ -30,10 +30,10 @@ def qkv_spec(
     in_place: bool = True,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
-    """The kernel for :class:`QkvKernel`, for queries, keys, values, caches and weights of ``dtype``.
+    """Returns the kernel for :class:`QkvKernel`, for queries, keys, values, caches and weights of ``dtype``.
 
-    The first ``rotary_dim`` features of each query and key are rotated. Queries are changed ``in_place``, or else
-    written to a tensor of their own. Raises ``ValueError`` for a ``rotary_dim`` that is odd or exceeds the head.
+    The first ``rotary_dim`` features of each query and key are rotated. Queries are changed ``in_place``, or
+    written to another tensor. Raises ``ValueError`` for a ``rotary_dim`` that is odd or exceeds the head.
     """
     check_rotary(rotary_dim, head_dim)
     q_block, k_block = (
@@ -68,19 +68,19 @@ class QkvKernel:
     def __call__(
         self, qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **given: Tensor
     ) -> None:
-        """Norm and rotate the queries in ``qkv [T, (N + 2K) * D]``, and write its keys, normed and rotated too, and its
+        """Norms and rotates the queries in ``qkv [T, (N + 2K) * D]``. Writes its keys, normed and rotated too, and its
         values to ``slots [T]`` i64 of the caches ``[B, P, K, D]``.
 
-        All is contiguous; ``positions [T]`` i32. ``given`` are, as the kernel has them, ``cos_sin [max_positions, R]``
-        fp32, ``q_norm_weight`` and the like (``[D]``, or one of their own for each head), and ``q_out [T, N, D]``,
-        where queries are not changed in place.
+        Every tensor is contiguous; ``positions [T]`` i32. ``given`` are, as the kernel has them, ``cos_sin
+        [max_positions, R]`` fp32, ``q_norm_weight`` and the like (``[D]``, or one for each head), and ``q_out [T, N,
+        D]``, where queries are not changed in place.
         """
         given |= {"qkv": qkv, "positions": positions, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
         self._launch(len(qkv), given)
 
 
 class TileLauncher:
-    """A kernel with programs along two axes: tokens, and the tiles of each."""
+    """Launches a kernel with programs along two axes: tokens, and the tiles of each."""
 
     def __init__(self, kernel: Kernel):
         tiles = kernel.spec.parameters["tiles"]
@@ -101,7 +101,7 @@ def check_rotary(rotary_dim: int, head_dim: int) -> None:
 
 
 def heads_of_a_program(count: int, size: int, *, all_at_once: bool = False) -> int:
-    """How many of ``count`` heads of ``size`` features a program takes, a power of 2."""
+    """Returns how many of ``count`` heads of ``size`` features a program takes, a power of 2."""
     return power_of_2(count) if all_at_once else min(power_of_2(count), max(1, _TILE // power_of_2(size)))
 
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def apply_rotary(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the first ``R`` features of each head by its token's position; the others pass through.
+    """Rotates the first ``R`` features of each head by its token's position; the others are unchanged.
 
     ``x [T, heads, D]``, ``positions [T]``, ``cos_sin [max_positions, R]`` fp32: ``R/2`` cosines, then ``R/2`` sines.
-    Pair ``i`` is features ``i`` and ``i + R/2``, or ``interleaved`` ``2i`` and ``2i + 1``. Computed in fp32, returned
-    in ``x``'s dtype.
+    Pair ``i`` is features ``i`` and ``i + R/2``, or with ``interleaved`` ``2i`` and ``2i + 1``. Computed in fp32,
+    returned in ``x``'s dtype.
     """
     size = cos_sin.shape[-1]
     cos, sin = cos_sin[positions.long()].unsqueeze(1).tensor_split(2, dim=-1)

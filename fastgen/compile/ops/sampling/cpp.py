@@ -1,14 +1,14 @@
-"""Sampling on a CPU: the reference of :mod:`fastgen.compile.ops.sampling.reference` by one C++ kernel.
+"""Sampling on a CPU: one C++ kernel of :mod:`fastgen.compile.ops.sampling.reference`.
 
-Penalties and biases come as short lists of tokens, and masks as bits, so that a row costs what is done to it: a greedy
-one a single read of its logits. Filters find their thresholds without sorting, and noise is drawn only for tokens that
-could still win.
+Penalties and biases are short lists of tokens, and masks are bits, so a row pays only for its own features: a greedy
+row is a single read of its logits. Filters find their thresholds without sorting, and noise is drawn only for tokens
+that could still win.
 
-What agrees with the reference exactly: adjusted and tempered scores, what top-k keeps, every random bit, the order of
-steps, the lowest id first among equals. What may differ in fp32's last digits, being summed in another order or by
-another exponential or logarithm: the weights that top-p sums, min-p's threshold (compared as a logarithm), noise,
-log-probabilities. So a token is the same where what decided had a margin, of about 1e-5. A row's result is bitwise
-the same in any company and on any number of threads.
+These agree with the reference exactly: adjusted and tempered scores, the tokens that top-k keeps, every random bit, the
+order of steps, and the lowest id among equals. These may differ in fp32's last digits, since the order of sums or the
+exponential or logarithm is another: the weights that top-p sums, min-p's threshold (compared as a logarithm), noise and
+log-probabilities. So the token is the same where the decision had a margin of about 1e-5. A row's result does not
+depend on the other rows or on the number of threads, bit for bit.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ _MOST_LANES = 16
 _NUM_REALS, _NUM_INTEGERS = 6, 11  # columns, in the order of the template's enumerations
 _POSITION = 2  # among the integers
 
-# Ids of tokens, each once, and of each twice how often it was generated, plus 1 where it stands in the prompt.
+# Distinct token ids, and for each twice the number of times it was generated, plus 1 where it is in the prompt.
 Uses = tuple[NDArray[np.int32], NDArray[np.int32]]
-# Ids of tokens, each once, and what is added to their scores; −inf forbids.
+# Distinct token ids, and the number added to each score; −inf forbids the token.
 Biases = tuple[NDArray[np.int32], NDArray[np.float32]]
-# ``[⌈V/32⌉]``: bit ``i % 32`` of word ``i // 32`` is 0 where token ``i`` is forbidden. Bits behind the last are 0.
+# ``[⌈V/32⌉]``: bit ``i % 32`` of word ``i // 32`` is 0 where token ``i`` is forbidden. Bits after the last token's are
+# 0.
 Mask = NDArray[np.int32]
 NO_USES: Uses = (np.empty(0, np.int32), np.empty(0, np.int32))
 NO_BIASES: Biases = (np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 def sampling_spec(arch: str, *, slice_size: int = _SLICE, needed_by: tuple[str, ...] = ()) -> KernelSpec:
-    """The C++ kernel for :class:`SamplingKernel`, of any vocabulary. Threads may share a row by slices of so many
-    tokens, a multiple of 1024.
+    """Returns the kernel for :class:`SamplingKernel`, for any vocabulary. Threads may share a row by slices of
+    ``slice_size`` tokens, a multiple of 1024.
     """
     if slice_size % 1024:
         raise ValueError(f"slice_size={slice_size}: expected a multiple of 1024")
@@ -82,10 +83,10 @@ def sampling_spec(arch: str, *, slice_size: int = _SLICE, needed_by: tuple[str, 
 
 @dataclass(frozen=True)
 class RowSampling:
-    """How a row is sampled, as :class:`~fastgen.compile.ops.sampling.reference.Draws` and ``Adjustments`` say.
+    """A row's sampling parameters; see :class:`~fastgen.compile.ops.sampling.reference.Draws` and ``Adjustments``.
 
     ``seed`` is any integer, of which 64 bits count; ``top_k`` 0 keeps all. Unless ``num_top`` is ``None``, the
-    log-probabilities of the row's token and of so many of the likeliest are wanted.
+    log-probabilities of the row's token and of the ``num_top`` likeliest are returned.
     """
 
     temperature: float = 0.0
@@ -101,7 +102,7 @@ class RowSampling:
 
     @cached_property
     def reals(self) -> tuple[float, ...]:
-        """The kernel's columns, kept to what fp32 can hold as the reference does."""
+        """Returns the kernel's columns, clamped to fp32 like the reference's."""
         return (
             min(max(self.temperature, _FP32.tiny), _FP32.max) if self.temperature > 0 else 0.0,
             1 - self.top_p,
@@ -113,12 +114,12 @@ class RowSampling:
 
     @cached_property
     def seed_bits(self) -> int:
-        """The seed modulo 2**64, as the signed number with the same bits."""
+        """Returns the seed modulo 2**64, as the signed number with the same bits."""
         return (self.seed + 2**63) % 2**64 - 2**63
 
 
 class SampledRow(NamedTuple):
-    """A row of logits: how it is sampled, for which position, and which tokens are penalised, biased and allowed."""
+    """A row of logits: its parameters and position, and which tokens are penalised, biased and allowed."""
 
     sampling: RowSampling
     position: int
@@ -128,21 +129,23 @@ class SampledRow(NamedTuple):
 
 
 class RowLogprobs(NamedTuple):
-    """Log-probabilities under a row's raw logits: the token's, then of the likeliest, with their ids, in order."""
+    """Log-probabilities under a row's raw logits: the token's, then those of the likeliest in order, with ids."""
 
     values: list[float]
     token_ids: list[int]
 
 
 def _workspace_numel(vocab_size: int, num_slices: int) -> int:
-    """Lists of scores: as adjusted, and two for filters, with room behind each slice; and the maxima of columns."""
+    """Returns the numbers of a workspace: adjusted scores, two lists for filters, padded slices, and maxima
+    of columns.
+    """
     return 3 * (vocab_size + 4 * _MOST_LANES * num_slices) + vocab_size // 64 + _MOST_LANES
 
 
 class SamplingKernel:
     """Samples up to ``max_rows`` rows of ``vocab_size`` logits by a kernel of :func:`sampling_spec`.
 
-    ``max_threads`` of the pool take part; for each there is a workspace of ``12 · vocab_size`` bytes and a little more.
+    Up to ``max_threads`` of the pool take part; each has a workspace of ``12 · vocab_size`` bytes and a little more.
     """
 
     def __init__(
@@ -162,7 +165,7 @@ class SamplingKernel:
         self.vocab_size, self.max_rows = vocab_size, max_rows
         self._kernel = kernel
         self._workspaces = torch.empty(max_threads, _workspace_numel(vocab_size, num_slices), device=device)
-        # ``[R]``: what was chosen last, or ``-status``.
+        # ``[R]``: the last sampled tokens, or ``-status``.
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._found = memoryview(b"") if device.type == "meta" else self.token_ids.numpy().data
         greedy = RowSampling()
@@ -181,13 +184,15 @@ class SamplingKernel:
         return [self._workspaces, self.token_ids, *self._greedy, self._held_reals, self._held_integers]
 
     def greedy(self, logits: Tensor) -> list[int]:
-        """The likeliest token of each row of ``logits [R, V]`` fp32, or ``-status`` of its :class:`RowStatus`."""
+        """Returns the likeliest token of each row of ``logits [R, V]`` fp32, or ``-status`` of its
+        :class:`RowStatus`.
+        """
         self._launch(logits, *self._greedy, *self._no_logprobs)
         return self.chosen(len(logits))
 
     def __call__(self, logits: Tensor, rows: Sequence[SampledRow]) -> tuple[list[int], list[RowLogprobs | None]]:
-        """For each row of ``logits [R, V]`` fp32 its token, or ``-status`` where its :class:`RowStatus` is not OK; and
-        where it asks, and has a token, log-probabilities. Every id in ``rows`` must be below the vocabulary's size.
+        """Returns the token of each row of ``logits [R, V]`` fp32, or ``-status`` where its :class:`RowStatus` is not
+        OK; and log-probabilities of rows with a ``num_top`` and a token. Ids in ``rows`` are below the vocabulary size.
         """
         integers, first_use, first_bias, first_logprob = [], 0, 0, 0
         masks: list[Mask] = []
@@ -224,18 +229,18 @@ class SamplingKernel:
         return token_ids, found
 
     def hold(self, rows: Sequence[SampledRow]) -> None:
-        """Keep ``rows``, without uses, biases, masks and log-probabilities, for :meth:`sample_held`."""
+        """Keeps ``rows``, without uses, biases, masks and log-probabilities, for :meth:`sample_held`."""
         assert all(each.mask is None and each.sampling.num_top is None for each in rows)
         assert not any(len(each.uses[0]) + len(each.biases[0]) for each in rows)
         self._held_reals[: len(rows)] = torch.tensor([row.sampling.reals for row in rows])
         self._held_integers[: len(rows)] = torch.tensor([_integers(row, 0, 0, 0, 0) for row in rows])
 
     def held_positions(self, num_rows: int) -> Tensor:
-        """``[R]`` i64: the positions of the first rows held, which may be changed."""
+        """Returns the positions ``[R]`` i64 of the first held rows, as a view that may be written."""
         return self._held_integers[:num_rows, _POSITION]
 
     def sample_held(self, logits: Tensor) -> None:
-        """A token for each row of ``logits [R, V]`` by the rows held, left in :attr:`token_ids`. May be recorded."""
+        """Samples each row of ``logits [R, V]`` by the held rows, into :attr:`token_ids`. May be recorded."""
         self._launch(logits, self._held_reals, self._held_integers, *self._greedy[2:], *self._no_logprobs)
 
     def _launch(self, logits: Tensor, *given: Tensor) -> None:
@@ -249,13 +254,13 @@ class SamplingKernel:
         self._kernel((), logits, *settings, *outputs, num_rows, vocab_size, num_workspaces, workspace_size)
 
     def chosen(self, num_rows: int) -> list[int]:
-        """The tokens of the first rows of the last launch, or ``-status``."""
+        """Returns the tokens of the first rows of the last launch, or ``-status``."""
         tokens: list[int] = self._found[:num_rows].tolist()
         return tokens
 
 
 def _integers(row: SampledRow, first_use: int, first_bias: int, first_mask: int, first_logprob: int) -> tuple[int, ...]:
-    """A row's columns for the kernel."""
+    """Returns a row's columns for the kernel."""
     sampling = row.sampling
     return (
         min(sampling.top_k, 2**31),

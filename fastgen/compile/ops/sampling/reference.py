@@ -1,13 +1,13 @@
-"""Sampling: from logits to token ids, with draws that depend on nothing but (seed, position, sequence, token).
+"""Sampling: from logits to token ids, with draws that depend only on (seed, position, sequence, token).
 
 A draw is counter-based. Random bits come from Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as
 easy as 1, 2, 3", SC 2011) with the request's 64-bit seed as key and (vocabulary id // 4, position, sequence index, 0)
 as counter; lane ``id % 4`` of the result belongs to the id. Adding Gumbel noise ``-log(-log u)`` to log-weights and
-taking the largest draws from their softmax. So a row's token is the same in any batch, order or repetition.
+taking the largest draws from their softmax. So a row's token does not depend on the batch, its order, or repetition.
 
 Logits are adjusted and filtered in this order, with the meaning transformers' logits processors give to each:
 repetition penalty, presence and frequency penalty, bias (−inf forbids), temperature, top-k, top-p, min-p. Where top-p
-cuts between equal scores, which transformers leaves to an unstable sort, the lowest ids are kept.
+cuts between equal scores, the lowest ids are kept; transformers leaves that to an unstable sort.
 
 Shapes: ``R`` rows (one per sampled token), ``V`` vocabulary. All arithmetic is fp32.
 """
@@ -28,7 +28,7 @@ _FP32 = torch.finfo(torch.float32)
 
 
 class RowStatus(IntEnum):
-    """Whether a row could be sampled; otherwise its token id means nothing."""
+    """The outcome of sampling a row. Unless it is OK the row's token id is meaningless."""
 
     OK = 0
     # Its logits hold NaN or +inf.
@@ -39,9 +39,9 @@ class RowStatus(IntEnum):
 
 @dataclass(frozen=True)
 class Adjustments:
-    """What is done to the logits of a row before they are sampled from; neutral values leave a row as it is."""
+    """Changes to the logits of rows before sampling; neutral values leave a row as it is."""
 
-    # ``[R, V]`` bool: the token stands in the prompt or was generated.
+    # ``[R, V]`` bool: the token is in the prompt or was generated.
     seen: Tensor
     # ``[R, V]`` fp32: how often the token was generated.
     counts: Tensor
@@ -57,9 +57,11 @@ class Adjustments:
 
 @dataclass(frozen=True)
 class Draws:
-    """How each row is drawn, all ``[R]``. Reals are fp64, so that a threshold is rounded once, where it is applied."""
+    """The sampling parameters of each row, all ``[R]``. Reals are fp64: a threshold is rounded once, when
+    it is used.
+    """
 
-    # fp64; 0 takes the largest logit, lowest id on ties, and the rest does not matter.
+    # fp64; 0 takes the largest logit, the lowest id on ties, and ignores the other parameters.
     temperature: Tensor
     # int64; 0 keeps all.
     top_k: Tensor
@@ -69,18 +71,18 @@ class Draws:
     min_p: Tensor
     # int64, the 64 bits of the request's seed.
     seeds: Tensor
-    # int64: where in its sequence the drawn token will stand; below 2**32.
+    # int64: the drawn token's position in its sequence; below 2**32.
     positions: Tensor
     # int64: which of its request's sequences the row is; below 2**32.
     sequence_indices: Tensor
 
     def rows(self, index: Tensor) -> Draws:
-        """The draws of some rows."""
+        """Returns the parameters of some rows."""
         return replace(self, **{item.name: getattr(self, item.name)[index] for item in fields(self)})
 
 
 def sample(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Draw a token for each row of ``logits [R, V]``: token ids and :class:`RowStatus`, both ``[R]`` int64."""
+    """Draws a token for each row of ``logits [R, V]``. Returns token ids and :class:`RowStatus`, both ``[R]`` int64."""
     scores = logits.float()
     status = row_status(scores)
     scores = scores.masked_fill((status != RowStatus.OK).unsqueeze(1), 0.0)
@@ -95,27 +97,29 @@ def sample(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 
 
 def row_status(logits: Tensor) -> Tensor:
-    """:class:`RowStatus` ``[R]`` int64 of ``logits [R, V]``, by each row's largest value (NaN is the largest)."""
+    """Returns the :class:`RowStatus` ``[R]`` int64 of ``logits [R, V]`` by each row's largest value (NaN is the
+    largest).
+    """
     peak = logits.amax(dim=-1)
     status = torch.where(peak == -torch.inf, RowStatus.NOTHING_LEFT, RowStatus.OK)
     return status.masked_fill(peak.isnan() | (peak == torch.inf), RowStatus.NOT_FINITE)
 
 
 def adjust(logits: Tensor, adjustments: Adjustments) -> Tensor:
-    """``logits [R, V]`` with penalties and bias applied, fp32; the argument is left as it is."""
+    """Returns ``logits [R, V]`` with penalties and bias applied, fp32; the argument is unchanged."""
     scores = logits.float()
     repetition = adjustments.repetition.unsqueeze(1)
     penalised = torch.where(scores < 0, scores * repetition, scores / repetition)
     scores = torch.where(adjustments.seen, penalised, scores)
     scores = scores - adjustments.presence.unsqueeze(1) * (adjustments.counts > 0)
     scores = scores - adjustments.frequency.unsqueeze(1) * adjustments.counts
-    # A tiny repetition penalty may overflow: the largest number still wins, +inf would be an error, and with a bias of
-    # -inf no number at all.
+    # A tiny repetition penalty may overflow. The largest number still wins; +inf would be an error, and NaN with a bias
+    # of -inf.
     return scores.clamp(max=_FP32.max) + adjustments.bias
 
 
 def log_weights(scores: Tensor, draws: Draws) -> Tensor:
-    """Unnormalised log-probabilities ``[R, V]`` to draw from, the largest of each row being 0; −inf is filtered out.
+    """Returns unnormalised log-probabilities ``[R, V]``, the largest of each row 0; −inf is filtered out.
 
     Every row of ``scores [R, V]`` has a finite largest value, and a temperature above 0.
     """
@@ -127,7 +131,7 @@ def log_weights(scores: Tensor, draws: Draws) -> Tensor:
 def _temper(scores: Tensor, draws: Draws) -> Tensor:
     temperature = draws.temperature.clamp(_FP32.tiny, _FP32.max).float().unsqueeze(1)
     peak = scores.amax(dim=-1, keepdim=True)
-    # Only where the division would overflow are scores taken relative to the largest: that costs a rounding.
+    # Scores are taken relative to the largest only where the division would overflow, since that costs a rounding.
     shift = torch.where((peak / temperature).isinf(), peak, 0.0)
     return (scores - shift) / temperature
 
@@ -147,7 +151,7 @@ def _filter_top_p(scores: Tensor, draws: Draws) -> Tensor:
     rows = (draws.top_p < 1).nonzero().squeeze(1)
     if not rows.numel():
         return scores
-    # Equal scores in falling order of id, so that those cut off first are the highest ids.
+    # Equal scores are in falling order of id, so that the highest ids are cut off first.
     ascending, flipped_ids = scores[rows].flip(-1).sort(dim=-1, stable=True)
     below = ascending.softmax(dim=-1).cumsum(dim=-1)
     keep = below > (1 - draws.top_p[rows]).float().unsqueeze(1)
@@ -169,10 +173,10 @@ def _keep(scores: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four 32-bit words out of a 128-bit counter and a 64-bit key.
+    """Computes Philox4x32-10: four 32-bit words from a 128-bit counter and a 64-bit key.
 
-    Words are int64 tensors with values in [0, 2**32) whose shapes broadcast. A product wraps modulo 2**64, whose bits,
-    taken by shift and mask, are those of the unsigned product.
+    Words are int64 tensors with values in [0, 2**32); their shapes broadcast. A product wraps modulo 2**64, but its
+    bits, taken by shift and mask, are those of the unsigned product.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -186,7 +190,7 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
 
 
 def uniforms(seeds: Tensor, positions: Tensor, sequence_indices: Tensor, vocab_size: int) -> Tensor:
-    """Uniform numbers ``[R, V]`` fp32, strictly inside (0, 1): the upper 23 bits of each id's word, centred."""
+    """Returns uniform numbers ``[R, V]`` fp32, strictly inside (0, 1): the upper 23 bits of each id's word, centred."""
     quads = torch.arange((vocab_size + 3) // 4, device=seeds.device).unsqueeze(0)
     seeds, positions, indices = (item.unsqueeze(1) for item in (seeds, positions, sequence_indices))
     key = (seeds & _MASK32, seeds >> 32 & _MASK32)
@@ -196,14 +200,14 @@ def uniforms(seeds: Tensor, positions: Tensor, sequence_indices: Tensor, vocab_s
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, sequence_indices: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise ``[R, V]`` fp32 for the draws given by ``[R]`` int64 seeds, positions, sequence indices."""
+    """Returns standard Gumbel noise ``[R, V]`` fp32 for ``[R]`` int64 seeds, positions and sequence indices."""
     return uniforms(seeds, positions, sequence_indices, vocab_size).log_().neg_().log_().neg_()
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities under ``logits [R, V]``: of ``token_ids [R]``, and of the ``num_top`` likeliest of each row.
+    """Returns log-probabilities under ``logits [R, V]``: of ``token_ids [R]``, and of each row's ``num_top`` likeliest.
 
-    Returns ``[R]`` fp32, ``[R, num_top]`` fp32 in falling order and their ids ``[R, num_top]`` int64; among equals the
+    They are ``[R]`` fp32, ``[R, num_top]`` fp32 in falling order and their ids ``[R, num_top]`` int64; among equals the
     lowest ids come first.
     """
     log_probs = logits.float().log_softmax(dim=-1)
@@ -212,12 +216,12 @@ def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[
 
 
 def likeliest(scores: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """The ``num_top`` largest of each row of ``scores [R, V]`` fp32, in falling order, and their ids, ``[R, num_top]``
-    fp32 and int64; among equals the lowest ids come first.
+    """Returns the ``num_top`` largest of each row of ``scores [R, V]`` fp32, in falling order, and their ids, ``[R,
+    num_top]`` fp32 and int64; among equals the lowest ids come first.
     """
     if num_top == 0:
         return scores[:, :0], torch.empty(len(scores), 0, dtype=torch.int64, device=scores.device)
-    # fp32 bits, those of negative numbers flipped, order as the numbers do; the id below them settles ties.
+    # fp32 bits, flipped for negative numbers, have the numbers' order; the id in the low bits decides ties.
     bits = scores.view(torch.int32)
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     vocab_size = scores.shape[1]

@@ -1,14 +1,14 @@
 """Sampling on a GPU: the reference of :mod:`fastgen.compile.ops.sampling.reference` in three launches, without the
 host.
 
-Rows of a step are drawn each in its own way, greedy and filtered ones mixed, by parameters that lie in static buffers
-on the device, one row of them for each of ``S`` *slots*. A slot is a row of these buffers and nothing more: two rows of
-logits whose penalties differ (drafts) have two.
+Each row of a step has its own sampling parameters, so greedy and filtered rows can be mixed. The parameters are in
+static buffers on the device, with a row for each of ``S`` *slots*. Two rows of logits with different penalties, as with
+drafts, have two slots.
 
-A row of logits is cut into slices, one program each. ``scan`` finds peaks and whether all is finite. ``draw`` adds
-Gumbel noise where neither top-k nor top-p filter, and else lists the tokens that may be kept. ``choose`` decides, one
-program a row: the filters' thresholds are found on the list by bisection over the bits of scores, with the weight of
-tokens summed as integers; so no sort is needed, and nothing depends on the order in which programs run. The noise is
+A row of logits is cut into slices, one program each. ``scan`` finds peaks and non-finite numbers. ``draw`` adds Gumbel
+noise where neither top-k nor top-p filters; else it lists the tokens that may be kept. ``choose`` decides with one
+program a row: it finds the filters' thresholds on the list by bisection over the bits of scores, and sums the weights
+of tokens as integers. So no sort is needed, and results do not depend on the order in which programs run. The noise is
 the reference's, up to the rounding of a logarithm.
 """
 
@@ -33,9 +33,9 @@ _PENALISED, _MASKED, _BIASED = 1, 2, 4  # bits of `adjusts`
 
 @dataclass(frozen=True)
 class SlotSampling:
-    """How a slot's rows are sampled: as :class:`~fastgen.compile.ops.sampling.reference.Draws` and ``Adjustments`` say.
+    """A slot's parameters; see :class:`~fastgen.compile.ops.sampling.reference.Draws` and ``Adjustments``.
 
-    With ``masked`` the slot's ``mask`` applies, with ``biased`` its ``bias``; its ``uses`` do where a penalty is not
+    With ``masked`` the slot's ``mask`` applies, with ``biased`` its ``bias``, and its ``uses`` where a penalty is not
     neutral. ``seed`` is any integer, of which 64 bits count; ``top_k`` 0 keeps all.
     """
 
@@ -57,15 +57,15 @@ class SlotSampling:
         return self.repetition != 1 or self.presence != 0 or self.frequency != 0
 
     def reals(self) -> list[float]:
-        """In the order of :data:`REALS`, kept to what fp32 can hold as the reference does."""
+        """Returns the numbers of :data:`REALS`, in order, clamped to fp32 like the reference's."""
         temperature = min(max(self.temperature, _FP32.tiny), _FP32.max) if self.temperature > 0 else 0.0
         repetition = min(max(self.repetition, _FP32.tiny), _FP32.max)
-        # A tail that fp32 would round to none is one still.
+        # A tail that fp32 would round to 0 must not become "keep all".
         tail_p = max(1 - self.top_p, _FP32.tiny) if self.top_p < 1 else 0.0
         return [temperature, tail_p, self.min_p, repetition, self.presence, self.frequency]
 
     def integers(self, vocab_size: int) -> list[int]:
-        """In the order of :data:`INTEGERS`."""
+        """Returns the numbers of :data:`INTEGERS`, in order."""
         adjusts = _PENALISED * self.penalised | _MASKED * self.masked | _BIASED * self.biased
         top_k = self.top_k if 0 < self.top_k < vocab_size else 0
         return [top_k, _signed(self.sequence_index, 32), adjusts, int(self.logprobs)]
@@ -73,7 +73,7 @@ class SlotSampling:
 
 @dataclass(frozen=True)
 class SamplingSpecs:
-    """The kernels of sampling, in the order in which they are launched."""
+    """The kernels of sampling, in launch order."""
 
     scan: KernelSpec
     draw: KernelSpec
@@ -95,12 +95,12 @@ def sampling_specs(
     chunk: int = 1024,
     needed_by: tuple[str, ...] = (),
 ) -> SamplingSpecs:
-    """The kernels for a vocabulary, for :class:`SamplingKernel`.
+    """Returns the kernels for a vocabulary, for :class:`SamplingKernel`.
 
-    ``num_top`` is how many of the likeliest tokens' log-probabilities are computed where a slot asks for them; with 0
-    only those of the tokens themselves, with ``None`` none. What ``penalties``, ``mask`` or ``bias`` leave out no slot
-    can ask for. ``block`` tokens make a slice; ``chunk`` of a list are looked at at once: powers of 2, 4 at least. With
-    twice as many as by default kernels spill registers on some devices, whatever the number of warps. Raises
+    ``num_top`` is how many of the likeliest tokens' log-probabilities are computed for slots with ``logprobs``; with 0
+    only those of the sampled tokens, with ``None`` none. Slots can use ``penalties``, ``mask`` and ``bias`` only where
+    these are set. A slice has ``block`` tokens; ``chunk`` tokens of a list are read at once: powers of 2, 4 at least.
+    With twice the defaults kernels spill registers on some devices, whatever the number of warps. Raises
     ``ValueError`` for a ``num_top`` beyond the vocabulary.
     """
     if num_top is not None and not 0 <= num_top <= vocab_size:
@@ -120,7 +120,7 @@ def sampling_specs(
     results = [("logprobs", "fp32")] * (num_top is not None)
     results += [("top_logprobs", "fp32"), ("top_ids", "i32")] * bool(num_top)
     logits = _read(("logits", "fp32"))
-    # Products and sums are rounded each by itself, as the reference's are.
+    # Products and sums are rounded separately, like the reference's.
     exact: dict[str, Value] = {"enable_fp_fusion": False}
 
     def spec(op: str, parameters: dict[str, Value], at_once: int, *arguments: list[Argument]) -> KernelSpec:
@@ -158,13 +158,13 @@ def sampling_specs(
 class SamplingKernel:
     """Samples up to ``max_rows`` rows by the parameters of ``max_slots`` slots.
 
-    Its buffers are what callers write to: ``reals [S, 6]``, ``integers [S, 4]`` and ``seeds [S]`` by :meth:`write`;
-    where the specs have them, ``uses [S, V]`` i32 (twice how often a token was generated, plus 1 where it stands in the
+    Callers write to its buffers: to ``reals [S, 6]``, ``integers [S, 4]`` and ``seeds [S]`` by :meth:`write`;
+    where the specs have them, to ``uses [S, V]`` i32 (twice how often a token was generated, plus 1 where it is in the
     prompt), ``mask [S, ⌈V/32⌉]`` i32 (bit ``i % 32`` of word ``i // 32``: token ``i`` is allowed) and ``bias [S, V]``
-    fp32. And what it writes: ``token_ids [R]`` i32, ``sampled_ids [S]`` i32 (or one that is given), and where slots
-    ask, of the raw logits, ``logprobs [R]``, ``top_logprobs [R, num_top]`` fp32 in falling order and ``top_ids`` i32.
+    fp32. It writes ``token_ids [R]`` i32, ``sampled_ids [S]`` i32 (or a given tensor), and for slots with ``logprobs``,
+    of the raw logits, ``logprobs [R]``, ``top_logprobs [R, num_top]`` fp32 in falling order and ``top_ids`` i32.
 
-    Beside them it holds lists of ``8 · R · V`` bytes, which filters need at worst.
+    It also holds lists of ``8 · R · V`` bytes, the most that filters need.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class SamplingKernel:
         return list(self._buffers.values())
 
     def buffer(self, name: str) -> Tensor:
-        """One of those that the class describes. Raises ``KeyError`` for one that the specs leave out."""
+        """Returns a buffer that the class describes. Raises ``KeyError`` for one that the specs leave out."""
         return self._buffers[name]
 
     def write(self, slot: int, sampling: SlotSampling) -> None:
@@ -216,12 +216,12 @@ class SamplingKernel:
             buffer[slot] = to_device(values, buffer.device)
 
     def __call__(self, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
-        """A token for each row of ``logits [R, V]`` fp32, contiguous; ``slots, positions [R]`` i32.
+        """Samples a token for each row of ``logits [R, V]`` fp32, contiguous; ``slots, positions [R]`` i32.
 
-        ``slots`` are −1 for rows of nobody, which are left alone; ``positions`` are where drawn tokens will stand. To
-        ``token_ids`` goes each row's token, or ``-status`` where its :class:`RowStatus` is not OK (and 0 to
-        ``sampled_ids``, which the next step may read before the host hears of it). A penalised slot's token is counted
-        in its ``uses``.
+        A slot of −1 marks a padding row, which is skipped; ``positions`` are those of the drawn tokens. Writes each
+        row's token to ``token_ids``, or ``-status`` where its :class:`RowStatus` is not OK; then ``sampled_ids`` gets
+        0, since the next step may read it before the host sees the status. A penalised slot's token is counted in its
+        ``uses``.
         """
         if logits.shape[1:] != (self.vocab_size,) or len(logits) > self.max_rows:
             raise ValueError(f"logits {tuple(logits.shape)}: made for at most {self.max_rows} x {self.vocab_size}")
@@ -250,7 +250,7 @@ _TORCH = {"fp32": torch.float32, "i32": torch.int32, "i64": torch.int64}
 
 
 def token_status(token_id: int) -> RowStatus:
-    """Of a row, by what it has in ``token_ids``."""
+    """Returns a row's status by its number in ``token_ids``."""
     return RowStatus(max(-token_id, 0))
 
 
@@ -269,6 +269,6 @@ def _number(spec: KernelSpec, name: str) -> int:
 
 
 def _signed(number: int, bits: int) -> int:
-    """The number modulo 2**bits, as the signed one with the same bits."""
+    """Returns the number modulo 2**bits, as the signed one with the same bits."""
     half: int = 2 ** (bits - 1)
     return (number + half) % (2 * half) - half

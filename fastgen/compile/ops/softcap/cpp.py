@@ -9,7 +9,7 @@ from fastgen.compile.spec import Argument, KernelSpec
 
 
 def softcap_spec(cap: float, arch: str, *, needed_by: tuple[str, ...] = ()) -> KernelSpec:
-    """The C++ kernel for :class:`SoftcapKernel`."""
+    """Returns the kernel for :class:`SoftcapKernel`."""
     arguments = (Argument("x", "fp32", "out"), Argument("count", "i64", "scalar"))
     return KernelSpec("softcap", "cpp", {"cap": cap, "arch": arch}, arguments, needed_by=needed_by)
 
@@ -21,6 +21,6 @@ class SoftcapKernel:
         self._kernel = kernel
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` fp32, contiguous; itself."""
+        """Changes ``x``, fp32 and contiguous, and returns it."""
         self._kernel((), x, x.numel())
         return x

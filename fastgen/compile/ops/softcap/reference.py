@@ -1,4 +1,4 @@
-"""Soft caps, which keep scores and logits within bounds (Gemma 2, 2024)."""
+"""Soft caps, which bound scores and logits (Gemma 2, 2024)."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """``cap * tanh(x / cap)``, elementwise: near ``x`` where that is small, and never beyond ``±cap``."""
+    """Computes ``cap * tanh(x / cap)``, elementwise: close to small ``x``, and never beyond ``±cap``."""
     return cap * torch.tanh(x / cap)

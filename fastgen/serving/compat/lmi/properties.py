@@ -1,4 +1,4 @@
-"""Java's properties files: keys, values and where they stand."""
+"""Reads Java's properties files: keys, values and their lines."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _SHORT = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
 
 @dataclass(frozen=True)
 class Property:
-    """One entry of a file; ``line`` counts from 1, and is its first where it goes on over several."""
+    """One entry of a file."""
 
     key: str
     value: str
+    # From 1; the first one of an entry that continues over several.
     line: int
 
 
 def read_properties(file: Path) -> list[Property]:
-    """The entries of ``file`` in their order, a key that is given twice included both times.
+    """Returns the entries of ``file`` in their order; a key that is given twice is there twice.
 
-    Raises ``InvalidArgumentError``, with the file and the line, for what Java would not read either.
+    Raises ``InvalidArgumentError``, with the file and the line, for a file that Java would not read either.
     """
     try:
         text = file.read_bytes().decode("utf-8")
@@ -40,7 +41,8 @@ def read_properties(file: Path) -> list[Property]:
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """What entries are made of: no comments, no blank lines, and lines that end in a backslash joined with the next."""
+    """Yields the text of each entry and its first line: comments and blank lines are left out, and a line that ends in
+    a backslash is joined with the next."""
     began, gathered = 0, ""
     for number, natural in enumerate(re.split(r"\r\n|\r|\n", text), start=1):
         line = natural.lstrip(_SPACE)
@@ -60,9 +62,9 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _parse(file: Path, number: int, line: str) -> Property:
     key = _KEY.match(line)
-    assert key is not None, "it may be empty"
+    assert key is not None, "the pattern also matches an empty key"
     separator = _SEPARATOR.match(line, key.end())
-    assert separator is not None, "it may be empty"
+    assert separator is not None, "the pattern also matches an empty separator"
 
     def unescape(text: str) -> str:
         return _ESCAPE.sub(replacement, text)

@@ -1,8 +1,8 @@
 """``serving.properties`` of Amazon's Large Model Inference containers, and the environment variables that stand for its
 keys, as arguments of :func:`fastgen.serve`.
 
-Every key is told of: what it became, why it is not needed, or that nothing here is like it. A value that would make the
-server do something else than the file asks for is an error, with the file and the line.
+A note for every key says what it became, why it is not needed, or that fastgen has nothing like it. A value that would
+make the server differ from the file is an error, with the file and the line.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastgen.arguments import Argument, arguments_of
 from fastgen.errors import InvalidArgumentError
+from fastgen.options import LoadOptions
 from fastgen.serving.compat.lmi.properties import read_properties
+from fastgen.serving.options import ServeOptions
 
 _DTYPES = {
     **{"fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16"},
@@ -36,23 +39,27 @@ _VARIABLES = {
 
 @dataclass
 class Translation:
-    """``arguments`` of ``fastgen.serve``, and ``notes`` that say of each key what became of it."""
+    """Holds the arguments that a file stands for."""
 
+    # Of ``fastgen.serve``.
     arguments: dict[str, Any] = field(default_factory=dict)
+    # What became of each key, a sentence for each.
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Given:
-    """A key's value, and ``where`` it stands."""
+    """Holds the value of a key."""
 
     value: str
+    # The file, the line and the key, or the variable.
     where: str
 
 
 def translate(file: Path, environment: Mapping[str, str]) -> Translation:
-    """What ``file`` asks for, and, of keys that it does not have, the variables of ``environment``. Without
-    ``option.model_id`` the model is what lies beside the file, if that is one.
+    """Translates the keys of ``file``, and the variables of ``environment`` for keys that the file does not have.
+
+    Without ``option.model_id`` the model is the directory of the file, if that has a ``config.json``.
 
     Raises ``InvalidArgumentError`` for a value that cannot be honoured.
     """
@@ -62,13 +69,13 @@ def translate(file: Path, environment: Mapping[str, str]) -> Translation:
     for prop in read_properties(file):
         if prop.key in given:
             earlier = f"{file}:{lines[prop.key]}: {prop.key}"
-            translation.notes.append(f"{earlier}: given again on line {prop.line}, which holds")
+            translation.notes.append(f"{earlier}: replaced by line {prop.line}")
         given[prop.key] = Given(prop.value.strip(), f"{file}:{prop.line}: {prop.key}")
         lines[prop.key] = prop.line
     for variable, value in sorted(environment.items()):
         key = _key_of(variable)
         if key in given:
-            translation.notes.append(f"{variable}: not taken, for {given[key].where} says it")
+            translation.notes.append(f"{variable}: ignored, since {given[key].where} is given")
         elif key is not None:
             given[key] = Given(value.strip(), variable)
     for key, one in given.items():
@@ -82,12 +89,12 @@ def translate(file: Path, environment: Mapping[str, str]) -> Translation:
         translation.notes.append(f"{where}: " + "; ".join(part for part in (became, note) if part))
     if "model" not in translation.arguments and (file.parent / "config.json").is_file():
         translation.arguments["model"] = str(file.parent)
-        translation.notes.append(f"{file}: no option.model_id, so the model is what lies beside this file")
+        translation.notes.append(f"{file}: no option.model_id, so the model is the directory of this file")
     return translation
 
 
 def _key_of(variable: str) -> str | None:
-    """The key that an environment variable of LMI's stands for, if it is one."""
+    """Returns the key that an environment variable of LMI stands for; ``None`` for other variables."""
     if variable in _VARIABLES:
         return _VARIABLES[variable]
     if variable.startswith("OPTION_"):
@@ -111,16 +118,11 @@ def _model_id(value: str, given: dict[str, Given]) -> _Read:
     return {"model": value}, ""
 
 
-def _text(name: str) -> _Reader:
+def _plain(argument: Argument) -> _Reader:
+    """Returns a reader of a key whose value is the argument's: a text or a count."""
+
     def read(value: str, given: dict[str, Given]) -> _Read:
-        return {name: value}, ""
-
-    return read
-
-
-def _count(name: str) -> _Reader:
-    def read(value: str, given: dict[str, Given]) -> _Read:
-        return {name: _integer(value, 1)}, ""
+        return {argument.name: _integer(value, 1) if argument.flag_type is int else value}, ""
 
     return read
 
@@ -131,14 +133,14 @@ def _trust_remote_code(value: str, given: dict[str, Given]) -> _Read:
 
 def _paged_attention(value: str, given: dict[str, Given]) -> _Read:
     if value.lower() == "false":
-        return {}, "the KV cache is paged all the same; there is no other"
+        return {}, "ignored: the KV cache is always paged"
     return {}, "not needed: the KV cache is always paged"
 
 
 def _dtype(value: str, given: dict[str, Given]) -> _Read:
     if value.lower() == "int8":
         raise InvalidArgumentError(
-            "weights in 8 bits are asked for by --quantize int8_weight_only, or on a CPU int8; leave it out"
+            "8-bit weights are --quantize int8_weight_only, or on a CPU int8; leave this key out"
         )
     if value.lower() not in _DTYPES:
         raise InvalidArgumentError(f"expected one of {', '.join(_DTYPES)}")
@@ -150,14 +152,14 @@ def _tensor_parallel_degree(value: str, given: dict[str, Given]) -> _Read:
         return {}, "one device is used: a model cannot be split over several yet"
     if _integer(value, 1) > 1:
         raise InvalidArgumentError("a model cannot be split over several devices yet; leave it out, or set it to 1")
-    return {}, "not needed: one device is what is used"
+    return {}, "not needed: one device is used"
 
 
 def _rolling_batch(value: str, given: dict[str, Given]) -> _Read:
     if value == "disable":
         if _batches(given):
             return {}, "see batch_size"
-        return {"policy": "splitfuse"}, "without batch_size there is no batch to wait for, so requests come and go"
+        return {"policy": "splitfuse"}, "no batch_size, so requests join and leave the batch at every step"
     if value not in _CONTINUOUS:
         raise InvalidArgumentError(f"expected one of {', '.join(_CONTINUOUS)}, disable")
     return {"policy": "splitfuse"}, ""
@@ -166,9 +168,9 @@ def _rolling_batch(value: str, given: dict[str, Given]) -> _Read:
 def _batch_size(value: str, given: dict[str, Given]) -> _Read:
     batch_size = _integer(value, 1)
     if batch_size == 1:
-        return {}, "not needed: no batch is waited for"
+        return {}, "not needed: requests do not wait for a batch"
     if not _batches(given):
-        return {}, "not translated: with option.rolling_batch requests come and go, and no batch is waited for"
+        return {}, "not translated: with option.rolling_batch requests do not wait for a batch"
     delay_ms = _DEFAULT_MAX_BATCH_DELAY_MS
     if "max_batch_delay" in given:
         delay_ms = _integer(given["max_batch_delay"].value, 0)
@@ -182,15 +184,15 @@ def _batch_size(value: str, given: dict[str, Given]) -> _Read:
 
 def _max_batch_delay(value: str, given: dict[str, Given]) -> _Read:
     _integer(value, 0)
-    return {}, "see batch_size" if _batches(given) else "not needed: no batch is waited for"
+    return {}, "see batch_size" if _batches(given) else "not needed: requests do not wait for a batch"
 
 
 def _unknown(value: str, given: dict[str, Given]) -> _Read:
-    return {}, "not translated: nothing here is like it"
+    return {}, "not translated: fastgen has nothing like it"
 
 
 def _batches(given: dict[str, Given]) -> bool:
-    """Whether the file asks for batches of whole requests: by ``batch_size``, where no rolling batch is named."""
+    """Returns whether the file asks for batches of whole requests: ``batch_size`` does, without a rolling batch."""
     rolling = given["option.rolling_batch"].value if "option.rolling_batch" in given else "disable"
     return rolling == "disable" and "batch_size" in given and given["batch_size"].value != "1"
 
@@ -205,19 +207,18 @@ def _integer(text: str, minimum: int) -> int:
     return number
 
 
-# The keys that are understood, and what reads each.
+# What reads each key: a reader of its own, or that of the argument which the key stands for.
 KEYS: dict[str, _Reader] = {
+    argument.option.lmi_key: _plain(argument)
+    for argument in (*arguments_of(LoadOptions), *arguments_of(ServeOptions))
+    if argument.option.lmi_key is not None
+} | {
     "engine": _engine,
     "batch_size": _batch_size,
     "max_batch_delay": _max_batch_delay,
-    "job_queue_size": _count("max_queued_requests"),
     "option.model_id": _model_id,
-    "option.revision": _text("revision"),
     "option.trust_remote_code": _trust_remote_code,
     "option.rolling_batch": _rolling_batch,
-    "option.max_rolling_batch_size": _count("max_num_seqs"),
-    "option.max_rolling_batch_prefill_tokens": _count("token_budget"),
-    "option.max_model_len": _count("max_model_len"),
     "option.tensor_parallel_degree": _tensor_parallel_degree,
     "option.dtype": _dtype,
     "option.paged_attention": _paged_attention,

@@ -1,4 +1,4 @@
-// Where keys and values of one tile lie, and how they are read.
+// The keys and values of one tile, and how they are read.
 #pragma once
 #include "attention_tasks.h"
 
@@ -8,28 +8,28 @@ constexpr int DV_VECTORS = (DV + LANES - 1) / LANES, DV_LANES = DV_VECTORS * LAN
 constexpr bool WHOLE_VECTORS = P % LANES == 0;  // of keys and of values in the blocks
 
 // Whether a tile's keys and values can be used where they lie. Where not, or where many parts of rows would each widen or
-// interleave them, they are first brought together, as floats or as pairs.
+// interleave them, they are first copied together, as floats or as pairs.
 constexpr bool CAN_USE_IN_PLACE = WHOLE_VECTORS && !VALUES_IN_KEYS;
 
-// Where a tile's keys and values lie in the cache.
+// The addresses of a tile's keys and values in the cache.
 struct Place {
     int64_t first, num_keys;
     const T* k[GROUPS];  // LANES keys, features P apart
     const T* v[GROUPS] = {};  // LANES values, DV apart; unused where VALUES_IN_KEYS
 };
 
-// Where a tile's keys and values are brought together.
-using Brought = std::conditional_t<BF16_DOT, uint32_t, float>;
+// Room for the copied keys and values of a tile.
+using Copied = std::conditional_t<BF16_DOT, uint32_t, float>;
 struct Buffers {
-    Brought k[D / STEP * TILE];         // [D / STEP][TILE]
-    Brought v[TILE / STEP * DV_LANES];  // [TILE / STEP][DV_LANES]
+    Copied k[D / STEP * TILE];         // [D / STEP][TILE]
+    Copied v[TILE / STEP * DV_LANES];  // [TILE / STEP][DV_LANES]
 };
 
-// A tile's keys and values, brought together or as they are in the cache.
+// A tile's keys and values, copied together or in place in the cache.
 template <class E>
 struct Tile {
     int64_t first, num_keys;
-    int64_t first_seen;  // so many keys lie in front of all that the task's rows see
+    int64_t first_seen;  // keys before all that the task's rows see
     int64_t k_stride, v_stride;
     const E* k[GROUPS];
     const E* v[GROUPS];
@@ -50,11 +50,11 @@ INLINE f32v keys_of(const Tile<T>& tile, int g, int64_t d) {
     const T* from = tile.k[g] + d * tile.k_stride;
     return interleave(load<u16v>(from), load<u16v>(from + tile.k_stride));
 }
-INLINE f32v keys_of(const Tile<Brought>& tile, int g, int64_t d) {
+INLINE f32v keys_of(const Tile<Copied>& tile, int g, int64_t d) {
     return load<f32v>(tile.k[g] + d / 2 * tile.k_stride);
 }
 
-// Features of a value from `first` on, zeros behind the last and where it is not `seen`; nothing else is touched.
+// Features of a value from `first` on, with zeros after the last and where it is not `seen`; reads nothing else.
 INLINE u16v features_of(const T* value, int64_t first, bool seen) {
     if (!seen) return u16v{};
     if (DV % LANES == 0 || first + LANES <= DV) return load<u16v>(value + first);
@@ -63,7 +63,7 @@ INLINE u16v features_of(const T* value, int64_t first, bool seen) {
     return some;
 }
 
-// Whether key i of the tile is one that the task's rows may see.
+// Returns whether the task's rows may see key i of the tile.
 template <class E>
 INLINE bool is_seen(const Tile<E>& tile, int64_t i) {
     return i < tile.num_keys && (WINDOW == 0 || i >= tile.first_seen);
@@ -75,7 +75,7 @@ INLINE f32v values_of(const Tile<T>& tile, int g, int64_t i, int64_t first) {
     return interleave(features_of(from, first, is_seen(tile, g * LANES + i)),
                       features_of(from + tile.v_stride, first, is_seen(tile, g * LANES + i + 1)));
 }
-INLINE f32v values_of(const Tile<Brought>& tile, int g, int64_t i, int64_t first) {
+INLINE f32v values_of(const Tile<Copied>& tile, int g, int64_t i, int64_t first) {
     return load<f32v>(tile.v[g] + i / 2 * tile.v_stride + first);
 }
 #else
@@ -92,7 +92,7 @@ INLINE f32v widen(const bf16* from) {  // in one instruction, into the upper hal
 INLINE f32v widen(const bf16* from) { return bits_of<f32v>(__builtin_convertvector(load<u16v>(from), u32v) << 16); }
 #endif
 
-// Values from feature `first` on, zeros behind the last; nothing behind the last is touched.
+// Values from feature `first` on, with zeros after the last; reads nothing after the last.
 template <class E>
 INLINE f32v widen_value(const E* value, int64_t first) {
     if (DV % LANES == 0 || first + LANES <= DV) return widen(value + first);
@@ -115,8 +115,8 @@ INLINE int64_t block_of(const Batch& batch, const Task& task, int64_t position) 
     return batch.block_tables[task.sequence * batch.max_blocks + position / P];
 }
 
-// The tile of keys `first` to `end` at most. Keys behind `end` are others' or nobody's; values there are never read. The
-// same is true of keys in front of all that the task's rows see: their block may have been given to another.
+// The tile of keys `first` to `end` at most. Keys after `end` are not this sequence's; values there are never read. The
+// same is true of keys before all that the task's rows see: their block may belong to another sequence by now.
 INLINE Place find(const Batch& batch, const Task& task, int64_t head, int64_t first, int64_t end) {
     Place place;
     place.first = first;
@@ -141,8 +141,8 @@ INLINE Tile<T> in_place(const Task& task, const Place& place) {
     return tile;
 }
 
-Tile<Brought> bring_together(const Batch& batch, const Task& task, int64_t head, const Place& place, Buffers& buffers) {
-    Tile<Brought> tile{place.first, place.num_keys, first_seen(task, place), TILE, DV_LANES, {}, {}};
+Tile<Copied> copy_together(const Batch& batch, const Task& task, int64_t head, const Place& place, Buffers& buffers) {
+    Tile<Copied> tile{place.first, place.num_keys, first_seen(task, place), TILE, DV_LANES, {}, {}};
     for (int g = 0; g < GROUPS; ++g) {
         tile.k[g] = buffers.k + g * LANES;
         tile.v[g] = buffers.v + g * LANES / STEP * DV_LANES;
@@ -189,8 +189,8 @@ Tile<Brought> bring_together(const Batch& batch, const Task& task, int64_t head,
     return tile;
 }
 
-// Asks for `count` numbers of the cache.
-INLINE void ask_for(const T* address, int count) {
+// Prefetches `count` numbers of the cache.
+INLINE void prefetch_numbers(const T* address, int count) {
     for (int i = 0; i < count; i += 64 / sizeof(T)) prefetch(address + i);
 }
 

@@ -1,4 +1,4 @@
-// What a thread does of an attention: all segments of a task, or one of them.
+// A thread's piece of an attention: all segments of a task, or one of them.
 #pragma once
 #include "attention_rows.h"
 
@@ -37,7 +37,7 @@ Place first_place(const Batch& batch, const Task& task, int64_t segment) {
 }
 
 // One segment of a task's keys. A tile's heads come one after the other, since they lie side by side in its blocks:
-// memory is read fastest in long pieces. Meanwhile what comes next is asked for, and in the end what comes `after`.
+// memory is read fastest in long pieces. Meanwhile the next tile is prefetched, and at the end the one `after` the segment.
 void attend_segment(const Batch& batch, const Task& task, int64_t segment, const Place& after, Scratch& scratch,
                     State* states) {
     for (int64_t i = 0; i < task.size(); ++i) states[i].clear();
@@ -80,7 +80,7 @@ void run_task(const Batch& batch, const Task& task, const Place& after, Scratch&
     write_out(batch, task, scratch.all);
 }
 
-// One piece of work for the pool: a whole task from its first segment on, or one segment, whose states go into the
+// One piece of work for the pool: all of a task from its first segment on, or one segment, whose states go into the
 // workspace from first_state on.
 struct Piece {
     int64_t task, segment, first_state;

@@ -1,10 +1,10 @@
-// What one tile of keys comes to for some rows: scores, weights, sums of values.
+// The part of attention over one tile of keys: scores, weights, sums of values.
 #pragma once
 #include "attention_keys.h"
 
 namespace {
 
-// What some keys come to for a row: `best` the largest logarithm, to base 2, of a weight; `total`, lane by lane, the
+// The state of a row after some keys: `best` the largest logarithm, to base 2, of a weight; `total`, lane by lane, the
 // sum of 2^(logarithm - best); `mixed` the sum of 2^(logarithm - best) * value.
 struct State {
     float best;
@@ -32,7 +32,7 @@ struct Scratch {
 // its degree that is nearest relative to it (within 1e-7), and n into the exponent.
 INLINE f32v power_of_2(f32v x) {
     const f32v within = larger(all_lanes(-127.0f), x);  // x where it is no number
-    // Adding 1.5 * 2^23 leaves the nearest whole number, in the low bits.
+    // Adding 1.5 * 2^23 leaves the nearest integer, in the low bits.
     const f32v shifted = within + all_lanes(12582912.0f);
     const f32v f = within - (shifted - all_lanes(12582912.0f));
     f32v p = all_lanes(1.3264727253e-3f);
@@ -44,7 +44,7 @@ INLINE f32v power_of_2(f32v x) {
     return bits_of<f32v>(bits_of<u32v>(p) + (bits_of<u32v>(shifted) << 23));
 }
 
-// To subtract from logarithms: where all is masked so far, weights are 2 to the minus infinity.
+// A number to subtract from logarithms: while all keys are masked, weights are 2 to the minus infinity.
 INLINE float finite(float best) { return best == -INFINITE ? 0.0f : best; }
 
 INLINE f32v to_bf16(f32v x) {  // to the nearest, ties to even
@@ -61,16 +61,16 @@ INLINE f32v multiply_add(f32v a, f32v b, f32v sum) {
 #endif
 }
 
-// Dot products of R queries with the keys of a tile's first C vectors. Meanwhile the next tile's keys are asked for.
+// Dot products of R queries with the keys of a tile's first C vectors. Meanwhile the next tile's keys are prefetched.
 template <int R, int C, class E>
 void dot(const float (*q)[D], const Tile<E>& tile, const Place* next, float (*products)[TILE]) {
     f32v sum[R][C] = {};
     for (int64_t d = 0; d < D; d += STEP) {
         f32v keys[C];
         for (int c = 0; c < C; ++c) keys[c] = keys_of(tile, c, d);
-        for (int64_t asked = d; asked < d + STEP; ++asked) {
-            if (!next || (asked * P * sizeof(T)) % 64 >= P * sizeof(T)) continue;
-            for (int g = 0; g < GROUPS; ++g) prefetch(next->k[g] + asked * P);
+        for (int64_t ahead = d; ahead < d + STEP; ++ahead) {
+            if (!next || (ahead * P * sizeof(T)) % 64 >= P * sizeof(T)) continue;
+            for (int g = 0; g < GROUPS; ++g) prefetch(next->k[g] + ahead * P);
         }
         for (int r = 0; r < R; ++r) {
             for (int c = 0; c < C; ++c) sum[r][c] = multiply_add(all_lanes(q[r][d / STEP]), keys[c], sum[r][c]);
@@ -114,8 +114,8 @@ INLINE void finish_scores(const Batch& batch, const Task& task, int64_t head, in
     }
 }
 
-// From dot products of `count` rows of a head, from row r0 of the task on, to weights, and to factors `keep` for what
-// the states held so far.
+// Turns dot products of `count` rows of a head, from row r0 of the task on, into weights, and into factors `keep` for
+// the states so far.
 INLINE void weigh(const Batch& batch, const Task& task, int64_t head, int64_t r0, int64_t count, int64_t first_key,
                   float (*weights)[TILE], float* keep, State* states) {
     float before[LANES] = {}, origin[LANES] = {};
@@ -135,8 +135,8 @@ INLINE void weigh(const Batch& batch, const Task& task, int64_t head, int64_t r0
             const f32v weight = power_of_2(fma(score, all_lanes(LOG2_OF_SCORE), all_lanes(-origin[r])));
 #if FASTGEN_BF16_DOT
             const u16v rounded = narrow_to_bf16(weight);
-            store(weights[r] + g * LANES / 2, rounded);  // over the scores of groups that have been read
-            sum += widen_bf16(rounded);  // so that values that are all alike stay what they are
+            store(weights[r] + g * LANES / 2, rounded);  // overwrites scores that have been read
+            sum += widen_bf16(rounded);  // so that the mean of equal values is that value
 #else
             store(weights[r] + g * LANES, weight);
             sum += weight;
@@ -147,7 +147,7 @@ INLINE void weigh(const Batch& batch, const Task& task, int64_t head, int64_t r0
 }
 
 // state.mixed = state.mixed * keep + weights * values, for C vectors of features of R rows. The values of all groups of
-// keys are read side by side, as memory likes it; meanwhile the next tile's are asked for.
+// keys are read side by side, which memory serves fastest; meanwhile the next tile's are prefetched.
 template <int R, int C, class E>
 INLINE void mix_some(const float (*weights)[TILE], const float* keep, const Tile<E>& tile, const Place* next,
                      int64_t first, State* states) {
@@ -162,8 +162,8 @@ INLINE void mix_some(const float (*weights)[TILE], const float* keep, const Tile
             if (WINDOW > 0 && g * LANES + i + STEP <= tile.first_seen) continue;
             f32v values[C];
             for (int c = 0; c < C; ++c) values[c] = values_of(tile, g, i, first + c * LANES);
-            for (int64_t asked = i; !VALUES_IN_KEYS && next && asked < i + STEP; ++asked) {
-                ask_for(next->v[g] + asked * DV + first, C * LANES);
+            for (int64_t ahead = i; !VALUES_IN_KEYS && next && ahead < i + STEP; ++ahead) {
+                prefetch_numbers(next->v[g] + ahead * DV + first, C * LANES);
             }
             for (int r = 0; r < R; ++r) {
                 const f32v weight = all_lanes(weights[r][(g * LANES + i) / STEP]);
@@ -203,43 +203,43 @@ INLINE void visit_rows(const Task& task, int64_t first_key, Visit&& visit) {
     }
 }
 
-// Folds a tile into the states of all rows of a head: dot products, then weights, then sums of values, so that first
-// the keys and then the values stay in the first cache while parts of the rows go by. The first asks for the next tile.
+// Folds a tile into the states of all rows of a head: dot products, then weights, then sums of values. So first the
+// keys and then the values stay in the L1 cache while all parts of the rows use them. The first prefetches the next tile.
 template <class E>
 void attend_all(const Batch& batch, const Task& task, int64_t head, const float (*q)[D], const Tile<E>& tile,
                 const Place* next, Scratch& scratch, State* states) {
-    const Place* asked = next;
+    const Place* ahead = next;
     visit_rows(task, tile.first, [&](auto R, int64_t row) {
         if (tile.num_keys <= LANES) {
-            dot<R, 1>(q + row, tile, asked, scratch.weights + row);
+            dot<R, 1>(q + row, tile, ahead, scratch.weights + row);
         } else {
-            dot<R, GROUPS>(q + row, tile, asked, scratch.weights + row);
+            dot<R, GROUPS>(q + row, tile, ahead, scratch.weights + row);
         }
-        asked = nullptr;
+        ahead = nullptr;
     });
     for (int64_t row = 0; row < task.num_rows; row += LANES) {
         const int64_t count = std::min<int64_t>(LANES, task.num_rows - row);
         weigh(batch, task, head, row, count, tile.first, scratch.weights + row, scratch.keep + row, states + row);
     }
-    asked = next;
+    ahead = next;
     visit_rows(task, tile.first, [&](auto R, int64_t row) {
-        mix<R>(scratch.weights + row, scratch.keep + row, tile, asked, states + row);
-        asked = nullptr;
+        mix<R>(scratch.weights + row, scratch.keep + row, tile, ahead, states + row);
+        ahead = nullptr;
     });
 }
 
 void attend_tile(const Batch& batch, const Task& task, int64_t head, const float (*q)[D], const Place& here,
                  const Place& next, Scratch& scratch, State* states) {
-    const Place* asked = WHOLE_VECTORS ? &next : nullptr;
+    const Place* ahead = WHOLE_VECTORS ? &next : nullptr;
     constexpr bool IS_FLOAT = std::is_same_v<T, float>;
     if constexpr (CAN_USE_IN_PLACE) {
         if (IS_FLOAT || task.num_parts() <= 2) {
-            return attend_all(batch, task, head, q, in_place(task, here), asked, scratch, states);
+            return attend_all(batch, task, head, q, in_place(task, here), ahead, scratch, states);
         }
     }
     if constexpr (!CAN_USE_IN_PLACE || !IS_FLOAT) {
-        const Tile<Brought> tile = bring_together(batch, task, head, here, scratch.buffers);
-        attend_all(batch, task, head, q, tile, asked, scratch, states);
+        const Tile<Copied> tile = copy_together(batch, task, head, here, scratch.buffers);
+        attend_all(batch, task, head, q, tile, ahead, scratch, states);
     }
 }
 

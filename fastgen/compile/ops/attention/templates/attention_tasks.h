@@ -10,8 +10,8 @@
 //   pair    with BF16_DOT: two features of a key, or two keys of a value's feature, in the 32 bits of a lane; queries and
 //           weights are rounded to bf16 too, and two products are added at once
 //
-// A segment's tiles are folded in order, and so are a row's segments: its result depends neither on which other rows
-// there are nor on who computed which segment.
+// A segment's tiles are folded in order, and so are a row's segments. So a row's result depends neither on other rows
+// nor on the threads that computed its segments.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -55,11 +55,11 @@ struct Batch {
     int64_t max_blocks, q_stride;
 };
 
-// Rows of one sequence, the same of each of some KV heads: row r of a head is its query head r % G of new token r / G.
+// The same rows of one sequence for some KV heads: row r of a head is its query head r % G of new token r / G.
 struct Task {
     int64_t sequence, num_new, seq_len;
     int64_t first_row, num_rows, first_head, num_heads;
-    int64_t first_state;  // in the workspace, where the segments are shared out; else -1
+    int64_t first_state;  // in the workspace, where threads share the segments; else -1
 
     int64_t size() const { return num_rows * num_heads; }
     int64_t num_parts() const { return (num_rows + MAX_ROWS - 1) / MAX_ROWS; }

@@ -3,7 +3,7 @@
 // The including template defines the constants below, and afterwards `tile<R, P>`, the arithmetic of R rows with P panels.
 //
 //     rows     of x, `num_rows`; K = in_features, N = out_features
-//     group    what has weights of its own: a head, whose x and y lie in all rows beside the other heads', or where it is
+//     group    a part with its own weights: a head, whose x and y are in all rows beside the other heads', or where it is
 //              `routed` an expert, which multiplies the rows that chose it; a plain layer is one group
 //     panel    PANEL outputs side by side in the lanes; its weights lie in the order of k, K_STEP of them to a step
 //     tile     at most MAX_R rows with a panel, or few rows with several panels: their sums stay in registers
@@ -11,7 +11,7 @@
 //     block    BLOCK_K of K; a tile goes through one at once, whose rows stay in the first cache for many panels, and whose
 //              weights in the second one for several tiles. A tile alone goes through all of K, or as many blocks as were
 //              copied, since weights come from memory then, and faster the longer the pieces are. Where all rows are a few
-//              tiles, these go through a panel together, each asking for a part of the next, so that memory works while they
+//              tiles, these go through a panel together, each prefetching a part of the next, so that memory works while they
 //              compute
 //     slab     SLAB_K of K, or all of it where no chunks share weights. All go through one before any begins the next, so
 //              that what they share stays in the last cache; in between the sums rest in y
@@ -110,14 +110,14 @@ struct Tile {
     const uint8_t* x = nullptr;    // of each block the rows' parts
     int64_t x_stride = 0;          // bytes from one row's part to the next one's
     int64_t x_block = 0;           // and from one block's parts to the next one's
-    const uint8_t* x_rows[MAX_R];  // the rows, whole
+    const uint8_t* x_rows[MAX_R];  // the complete rows
     float* y_rows[MAX_R];
     Panel panels[MAX_P];
     int64_t first_ahead = AHEAD;  // the step whose weights are prefetched beside the first one's
     int ahead_shift = 0;          // 2 to the so many steps prefetch one
 
-    // The tile is number j of several that go through each panel: it asks for its part of the next panel, or for none.
-    void ask_ahead(int64_t j, int64_t num_together) {
+    // The tile is number j of several that go through each panel: it prefetches its part of the next panel, or nothing.
+    void prefetch_part(int64_t j, int64_t num_together) {
         if (num_together == 1) return;
         ahead_shift = num_together == 4 ? 2 : 1;
         const int64_t num_steps = num_k / K_STEP;
@@ -274,7 +274,7 @@ static void multiply_part(const Call& call, const Part& part) {
             for (int64_t j = 0; j < num_together; ++j) {
                 Tile& at = together[j];
                 at.k = k, at.num_k = num_k, at.begins_slab = k == part.k_begin, at.ends_slab = k + num_k == part.k_end;
-                at.ask_ahead(j, num_together);
+                at.prefetch_part(j, num_together);
 #if FASTGEN_ROUTED
                 take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), at, part.num_rows == 1, x + j);
 #else

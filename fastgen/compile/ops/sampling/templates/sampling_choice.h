@@ -1,12 +1,12 @@
 // A token for each row of logits.
 //
-//   scan    is the row sound; its largest score                 all that a greedy row takes, in one read
+//   scan    is the row finite; its largest score                all that a greedy row needs, in one read
 //   adjust  a copy, where lists or a mask say so; scanned again
-//   cut     the lowest score that top-k and top-p keep          by parting a list around pivots; nothing is sorted
+//   cut     the lowest score that top-k and top-p keep          by partitioning a list around pivots, without sorting
 //   draw    the largest of score and noise, of what is kept     noise only where it can still win
 //
-// Threads take rows; or the slices of a row, where there are few rows. What slices found is put together in their
-// order, so that no result depends on which it was, or on other rows.
+// Threads take rows; or the slices of a row, where there are few rows. Results of slices are combined in their order,
+// so a result does not depend on the threads or on other rows.
 #pragma once
 #include <atomic>
 
@@ -103,7 +103,7 @@ void log_probabilities(Row& row, int64_t token, int64_t num_top, float* values, 
     }
 }
 
-// Takes the scores of tokens whose bit is 0.
+// Sets the scores of tokens whose bit is 0 to -inf.
 void forbid(float* scores, int64_t size, const int32_t* mask) {
     for (int64_t begin = 0; begin < size; begin += 32) {
         const uint32_t word = uint32_t(mask[begin / 32]);
@@ -114,7 +114,7 @@ void forbid(float* scores, int64_t size, const int32_t* mask) {
     }
 }
 
-// A token, or minus what is wrong with the row.
+// A token, or minus the status of the row.
 int64_t choose(Row& row, const float* reals, const int64_t* integers, const int32_t* use_ids, const int32_t* uses,
                const int32_t* bias_ids, const float* biases, const int32_t* masks) {
     if (!scan(row)) return -FASTGEN_NOT_FINITE;

@@ -30,7 +30,7 @@ float floor_of(const Function& function, float y) {
     return function(about - slack) < y ? about - slack : -INFINITE;
 }
 
-// Appends those lanes of x that are kept; may write a whole vector.
+// Appends the lanes of x that are kept; may write a full vector.
 INLINE float* append(float* to, f32v x, i32v is_kept) {
 #if FASTGEN_LANES == 16
     const __mmask16 mask = _mm512_movepi32_mask(__m512i(is_kept));
@@ -90,13 +90,13 @@ struct Found {
     double below;  // what those below it weigh
 };
 
-// Of row.list, below whose values others weigh `below`: the smallest value up to which all weighs more than `target`;
-// the largest, where none does. The list is parted around a pivot, and on it goes with the part that holds what is
-// looked for, until that holds equals only. Pivots lie midway between the part's ends, of numbers and of their bits in
-// turn: the first is fast where numbers lie evenly, the second ends soon wherever they lie.
+// Finds in row.list, with values of weight `below` below it, the smallest value up to which the sum of weights exceeds
+// `target`; the largest value where no sum does. The list is partitioned around a pivot, and the part with the result is
+// partitioned again, until it holds equal values only. Pivots are midway between the part's ends, of numbers and of
+// their bits in turn: the first is fast where numbers are evenly distributed, the second ends soon for any numbers.
 template <class Weigh>
 Found find(Row& row, int64_t count, double below, double target, const Weigh& weigh) {
-    float *list = row.list, *spare = row.spare;
+    float *list = row.list, *other = row.other;
     f32v most = all_lanes(-INFINITE), least = all_lanes(-INFINITE);  // its negative
     for (int64_t i = 0; i < count; i += LANES) {
         const f32v x = load<f32v>(list + i);
@@ -108,7 +108,7 @@ Found find(Row& row, int64_t count, double below, double target, const Weigh& we
         float pivot = low / 2 + high / 2;
         if (turn % 2 == 1) pivot = number_of(int32_t((int64_t(key_of(low)) + key_of(high)) >> 1));
         if (!(pivot >= low && pivot < high)) pivot = low;
-        float *lower = list, *upper = spare;
+        float *lower = list, *upper = other;
         Sum sum;
         most = least = all_lanes(-INFINITE);
         for (int64_t i = 0; i < count; i += LANES) {
@@ -127,9 +127,9 @@ Found find(Row& row, int64_t count, double below, double target, const Weigh& we
             high = largest_of(most);
         } else {
             below = up_to_pivot;
-            count = upper - spare;
+            count = upper - other;
             low = -largest_of(least);
-            std::swap(list, spare);
+            std::swap(list, other);
         }
     }
     return {low, count, below};

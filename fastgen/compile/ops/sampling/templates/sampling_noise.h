@@ -27,7 +27,7 @@ INLINE f32v log(f32v x) {
     return fma(n, all_lanes(0.693359375f), m + p);
 }
 
-// Of each even-numbered 32-bit lane the whole product with a number.
+// The 64-bit products of even-numbered 32-bit lanes with a number.
 INLINE u64v product_of_even(u32v a, uint32_t b) {
 #if FASTGEN_LANES == 16
     return u64v(_mm512_maskz_mul_epu32(0xff, __m512i(a), _mm512_set1_epi32(int32_t(b))));

@@ -1,4 +1,4 @@
-// A row of scores, looked at by groups of vectors and by slices.
+// A row of scores, read by groups of vectors and by slices.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -10,7 +10,7 @@
 #define FASTGEN_SLICE 32768
 #define FASTGEN_MAX_SLICES 64
 #endif
-constexpr int64_t SLICE = FASTGEN_SLICE;  // tokens; a whole number of BLOCKs
+constexpr int64_t SLICE = FASTGEN_SLICE;  // tokens; a multiple of BLOCK
 constexpr int64_t MAX_SLICES = FASTGEN_MAX_SLICES;
 constexpr int64_t GROUP = 4 * LANES;  // tokens looked at together: as many as LANES random blocks serve
 constexpr int64_t BLOCK = 64 * LANES;  // tokens of which each lane has its maximum kept
@@ -50,21 +50,21 @@ INLINE void for_groups(float floor, const float* scores, int64_t count, const Wo
 // A sum of many numbers: by lanes in fp32, every so often on to fp64.
 struct Sum {
     f32v part = {};
-    double whole = 0;
+    double sum = 0;
     int num_added = 0;
     ALWAYS_INLINE void add(f32v x) {
         part += x;
         if (++num_added == 32) total();
     }
     ALWAYS_INLINE double total() {
-        whole += sum_of(part);
+        sum += sum_of(part);
         part = f32v{};
         num_added = 0;
-        return whole;
+        return sum;
     }
 };
 
-// What a step finds out about a slice.
+// The results of a step for a slice.
 struct Slice {
     bool is_sound;  // neither NaN nor +inf
     float peak;  // the largest, or what was drawn
@@ -76,7 +76,7 @@ struct Slice {
 struct Row {
     const float* scores;
     int64_t size;
-    float *adjusted, *list, *spare, *maxima;  // workspaces
+    float *adjusted, *list, *other, *maxima;  // workspaces
     Slice slices[MAX_SLICES];
 
     int64_t num_slices() const { return (size + SLICE - 1) / SLICE; }
