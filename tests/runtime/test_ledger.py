@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,12 @@ def test_sampling_takes_what_the_ledger_says(find: Find, kind: int) -> None:
     recorded = temporaries.sampling[kind](rows, 4004).peak_bytes + 4 * rows * vocab_size
     print(f"{peak.most / (rows * vocab_size):.1f} bytes for each logit, recorded {recorded / (rows * vocab_size):.1f}")
     assert peak.most <= recorded <= 1.05 * peak.most
+    if rows == llm.config.max_rows:
+        build = model_build(llm, "torch fp32")
+        wide = Temporaries(MeasuredModel(replace(build, spec=replace(llm.spec, vocab_size=vocab_size))))
+        phase = wide.phases(llm.config)[f"sampling max_num_seqs={rows}"] - 4 * BUDGET * llm.spec.hidden_size
+        assert peak.most <= phase
+        assert phase <= 1.05 * peak.most or kind == 0, "another kind of request takes more"
 
 
 def test_scores_of_a_prompt_take_what_the_ledger_says(find: Find) -> None:
@@ -163,6 +171,8 @@ def test_scores_of_a_prompt_take_what_the_ledger_says(find: Find) -> None:
         with torch.inference_mode(), AllocationPeak() as peak:
             runner._row_logprobs(hidden, list(range(BUDGET)), 21)
         phases = memory_model(llm, "torch fp32").temporaries(llm.config)
+        most = max(math.prod(tensor.stored_shape) for tensor in llm.spec.tensors())
+        assert phases["loading the largest tensor"] == 4 * most
         held = hidden.nbytes + 4 * llm.config.max_rows * llm.spec.vocab_size
     found = phases["prompt_logprobs"] - held
     assert peak.most <= found <= 1.05 * peak.most

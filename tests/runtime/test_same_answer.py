@@ -187,8 +187,8 @@ def poison(llm: LLM) -> None:
         steady.wait()
         num_started = int(is_next)  # any other step that was started is dropped
     if not is_next:
-        inputs._packed.fill_(0x7F)
-    for buffer in inputs._staging:
+        inputs.buffers.packed.fill_(0x7F)
+    for buffer in inputs.buffers.staging:
         buffer.fill_(0x7F)
     assert scheduler._scheduled is not None
     kept = {*scheduler.kv.pool.published, *(copy.source for copy in scheduler._scheduled.block_copies)}
@@ -214,4 +214,4 @@ def poison(llm: LLM) -> None:
         if all(sequence.slot != slot for sequence in scheduler.running):
             inputs.block_tables[:, slot] = 2**30
             inputs.sampled_ids[slot] = 2**30
-    assert inputs._flat_tables.numel() == inputs.block_tables.numel() + 1
+    assert inputs.buffers.flat_tables.numel() == inputs.block_tables.numel() + 1

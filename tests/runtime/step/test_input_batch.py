@@ -72,7 +72,7 @@ def updates_of(sequence: Sequence) -> list[BlockUpdate]:
 
 
 def poison(inputs: InputBatch) -> None:
-    for buffer in (inputs._packed, *inputs._staging):
+    for buffer in (inputs.buffers.packed, *inputs.buffers.staging):
         buffer.fill_(POISON)
 
 
@@ -193,7 +193,7 @@ def test_a_step_is_one_copy_to_addresses_that_never_change(
     for size in (4, 8, 4):
         copies.clear()
         assert addresses(inputs.build(step(pending(chunk), size=size))[0]) == first
-        assert [tensor.data_ptr() for tensor in copies] == [inputs._packed.data_ptr()]
+        assert [tensor.data_ptr() for tensor in copies] == [inputs.buffers.packed.data_ptr()]
 
 
 class LateCopy:
@@ -211,12 +211,12 @@ def test_inputs_are_not_overwritten_before_a_late_device_has_them(example: tuple
     schedules = [step(pending(chunk, 1)), step(pending(chunk, 2)), step(pending(chunk, 3)), step(pending(chunk, 4))]
     for schedule in schedules[:2]:
         inputs.build(schedule)
-    given = [each.clone() for each in inputs._staging]
-    copies = [LateCopy(each) for each in inputs._staging]
+    given = [each.clone() for each in inputs.buffers.staging]
+    copies = [LateCopy(each) for each in inputs.buffers.staging]
     inputs._copied = list(copies)  # type: ignore[arg-type]
     for schedule in schedules[2:]:
         inputs.build(schedule)
-    for before, copy, after in zip(given, copies, inputs._staging, strict=True):
+    for before, copy, after in zip(given, copies, inputs.buffers.staging, strict=True):
         assert torch.equal(copy.found, before)
         assert not torch.equal(after, before)
 
