@@ -27,10 +27,10 @@ def why(
     """Show where the time of REQUEST went: queue, its own compute, other requests in the batch, preemptions, gaps."""
     from fastgen.runtime.flight.recording_file import read_recording
     from fastgen.runtime.flight.why import why as find_facts
-    from fastgen.runtime.flight.why_text import tell
+    from fastgen.runtime.flight.why_text import as_text
 
     facts = find_facts(read_recording(recording), request)
-    print(json.dumps(asdict(facts)) if as_json else tell(facts))
+    print(json.dumps(asdict(facts)) if as_json else as_text(facts))
 
 
 def replay(recording: RecordingFile, as_json: AsJson = False) -> None:

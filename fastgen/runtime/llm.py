@@ -20,7 +20,7 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.recording_file import write_recording
 from fastgen.runtime.flight.why import why
-from fastgen.runtime.flight.why_text import tell
+from fastgen.runtime.flight.why_text import as_text
 from fastgen.runtime.interrupts import interrupt_deferred
 from fastgen.runtime.memory.ledger import Ledger
 from fastgen.runtime.memory.sizes import EngineConfig
@@ -157,7 +157,7 @@ class LLM:
         """
         if isinstance(request, GenerationOutput):
             request = f"{request.request_id}.{request.index}"
-        return tell(why(self.recording(), str(request)))
+        return as_text(why(self.recording(), str(request)))
 
     def release_engine(self) -> Engine:
         """Returns the engine to a caller that will run its steps. This ``LLM`` is closed then, and frees nothing."""

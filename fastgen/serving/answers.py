@@ -1,4 +1,4 @@
-"""From tokens to text, in the server's process, so that no step of the engine waits for it."""
+"""Decodes tokens to text in the server's process, so that no step of the engine waits for it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fastgen.serving.engine.messages import End, Progress
 
 @dataclass(frozen=True)
 class Update:
-    """What a completion has got since the last one: text that is certain, tokens, and with the last of them its end."""
+    """The progress of a completion since its last update: final text, tokens, and with the last tokens its end."""
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[Logprobs] | None
     end: End | None
-    # With the first of completion 0, if they were asked for.
+    # Comes with the first update of completion 0, if it was requested.
     prompt_logprobs: list[Logprobs | None] | None = None
 
 
 @dataclass
 class Answer:
-    """One completion in the making."""
+    """One completion that is being generated."""
 
-    # Made with its first token: there may be thousands of which most wait.
+    # Created with its first token: thousands of requests may exist, most of them waiting.
     detokenizer: Detokenizer | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Answer:
 
 
 class Answers:
-    """The completions of one request. ``spelled`` are special tokens that have a text in them."""
+    """The completions of one request. ``spelled`` are special tokens whose text appears in the answer."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Answers:
         return self._num_open == 0
 
     def add(self, progress: Progress) -> Update:
-        """Take what the engine tells of a completion."""
+        """Takes the engine's progress on one completion."""
         answer = self._answers[progress.index]
         answer.token_ids += progress.token_ids
         if progress.prompt_logprobs is not None:
@@ -73,7 +73,7 @@ class Answers:
         if answer.detokenizer is None and self._new_detokenizer is not None:
             answer.detokenizer = self._new_detokenizer()
         if answer.detokenizer is not None:
-            # A stop token is the last one, and has no text.
+            # A stop token comes last and has no text.
             text = "".join(answer.detokenizer.append(id_) for id_ in progress.token_ids if id_ not in self._stop_ids)
             if progress.end is not None:
                 text += answer.detokenizer.finish()
@@ -86,7 +86,7 @@ class Answers:
         )
 
     def output(self, request_id: int) -> GenerationOutput:
-        """The finished answer, as ``LLM.generate`` gives it."""
+        """Returns the finished answer, as ``LLM.generate`` returns it."""
         first, *others = range(len(self._answers))
         return self._output(request_id, first, tuple(self._output(request_id, index) for index in others))
 

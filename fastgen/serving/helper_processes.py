@@ -1,4 +1,4 @@
-"""Work that may take too long happens in processes of its own, which are ended where it does, and started again."""
+"""Helper processes for work that may take too long. A process that exceeds its limits ends, and another is started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastgen.errors import FastgenError
 from fastgen.serving.api_keys import environment_without_keys
 from fastgen.serving.refusals import UnavailableError
 
-# How long work waits for a process until another is started, which takes some ten times as long.
+# How long work waits for a process before another is started, which takes about ten times as long.
 _PATIENCE_S = 0.05
 _LENGTH = struct.Struct("<I")
 
@@ -34,9 +34,10 @@ class HelperEndedError(Exception):
 
 
 class HelperProcesses:
-    """Processes of ``python -m MODULE``, each of which runs :func:`answer_all`, at most ``max_processes``. Each is told
-    ``beginning`` first. Who has to wait for one starts another, so that what takes long holds up nothing else. May be
-    used from several threads.
+    """At most ``max_processes`` processes of ``python -m MODULE``, each of which runs :func:`answer_all`.
+
+    Each process is first sent ``beginning``. A call that has to wait for a process starts another one, so that slow
+    work does not hold up the rest. May be used from several threads.
     """
 
     def __init__(self, module: str, beginning: bytes = b"", *, max_processes: int):
@@ -49,26 +50,30 @@ class HelperProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of those that run."""
+        """Returns the ids of the running processes."""
         return [process.pid for process in list(self._processes) if process.is_alive]
 
     def start(self) -> None:
-        """Have a process there before it is needed: it takes a second. Raises ``FastgenError`` where that fails."""
+        """Starts one process before it is needed, because that takes a second. Raises ``FastgenError`` if that
+        fails.
+        """
         self._put_another()
 
     def ask(self, request: bytes) -> bytes:
-        """The answer of one of them. Raises ``HelperEndedError``, and ``UnavailableError`` after :meth:`close`."""
+        """Returns the answer of one process. Raises ``HelperEndedError``, and ``UnavailableError`` after
+        :meth:`close`.
+        """
         process = self._take()
         answer = process.ask(request)
         if answer is None:
             status = self._drop(process)
-            self._put_another()  # whose work this was is late already, and others need not be
+            self._put_another()  # this call is late already, but the next ones need not be
             raise HelperEndedError(status)
         self._idle.put(process)
         return answer
 
     def close(self) -> None:
-        """End all processes; what they do fails."""
+        """Ends all processes; their work fails."""
         with self._lock:
             self._is_closed = True
         for process in list(self._processes):
@@ -78,7 +83,7 @@ class HelperProcesses:
                 self._drop(self._idle.get_nowait())
 
     def _take(self) -> _Process:
-        """One that has nothing to do."""
+        """Returns an idle process."""
         while True:
             try:
                 process = self._idle.get(timeout=_PATIENCE_S if self._processes else 0)
@@ -90,7 +95,7 @@ class HelperProcesses:
             self._drop(process)
 
     def _put_another(self) -> None:
-        """Have one more that has nothing to do, unless there are as many as there may be."""
+        """Starts one more idle process, unless the maximum is reached."""
         with self._lock:
             if self._is_closed:
                 raise UnavailableError("the server is ending")
@@ -104,14 +109,14 @@ class HelperProcesses:
         self._idle.put(process)
 
     def _drop(self, process: _Process) -> int:
-        """End it; its status."""
+        """Ends the process and returns its exit status."""
         with self._lock:
             self._processes.discard(process)
         return process.end()
 
 
 class _Process:
-    """A process that answers, for one thread at a time."""
+    """A process that answers one thread at a time."""
 
     def __init__(self, command: list[str]) -> None:
         environment = environment_without_keys()
@@ -130,7 +135,7 @@ class _Process:
         return self._process.poll() is None
 
     def ask(self, request: bytes) -> bytes | None:
-        """Its answer; ``None`` where it ends before it has one."""
+        """Returns its answer, or ``None`` if it ends before it has one."""
         try:
             _write_message(self._to, request)
             return _read_message(self._from)
@@ -141,9 +146,9 @@ class _Process:
         self._process.kill()
 
     def end(self) -> int:
-        """End it, if it has not. Returns the status that it ended with."""
+        """Ends it if it still runs. Returns its exit status."""
         if self._process.poll() is None:
-            self._to.close()  # which tells it to
+            self._to.close()  # closing its input ends it
         status = self._process.wait()
         self._to.close()
         self._from.close()
@@ -151,19 +156,21 @@ class _Process:
 
 
 def answer_all(begin: Callable[[bytes], Callable[[bytes], bytes]], *, max_cpu_s: float, max_memory_bytes: int) -> None:
-    """In such a process: answer what comes on standard input until it is closed, by what ``begin`` makes of the
-    beginning. An answer that takes more than ``max_cpu_s`` seconds of processor time ends the process: by a signal,
-    which nothing can keep from coming."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's, which is for the server
+    """Runs in a helper process: answers messages from standard input until it is closed.
+
+    ``begin`` builds the answering function from the first message. An answer that takes more than ``max_cpu_s`` seconds
+    of processor time ends the process, by a signal that cannot be caught.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal; the server handles it
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever prints is not to be taken for an answer
+    os.dup2(2, 1)  # printed text must not be taken for an answer
     beginning = _read_message(requests)
     if beginning is None:
         return
     answer = begin(beginning)
     _limit_memory(max_memory_bytes)
-    _write_message(answers, b"")  # it is ready
+    _write_message(answers, b"")  # reports that it is ready
     while (request := _read_message(requests)) is not None:
         signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
         answered = answer(request)
@@ -172,21 +179,21 @@ def answer_all(begin: Callable[[bytes], Callable[[bytes], bytes]], *, max_cpu_s:
 
 
 def _limit_memory(max_more_bytes: int) -> None:
-    """Let this process have so much more than it has now, where the system can tell how much that is."""
+    """Allows this process ``num_bytes`` more memory than it has now, if the system reports how much that is."""
     if sys.platform == "linux":
         size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size_bytes + max_more_bytes,) * 2)
 
 
 def _write_message(stream: IO[bytes], message: bytes) -> None:
-    """``message`` behind its length, whole."""
+    """Writes the length of ``message``, then ``message``."""
     left = memoryview(_LENGTH.pack(len(message)) + message)
     while left:
         left = left[stream.write(left) :]
 
 
 def _read_message(stream: IO[bytes]) -> bytes | None:
-    """The next one; ``None`` where the other end has gone."""
+    """Returns the next message, or ``None`` if the other end has closed."""
     head = _read_exactly(stream, _LENGTH.size)
     return None if head is None else _read_exactly(stream, _LENGTH.unpack(head)[0])
 

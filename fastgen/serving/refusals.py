@@ -1,4 +1,4 @@
-"""Why a server does not do what it is asked, whichever way it is asked; HTTP and gRPC have their words for each."""
+"""The reasons for which a server refuses a request. HTTP and gRPC each translate them to their own status codes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ class RefusedError(FastgenError):
 
 
 class BadRequestError(RefusedError):
-    """The request is malformed or cannot be honoured; ``param`` is the field it is about, if one is known, and ``code``
-    a word for programs."""
+    """The request is malformed or cannot be honoured. ``param`` is the field at fault, if it is known, and ``code`` is
+    a machine-readable word.
+    """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -19,21 +20,21 @@ class BadRequestError(RefusedError):
 
 
 class UnknownModelError(RefusedError):
-    """A model that is not served here."""
+    """The requested model is not served here."""
 
     param = "model"
 
 
 class UnauthorizedError(RefusedError):
-    """No API key, or one that is not known."""
+    """There is no API key, or it is not known."""
 
 
 class TooLargeError(RefusedError):
-    """The request has more bytes or tokens than this server takes."""
+    """The request has more bytes or tokens than this server accepts."""
 
 
 class OverloadedError(RefusedError):
-    """The server has as much to do as it takes. ``predicted_ttft_s`` is when the first token would have come."""
+    """The server has reached its limit of work. ``predicted_ttft_s`` is when the first token would have come."""
 
     def __init__(self, message: str, *, retry_after_s: float, predicted_ttft_s: float | None = None):
         super().__init__(message)
@@ -41,7 +42,7 @@ class OverloadedError(RefusedError):
 
 
 class UnavailableError(RefusedError):
-    """The server is starting, starting its engine again, or ending."""
+    """The server is starting, restarting its engine, or ending."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0):
         super().__init__(message)
@@ -49,8 +50,8 @@ class UnavailableError(RefusedError):
 
 
 class EngineDiedError(RefusedError):
-    """The engine's process ended while the request was in it; what it had generated is lost."""
+    """The engine's process ended while it held the request; the tokens generated so far are lost."""
 
 
 class RequestTimeoutError(RefusedError):
-    """The request itself took too long to come."""
+    """The request itself took too long to arrive."""

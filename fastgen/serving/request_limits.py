@@ -1,26 +1,29 @@
-"""What may be asked for at most, whichever way it is asked; beside limits of sizes and numbers, which can be set."""
+"""Fixed limits on single requests, for HTTP and gRPC alike. Limits that can be configured are in the options."""
 
 from __future__ import annotations
 
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.refusals import BadRequestError
 
-# Requests that are looked at by one call, and not run.
+# Requests that one call may check without running them.
 MAX_CHECKED = 64
-# Completions of a prompt: OpenAI's limit.
+# Completions of one prompt: OpenAI's limit.
 MAX_N = 128
 MAX_BEAMS = 256
 MAX_STOP_STRINGS = 64
-# Of one stop string.
+# Characters of one stop string.
 MAX_STOP_CHARACTERS = 1000
 MAX_STOP_TOKEN_IDS = 1024
-# Alternatives beside a token, of the answer or of the prompt.
+# Alternatives for each token, of the answer or of the prompt.
 MAX_LOGPROBS = 128
 
 
 def check_limits(sampling: SamplingParams) -> None:
-    """Raise ``BadRequestError`` for too much of what costs time in steps that others share, most of it for every token.
-    The library itself has no such limits."""
+    """Raises ``BadRequestError`` if a request asks for too much work that delays the steps it shares with other
+    requests.
+
+    Most of that work is done for every token. The library itself has no such limits.
+    """
     _check("n", sampling.n, MAX_N, "completions")
     _check("beam_width", sampling.beam_width or 0, MAX_BEAMS, "beams")
     _check("stop", len(sampling.stop), MAX_STOP_STRINGS, "strings")

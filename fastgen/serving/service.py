@@ -1,4 +1,4 @@
-"""What the server does, whichever way it is asked: HTTP and gRPC only translate."""
+"""The server's work, independent of the protocol: HTTP and gRPC only translate."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ _COUNT_S = 2.0
 
 
 class Service:
-    """One model, served. ``arguments`` are those of ``fastgen.load``; ``model_name`` is what clients call it; an engine
-    that is silent for ``engine_timeout_s`` seconds is started again.
+    """Serves one model.
+
+    ``arguments`` are those of ``fastgen.load``; ``model_name`` is the name that clients use. An engine that is silent
+    for ``engine_timeout_s`` seconds is restarted.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Service:
     def state(self) -> State:
         if self._is_draining:
             return "draining"
-        if self._codec is None and self.engine.state == "ready":  # its tokenizer is still being read
+        if self._codec is None and self.engine.state == "ready":  # the tokenizer is still being loaded
             return "starting"
         return self.engine.state
 
@@ -79,7 +81,7 @@ class Service:
         return self._watch.metrics
 
     def info(self) -> dict[str, Any]:
-        """What is served, and its sizes. Raises ``UnavailableError`` while they are not known."""
+        """Returns what is served and its sizes. Raises ``UnavailableError`` while they are not known."""
         facts = self.facts
         return {
             "model": self.model_name,
@@ -92,7 +94,7 @@ class Service:
         }
 
     async def start(self) -> None:
-        """Load the model. Raises ``FastgenError`` where that fails."""
+        """Loads the model. Raises ``FastgenError`` if that fails."""
         facts = await self.engine.start()
         directory = Path(facts.directory)
         config = read_json_object(directory / "config.json")
@@ -102,7 +104,7 @@ class Service:
             await asyncio.to_thread(self._templates.processes.start)
             codec.render_chat = self._templates.render
         codec.max_tokens = facts.max_model_len
-        if hasattr(codec.tokenizer, "backend_tokenizer"):  # formats need it, and the engine says so
+        if hasattr(codec.tokenizer, "backend_tokenizer"):  # only formats need it; the engine reports the error
             self._formats = FormatTrials(codec.tokenizer, facts.vocab_size)
         self._codec = codec
 
@@ -115,10 +117,10 @@ class Service:
         arrived_s: float | None = None,
         spelled: Mapping[int, str] | None = None,
     ) -> Running:
-        """Queue a request. Raises :class:`~fastgen.serving.refusals.RefusedError` where it cannot be.
+        """Queues a request. Raises :class:`~fastgen.serving.refusals.RefusedError` if it is refused.
 
-        It came at ``arrived_s`` of ``time.monotonic``, by default now. ``spelled`` are special tokens that have a text
-        in the answer.
+        ``arrived_s`` is its arrival by ``time.monotonic``, by default now. ``spelled`` are special tokens whose text
+        appears in the answer.
         """
         arrived_s = time.monotonic() if arrived_s is None else arrived_s
         admitted = None
@@ -146,7 +148,7 @@ class Service:
         self.engine.check_ready()
 
     async def _format_refusal(self, sampling: SamplingParams) -> str | None:
-        """Why the format that an answer must have cannot be compiled, or not soon enough."""
+        """Returns why the required answer format cannot be compiled, or not fast enough; ``None`` if it can."""
         if sampling.response_format is None or self._formats is None:
             return None
         if self._formats.knows(sampling.response_format):
@@ -154,16 +156,18 @@ class Service:
         return await asyncio.to_thread(self._formats.refusal, sampling.response_format)
 
     async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
-        """Why such a request would be refused; ``None`` where it would not. Nothing is run. Raises ``RefusedError`` as
-        :meth:`submit` does where it need not even be asked."""
+        """Returns why such a request would be refused, or ``None``. Nothing is run.
+
+        Raises ``RefusedError``, as :meth:`submit` does, if the engine need not be asked.
+        """
         check_limits(sampling)
         if reason := await self._format_refusal(sampling):
             return reason
         return await self.engine.refusal(prompt_ids, sampling)
 
     async def metrics_text(self) -> bytes:
-        """All counters, as they are now, in Prometheus' text format; the engine's as of its last word if it has no time
-        to answer.
+        """Returns all current counters in Prometheus' text format. If the engine is too busy to answer, its last
+        reported counters are used.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_COUNT_S):
@@ -171,7 +175,7 @@ class Service:
         return self.metrics.text()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more requests, and wait up to ``timeout_s`` for those there are. Those that are left then fail."""
+        """Accepts no more requests, and waits up to ``timeout_s`` for the running ones. Those still left then fail."""
         self._is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -180,7 +184,7 @@ class Service:
         self.engine.fail_all(UnavailableError(f"the server ends, and this was not done after {timeout_s:g} s"))
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """End the engine, by force after ``timeout_s``. What is still in it fails."""
+        """Ends the engine, by force after ``timeout_s``. Its unfinished requests fail."""
         self._is_draining = True
         await self.engine.stop(timeout_s)
         for helper in (self._templates, self._formats):
@@ -189,7 +193,9 @@ class Service:
 
 
 class Running:
-    """A request that was queued: its updates as they come, or its whole output. Leaving it cancels what is left."""
+    """A queued request: iterate over its updates, or await its whole output. Leaving the context cancels what
+    is left.
+    """
 
     def __init__(self, service: Service, request: EngineRequest, answers: Answers):
         self._service, self._request, self._answers = service, request, answers
@@ -203,7 +209,7 @@ class Running:
         self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[list[Update]]:
-        """What has come since the last look, all of it at once. Raises ``RefusedError`` where the request fails."""
+        """Yields all progress since the last iteration, merged. Raises ``RefusedError`` if the request fails."""
         while not self._answers.finished:
             updates = [self._answers.add(progress) for progress in await self._request.news()]
             if self._answers.finished:
@@ -211,16 +217,16 @@ class Running:
             yield updates
 
     async def output(self) -> GenerationOutput:
-        """Wait for all of it."""
+        """Waits for the whole answer."""
         async for _ in self:
             pass
         return self._answers.output(self._request.number)
 
     @property
     def finished(self) -> bool:
-        """Whether all of it has come."""
+        """Returns whether the whole answer has been received."""
         return self._answers.finished
 
     def cancel(self) -> None:
-        """End it, if it has not; its blocks are free before the next step."""
+        """Ends the request if it runs; its blocks are free before the next step."""
         self._service.engine.cancel(self._request)

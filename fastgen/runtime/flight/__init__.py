@@ -1,1 +1,1 @@
-"""The flight recorder, and what can be told from a recording: why, replay, the timeline."""
+"""The flight recorder and the readers of its recordings: why, replay, timeline."""

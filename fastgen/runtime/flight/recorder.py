@@ -1,9 +1,9 @@
-"""The flight recorder: the last steps of an engine and what came and ended meanwhile, always on.
+"""The flight recorder: it always keeps the last steps of an engine, and the arrivals and ends between them.
 
-A step's record is made of what is there already, some numbers and references, and costs microseconds; what a
-:class:`~fastgen.runtime.flight.recording.Recording` says in names and block numbers is worked out when one is asked
-for. The ring is bounded in steps and in bytes. A request whose arrival it has let go is still known while a later event
-is of it.
+A step's record holds numbers and references that exist already, so making it costs microseconds. The names and block
+numbers of a :class:`~fastgen.runtime.flight.recording.Recording` are computed only when a recording is requested. The
+ring is bounded in steps and in bytes. A request whose arrival has left the ring is kept as long as the ring holds a
+later event of it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, int]
 _key_of: Callable[[Sequence], _Key] = attrgetter("key")
-# Of a list of token ids: a pointer and an integer.
+# Memory of one element in a list of token ids: a pointer and an integer.
 _BYTES_PER_TOKEN = 40
 
 
 class StepRecord:
-    """One step, whose times and tokens are filled in as they become known."""
+    """The record of one step. Its times and tokens are filled in as they become known."""
 
     __slots__ = (
         "admitted",
@@ -103,7 +103,7 @@ class StepRecord:
         self.blocks_free, self.blocks_cached = scheduler.kv.num_free, scheduler.kv.pool.num_cached
 
     def step(self) -> Step:
-        """The record as it stands, in names."""
+        """Returns the record in its present state, with names in place of keys."""
         num_sampled = Counter(self.sampled)
         decodes = [(key, start, 1, 0) for key, start in zip(self.decodes, self.positions, strict=True)]
         return Step(
@@ -133,7 +133,7 @@ class StepRecord:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory."""
+        """Returns about how much memory the record takes."""
         return 600 + 20 * len(self.decodes) + 150 * (len(self.chunks) + len(self.updates) + len(self.copies))
 
 
@@ -142,7 +142,7 @@ class _Finished(NamedTuple):
     clock_s: float
     reason: FinishReason
     num_tokens: int
-    # Where this was the last of its completions.
+    # Set if this was the last of its completions.
     request: Request | None
     step: int | None
 
@@ -162,11 +162,11 @@ class _Withdrawn(NamedTuple):
 
 
 class BeamMoves:
-    """What a beam search does with its sequences after a step."""
+    """The changes that a beam search makes to its sequences after a step."""
 
     def __init__(self) -> None:
         self.request_id = self.step = -1
-        # For each move: the sequence, its new parent, the tokens it had, and how many of them are the prompt's.
+        # Each move: the sequence, its new parent, the tokens it had, and how many of them are prompt tokens.
         self.moves: list[tuple[_Key, _Key | None, SequenceOf[int], int]] = []
         self.given: list[_Key] = []
 
@@ -180,12 +180,12 @@ class BeamMoves:
 
 
 _RingEvent = StepRecord | Request | _Finished | _Withdrawn | BeamMoves | SchedulerState
-# How many times a ring is gone through a snapshot is taken, so that one is left when the rest has gone.
+# Snapshots per full turn of the ring. There are several, so that the ring always holds one.
 _SNAPSHOTS = 4
 
 
 class Recorder(Observer):
-    """Keeps the last ``max_steps`` steps of an engine, or fewer where they and the tokens of their requests would take
+    """Keeps the last ``max_steps`` steps of an engine, or fewer if they and the tokens of their requests would take
     more than about ``max_bytes``.
     """
 
@@ -203,7 +203,7 @@ class Recorder(Observer):
         self._num_bytes = 0
         self._next_step = self._first_step = 0
         self._bytes_seen = 0
-        # Before which step it was taken, and the bytes seen by then.
+        # The step before which the last snapshot was taken, and the bytes seen by then.
         self._last_snapshot = (0, 0)
         self._open: dict[int, Request] = {}
         # Arrivals that left the ring before the ends of their requests.
@@ -221,7 +221,7 @@ class Recorder(Observer):
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether the ring would soon begin with nothing that a replay can begin with."""
+        """Returns whether a new snapshot is due, so that the ring always holds one from which a replay can begin."""
         step, num_bytes = self._last_snapshot
         return (
             _SNAPSHOTS * (self._next_step - step) >= self.max_steps
@@ -229,15 +229,16 @@ class Recorder(Observer):
         )
 
     def snapshot(self, scheduler: Scheduler) -> None:
-        """Keep the state of ``scheduler``, all of whose steps are over. One that would take more of the ring than lies
-        between two of them is not kept."""
+        """Keeps the state of ``scheduler``, which has no unfinished step. A state is not kept if it would take more of
+        the ring than the events between two snapshots.
+        """
         state = SchedulerState(scheduler, self._next_step)
         if _SNAPSHOTS * state.num_bytes < self.max_bytes:
             self._append(state, state.num_bytes)
         self._last_snapshot = (self._next_step, self._bytes_seen)
 
     def begin_with(self, running: Iterable[Sequence]) -> None:
-        """Record from here on, where these have their slots."""
+        """Starts to record at a point where the sequences ``running`` already have their slots."""
         self._running.update(seq.key for seq in running)
 
     def scheduled(self, step: EngineStep, scheduler: Scheduler) -> None:
@@ -253,8 +254,9 @@ class Recorder(Observer):
         scheduled_s: float,
         held_back: SequenceOf[Sequence] | None = None,
     ) -> StepRecord:
-        """Adds the step of ``schedule``, which ``scheduler`` made between these two clock values. In a step ahead of
-        the tokens of the one before, ``held_back`` are the sequences that have to wait for theirs.
+        """Adds the step of ``schedule``, which ``scheduler`` made between these two clock values. If the step was
+        scheduled before the tokens of the previous step were known, ``held_back`` holds the sequences that must wait
+        for theirs.
         """
         record = StepRecord(self._next_step, schedule, scheduler, began_s, scheduled_s, held_back)
         self._running.difference_update(record.preempted)
@@ -270,7 +272,7 @@ class Recorder(Observer):
         return record
 
     def ran(self, step: EngineStep) -> None:
-        """Notes that what ends from here on, until ``step`` has ended, ends by its tokens."""
+        """Attributes every end of a sequence to the tokens of ``step``, from now until ``step`` has ended."""
         record = self._ran = self._records[step]
         record.build_s, record.num_padding, record.ran_s = step.build_s, step.num_padding, step.ran_s
 
@@ -282,7 +284,7 @@ class Recorder(Observer):
         self._moves.add(beam, parent, keeps_tokens=self.engine.prefix_caching)
 
     def beams_moved(self, request: Request, step: EngineStep) -> None:
-        """Records the moves since the last call, and that each beam of ``request`` that runs was given a token."""
+        """Records the moves since the last call, and that each running beam of ``request`` was given a token."""
         moves, self._moves = self._moves, BeamMoves()
         beams = [seq for seq in request.sequences if seq.status is SequenceStatus.RUNNING and seq.num_pending_tokens]
         moves.request_id, moves.step = request.request_id, self._records[step].number
@@ -303,14 +305,16 @@ class Recorder(Observer):
         self._append(event, event.num_bytes)
 
     def last_steps(self, max_steps: int) -> list[StepRecord]:
-        """The records of the last ``max_steps`` steps, oldest first; fewer where a great deal else happened in between,
-        for it does not look back further than that takes microseconds.
+        """Returns the records of the last ``max_steps`` steps, oldest first.
+
+        It looks at a bounded number of events, so that it takes microseconds. It returns fewer records if many other
+        events happened in between.
         """
         events = islice(reversed(self._ring), 8 * max_steps)
         return list(islice((event for event in events if isinstance(event, StepRecord)), max_steps))[::-1]
 
     def recording(self, model: str) -> Recording:
-        """What the ring holds now. ``model`` names the model in it."""
+        """Returns the present contents of the ring. ``model`` is the model's name in the recording."""
         header = Header(
             fastgen=__version__,
             model=model,
@@ -328,9 +332,9 @@ class Recorder(Observer):
         while self._next_step - self._first_step > self.max_steps or (
             self._num_bytes > self.max_bytes and len(self._ring) > 1
         ):
-            self._let_go(self._ring.popleft())
+            self._forget(self._ring.popleft())
 
-    def _let_go(self, event: _RingEvent) -> None:
+    def _forget(self, event: _RingEvent) -> None:
         if isinstance(event, Request):
             self._num_bytes -= _arrival_bytes(event)
             self._early[event.request_id] = event
@@ -366,7 +370,7 @@ class Recorder(Observer):
 
 
 def engine_facts(scheduler: Scheduler, *, runs_ahead: bool = False) -> EngineFacts:
-    """What ``scheduler`` decides by, in an engine that launches steps ahead or does not."""
+    """Returns the sizes and rules that ``scheduler`` decides by. ``runs_ahead``: the engine launches steps ahead."""
     kv, policy = scheduler.kv, scheduler.policy
     return EngineFacts(
         token_budget=scheduler.token_budget,
@@ -384,7 +388,9 @@ def engine_facts(scheduler: Scheduler, *, runs_ahead: bool = False) -> EngineFac
 
 
 class _BlockNumbers:
-    """Numbers full blocks of tokens in order of appearance; equal are those with the same tokens in and before them."""
+    """Numbers full blocks of tokens in order of appearance. Two blocks have the same number if their own tokens and all
+    tokens before them are the same.
+    """
 
     def __init__(self, block_size: int):
         self._block_size = block_size
@@ -398,11 +404,11 @@ class _BlockNumbers:
         return tuple(numbers)
 
     def number(self, previous: int, token_ids: tuple[int, ...]) -> int:
-        """That of a block behind the block with the number ``previous``."""
+        """Returns the number of a block that follows the block with the number ``previous``."""
         return self._numbers.setdefault((previous, token_ids), len(self._numbers))
 
     def behind_prompt(self, token_ids: SequenceOf[int], num_prompt_tokens: int) -> tuple[int, ...]:
-        """Those of the blocks that the prompt does not fill by itself."""
+        """Returns the numbers of the blocks after those that the prompt fills by itself."""
         return self.of(token_ids)[num_prompt_tokens // self._block_size :]
 
 
@@ -415,7 +421,7 @@ def _name(key: _Key) -> str:
 
 
 def _arrival_bytes(request: Request) -> int:
-    """About what is kept of ``request`` from its arrival on."""
+    """Returns about how much memory ``request`` takes from its arrival on."""
     return 300 + _BYTES_PER_TOKEN * len(request.prompt_ids)
 
 

@@ -1,13 +1,14 @@
-"""What a flight recording holds: the engine's sizes, and in the order they happened, arrivals, steps and ends.
+"""The contents of a flight recording: the engine's sizes, then arrivals, steps and ends in the order they happened.
 
-It is enough to tell where a request's time went (:mod:`fastgen.runtime.flight.why`), to run the scheduler again
-(:mod:`fastgen.runtime.flight.replay`) and to draw what happened (:mod:`fastgen.runtime.flight.timeline`). Clock values
-are seconds of the engine's clock, a monotonic one; ``Header.clock_s`` and ``Header.started`` say which wall time one of
-them was.
+A recording suffices to explain where a request's time went (:mod:`fastgen.runtime.flight.why`), to run the scheduler
+again (:mod:`fastgen.runtime.flight.replay`) and to draw a timeline (:mod:`fastgen.runtime.flight.timeline`). Clock
+values are seconds of the engine's monotonic clock; ``Header.clock_s`` and ``Header.started`` relate one of them to wall
+time.
 
-No text and no token id is in it. Of the tokens of a sequence it keeps, where the engine has a prefix cache, one number
-for each full block: two blocks have the same number where their tokens and all before them are the same, and numbers
-follow the order of first appearance. So it tells which prompts begin alike and for how long, and how long each is.
+A recording contains no text and no token ids. If the engine has a prefix cache, it contains one number for each full
+block of a sequence's tokens. Two blocks have the same number if their tokens and all tokens before them are the same.
+The numbers follow the order of first appearance. A recording therefore reveals which prompts share a beginning, how
+long that beginning is, and how long each prompt is.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from fastgen.runtime.requests.outputs import FinishReason
 
 FORMAT = "fastgen flight recording"
 VERSION = 5
-# For :mod:`fastgen.runtime.flight.recording_file`: a number is no string, and an unknown field is an error.
+# Strict, for :mod:`fastgen.runtime.flight.recording_file`: no number as a string, and no unknown field.
 _STRICT = {"extra": "forbid", "strict": True}
 
 
 class Entry(NamedTuple):
-    """Tokens ``start .. start + num_tokens - 1`` of a sequence, named ``"request.index"``, that a step computed, the
-    last ``num_drafts`` of them guesses; and how many tokens the step gave it: none while its prompt goes on.
+    """Tokens ``start .. start + num_tokens - 1`` of the sequence ``"request.index"``, computed by one step.
+
+    The last ``num_drafts`` of them are draft tokens. ``num_sampled`` is how many tokens the step gave the sequence:
+    none before the last chunk of its prompt.
     """
 
     sequence: str
@@ -38,14 +41,16 @@ class Entry(NamedTuple):
 
     @property
     def end(self) -> int:
-        """How many tokens of the sequence were computed behind it: all of these but the guesses that were wrong."""
+        """Returns how many tokens of the sequence are computed after the step. Rejected drafts do not count."""
         num_accepted = self.num_sampled - 1 if self.num_drafts and self.num_sampled else 0
         return self.start + self.num_tokens - self.num_drafts + num_accepted
 
 
 class Admission(NamedTuple):
-    """A waiting sequence was given a slot. Its first ``start`` tokens were computed already, for the first sequence of
-    its request or by others; ``cached_tokens`` were found in the prefix cache the first time it was admitted.
+    """A waiting sequence was given a slot.
+
+    Its first ``start`` tokens were computed already, by the first sequence of its request or by other requests.
+    ``cached_tokens`` were found in the prefix cache when it was first admitted.
     """
 
     sequence: str
@@ -55,7 +60,7 @@ class Admission(NamedTuple):
 
 
 class BlockEntry(NamedTuple):
-    """Entry ``table_index`` of the block table that the sequence on ``slot`` has in a KV group became ``block``."""
+    """Entry ``table_index`` of the block table that the sequence in ``slot`` has in a KV group became ``block``."""
 
     slot: int
     group: int
@@ -73,8 +78,8 @@ class Copy(NamedTuple):
 
 
 class BeamMove(NamedTuple):
-    """``sequence`` goes on from ``parent``, or where that is ``None`` gives back its blocks and waits. ``dropped`` are
-    the numbers of the full blocks behind its prompt's that it had come to before.
+    """``sequence`` continues from ``parent``; if ``parent`` is ``None``, it gives back its blocks and waits.
+    ``dropped`` are the numbers of its full blocks after those of its prompt, up to now.
     """
 
     sequence: str
@@ -91,11 +96,11 @@ class EngineFacts:
     max_num_seqs: int
     block_size: int
     num_blocks: int
-    # Of each KV group, how many positions a token sees; ``None`` for all.
+    # For each KV group, how many positions a token sees; ``None`` for all.
     windows: tuple[int | None, ...]
-    # Most tokens of a sequence in a step, where that bounds what a window holds.
+    # Most tokens of one sequence in a step, if that bounds the blocks that a window holds.
     max_chunk: int | None
-    # A name of :mod:`fastgen.runtime.scheduling.policies`, or for a policy of another's the name of its class.
+    # A name of :mod:`fastgen.runtime.scheduling.policies`, or the class name of a custom policy.
     policy: str
     policy_parameters: dict[str, int | float | None]
     aging_s: float
@@ -116,14 +121,16 @@ class Header:
     model: str
     started: str
     clock_s: float
-    # Number of the first step that is still there; above 0 where the recorder's ring let earlier ones go.
+    # Number of the first step in the recording; above 0 if earlier ones have left the recorder's ring.
     first_step: int
     engine: EngineFacts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A request was submitted. ``blocks`` are the numbers of its prompt's full blocks; none without a prefix cache."""
+    """A request was submitted. ``blocks`` are the numbers of its prompt's full blocks; it is empty without a prefix
+    cache.
+    """
 
     __pydantic_config__: ClassVar = _STRICT
     kind: Literal["arrival"] = "arrival"
@@ -134,24 +141,24 @@ class Arrival:
     n: int = 1
     beam_width: int = 1
     priority: int = 0
-    # Asked for, so that nothing of the prompt is taken from the prefix cache.
+    # Whether prompt log-probabilities were requested; then the prefix cache is not used for the prompt.
     prompt_logprobs: bool = False
     timeout_s: float | None = None
     blocks: tuple[int, ...] = ()
 
     @property
     def sequences(self) -> tuple[str, ...]:
-        """The names of its sequences: its completions, or the beams that search for them."""
+        """Returns the names of its sequences: its completions, or the beams that search for them."""
         return tuple(f"{self.request}.{index}" for index in range(max(self.n, self.beam_width)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step: what was decided, and when it began, was scheduled, had run, and ended.
+    """One step: what was decided, and the times at which it began, was scheduled, had run and ended.
 
-    ``entries`` are in the schedule's order, the first ``num_decodes`` of them decodes of one token; decodes with drafts
-    stand behind the prompts. Counts are those after scheduling and before the step ran: sequences running and waiting,
-    blocks held by no one (``blocks_cached`` of which keep what the prefix cache may use again).
+    ``entries`` are in the schedule's order. The first ``num_decodes`` of them are decodes of one token; decodes with
+    drafts come after the prompts. The counts hold after scheduling and before the step ran: running sequences, waiting
+    sequences, and blocks without a holder (``blocks_cached`` of them are kept for the prefix cache).
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -159,14 +166,14 @@ class Step:
     step: int
     began_s: float
     scheduled_s: float
-    # Of the time between ``scheduled_s`` and ``ran_s``, what building the batch took.
+    # The part of the time between ``scheduled_s`` and ``ran_s`` that building the batch took.
     build_s: float
-    # ``None`` where the step failed; its requests end then.
+    # ``None`` if the step failed; its requests end then.
     ran_s: float | None
     ended_s: float | None
-    # The captured size that holds its tokens.
+    # The captured size that was used.
     size: int
-    # Tokens that it was filled up with.
+    # Padding tokens in that size.
     num_padding: int
     num_decodes: int
     entries: tuple[Entry, ...]
@@ -178,8 +185,8 @@ class Step:
     waiting: int
     blocks_free: int
     blocks_cached: int = 0
-    # Of a step that was scheduled ahead of the tokens of the step before: whoever had to wait for theirs. Its forward
-    # pass runs behind that step's, so its times overlap with that one's.
+    # Set if the step was scheduled before the previous step's tokens were known: the sequences that had to wait for
+    # theirs. The two forward passes run one after the other, so the times of the two steps overlap.
     held_back: tuple[str, ...] | None = None
 
     @property
@@ -188,22 +195,22 @@ class Step:
 
     @property
     def prompts(self) -> tuple[Entry, ...]:
-        """The entries that are chunks of prompts, or of what is computed again after a preemption."""
+        """Returns the entries that are chunks of prompts, or of tokens computed again after a preemption."""
         return tuple(entry for entry in self.entries[self.num_decodes :] if not entry.num_drafts)
 
     @property
     def end_s(self) -> float:
-        """When it was over; of a step that failed, the last that is known."""
+        """Returns when the step ended; for a failed step, the last time that is known."""
         return self.scheduled_s if self.ended_s is None else self.ended_s
 
     def entry_of(self, sequence: str) -> Entry | None:
-        """What it computed of ``sequence``, if anything."""
+        """Returns the entry of ``sequence`` in this step, or ``None``."""
         return next((entry for entry in self.entries if entry.sequence == sequence), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """A sequence ended, and its blocks and its slot came free."""
+    """A sequence ended; its blocks and its slot became free."""
 
     __pydantic_config__: ClassVar = _STRICT
     kind: Literal["finish"] = "finish"
@@ -212,13 +219,13 @@ class Finish:
     reason: FinishReason
     # Generated tokens.
     num_tokens: int
-    # The step whose outcome ended it; ``None`` where it was ended between steps.
+    # The step whose outcome ended it; ``None`` if it was ended between steps.
     step: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Numbers of the full blocks of a sequence that follow those of its prompt, as far as it had come."""
+    """The numbers of the full blocks of a sequence that follow those of its prompt, up to now."""
 
     __pydantic_config__: ClassVar = _STRICT
     kind: Literal["blocks"] = "blocks"
@@ -228,9 +235,10 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Beams:
-    """The beams of a request moved by a token after a step: ``moves`` in their order, those that go on in another's
-    place before those that give back their blocks, and between them each of ``given`` was given its token. With the
-    last token of a search nothing moves.
+    """The beams of a request moved on by one token after a step.
+
+    ``moves`` are in their order: first the beams that continue from another beam, then those that give back their
+    blocks. Between the two, each of ``given`` was given its token. The last token of a search causes no moves.
     """
 
     kind: Literal["beams"] = "beams"
@@ -244,8 +252,9 @@ class Beams:
 
 @dataclass(frozen=True, kw_only=True)
 class Withdrawal:
-    """What was computed for a request proved to be wrong after a step, and left the prefix cache, with all that begins
-    like it. Its sequences end next."""
+    """The results computed for a request proved to be wrong after a step. They and all cached continuations of them
+    left the prefix cache. The request's sequences end next.
+    """
 
     __pydantic_config__: ClassVar = _STRICT
     kind: Literal["withdrawal"] = "withdrawal"
@@ -254,8 +263,10 @@ class Withdrawal:
 
 
 class SequenceState(NamedTuple):
-    """A sequence between two steps. ``node`` is where it publishes its next block, the root being 0 and the nodes of
-    the snapshot following; ``None`` where nothing of it is published. ``slot`` is ``None`` where it waits.
+    """The state of a sequence between two steps.
+
+    ``node`` is the prefix-cache node below which it publishes its next block: 0 is the root, then come the nodes of the
+    snapshot; it is ``None`` if nothing of the sequence is published. ``slot`` is ``None`` while it waits.
     """
 
     sequence: str
@@ -270,8 +281,9 @@ class SequenceState(NamedTuple):
 
 
 class PrefixState(NamedTuple):
-    """A block of the prefix cache: behind which other (0 is the beginning), the number of its tokens, and which block
-    has them in each KV group; 0 for none."""
+    """One block of tokens in the prefix cache: its parent (0 is the root), the number of its tokens, and the block that
+    holds it in each KV group (0 for none).
+    """
 
     parent: int
     number: int
@@ -279,7 +291,7 @@ class PrefixState(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """Who waits for a slot, since when in its class, and its urgency: class, turn, index."""
+    """A sequence that waits for a slot: since when it waits in its class, and its urgency (class, turn, index)."""
 
     sequence: str
     since_s: float
@@ -288,8 +300,8 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The scheduler's state before ``step``, from where a replay can begin; :mod:`fastgen.runtime.flight.snapshot`
-    has what each field is made of. Order matters everywhere, also of free and of cached blocks.
+    """The scheduler's state before ``step``, from which a replay can begin. :mod:`fastgen.runtime.flight.snapshot`
+    builds each field. Every order matters, also that of free and cached blocks.
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -298,12 +310,12 @@ class Snapshot:
     num_opened: int
     next_lookahead: int
     now_s: float
-    # What the policy has learned.
+    # The policy's learned state.
     policy: tuple[float, ...]
     free: tuple[int, ...]
     cached: tuple[int, ...]
     nodes: tuple[PrefixState, ...]
-    # All that run, and of those that wait who has run before or is not the first of its request.
+    # All running sequences, and the waiting ones that have run before or are not the first of their request.
     sequences: tuple[SequenceState, ...]
     decodes: tuple[str, ...]
     prompts: tuple[str, ...]
@@ -324,7 +336,7 @@ Event = Arrival | Step | Finish | Blocks | Beams | Withdrawal | Snapshot
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording, whole: the header, and the events in the order they happened."""
+    """A complete recording: the header, and the events in the order they happened."""
 
     header: Header
     events: tuple[Event, ...] = field(repr=False)
@@ -342,20 +354,20 @@ class Recording:
         return {event.sequence: event for event in self.events if isinstance(event, Finish)}
 
     def together(self, sequence: str) -> tuple[str, ...]:
-        """The sequences that are admitted and end with this one: all beams of its search, or it alone."""
+        """Returns the sequences that are admitted and end with this one: all beams of its search, or it alone."""
         arrival = self.arrivals[request_of(sequence)]
         return arrival.sequences if arrival.beam_width > 1 else (sequence,)
 
     @property
     def end_s(self) -> float:
-        """The last moment that the recording knows of."""
+        """Returns the latest time in the recording."""
         times_s = [self.header.clock_s, *(step.end_s for step in self.steps)]
         return max(times_s + [event.clock_s for event in self.events if isinstance(event, Arrival | Finish)])
 
     def arrival(self, sequence: str) -> Arrival:
-        """When the request of ``sequence`` came.
+        """Returns the arrival of the request that ``sequence`` belongs to.
 
-        :raises InvalidArgumentError: where the recording knows no such sequence.
+        :raises InvalidArgumentError: if the recording has no such sequence.
         """
         request, _, _ = sequence.partition(".")
         found = self.arrivals.get(int(request)) if request.isdecimal() else None
@@ -366,5 +378,5 @@ class Recording:
 
 
 def request_of(sequence: str) -> int:
-    """The request that a sequence belongs to."""
+    """Returns the number of the request that a sequence belongs to."""
     return int(sequence.partition(".")[0])

@@ -1,7 +1,7 @@
-"""Flight recordings as files: JSON Lines, a header first, then one event a line; read strictly.
+"""Flight recordings as files: JSON Lines with a header line and one event per line, read strictly.
 
-A line is an object whose ``kind`` says which of the classes of :mod:`fastgen.runtime.flight.recording` it is, with all
-their fields; the small records in it (entries, admissions, block entries) are arrays in the order of their fields.
+Each line is an object. Its ``kind`` names a class of :mod:`fastgen.runtime.flight.recording`, and it has all fields of
+that class. The small records inside it (entries, admissions, block entries) are arrays in the order of their fields.
 Numbers are written so that reading them gives the same bits.
 """
 
@@ -33,9 +33,9 @@ from fastgen.runtime.flight.recording import (
 
 
 def write_recording(recording: Recording, path: str | Path) -> None:
-    """Write ``recording`` to the file ``path``, over what was there.
+    """Writes ``recording`` to the file ``path``, replacing an existing file.
 
-    :raises RecordingError: where the file cannot be written.
+    :raises RecordingError: if the file cannot be written.
     """
     events, header = _adapters()
     try:
@@ -47,10 +47,10 @@ def write_recording(recording: Recording, path: str | Path) -> None:
 
 
 def read_recording(path: str | Path) -> Recording:
-    """The recording in the file ``path``.
+    """Returns the recording in the file ``path``.
 
-    :raises RecordingError: where there is no such file, it is not a recording, of another version, or damaged; says
-        the line.
+    :raises RecordingError: if the file does not exist, is not a recording, has another version, or is damaged; the
+        message names the line.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -81,7 +81,9 @@ def _read_header(line: bytes, path: str) -> Header:
 
 
 def _read_events(lines: list[bytes], header: Header, path: str) -> Iterator[Event]:
-    """The events, found to tell one story: who is named has arrived, and steps follow each other."""
+    """Returns the events after checking that they are consistent: each named request has arrived, and steps are
+    consecutive.
+    """
     events, _ = _adapters()
     arrived: set[int] = set()
     known: set[str] = set()

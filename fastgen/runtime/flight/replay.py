@@ -1,8 +1,8 @@
-"""The scheduler run again over a recording, to see that it decides the same.
+"""Replays a recording: runs the scheduler again over it and checks that it makes the same decisions.
 
-Only the scheduler runs, with its block tables; times come from the recording, and tokens are stand-ins: every token of
-a full block is the block's number in the recording, so blocks are equal where they were, and the tokens after the last
-full block equal no others. A step's decision is all that the recorder keeps of it but times and what was sampled.
+Only the scheduler runs, with its block tables. Times come from the recording. Tokens are stand-ins: every token of a
+full block is the block's number in the recording, so equal blocks stay equal. The tokens after the last full block
+equal no others. A step's decision is everything that the recorder keeps of it, except times and sampled tokens.
 """
 
 from __future__ import annotations
@@ -44,18 +44,20 @@ DECISIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A step that was decided otherwise: the names of the fields, and what was ``recorded`` and ``replayed``."""
+    """A step that was decided differently: the names of the differing fields, and the ``recorded`` and the ``replayed``
+    step.
+    """
 
     recorded: Step
-    # ``None`` where nothing was left to schedule.
+    # ``None`` if nothing was left to schedule.
     replayed: Step | None
     fields: tuple[str, ...]
 
 
 def first_difference(recording: Recording) -> Difference | None:
-    """The first step that the scheduler now decides otherwise, or ``None`` where there is none.
+    """Returns the first step that the scheduler now decides differently, or ``None``.
 
-    :raises InvalidArgumentError: where :func:`replay` refuses the recording.
+    :raises InvalidArgumentError: if :func:`replay` refuses the recording.
     """
     for recorded, replayed, _ in replay(recording):
         if replayed is None:
@@ -67,13 +69,14 @@ def first_difference(recording: Recording) -> Difference | None:
 
 
 def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]]:
-    """Each recorded step, what is decided now (with the recorded times), and the scheduler, with the step's tokens.
+    """Yields for each recorded step: the step, what is decided now (with the recorded times), and the scheduler, which
+    has the step's tokens.
 
-    Where the recorder had let go of the engine's first step, those from the first snapshot on: there it is known again
-    what the scheduler decided by. There is no way on after the first step that differs.
+    If the recorder no longer had the engine's first step, the replay begins at the first snapshot, where the
+    scheduler's state is known. It ends with the first step that differs.
 
-    :raises InvalidArgumentError: where a recording without its beginning has no snapshot, or the engine had a policy
-        that is not one of fastgen's own.
+    :raises InvalidArgumentError: if a recording without its beginning has no snapshot, or if the engine had a custom
+        policy.
     """
     begin = _beginning(recording)
     player = _Player(recording, begin)
@@ -95,15 +98,15 @@ def replay(recording: Recording) -> Iterator[tuple[Step, Step | None, Scheduler]
 
 
 def num_replayed(recording: Recording) -> int:
-    """How many steps of ``recording`` a replay makes again, if none differs.
+    """Returns how many steps of ``recording`` a replay covers if none differs.
 
-    :raises InvalidArgumentError: where there can be no replay, for want of a beginning.
+    :raises InvalidArgumentError: if there is no event from which a replay can begin.
     """
     return sum(isinstance(event, Step) for event in recording.events[_beginning(recording) :])
 
 
 def _beginning(recording: Recording) -> int:
-    """With which event a replay begins."""
+    """Returns the index of the event with which a replay begins."""
     if not recording.header.first_step:
         return 0
     for place, event in enumerate(recording.events):
@@ -117,7 +120,9 @@ def _beginning(recording: Recording) -> int:
 
 @dataclass
 class _Played:
-    """A recorded step that was decided alike. ``given`` are the sequences that had their token ahead of the others."""
+    """A recorded step with the same decision now. ``given`` are the sequences that had their token ahead of
+    the others.
+    """
 
     event: Step
     schedule: Schedule
@@ -125,13 +130,15 @@ class _Played:
     has_given: bool = False
 
     def has_outcome(self, event: Event) -> bool:
-        """Whether ``event`` happened while the tokens of this step were handed out."""
+        """Returns whether ``event`` happened while the tokens of this step were handed out."""
         return isinstance(event, Beams | Finish | Withdrawal) and event.step == self.event.step
 
 
 class _Player:
-    """``_blocks`` has for each sequence the numbers of all its full blocks, and for a beam that moves those of each of
-    the lives it had, the present one first.
+    """Applies the recorded events to a new scheduler.
+
+    ``_blocks`` has the numbers of all full blocks of each sequence. A beam that moves has one such list for each of its
+    lives, the present one first.
     """
 
     def __init__(self, recording: Recording, begin: int):
@@ -151,16 +158,16 @@ class _Player:
         self._unlike_others = count(2**31)
         self._num_drafts: dict[str, int] = {}
         self._runs_ahead = recording.header.engine.runs_ahead
-        # The step committed last, as long as it is not over.
+        # The step committed last, until it is over.
         self._last: _Played | None = None
-        # The step that was scheduled ahead of the tokens of the last, and is committed when that is over.
+        # The step scheduled before the tokens of the last one were known. It is committed when that one is over.
         self._ahead: _Played | None = None
         self._last_end_s = -math.inf
         if begin:
             self._begin_with(recording, begin)
 
     def _begin_with(self, recording: Recording, begin: int) -> None:
-        """Be where the engine was at the snapshot at this place."""
+        """Brings the scheduler to the state of the snapshot at this index."""
         snapshot = recording.events[begin]
         assert isinstance(snapshot, Snapshot)
         num_tokens = {state.sequence: state.num_tokens for state in snapshot.sequences}
@@ -171,7 +178,7 @@ class _Player:
         self._recorder.begin_with(self.scheduler.running)
 
     def come_to(self, event: Event) -> None:
-        """``event`` is next: end what is over by now."""
+        """Ends everything that is over by the time of ``event``, the next one."""
         is_over = self._last is not None and not self._last.has_outcome(event)
         if is_over and (self._ahead is not None or not self._runs_ahead):
             self._end_last()
@@ -185,7 +192,9 @@ class _Player:
         self.scheduler.add(self._request(event, {}))
 
     def _request(self, event: Arrival, num_tokens: Mapping[str, int]) -> Request:
-        """The request that arrived, whose sequences have so many tokens, or else the prompt's."""
+        """Builds the request that arrived. Its sequences have the given numbers of tokens, by default those of the
+        prompt.
+        """
         sampling = SamplingParams(
             max_new_tokens=event.max_new_tokens,
             n=event.n,
@@ -223,7 +232,7 @@ class _Player:
             self._begin_life(name)
 
     def step(self, event: Step) -> Step | None:
-        """Schedules a step; where it is the recorded one, runs it."""
+        """Schedules a step; if it is the recorded one, runs it."""
         self._num_drafts = {entry.sequence: entry.num_drafts for entry in event.entries}
         if event.held_back is None:
             schedule = self.scheduler.schedule(event.began_s)
@@ -248,7 +257,7 @@ class _Player:
         return replayed
 
     def _commit(self, step: _Played) -> None:
-        """Where ``step`` ran, its tokens are computed."""
+        """Marks the tokens of ``step`` as computed, if it ran."""
         if step.event.ran_s is None:
             return
         self.scheduler.commit(step.schedule)
@@ -257,7 +266,7 @@ class _Player:
             self._give_tokens(step)
 
     def _give_awaited(self, held_back: tuple[str, ...]) -> None:
-        """Of the last step's tokens those that are only awaited when the next one is scheduled."""
+        """Gives those tokens of the last step that were still awaited when the next one was scheduled."""
         assert self._last is not None
         for entry in self._last.event.entries:
             seq = self.sequences[entry.sequence]
@@ -267,15 +276,15 @@ class _Player:
                 self._last.given.add(entry.sequence)
 
     def _give_tokens(self, step: _Played) -> None:
-        """The tokens of ``step`` that were not given yet."""
+        """Gives the tokens of ``step`` that were not given yet."""
         for entry in step.event.entries:
             for _ in range(entry.num_sampled - (entry.sequence in step.given)):
                 self._give_token(entry.sequence)
         step.has_given = True
 
     def _end_last(self) -> None:
-        """What the engine does when all tokens of a step have been handed out: accept the drafts of the sequences that
-        go on, and tell the policy how long it took.
+        """Does what the engine does when all tokens of a step have been handed out: accepts the drafts of the sequences
+        that continue, and reports the step time to the policy.
         """
         step, self._last = self._last, None
         if step is None:
@@ -292,7 +301,9 @@ class _Player:
             self._last_end_s = event.ended_s
 
     def _drafts(self, seq: Sequence, max_tokens: int) -> list[int]:
-        """What was drafted is not recorded, only how much of it was scheduled; nor does the scheduler look at it."""
+        """Returns stand-ins for the drafts. Only the number of scheduled drafts is recorded, and the scheduler needs no
+        more.
+        """
         return [0] * min(max_tokens, self._num_drafts.get(f"{seq.key[0]}.{seq.index}", 0))
 
     def _give_token(self, sequence: str) -> None:
@@ -300,7 +311,7 @@ class _Player:
         token_ids.append(self._stand_in(sequence, len(token_ids)))
 
     def _begin_life(self, sequence: str) -> None:
-        """From here on ``sequence`` has the tokens that it has next."""
+        """Gives ``sequence`` the tokens of its next life."""
         self._blocks[sequence].popleft()
         token_ids = self.sequences[sequence].token_ids
         token_ids[:] = self._stand_ins(sequence, len(token_ids))
@@ -314,9 +325,9 @@ class _Player:
 
 
 def build_scheduler(engine: EngineFacts, propose_drafts: Callable[[Sequence, int], list[int]]) -> Scheduler:
-    """A scheduler that decides as the one that ``engine`` tells of, at its beginning.
+    """Returns a new scheduler with the sizes and rules of ``engine``.
 
-    :raises InvalidArgumentError: where it had a policy that is not one of fastgen's own.
+    :raises InvalidArgumentError: if the engine had a custom policy.
     """
     kv = KVCacheManager(
         engine.num_blocks,

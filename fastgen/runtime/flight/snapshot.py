@@ -1,7 +1,7 @@
-"""The scheduler's state between two steps: taken while it runs, told in names and block numbers, and made again.
+"""The scheduler's state between two steps: captured while it runs, described by names and block numbers, and restored.
 
-Taking it copies numbers and references only, about a tenth of a microsecond for a block and a request. What a
-:class:`~fastgen.runtime.flight.recording.Snapshot` says is worked out when a recording is asked for.
+Capturing copies only numbers and references, about a tenth of a microsecond for each block and each request. The fields
+of a :class:`~fastgen.runtime.flight.recording.Snapshot` are computed when a recording is requested.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fastgen.runtime.kv_cache.prefix_cache import PrefixNode
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
-# The number of a block of tokens that follows the block of another number, −1 where it is a prompt's first.
+# Returns the number of a block of tokens, given the number of the block before it (−1: it is the first).
 NumberOf = Callable[[int, tuple[int, ...]], int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """How far a sequence had come; what it is given later does not change this."""
+    """A sequence's tokens up to now. Tokens that it is given later do not change this."""
 
     seq: Sequence
     num_tokens: int
@@ -37,7 +37,7 @@ class _Tokens:
 
 
 class SchedulerState:
-    """What ``scheduler`` goes by from here on, before the step ``step``; it has no step that is not over."""
+    """The captured state of ``scheduler`` before the step ``step``. It has no unfinished step."""
 
     def __init__(self, scheduler: Scheduler, step: int):
         running, waiting, kv = scheduler.running, scheduler.waiting, scheduler.kv
@@ -56,13 +56,13 @@ class SchedulerState:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory."""
+        """Returns about how much memory the state takes."""
         num_entries = sum(len(table) for each in self.sequences for table in each.tables)
         num_blocks = len(self.kv.free) + len(self.kv.cached) + num_entries
         return 1000 + 16 * num_blocks + 150 * (len(self.nodes) + len(self.waiting)) + 500 * len(self.sequences)
 
     def snapshot(self, number_of: NumberOf) -> Snapshot:
-        """The state in names and numbers."""
+        """Returns the state in names and numbers."""
         places: dict[PrefixNode, int] = {}
         numbers: dict[PrefixNode, int] = {}
         nodes = []
@@ -116,8 +116,10 @@ class SchedulerState:
 
 
 def restore(scheduler: Scheduler, snapshot: Snapshot, sequences: Mapping[str, Sequence]) -> None:
-    """Bring the new ``scheduler`` where the one of ``snapshot`` was. ``sequences`` has those of all requests that had
-    come by then, with their tokens; a token of a full block in the prefix cache is the block's number.
+    """Brings the new ``scheduler`` to the state of ``snapshot``.
+
+    ``sequences`` holds those of all requests that had arrived by then, with their tokens. A token of a full block in
+    the prefix cache is the block's number.
     """
 
     def found(names: SequenceOf[str]) -> list[Sequence]:

@@ -1,8 +1,9 @@
-"""Where the time of a sequence went: every moment of its life is given to exactly one cause, so shares sum to all.
+"""Accounts for the time of a sequence: each interval of its life has exactly one cause, so the shares sum to the total.
 
-A step in which it had tokens is divided among all sequences that had some, by their numbers of tokens: its own part is
-its own computing (or computing again, where it had come that far before it was preempted), the rest is sharing. That is
-an accounting: on a device that is bound by memory the step would hardly have been shorter with its own tokens alone.
+A step in which the sequence had tokens is divided among all sequences that had tokens in it, by their numbers of
+tokens. The sequence's own part counts as its own computing (or recomputing, for positions that it had reached before a
+preemption); the rest counts as sharing. This is an accounting rule, not a prediction: on a memory-bound device the step
+would hardly have been shorter with the sequence's own tokens alone.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from typing import Literal, NamedTuple
 from fastgen.runtime.flight.recording import Arrival, Finish, Recording, Step, request_of
 
 Cause = Literal[
-    "queued_step",  # until a step was scheduled: the time between steps, and the scheduling of the one that took it
+    "queued_step",  # until it was scheduled: the time between steps, and the scheduling of the step that admitted it
     "queued_slots",  # all slots were taken
-    "queued_blocks",  # the KV cache had no block left, or what it had was kept for those that were preempted
-    "queued_tokens",  # prompts before it took all the tokens that the step had for prompts
+    "queued_blocks",  # the KV cache had no free block, or its free blocks were reserved for preempted sequences
+    "queued_tokens",  # prompts ahead of it used all prompt tokens of the step
     "queued_policy",  # the scheduling policy admitted no more
     "own",  # computing its own tokens, the first time
-    "recomputing",  # the same again, after a preemption
-    "other_prompts",  # prompts of others in the same steps
-    "other_decodes",  # decodes of others in the same steps
-    "passed_over",  # it had a slot, but the step's tokens went to others
-    "preempted",  # its blocks had been taken away, and it waited for others
-    "between_steps",  # it had a slot, and no step ran, or one that failed
+    "recomputing",  # computing them again after a preemption
+    "other_prompts",  # prompts of other requests in the same steps
+    "other_decodes",  # decodes of other requests in the same steps
+    "passed_over",  # it had a slot, but the step's tokens went to other sequences
+    "preempted",  # its blocks had been taken away, and it waited for new ones
+    "between_steps",  # it had a slot, and no step ran, or the step failed
 ]
 
 
 class Share(NamedTuple):
-    """So many seconds went to this."""
+    """The seconds that one cause took."""
 
     cause: Cause
     seconds: float
@@ -39,19 +40,21 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OtherPrompts:
-    """Prompts of so many other requests were computed meanwhile; this was the longest of them."""
+    """The prompts of other requests that were computed during a span: how many there were, and the longest one."""
 
     num_requests: int
     longest_request: int
     longest_tokens: int
-    # Of the longest, meanwhile.
+    # Tokens of the longest that were computed in the span.
     computed_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A time and how it is divided, the largest share first; and the prompts of others in the steps of it in which the
-    sequence had a slot, if there were any.
+    """A time and its shares, the largest first.
+
+    ``others`` describes the prompts of other requests in those of its steps in which the sequence had a slot; it is
+    ``None`` if there were none.
     """
 
     seconds: float
@@ -60,7 +63,7 @@ class Span:
 
     @property
     def percentages(self) -> dict[Cause, int]:
-        """Whole percentages that sum to 100, by largest remainders; empty where no time passed."""
+        """Returns whole percentages that sum to 100, by largest remainders. It is empty if no time passed."""
         total = sum(share.seconds for share in self.shares)
         exact = {share.cause: 100 * share.seconds / total for share in self.shares}
         whole = {cause: int(percent) for cause, percent in exact.items()}
@@ -71,8 +74,8 @@ class Span:
 
 
 class _Slice(NamedTuple):
-    """A stretch of time under one cause; or, where that is ``None``, in a ``step`` with ``num_own`` tokens of its own,
-    ``num_again`` of which had been computed before.
+    """A time interval with one cause. If ``cause`` is ``None``, it is a ``step`` with ``num_own`` tokens of the
+    sequence, ``num_again`` of which had been computed before.
     """
 
     start_s: float
@@ -84,8 +87,8 @@ class _Slice(NamedTuple):
 
 
 class TimeAccount:
-    """The life of ``sequences``, one or the beams of one search, in slices without a gap between them, from their
-    arrival to whenever is asked.
+    """The life of ``sequences`` (one sequence, or the beams of one search) cut into slices without gaps, from their
+    arrival on.
     """
 
     def __init__(self, recording: Recording, sequences: Container[str], arrival: Arrival):
@@ -93,7 +96,7 @@ class TimeAccount:
         self._slices = list(self._cut())
 
     def span(self, start_s: float, end_s: float) -> Span:
-        """How the time between the two is divided."""
+        """Returns how the time between ``start_s`` and ``end_s`` is divided."""
         seconds: dict[Cause, float] = defaultdict(float)
         prompt_tokens: Counter[int] = Counter()
         for piece in self._slices:
@@ -127,7 +130,7 @@ class TimeAccount:
         ]
 
     def _others(self, prompt_tokens: Counter[int]) -> OtherPrompts | None:
-        """``prompt_tokens`` has how many of each request were computed."""
+        """Summarizes ``prompt_tokens``, the number of computed prompt tokens of each request."""
         del prompt_tokens[self._arrival.request]
         if not prompt_tokens:
             return None
@@ -143,11 +146,11 @@ class TimeAccount:
     def _cut(self) -> Iterator[_Slice]:
         cursor_s = self._arrival.clock_s
         furthest: dict[str, int] = {}
-        waits: Cause | None = "queued_step"  # what it waits for while no step runs; None once it has a slot
+        waits: Cause | None = "queued_step"  # why it waits while no step runs; None once it has a slot
         for step, is_kept in self._steps_since_arrival():
             if any(name in self._sequences for name in step.preempted):
                 waits = "preempted"
-            # A step that was launched ahead began while the one before ran: the time until then is that one's.
+            # A step launched ahead began while the previous one ran: that time belongs to the previous one.
             began_s = max(step.began_s, cursor_s)
             yield _Slice(cursor_s, began_s, waits or "between_steps")
             cursor_s = max(step.end_s, cursor_s)
@@ -173,7 +176,9 @@ class TimeAccount:
         yield _Slice(cursor_s, float("inf"), waits or "between_steps")
 
     def _steps_since_arrival(self) -> Iterator[tuple[Step, bool]]:
-        """Each, and whether a preempted sequence was left waiting by it: no one is admitted past that."""
+        """Yields each step, and whether a preempted sequence was still waiting after it: nothing is admitted ahead of
+        such a sequence.
+        """
         has_come, waiting = False, set[str]()
         for event in self._recording.events:
             has_come |= event is self._arrival
@@ -186,7 +191,7 @@ class TimeAccount:
                     yield event, bool(waiting)
 
     def _queued_for(self, step: Step, is_kept: bool) -> Cause:
-        """Why ``step`` admitted no more than it did."""
+        """Returns why ``step`` admitted no more than it did."""
         engine = self._recording.header.engine
         if step.preempted or is_kept or step.blocks_free < len(engine.windows):
             return "queued_blocks"

@@ -1,4 +1,4 @@
-"""A recording as series over time, and who held which block: what :mod:`.timeline_picture` draws."""
+"""A recording as time series and a map of block holders, which :mod:`.timeline_picture` draws."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fastgen.runtime.flight.recording import Recording, Step
 from fastgen.runtime.flight.replay import num_replayed, replay
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
-# Cells of the block map; one of ``3 + i`` is held by the ``i``-th of :attr:`BlockMap.requests`, counted from 1.
+# Cells of the block map. A cell of ``3 + i`` is held by the ``i``-th of :attr:`BlockMap.requests`, counted from 1.
 FREE, CACHED, SHARED, OTHERS = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Series:
-    """One value a step. Times are seconds since the first step began; sizes are tokens, or sequences."""
+    """One value per step. Times are seconds since the first step began; sizes are numbers of tokens or of sequences."""
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
@@ -32,11 +32,13 @@ class Series:
 
 @dataclass(frozen=True)
 class BlockMap:
-    """``cells[block - 1, column]`` says who holds a block in each of equal stretches of the time from ``start_s``,
-    counted as in :class:`Series`, to the end of the last step: all of the time, or where the recorder had let go of the
-    first step, from its first snapshot on.
+    """The holder of each block over time.
 
-    ``requests`` are those that held most blocks for the longest, the first one most.
+    ``cells[block - 1, column]`` is the holder of a block in one of equal time intervals, from ``start_s`` (counted as
+    in :class:`Series`) to the end of the last step. ``start_s`` is the first step, or the first snapshot if the
+    recorder no longer had the first step.
+
+    ``requests`` are those that held the most blocks for the longest time, the largest first.
     """
 
     start_s: float
@@ -45,7 +47,7 @@ class BlockMap:
 
 
 def series(recording: Recording) -> Series:
-    """The recording's steps, one value each."""
+    """Returns one value for each step of the recording."""
     steps = recording.steps
     origin_s = steps[0].began_s if steps else 0.0
 
@@ -65,9 +67,10 @@ def series(recording: Recording) -> Series:
 
 
 def block_map(recording: Recording, *, num_columns: int = 1000, num_requests: int = 7) -> BlockMap:
-    """The blocks over time, found by running the scheduler again up to the first step that would now differ.
+    """Returns the holders of the blocks over time. It runs the scheduler again, up to the first step that would now
+    differ.
 
-    :raises InvalidArgumentError: where the recording begins neither with the engine's first step nor has a snapshot.
+    :raises InvalidArgumentError: if the recording neither begins with the engine's first step nor has a snapshot.
     """
     steps = recording.steps[len(recording.steps) - num_replayed(recording) :]
     num_columns = max(1, min(num_columns, len(steps)))
@@ -85,7 +88,7 @@ def block_map(recording: Recording, *, num_columns: int = 1000, num_requests: in
     return BlockMap(start_s, cells[1:], tuple(code - _FIRST - 1 for code in longest))
 
 
-# In ``holders`` request ``r`` is ``_FIRST + 1 + r``.
+# ``holders`` has ``_FIRST + 1 + r`` for request ``r``.
 _FIRST = OTHERS
 
 
@@ -94,7 +97,9 @@ def _num_prompt_tokens(step: Step) -> int:
 
 
 def _columns(steps: tuple[Step, ...], num_columns: int) -> dict[int, list[int]]:
-    """For each step the columns that show what was held after it: those whose middle lies in it, or next after it."""
+    """Returns for each step the columns that show the holders after it: those whose middle lies in the step, or between
+    it and the next one.
+    """
     if not steps:
         return {}
     ends_s = np.array([step.end_s for step in steps])

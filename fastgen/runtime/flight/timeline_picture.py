@@ -1,4 +1,6 @@
-"""A recording as a picture: tokens and time of the steps, who ran and waited, preemptions, and who held which block."""
+"""A recording as a picture: tokens and time of the steps, running and waiting sequences, preemptions, and the holder of
+each block.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
-# Okabe and Ito's colours, which people with any of the common colour blindnesses tell apart.
+# Okabe and Ito's colours, which remain distinct with the common kinds of colour blindness.
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _REQUESTS = (_BLUE, _ORANGE, _GREEN, "#CC79A7", "#56B4E9", "#F0E442", _RED)
 _FREE, _CACHED, _SHARED, _OTHERS = "#FFFFFF", "#DDDDDD", "#333333", "#999999"
 
 
 def draw(recording: Recording, path: str | Path) -> None:
-    """Write a picture of ``recording`` to ``path``; its suffix (``.png``, ``.svg``) says in which format.
+    """Writes a picture of ``recording`` to ``path``, whose suffix (``.png``, ``.svg``) chooses the format.
 
-    :raises InvalidArgumentError: where nothing was recorded, the suffix is another, or matplotlib is missing.
+    :raises InvalidArgumentError: if nothing was recorded, the suffix is another one, or matplotlib is missing.
     """
     path = Path(path)
     if path.suffix not in (".png", ".svg"):
@@ -91,7 +93,7 @@ def _draw_blocks(axes: Axes, recording: Recording, values: Series) -> None:
     axes.set_ylim(0, num_blocks)
     try:
         blocks = timeline.block_map(recording)
-    except InvalidArgumentError:  # who held them at first is not known, and so not what became of that
+    except InvalidArgumentError:  # the first holders are not known, so neither are the later ones
         _draw_held(axes, values, num_blocks, len(values.start_s))
         _finish(axes, "blocks held (whose is not known:\nearlier steps are gone)")
         return
@@ -100,7 +102,7 @@ def _draw_blocks(axes: Axes, recording: Recording, values: Series) -> None:
 
 
 def _draw_held(axes: Axes, values: Series, num_blocks: int, num_steps: int) -> None:
-    """How many blocks were held in the first ``num_steps`` steps, and between them."""
+    """Draws how many blocks were held during and between the first ``num_steps`` steps."""
     edges, free = _line(values, values.blocks_free)
     axes.fill_between(
         edges[: 2 * num_steps], num_blocks - free[: 2 * num_steps], color=_OTHERS, linewidth=0, label="held"
@@ -108,7 +110,7 @@ def _draw_held(axes: Axes, values: Series, num_blocks: int, num_steps: int) -> N
 
 
 def _draw_map(axes: Axes, blocks: BlockMap, values: Series) -> list[Patch]:
-    """Draws the cells; returns what the legend is to show."""
+    """Draws the cells; returns the entries of the legend."""
     from matplotlib.colors import ListedColormap, to_rgba
     from matplotlib.patches import Patch
 
@@ -134,14 +136,14 @@ def _draw_map(axes: Axes, blocks: BlockMap, values: Series) -> list[Patch]:
 
 
 def _outline(values: Series, heights: Any) -> tuple[Any, Any]:
-    """The outline of one bar a step, from its start to its end, and zero between steps."""
+    """Returns the outline of one bar per step, from its start to its end, and zero between steps."""
     edges = np.stack([values.start_s, values.start_s, values.end_s, values.end_s], axis=1).ravel()
     zeros = np.zeros(len(heights))
     return edges, np.stack([zeros, heights, heights, zeros], axis=1).ravel()
 
 
 def _line(values: Series, heights: Any) -> tuple[Any, Any]:
-    """Level during each step, straight from one to the next."""
+    """Returns a line that is level during each step and straight from one step to the next."""
     return np.stack([values.start_s, values.end_s], axis=1).ravel(), np.repeat(heights, 2)
 
 

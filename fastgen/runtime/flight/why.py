@@ -1,4 +1,4 @@
-"""What became of a request: facts worked out from a recording alone. :mod:`.why_text` tells them."""
+"""The history of a request: facts computed from a recording alone. :mod:`.why_text` puts them into sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from fastgen.runtime.requests.outputs import FinishReason
 
 @dataclass(frozen=True, kw_only=True)
 class Preemption:
-    """Blocks were taken away in a step; so many seconds until it had some again, and tokens to compute once more."""
+    """A step took the sequence's blocks away: the seconds until it had blocks again, and the tokens to compute
+    again.
+    """
 
     step: int
     waited_s: float
@@ -24,7 +26,7 @@ class Preemption:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Between token number ``after`` (the first is 1) and the next; ``step`` is the longest step in it."""
+    """The time between token number ``after`` (the first is 1) and the next one. ``step`` is the longest step in it."""
 
     after: int
     span: Span
@@ -34,31 +36,31 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True)
 class Why:
-    """What became of one sequence. Times are seconds; those until a moment count from its arrival."""
+    """The history of one sequence. Durations are in seconds."""
 
     sequence: str
-    # Sequences of its request.
+    # Number of sequences of its request.
     completions: int
     prompt_tokens: int
-    # Of the prompt, found in the prefix cache when it was first scheduled.
+    # Prompt tokens found in the prefix cache when it was first scheduled.
     cached_tokens: int
     new_tokens: int
-    # ``None`` where the recording ends before it.
+    # ``None`` if the recording ends first.
     finish_reason: FinishReason | None
-    # Until it ended, or the recording did.
+    # From its arrival until it or the recording ended.
     total_s: float
-    # Sequences that were waiting when it came.
+    # Sequences that were waiting when it arrived.
     ahead: int
-    # Until the first of its tokens was scheduled; ``None`` where none was.
+    # From its arrival until its first token was scheduled; ``None`` if none was.
     queue_s: float | None
     ttft_s: float | None
-    # Until its first token, or until its end where there is none.
+    # From its arrival until its first token, or until its end if it has no token.
     first_token: Span
-    # From its first token to its last; ``None`` with fewer than two.
+    # From its first token to its last; ``None`` with fewer than two tokens.
     other_tokens: Span | None
-    # In which it had tokens.
+    # Steps in which it had tokens.
     steps: int
-    # After the first; ``None`` with fewer than two.
+    # Rate after the first token; ``None`` with fewer than two tokens.
     tokens_per_s: float | None
     preemptions: tuple[Preemption, ...]
     median_gap_s: float | None
@@ -66,9 +68,9 @@ class Why:
 
 
 def why(recording: Recording, sequence: str) -> Why:
-    """What became of ``sequence``, such as ``"3.0"``; ``"3"`` is the first of request 3.
+    """Returns the history of ``sequence``, such as ``"3.0"``; ``"3"`` is the first sequence of request 3.
 
-    :raises InvalidArgumentError: where the recording does not hold it from its arrival on.
+    :raises InvalidArgumentError: if the recording does not hold it from its arrival on.
     """
     if "." not in sequence:
         sequence = f"{sequence}.0"
@@ -108,7 +110,9 @@ def why(recording: Recording, sequence: str) -> Why:
 
 
 def _giving(recording: Recording, sequence: str, num_tokens: int | None) -> list[Step]:
-    """For each token of ``sequence`` the step that gave it; a beam search gives all of its answers one in a move."""
+    """Returns for each token of ``sequence`` the step that gave it. A beam search moves all its answers on by one token
+    at once.
+    """
     if len(recording.together(sequence)) == 1:
         ran = [(step, step.entry_of(sequence)) for step in recording.steps if step.ran_s is not None]
         return [step for step, entry in ran if entry is not None for _ in range(entry.num_sampled)]
@@ -158,7 +162,7 @@ def _cached_tokens(recording: Recording, sequence: str) -> int:
 
 
 def _num_waiting(recording: Recording, arrival: Arrival) -> int:
-    """How many sequences were waiting when the request of ``arrival`` came."""
+    """Returns how many sequences were waiting when the request of ``arrival`` came."""
     waiting: set[str] = set()
     for event in recording.events:
         if event is arrival:

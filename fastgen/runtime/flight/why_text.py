@@ -1,4 +1,4 @@
-"""The facts of :mod:`fastgen.runtime.flight.why`, told in sentences."""
+"""The facts of :mod:`fastgen.runtime.flight.why` in sentences."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _ENDS = {
 }
 
 
-def tell(facts: Why) -> str:
-    """Sentences, a line each."""
+def as_text(facts: Why) -> str:
+    """Returns sentences, one per line."""
     lines = [_introduction(facts), _first_token(facts)]
     if facts.other_tokens is not None and facts.tokens_per_s is not None:
         lines.append(
@@ -46,7 +46,7 @@ def tell(facts: Why) -> str:
 
 
 def seconds(length_s: float) -> str:
-    """A time with the unit and the digits that suit it."""
+    """Returns a duration as text, with a suitable unit and number of digits."""
     if length_s < 0.9995e-3:
         return f"{length_s * 1e6:.0f} µs"
     return f"{length_s * 1e3:.3g} ms" if length_s < 0.9995 else f"{length_s:,.2f} s"
@@ -70,12 +70,12 @@ def _first_token(facts: Why) -> str:
 
 
 def _shares(span: Span) -> str:
-    told = []
+    parts = []
     for cause, percent in span.percentages.items():
         others = f" {_others(span.others)}" if cause == "other_prompts" and span.others else ""
         if percent:
-            told.append(f"{percent} % {_WORDS[cause]}{others}")
-    return ", ".join(told) or "no time passed"
+            parts.append(f"{percent} % {_WORDS[cause]}{others}")
+    return ", ".join(parts) or "no time passed"
 
 
 def _others(others: OtherPrompts) -> str:

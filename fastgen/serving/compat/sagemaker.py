@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.http.errors import ERRORS, invalid_request
-from fastgen.serving.http.generate import own_words
+from fastgen.serving.http.generate import naming_the_field
 from fastgen.serving.http.openai.answers import finish_of
 from fastgen.serving.http.openai.requests import FewErrors
 from fastgen.serving.http.openai.run import Batch, arrival_of, encode_prompts, event_stream, json_line, json_response
@@ -131,7 +131,7 @@ def sagemaker_routes(service: Service) -> APIRouter:
             invocation = Invocation.model_validate(body)
         except ValidationError as error:
             raise invalid_request(error.errors(), body) from None
-        with own_words("inputs"):
+        with naming_the_field("inputs"):
             return await _answer(service, request, invocation)
 
     return router

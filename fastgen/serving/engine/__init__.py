@@ -1,1 +1,1 @@
-"""The engine in its own process, and the server's side of it."""
+"""The engine in a process of its own, and the server's client for it."""

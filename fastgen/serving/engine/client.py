@@ -1,8 +1,8 @@
-"""The server's side of the engine: its process, the requests in it, and what is told of them.
+"""The server's side of the engine: its process, the requests in it, and their progress.
 
-The process is started again where it ends by itself, or is silent for too long; what was in it fails, at once. It
-tells a status several times a second between its steps, so silence is a step that does not end, or a process that was
-stopped.
+The process is restarted if it ends by itself or is silent for too long; the requests in it fail at once. The process
+reports a status several times a second between its steps, so silence means a step that does not end, or a suspended
+process.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ State = Literal["starting", "ready", "restarting", "stopped", "failed"]
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
-# How often the engine's counters are asked for, and its silence is looked at.
+# How often the engine's counters are requested, and its silence is checked.
 _BEAT_S = 0.5
-# How often in a row the engine may fail to start before nothing more is tried.
-_MOST_STARTS = 3
+# Consecutive failed starts of the engine after which no more are tried.
+_MAX_STARTS = 3
 
 
 class EngineClient:
-    """Starts an engine's process, and again where it ends by itself or is silent for ``timeout_s`` seconds.
+    """Starts an engine's process, and restarts it if it ends by itself or is silent for ``timeout_s`` seconds.
 
     ``arguments`` are those of ``fastgen.load``. All methods belong to one event loop.
     """
@@ -73,7 +73,7 @@ class EngineClient:
         self.facts: EngineFacts | None = None
         self.status = Status(0, 0, 0)
         self.num_restarts = 0
-        # Why the engine could not be started again, once nothing more is tried.
+        # Why the engine could not be restarted, once no more starts are tried.
         self.failure: asyncio.Future[str] | None = None
         self._heard_s = time.monotonic()
         self._numbers, self._num_processes = count(), 0
@@ -91,23 +91,23 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Requests whose last word has not been taken."""
+        """Returns the number of requests whose last message has not been taken."""
         return len(self._requests)
 
     @property
     def pid(self) -> int | None:
-        """The process that there is, if any."""
+        """Returns the id of the process, or ``None`` if there is none."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> EngineFacts:
-        """Start the process and wait until its model is loaded. Raises ``FastgenError`` where that fails."""
+        """Starts the process and waits until its model is loaded. Raises ``FastgenError`` if that fails."""
         self.failure = asyncio.get_running_loop().create_future()
         facts = await self._launch()
-        self._keeper = asyncio.create_task(self._keep())
+        self._keeper = asyncio.create_task(self._supervise())
         return facts
 
     def check_ready(self) -> None:
-        """Raise ``UnavailableError`` where no request can be taken."""
+        """Raises ``UnavailableError`` if requests cannot be accepted now."""
         if self.state != "ready":
             retry_after_s = 1.0 if self.facts is None else self.facts.load_s
             raise UnavailableError(
@@ -117,8 +117,9 @@ class EngineClient:
     def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool, arrived_s: float
     ) -> EngineRequest:
-        """Send a request that came at ``arrived_s`` of ``time.monotonic``. Whether the engine takes it comes with the
-        first news."""
+        """Sends a request that arrived at ``arrived_s`` of ``time.monotonic``. A refusal by the engine comes with the
+        first news.
+        """
         self.check_ready()
         request = EngineRequest(next(self._numbers), len(prompt_ids), sampling, arrived_s)
         self._send(Submit(request.number, prompt_ids, pack_sampling(sampling), is_stream))
@@ -126,22 +127,23 @@ class EngineClient:
         return request
 
     def cancel(self, request: EngineRequest) -> None:
-        """Nobody waits for ``request`` any more. It is gone before the next step."""
+        """Ends ``request``, whose result is no longer needed. The engine drops it before the next step."""
         if self._drop(request) and request.num_open and self.state == "ready":
             with contextlib.suppress(UnavailableError):
                 self._send(Cancel(request.number))
 
     def finish(self, request: EngineRequest) -> None:
-        """All that was told of ``request`` was taken."""
+        """Forgets ``request`` after all its news were taken."""
         self._drop(request)
 
     async def ask(self, what: str, kind: type[_T]) -> _T:
-        """What the engine answers, between two steps, when asked for ``what``, a key of ``engine_process.ANSWERS``.
-        Raises ``GenerationError`` where it cannot tell."""
+        """Returns the engine's answer to ``what``, a key of ``engine_process.ANSWERS``, computed between two steps.
+        Raises ``GenerationError`` if the engine cannot answer.
+        """
         return msgspec.msgpack.decode(await self._reply_to(Ask(next(self._numbers), what)), type=kind)
 
     async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
-        """Why the engine would refuse such a request, if it would. Raises as :meth:`ask`."""
+        """Returns why the engine would refuse such a request, or ``None``. Raises like :meth:`ask`."""
         asked = Check(next(self._numbers), prompt_ids, pack_sampling(sampling))
         return msgspec.msgpack.decode(await self._reply_to(asked), type=str | None)
 
@@ -156,7 +158,7 @@ class EngineClient:
             self._asked.pop(message.number, None)
 
     def fail_all(self, failure: Exception) -> None:
-        """End what is in the engine with ``failure``."""
+        """Ends all requests in the engine with ``failure``."""
         for request in list(self._requests.values()):
             request.fail(failure)
             self.cancel(request)
@@ -165,7 +167,7 @@ class EngineClient:
                 asked.set_exception(failure)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """End the process, by force after ``timeout_s``. What is in it fails."""
+        """Ends the process, by force after ``timeout_s``. Its requests fail."""
         was_ready, self.state = self.state == "ready", "stopped"
         self.fail_all(UnavailableError("the server is ending"))
         for task in (self._keeper, self._counting):
@@ -187,7 +189,7 @@ class EngineClient:
     # --- the process
 
     async def _launch(self) -> EngineFacts:
-        """Start a process and wait until it is ready."""
+        """Starts a process and waits until it is ready."""
         self._ready = asyncio.get_running_loop().create_future()
         try:
             self._open_socket()
@@ -197,41 +199,43 @@ class EngineClient:
         self._ended = _end_of(process)
         awaited: set[asyncio.Future[Any]] = {self._ready, self._ended}
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        self._receive()  # what it said before it ended
+        self._receive()  # its last messages before it ended
         if not self._ready.done():
-            raise FastgenError(f"the engine's process {_how(self._ended.result())} while it loaded")
+            raise FastgenError(f"the engine's process {_ending_text(self._ended.result())} while it loaded")
         self.facts = self._ready.result()
         self._heard_s = time.monotonic()
         self._watcher.engine_ready(self.facts)
         self.state = "ready"
         return self.facts
 
-    async def _keep(self) -> None:
-        """Watch the process, and start another where it ends, for as long as that works."""
+    async def _supervise(self) -> None:
+        """Watches the process, and restarts it when it ends, until restarting fails too often."""
         while True:
             why = await self._end_of_process()
             _log.error("the engine's process %s; starting another", why)
             self.state = "restarting"
-            self._let_go(EngineDiedError(f"the engine's process {why} while this request was in it; send it again"))
-            for attempt in range(1, _MOST_STARTS + 1):
+            self._process_ended(
+                EngineDiedError(f"the engine's process {why} while this request was in it; send it again")
+            )
+            for attempt in range(1, _MAX_STARTS + 1):
                 self.num_restarts += 1
                 try:
                     await self._launch()
                     break
                 except FastgenError as error:
-                    self._let_go(EngineDiedError(str(error)))
-                    _log.error("the engine did not start, attempt %d of %d: %s", attempt, _MOST_STARTS, error)
-                    if attempt == _MOST_STARTS:
+                    self._process_ended(EngineDiedError(str(error)))
+                    _log.error("the engine did not start, attempt %d of %d: %s", attempt, _MAX_STARTS, error)
+                    if attempt == _MAX_STARTS:
                         self.state = "failed"
                         assert self.failure is not None
-                        self.failure.set_result(f"the engine did not start {_MOST_STARTS} times in a row: {error}")
+                        self.failure.set_result(f"the engine did not start {_MAX_STARTS} times in a row: {error}")
                         return
 
     async def _end_of_process(self) -> str:
-        """Wait until the process has ended, and end it where it is silent for too long. Returns how it ended.
+        """Waits until the process has ended, and ends it if it is silent for too long. Returns how it ended.
 
-        Time in which this loop stood still counts as two beats at most: what held it up, a machine that was paused for
-        one, may have held the engine up as well.
+        A pause of this event loop counts as two beats at most: its cause, for example a suspended machine, may have
+        held up the engine as well.
         """
         assert self._process is not None
         assert self._ended is not None
@@ -239,27 +243,27 @@ class EngineClient:
         while not self._ended.done():
             heard_s, began_s = self._heard_s, time.monotonic()
             await asyncio.wait({self._ended}, timeout=_BEAT_S)
-            self._receive()  # what has come while this loop was busy counts
+            self._receive()  # messages that came while this loop was busy count
             silent_s += min(time.monotonic() - began_s, 2 * _BEAT_S)
             if self._heard_s > heard_s:
                 silent_s = 0.0
             if silent_s > self._timeout_s and not self._ended.done():
                 self._process.kill()
-                await asyncio.wait({self._ended})  # to be cancelled here must not cancel what others wait for
+                await asyncio.wait({self._ended})  # cancelling this wait must not cancel the shared future
                 return f"was silent for {silent_s:.1f} s and was ended"
             if self._counting is None or self._counting.done():
                 self._counting = asyncio.create_task(self.count())
-        return _how(self._ended.result())
+        return _ending_text(self._ended.result())
 
     async def count(self) -> None:
-        """Have the watcher told what the engine has counted, if it is there."""
+        """Passes the engine's counters to the watcher, if the engine is running."""
         with contextlib.suppress(UnavailableError, EngineDiedError, GenerationError):
             counted = await self.ask("metrics", Metrics)
-            if self.state == "ready":  # else the process has ended meanwhile, and with it its counters
+            if self.state == "ready":  # else the process has ended meanwhile, and its counters are void
                 self._watcher.engine_counted(counted)
 
-    def _let_go(self, failure: Exception) -> None:
-        """The process has ended, and with it all that was in it."""
+    def _process_ended(self, failure: Exception) -> None:
+        """Fails the requests of a process that has ended, and closes its socket."""
         self._receive()
         self.fail_all(failure)
         self._close_socket()
@@ -278,7 +282,7 @@ class EngineClient:
         return f"ipc://{Path(self._directory.name) / f'engine-{self._num_processes}'}"
 
     def _open_socket(self) -> None:
-        self._num_processes += 1  # each has an address of its own, and hears nothing that was meant for the last
+        self._num_processes += 1  # each process has its own address, so it receives no message for the previous one
         socket = self._context.socket(zmq.PAIR)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
@@ -293,22 +297,22 @@ class EngineClient:
             self._socket.close()
             self._socket = None
 
-    # --- what is said
+    # --- messages
 
     def _send(self, message: ToEngine) -> None:
-        """Raises ``UnavailableError`` where the process is gone, though that was not noticed yet."""
+        """Sends a message. Raises ``UnavailableError`` if the process has ended and this was not noticed yet."""
         assert self._socket is not None
         try:
             self._socket.send(encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             raise UnavailableError("the engine's process has ended; another starts, try again in a moment") from None
-        # The descriptor tells of a change only, and sending may have seen and forgotten one.
+        # The descriptor signals changes only, and sending may have consumed a signal.
         if not self._will_receive:
             self._will_receive = True
             asyncio.get_running_loop().call_soon(self._receive)
 
     def _receive(self) -> None:
-        """Take all that has come."""
+        """Takes all messages that have arrived."""
         self._will_receive = False
         while self._socket is not None and has_come(self._socket):
             message = to_server.decode(self._socket.recv())
@@ -362,7 +366,7 @@ class EngineClient:
         self._watcher.request_started(request)
 
     def _drop(self, request: EngineRequest) -> bool:
-        """Know nothing more of ``request``; whether anything was known."""
+        """Forgets ``request``; returns whether it was known."""
         if self._requests.pop(request.number, None) is None:
             return False
         if request.num_open:
@@ -371,7 +375,9 @@ class EngineClient:
 
 
 def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
-    """The status that ``process`` will end with. Waiting for it keeps neither the loop nor this process from ending."""
+    """Returns a future of the exit status of ``process``. Waiting for it blocks neither the loop nor the exit of this
+    process.
+    """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -384,8 +390,8 @@ def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
     return ended
 
 
-def _how(status: int) -> str:
-    """How a process ended that has this ``status``."""
+def _ending_text(status: int) -> str:
+    """Returns in words how a process with this exit status ended."""
     if status >= 0:
         return f"ended with status {status}"
     try:

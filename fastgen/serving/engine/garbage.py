@@ -1,4 +1,4 @@
-"""Garbage collection in a process that serves: rare, and of what is new only."""
+"""Garbage collection in a serving process: rare, and limited to new objects."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Containers made before the youngest are looked through, and so on; Python's own are 700, 10, 10.
+# Thresholds of the three generations; Python's defaults are 700, 10, 10.
 _THRESHOLDS = (20_000, 20, 50)
 
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """What is there now stays, and is not looked through again and again: that would hold up steps and streams."""
+    """Excludes all present objects from garbage collection, and makes it rare. Frequent full collections would delay
+    steps and streams.
+    """
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)

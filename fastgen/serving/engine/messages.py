@@ -1,6 +1,6 @@
-"""What a server and its engine's process say to each other, as MessagePack over a socket of this machine.
+"""The messages between a server and its engine's process, as MessagePack over a local socket.
 
-A request has a number that the server gives it; it is used once in the life of an engine's process.
+The server gives each request a number, which is used only once in the life of an engine's process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
-    """Queue a request. Where it is a stream, its tokens are told step by step, else when it has ended."""
+    """Queues a request. The tokens of a stream are reported step by step; otherwise the answer is reported when it has
+    ended.
+    """
 
     number: int
     prompt_ids: list[int]
@@ -28,20 +30,20 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """End a request, for nobody waits for it any more. Nothing more is told of it."""
+    """Ends a request whose result is no longer needed. Nothing more is reported for it."""
 
     number: int
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
-    """Answer with a :class:`Reply` of the same number; ``what`` is a key of ``engine_process.ANSWERS``."""
+    """Asks for a :class:`Reply` with the same number; ``what`` is a key of ``engine_process.ANSWERS``."""
 
     number: int
     what: str
 
 
 class Check(msgspec.Struct, tag="check", array_like=True):
-    """Answer with a :class:`Reply` of the same number: why this would be refused, or nil; nothing is queued."""
+    """Asks for a :class:`Reply` with the same number: why this request would be refused, or nil. Nothing is queued."""
 
     number: int
     prompt_ids: list[int]
@@ -49,7 +51,7 @@ class Check(msgspec.Struct, tag="check", array_like=True):
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):
-    """End the process."""
+    """Ends the process."""
 
 
 ToEngine = Submit | Cancel | Ask | Check | Stop
@@ -58,9 +60,9 @@ ToEngine = Submit | Cancel | Ask | Check | Stop
 
 
 class EngineFacts(msgspec.Struct, array_like=True, kw_only=True):
-    """What an engine is, once it is loaded."""
+    """The properties of a loaded engine."""
 
-    # Where the model's files are.
+    # The directory of the model's files.
     directory: str
     architecture: str
     recipe: str
@@ -70,13 +72,13 @@ class EngineFacts(msgspec.Struct, array_like=True, kw_only=True):
     token_budget: int
     block_size: int
     num_blocks: int
-    # The memory ledger, for people.
+    # The memory ledger as text.
     ledger: str
     load_s: float
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The engine is loaded and takes requests."""
+    """The engine is loaded and accepts requests."""
 
     facts: EngineFacts
 
@@ -94,19 +96,19 @@ class End(msgspec.Struct, array_like=True):
     error: str | None
     score: float | None
     metrics: RequestMetrics
-    # Since its first token was made, if there is one.
+    # Seconds since its first token was generated, if there is one.
     first_token_ago_s: float | None
 
 
 class Progress(msgspec.Struct, array_like=True):
-    """What a completion has got since it was last told of."""
+    """The progress of a completion since its last report."""
 
     number: int
     index: int
     token_ids: list[int]
     logprobs: list[dict[int, float]] | None
     end: End | None
-    # Told with the first that there is of completion 0.
+    # Comes with the first progress of completion 0.
     prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
@@ -115,12 +117,12 @@ class Refused(msgspec.Struct, array_like=True):
 
     number: int
     error: str
-    # Whether that is no fault of the request's.
+    # Whether the engine failed, and the request is not at fault.
     is_failure: bool = False
 
 
 class Status(msgspec.Struct, array_like=True):
-    """The engine's load, told several times a second, for a sign of life too."""
+    """The engine's load. It is reported several times a second, also as a sign of life."""
 
     # Sequences with a slot.
     num_running: int
@@ -129,19 +131,19 @@ class Status(msgspec.Struct, array_like=True):
 
 
 class Report(msgspec.Struct, tag="report", array_like=True):
-    """What has happened since the last one."""
+    """Everything that has happened since the last report."""
 
-    # Of streams that have one completion and nothing else to tell: number and token id, number and token id, …
+    # Tokens of streams with one completion and nothing but tokens to report: number, token id, number, token id, …
     tokens: list[int]
     progress: list[Progress]
-    # Requests that are not streams whose first token came.
+    # Requests without streaming whose first token was generated.
     started: list[int]
     refused: list[Refused]
     status: Status | None
 
 
 class Reply(msgspec.Struct, tag="reply", array_like=True):
-    """The answer to an :class:`Ask` or a :class:`Check`: MessagePack of what was asked for, or why there is none."""
+    """The answer to an :class:`Ask` or a :class:`Check`: its value as MessagePack, or why there is none."""
 
     number: int
     body: msgspec.Raw
@@ -158,15 +160,17 @@ _READABLE = int(zmq.POLLIN)
 
 
 def has_come(socket: zmq.Socket[bytes]) -> bool:
-    """Whether there is a message to be received. Costs less than to try, and to be told by an exception."""
-    return bool(socket.getsockopt(zmq.EVENTS) & _READABLE)  # type: ignore[operator]  # of this option it is a number
+    """Returns whether a message can be received. This is cheaper than trying and catching an exception."""
+    return bool(socket.getsockopt(zmq.EVENTS) & _READABLE)  # type: ignore[operator]  # this option is a number
 
 
 _DEFAULTS = vars(SamplingParams())
 
 
 def pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """The fields of ``sampling`` that are not the defaults; the seed as what it is taken as, which has 64 bits."""
+    """Returns the fields of ``sampling`` that differ from the defaults. The seed is reduced to its effective
+    64 bits.
+    """
     fields = {name: value for name, value in vars(sampling).items() if value != _DEFAULTS[name]}
     if sampling.seed is not None:
         fields["seed"] = sampling.seed % 2**64
@@ -174,7 +178,7 @@ def pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def unpack_sampling(fields: dict[str, Any]) -> SamplingParams:
-    """What :func:`pack_sampling` was given."""
+    """Returns the argument of :func:`pack_sampling`."""
     response_format = fields.get("response_format")
     if response_format is not None:
         fields = fields | {"response_format": ResponseFormat(**response_format)}

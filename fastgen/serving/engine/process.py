@@ -1,8 +1,9 @@
-"""The process that has the engine. It takes requests and gives tokens, and knows nothing of HTTP or text.
+"""The engine's process. It takes requests and returns tokens, and knows nothing of HTTP or text.
 
-One thread does all: between two steps it takes what has come, and tells what the last one gave. So a step waits for
-nothing, and a request that is cancelled is gone before the next. Run as ``python -m fastgen.serving.engine.process
-ADDRESS PARENT``, with the arguments of ``fastgen.load`` as JSON on standard input; it ends when that parent does.
+One thread does all the work: between two steps it takes the messages that have arrived and reports the last step's
+results. So a step never waits, and a cancelled request is gone before the next step. It is run as ``python -m
+fastgen.serving.engine.process ADDRESS PARENT``, with the arguments of ``fastgen.load`` as JSON on standard input. It
+ends when the process ``PARENT`` does.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ from fastgen.serving.engine.messages import (
 from fastgen.serving.log_file import move_output_to_log
 from fastgen.serving.monitoring.live import live_view
 
-# How often a status is told at least, and how long an idle engine sleeps at most.
+# The longest time between two status reports, and the longest sleep of an idle engine.
 STATUS_S = 0.25
-# Steps that take less than this are not told of one by one, for that would cost as much as they do: of streams that
-# have begun, tokens may wait for so long, and for the end of a step. First tokens and ends never do.
+# Steps shorter than this are not reported one by one, because a report would cost as much as a step. The later tokens
+# of a stream may wait this long, and for the end of a step. First tokens and ends never wait.
 PACE_S = 0.005
 
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
-# What can be asked of an engine, and who computes it, between two steps.
+# The questions that an engine answers between two steps, and the functions that answer them.
 ANSWERS: dict[str, Callable[[Engine], Any]] = {
     "live": live_view,
     "metrics": lambda engine: engine.metrics.snapshot(),
@@ -72,43 +73,43 @@ ANSWERS: dict[str, Callable[[Engine], Any]] = {
 
 
 class _Open:
-    """A request that has not ended, and how much of it was told."""
+    """A request that has not ended, and how much of it was reported."""
 
-    __slots__ = ("generation", "is_plain", "is_stream", "num_told", "number", "token_ids")
+    __slots__ = ("generation", "is_plain", "is_stream", "num_reported", "number", "token_ids")
 
     def __init__(self, number: int, generation: Generation, *, is_stream: bool):
         self.number, self.generation, self.is_stream = number, generation, is_stream
         sampling = generation.request.sampling
-        # Whether there is nothing to tell of it but tokens, until it ends.
+        # Whether there is nothing but tokens to report until it ends.
         self.is_plain = sampling.n == 1 and sampling.logprobs is None and sampling.prompt_logprobs is None
-        # Tokens of each completion; ``None`` once its end was told.
-        self.num_told: list[int | None] = [0] * sampling.n
-        # Those of the first completion.
+        # Reported tokens of each completion; ``None`` once its end was reported.
+        self.num_reported: list[int | None] = [0] * sampling.n
+        # The tokens of the first completion.
         self.token_ids: list[int] | None = None
 
     def add_tokens(self, tokens: list[int]) -> None:
-        """To ``tokens``, what was not told yet of a plain one: its number and a token id, again and again."""
+        """Appends the unreported tokens of a plain request to ``tokens``: its number and a token id, for each token."""
         if self.token_ids is None:
             self.token_ids = self.generation.completions[0].token_ids
-        start = self.num_told[0]
+        start = self.num_reported[0]
         assert start is not None
         if start < len(self.token_ids):
             for token_id in self.token_ids[start:]:
                 tokens += (self.number, token_id)
-            self.num_told[0] = len(self.token_ids)
+            self.num_reported[0] = len(self.token_ids)
 
     def news(self, now_s: float) -> list[Progress]:
-        """What was not told yet. ``now_s`` is the engine's clock's."""
+        """Returns the progress that was not reported yet. ``now_s`` is a time of the engine's clock."""
         news = []
         for index, completion in enumerate(self.generation.completions):
-            start, has_ended = self.num_told[index], completion.finish_reason is not None
+            start, has_ended = self.num_reported[index], completion.finish_reason is not None
             if start is None or not (has_ended or (self.is_stream and start < len(completion.token_ids))):
                 continue
             logprobs = None if self.generation.request.sampling.logprobs is None else completion.logprobs[start:]
             end = self._end(completion, now_s) if has_ended else None
             prompt_logprobs = self.generation.prompt_logprobs if index == start == 0 else None
             news.append(Progress(self.number, index, completion.token_ids[start:], logprobs, end, prompt_logprobs))
-            self.num_told[index] = None if has_ended else len(completion.token_ids)
+            self.num_reported[index] = None if has_ended else len(completion.token_ids)
         return news
 
     def _end(self, completion: Completion, now_s: float) -> End:
@@ -124,33 +125,35 @@ class _Open:
 
 
 class EngineLoop:
-    """Runs ``engine`` for the server at the other end of ``socket``, until that says so or ``is_orphan()``."""
+    """Runs ``engine`` for the server at the other end of ``socket``, until the server stops it or ``is_orphan()`` is
+    true.
+    """
 
     def __init__(self, engine: Engine, socket: zmq.Socket[bytes], *, is_orphan: Callable[[], bool]):
         self._engine, self._socket, self._is_orphan = engine, socket, is_orphan
         self._open: dict[int, _Open] = {}
         self._by_request_id: dict[int, _Open] = {}
-        # Those that are streams, by the engine's number too.
+        # Open streams, by the engine's request id.
         self._streams: dict[int, _Open] = {}
-        # Those of which no token has come, likewise.
-        self._unheard: dict[int, _Open] = {}
+        # Open requests without a token, by the engine's request id.
+        self._without_token: dict[int, _Open] = {}
         self._refused: list[Refused] = []
         self._ended: list[Generation] = []
         engine.answers.on_end = self._ended.append
         engine.answers.gives_text = False  # the server decodes tokens, so that no step waits for it
-        self._num_steps, self._told_s, self._streamed_s, self._is_stopped = 0, 0.0, 0.0, False
+        self._num_steps, self._reported_s, self._streamed_s, self._is_stopped = 0, 0.0, 0.0, False
 
     def run(self) -> None:
-        """Take, step, tell, until it is told to stop."""
+        """Repeats until stopped: receive messages, run a step, report."""
         while not self._is_stopped and not self._is_orphan():
             self._receive()
             if self._engine.has_work:
                 self._engine.step()
                 self._num_steps += 1
-            self._tell()
+            self._report()
 
     def _receive(self) -> None:
-        """Take all that has come. Where there is nothing to run, wait for it."""
+        """Takes all messages that have arrived. If the engine has no work, waits for one."""
         if not self._engine.has_work or self._engine.idle_s:
             idle_s = min(self._engine.idle_s, STATUS_S) if self._engine.has_work else STATUS_S
             self._socket.poll(math.ceil(1000 * idle_s))
@@ -174,25 +177,25 @@ class EngineLoop:
         except InvalidArgumentError as error:
             self._refused.append(Refused(message.number, str(error)))
             return
-        except Exception as error:  # what is in the engine already has nothing to do with it
+        except Exception as error:  # the requests already in the engine are not affected
             _log.error("a request cannot be queued: %s", cause_of(error), exc_info=error)
             why = f"the engine failed to queue this request: {cause_of(error)}"
             self._refused.append(Refused(message.number, why, is_failure=True))
             return
         opened = _Open(message.number, generation, is_stream=message.is_stream)
         request_id = generation.request.request_id
-        self._open[message.number] = self._by_request_id[request_id] = self._unheard[request_id] = opened
+        self._open[message.number] = self._by_request_id[request_id] = self._without_token[request_id] = opened
         if message.is_stream:
             self._streams[request_id] = opened
 
     def _reply(self, number: int, find: Callable[[], Any]) -> None:
-        """Answer with what ``find`` gives. That it fails is nothing to end for."""
+        """Answers with the result of ``find``. If it fails, the reply says why; the process continues."""
         body, cause = msgspec.Raw(encoder.encode(None)), None
         try:
             body = msgspec.Raw(encoder.encode(find()))
         except Exception as error:
             cause = cause_of(error)
-            _log.error("a question cannot be answered: %s", cause, exc_info=error)
+            _log.error("a query cannot be answered: %s", cause, exc_info=error)
         self._send(Reply(number, body, cause))
 
     def _refusal(self, asked: Check) -> str | None:
@@ -203,11 +206,11 @@ class EngineLoop:
         return None
 
     def _drop(self, opened: _Open) -> None:
-        """Nothing more is to be told of it."""
+        """Forgets the request: nothing more is to be reported for it."""
         request_id = opened.generation.request.request_id
         del self._open[opened.number], self._by_request_id[request_id]
         self._streams.pop(request_id, None)
-        self._unheard.pop(request_id, None)
+        self._without_token.pop(request_id, None)
 
     def _cancel(self, number: int) -> None:
         opened = self._open.get(number)
@@ -215,10 +218,10 @@ class EngineLoop:
             self._drop(opened)
             self._engine.cancel(opened.generation)
 
-    def _tell(self) -> None:
-        """Send what the last step gave, and how much is to be done."""
+    def _report(self) -> None:
+        """Sends the results of the last step, and from time to time the engine's load."""
         now_s = time.monotonic()
-        is_due = now_s - self._told_s >= STATUS_S
+        is_due = now_s - self._reported_s >= STATUS_S
         begun = self._begun()
         tokens: list[int] = []
         progress: list[Progress] = []
@@ -239,12 +242,12 @@ class EngineLoop:
         if is_due:
             scheduler = self._engine.scheduler
             status = Status(len(scheduler.running), scheduler.num_waiting, self._num_steps)
-            self._told_s = now_s
+            self._reported_s = now_s
         self._send(Report(tokens, progress, started, self._refused, status))
         self._refused = []
 
     def _streamed(self) -> tuple[list[int], list[Progress]]:
-        """What the streams that run have got since they were last told of; see :class:`Report`."""
+        """Returns the progress of the running streams since their last report; see :class:`Report`."""
         tokens: list[int] = []
         others: dict[int, _Open] = {}
         for sequence in self._engine.scheduler.running if self._streams else ():
@@ -258,12 +261,12 @@ class EngineLoop:
         return tokens, [news for opened in others.values() for news in opened.news(self._engine.clock())]
 
     def _begun(self) -> list[_Open]:
-        """The requests whose first token the last step gave."""
+        """Returns the requests whose first token came with the last step."""
         begun = []
-        for sequence in self._engine.scheduler.running if self._unheard else ():
-            opened = self._unheard.get(sequence.request.request_id)
+        for sequence in self._engine.scheduler.running if self._without_token else ():
+            opened = self._without_token.get(sequence.request.request_id)
             if opened is not None and opened.generation.completions[0].token_ids:
-                del self._unheard[sequence.request.request_id]
+                del self._without_token[sequence.request.request_id]
                 begun.append(opened)
         return begun
 
@@ -272,16 +275,16 @@ class EngineLoop:
 
 
 def main() -> None:
-    """Load, say so, and run."""
+    """Loads the model, reports that it is ready, and runs."""
     parent = int(sys.argv[2])
     _end_with(parent)
-    # A terminal's Ctrl-C and a service manager's SIGTERM reach this process too, but ending is the server's to arrange.
+    # A terminal's Ctrl-C and a service manager's SIGTERM reach this process too, but the server decides when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     arguments: dict[str, Any] = json.load(sys.stdin)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.setsockopt(zmq.LINGER, 1000)
-        socket.setsockopt(zmq.SNDHWM, 0)  # a step never waits for the server; what is on its way is bounded by answers
+        socket.setsockopt(zmq.SNDHWM, 0)  # a step never waits for the server; the queue is bounded by the answers
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(sys.argv[1])
         began_s = time.monotonic()
@@ -298,16 +301,18 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel end this process with its ``parent``, also while it loads or is in a long step. Where the system
-    cannot, the loop sees that it is an orphan."""
+    """Has the kernel kill this process when its ``parent`` ends, even while it loads or is in a long step.
+
+    On systems without that, the loop notices that it is an orphan.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that was said
+    if os.getppid() != parent:  # the parent ended before the call
         sys.exit(1)
 
 
 def _with_policy(arguments: dict[str, Any]) -> dict[str, Any]:
-    """``arguments``, a policy that JSON holds as ``{"name": …}`` and its parameters made one."""
+    """Returns ``arguments`` with a policy in place of its JSON form: ``{"name": …}`` with its parameters."""
     policy = arguments.get("policy")
     if not isinstance(policy, dict):
         return arguments

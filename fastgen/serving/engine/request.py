@@ -1,4 +1,4 @@
-"""A request that is in the engine, as the server sees it: its news, and who is told of them."""
+"""A request in the engine, as the server sees it: its news, and the interface of the watcher that is notified."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fastgen.serving.engine.messages import EngineFacts, Progress
 
 
 class EngineRequest:
-    """A request in the engine. Its news are there to be taken as they come; a failure comes as an exception."""
+    """A request in the engine. Its news can be taken as they come; a failure is raised as an exception."""
 
     def __init__(self, number: int, num_prompt_tokens: int, sampling: SamplingParams, arrived_s: float):
         self.number, self.num_prompt_tokens, self.sampling = number, num_prompt_tokens, sampling
-        # When it came to the server, by ``time.monotonic``.
+        # When it arrived at the server, by ``time.monotonic``.
         self.arrived_s = arrived_s
-        # Whether a token of it came.
+        # Whether its first token has come.
         self.has_started = False
         # Completions that have not ended.
         self.num_open = sampling.n
@@ -26,7 +26,9 @@ class EngineRequest:
         self._waiter: asyncio.Future[None] | None = None
 
     async def news(self) -> list[Progress]:
-        """What has come since the last call, at least something; one at a time may ask. Raises what it failed with."""
+        """Waits for news and returns everything since the last call. Only one caller may wait at a time. Raises the
+        failure of the request.
+        """
         while not self._news:
             if self._failure is not None:
                 raise self._failure
@@ -36,20 +38,20 @@ class EngineRequest:
         return news
 
     def add(self, progress: Progress) -> None:
-        """There are news."""
+        """Adds news."""
         self._news.append(progress)
         self._wake()
 
     def add_token(self, token_id: int) -> None:
-        """The next token of a stream of which there is nothing else to tell."""
+        """Adds the next token of a stream that has nothing but tokens to report."""
         if self._news:
-            self._news[-1].token_ids.append(token_id)  # nobody has come for the last yet
+            self._news[-1].token_ids.append(token_id)  # the last news were not taken yet
         else:
             self._news.append(Progress(self.number, 0, [token_id], None, None))
             self._wake()
 
     def fail(self, failure: Exception) -> None:
-        """End it: ``failure`` is raised where its news are awaited."""
+        """Ends the request: ``failure`` is raised where its news are awaited."""
         self._failure = failure
         self._wake()
 
@@ -59,22 +61,22 @@ class EngineRequest:
 
 
 class EngineWatcher(Protocol):
-    """Hears of what happens to an engine and the requests in it."""
+    """Is notified of the events of an engine and of its requests."""
 
     def engine_ready(self, facts: EngineFacts) -> None:
-        """A process is ready that has done nothing yet."""
+        """A new process is ready and has no requests yet."""
 
     def engine_counted(self, metrics: Metrics) -> None:
-        """What the process has counted so far."""
+        """Receives the process's counters up to now."""
 
     def engine_ended(self) -> None:
-        """The process is no more, nor anything that was in it."""
+        """The process has ended, and all its requests with it."""
 
     def request_started(self, request: EngineRequest) -> None:
-        """Its first token came."""
+        """The first token of a request came."""
 
     def completion_ended(self, request: EngineRequest, progress: Progress) -> None:
         """``progress`` is the last of one of its completions."""
 
     def request_gone(self, request: EngineRequest) -> None:
-        """It has ended, or was cancelled or refused. Told once."""
+        """The request has ended, or was cancelled or refused. Called once per request."""

@@ -1,1 +1,1 @@
-"""The server's HTTP side."""
+"""The HTTP side of the server."""

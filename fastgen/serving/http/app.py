@@ -1,4 +1,4 @@
-"""The application: which paths there are."""
+"""The ASGI application: its paths and their handlers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from fastgen.version import __version__
 
 
 def create_app(service: Service, options: ServeOptions) -> FastAPI:
-    """All of HTTP, over ``service``, which may still be starting."""
+    """Returns the whole HTTP application for ``service``, which may still be starting."""
     app = FastAPI(title="fastgen", docs_url=None, redoc_url=None)
     add_error_handlers(app)
 
     @app.get("/health")
     async def health() -> Response:
-        """The server is alive, whatever its engine does."""
+        """The server is alive, whatever the state of its engine."""
         return Response()
 
     @app.get("/ready")
     async def ready() -> Response:
-        """200 where requests are taken, else 503, with the state as text."""
+        """200 if requests are accepted, else 503, with the state as text."""
         return Response(service.state, 200 if service.state == "ready" else 503, media_type="text/plain")
 
     @app.get("/metrics")

@@ -1,4 +1,4 @@
-"""Connections that can neither be too many, nor too slow, nor half open for ever."""
+"""HTTP connections with limits on their number, on the time they take, and on half-open ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _MAX_HEAD_BYTES = 64 << 10
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """A connection that keeps to ``limits``. What it may not do is answered with an error where that is possible, and
-    then it is closed, and ``on_refused`` told why; see :func:`close_slow` for what takes too long.
+    """A connection that enforces ``limits``.
+
+    A violation is answered with an error if that is possible; then the connection is closed, and ``on_refused``
+    receives the reason. :func:`close_slow` handles connections that take too long.
     """
 
     def __init__(
@@ -41,10 +43,10 @@ class LimitedConnection(HttpToolsProtocol):
         self._limits, self._on_refused = limits, on_refused
         self._gone = Gone()
         self._is_one_too_many = False
-        # Since when the head of a request is awaited.
+        # The time since which the head of a request is awaited.
         self._head_since_s: float | None = None
         self._num_head_bytes = 0
-        # Since when the client has taken too little of what waits for it, or all of it waits to be closed.
+        # The time since which the client reads too slowly, or a closing connection still has output.
         self._stuck_since_s: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -52,12 +54,12 @@ class LimitedConnection(HttpToolsProtocol):
         self._head_since_s = time.monotonic()
         num_more = len(self.connections) - self._limits.max_connections
         self._is_one_too_many = num_more > 0
-        if num_more > self._limits.max_connections:  # there is not even room to say so to each
+        if num_more > self._limits.max_connections:  # too many to send an error to each
             self._on_refused("connections")
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_one_too_many:  # read first, or closing would cut the answer off
+        if self._is_one_too_many:  # the request is read first: closing with unread data would cut off the answer
             limit = self._limits.max_connections
             error = OverloadedError(f"{limit} connections are open, no more are taken", retry_after_s=1.0)
             self._refuse(error, "connections")
@@ -72,15 +74,17 @@ class LimitedConnection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stopped:
-            if self._offers_another_protocol:  # which CONNECT does not
+            if self._offers_another_protocol:  # a CONNECT request has none
                 self._ignore_upgrade(data[stopped.args[0] :])
         except httptools.HttpParserError:
             self._refuse(BadRequestError("this is not HTTP/1.1"), "not_http")
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Read the request and the ``rest`` behind its head as if another protocol had not been offered. A server may;
-        the parser stops there, and what was the request's body it would take for that protocol. Java's client offers
-        HTTP/2 so, and curl does where it is told to."""
+        """Parses the request, and the ``rest`` after its head, as if it had not offered another protocol.
+
+        A server may ignore such an offer. But the parser stops there, and would take the request's body for the other
+        protocol. Java's client offers HTTP/2 in this way, and curl does with a flag.
+        """
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
@@ -100,7 +104,7 @@ class LimitedConnection(HttpToolsProtocol):
             return
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > _MAX_HEAD_BYTES:
             self._refuse(_head_too_large(), "head_size")
-            raise httptools.HttpParserCallbackError  # which ends the parsing
+            raise httptools.HttpParserCallbackError  # ends the parsing
         self._unset_keepalive_if_required()
         self._head_since_s, self._num_head_bytes = None, 0
         self.scope["state"]["gone"] = self._gone
@@ -117,8 +121,9 @@ class LimitedConnection(HttpToolsProtocol):
         self._gone.set()
 
     def eof_received(self) -> None:
-        """The client sends no more. Whether it is gone altogether cannot be told, so it counts as gone; if it still
-        listens it hears why there is no answer."""
+        """Handles the end of the client's data. It cannot be known whether the client is gone altogether, so it counts
+        as gone. If it still listens, it receives the reason why there is no answer.
+        """
         if self.cycle is not None and not self.cycle.response_complete and not self.cycle.response_started:
             self._refuse(BadRequestError("the client closed its side before it had its answer, which ends the request"))
 
@@ -131,7 +136,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._stuck_since_s = None
 
     def close_if_slow(self, now_s: float) -> None:
-        """Close it where its client takes more time than it has."""
+        """Closes the connection if its client takes more time than allowed."""
         if self.transport.is_closing() and self._stuck_since_s is None:
             self._stuck_since_s = now_s
         if self._stuck_since_s is not None and now_s - self._stuck_since_s > self._limits.write_timeout_s:
@@ -145,14 +150,15 @@ class LimitedConnection(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether what is written now might stand in the middle of an answer: of the last request, or of one that it
-        waits for."""
+        """Returns whether new output might end up inside another answer: that of the last request, or that of a request
+        in the pipeline.
+        """
         if self.pipeline:
             return True
         return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
 
     def _refuse(self, error: Exception, reason: Refusal | None = None) -> None:
-        """Answer with ``error`` and nothing else, and close; without a word where another answer has begun."""
+        """Answers with ``error`` only, and closes. If another answer has begun, closes without an answer."""
         if self.transport.is_closing():
             return
         if reason is not None:
@@ -174,8 +180,9 @@ class LimitedConnection(HttpToolsProtocol):
 
 
 def _speak_http_1_0(cycle: RequestResponseCycle) -> None:
-    """Have an answer whose length is not known before go out as it is, not in chunks, and end with the connection; and
-    have no answer come before it."""
+    """Adapts answers to HTTP/1.0: an answer of unknown length is sent without chunks and ends with the connection, and
+    no interim answer (100 Continue) is sent.
+    """
     send, is_length_known = cycle.send, True
 
     async def send_unchunked(message: Any) -> None:
@@ -196,7 +203,7 @@ def _head_too_large() -> TooLargeError:
 
 
 async def close_slow(server_state: ServerState, limits: ConnectionLimits) -> None:
-    """Look again and again for connections whose clients take too long, until this is cancelled."""
+    """Closes connections whose clients take too long, at regular intervals, until it is cancelled."""
     every_s = min(limits.header_timeout_s, limits.write_timeout_s, 4.0) / 4
     while True:
         await asyncio.sleep(every_s)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI words them: a status, and a body that says what kind, what is wrong, and which field it is about."""
+"""Errors in OpenAI's format: a status, and a body with the type, the message, and the field at fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger("fastgen.serving")
 class ErrorDetail(TypedDict):
     message: str
     type: str
-    # The field that the error is about.
+    # The field at fault.
     param: str | None
     code: str | None
 
@@ -42,7 +42,7 @@ class ErrorBody(TypedDict):
     error: ErrorDetail
 
 
-# Of each refusal its status, type and code; the first that fits counts.
+# The status, type and code of each refusal; the first class that matches counts.
 _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (BadRequestError, 400, "invalid_request_error", None),
     (UnauthorizedError, 401, "authentication_error", "invalid_api_key"),
@@ -54,7 +54,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (EngineDiedError, 500, "server_error", "engine_died"),
     (GenerationError, 500, "server_error", "generation_failed"),
 )
-# What endpoints answer beside what they are for, for the OpenAPI document.
+# The error responses of all endpoints, for the OpenAPI document.
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": description}
     for status, description in (
@@ -68,13 +68,13 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (503, "The server is starting, or ending"),
     )
 }
-# The status, in logs and metrics, of a request whose client went before it was answered; nobody is sent it.
+# The status, in logs and metrics only, of a request whose client disconnected before the answer.
 CLIENT_LEFT = 499
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def error_body(error: Exception) -> tuple[int, ErrorBody]:
-    """The status and the body for a failure that was foreseen."""
+    """Returns the status and the body for an expected failure."""
     for of, status, kind, code in _KINDS:
         if isinstance(error, of):
             return status, _body(
@@ -84,7 +84,7 @@ def error_body(error: Exception) -> tuple[int, ErrorBody]:
 
 
 def failure_body(error: Exception) -> ErrorBody:
-    """The body for any failure; of one that was not foreseen the log has the cause, and clients are told nothing."""
+    """Returns the body for any failure. The cause of an unexpected one goes to the log and is not sent to clients."""
     if isinstance(error, FastgenError):
         return error_body(error)[1]
     _log.error("a stream failed", exc_info=error)
@@ -92,7 +92,7 @@ def failure_body(error: Exception) -> ErrorBody:
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """An answer that says why there is none."""
+    """Returns the response for ``error``."""
     status, body = error_body(error)
     headers = {}
     if (retry_after_s := getattr(error, "retry_after_s", None)) is not None:
@@ -105,7 +105,7 @@ def error_response(error: Exception) -> JSONResponse:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Have every error of ``app`` answered in OpenAI's words."""
+    """Makes ``app`` answer every error in OpenAI's format."""
     app.add_exception_handler(RefusedError, _refused)
     app.add_exception_handler(GenerationError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -132,7 +132,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
-    """What routing says: no such path, no such method."""
+    """Handles the errors of routing: no such path, no such method."""
     assert isinstance(error, HTTPException)
     kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
     message = f"{request.method} {request.url.path}: {error.detail}"
@@ -140,7 +140,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _left(request: Request, error: Exception) -> Response:
-    """Nobody is there to read this; the status is for the log."""
+    """Handles a client that has disconnected: the status is only for the log."""
     return Response(status_code=CLIENT_LEFT)
 
 
@@ -150,8 +150,11 @@ async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
 
 
 def invalid_request(errors: Sequence[Any], body: Any) -> BadRequestError:
-    """One refusal for what pydantic found wrong with ``body``, about the field that lies deepest: of the readings that
-    a field has, that is the one meant."""
+    """Returns one refusal for the errors that pydantic found in ``body``.
+
+    If a field may have several types, pydantic reports errors for each of them. The refusal is about the field that
+    lies deepest, because its type is the one that was meant.
+    """
     found = [(_place(each["loc"], body), each) for each in errors]
     place, first = max(found, key=lambda one: len(one[0]))
     if first["type"] == "json_invalid":
@@ -163,7 +166,9 @@ def invalid_request(errors: Sequence[Any], body: Any) -> BadRequestError:
 
 
 def _place(location: Sequence[Any], body: Any) -> tuple[Any, ...]:
-    """The steps of ``location`` that are there in ``body``, or would be; the others name readings."""
+    """Returns the steps of ``location`` that exist in ``body``, or that name a missing field. The other steps name
+    types, not fields.
+    """
     place: list[Any] = []
     value: Any = body
     steps = location[1:] if location[:1] == ("body",) else location

@@ -1,4 +1,4 @@
-"""``/generate``, which takes and gives all that ``LLM`` does; ``/info``; and ``/terminate``."""
+"""``/generate``, with all features of ``LLM``; ``/info``; and ``/terminate``."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ _StopString = Annotated[str, Field(min_length=1)]
 
 
 class GenerateBody(FewErrors):
-    """A prompt or a conversation, and the fields of ``fastgen.SamplingParams``; docs/sampling.md has their meaning. One
-    that is ``null`` or left out has the model's default."""
+    """A prompt or a conversation, and the fields of ``fastgen.SamplingParams``; docs/sampling.md describes them. A
+    field that is ``null`` or left out has the model's default.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -72,7 +73,7 @@ class GenerateBody(FewErrors):
     response_format: dict[str, Any] | None = None
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """``defaults`` with what was given."""
+        """Returns ``defaults`` with the given fields replaced."""
         given = self.model_dump(exclude={"prompt", "messages", "stream"}, exclude_none=True)
         return SamplingParams.from_fields(defaults, **given)
 
@@ -86,7 +87,7 @@ class CheckBody(FewErrors):
 
 
 class CheckedBody(BaseModel):
-    """Of each request why it would be refused, or ``null``."""
+    """For each request the reason why it would be refused, or ``null``."""
 
     errors: list[str | None]
 
@@ -104,7 +105,7 @@ class InfoBody(BaseModel):
 
 
 def generate_routes(service: Service) -> APIRouter:
-    """``/generate`` and ``/info``."""
+    """Returns the routes ``/generate`` and ``/info``."""
     router = APIRouter(responses=ERRORS)
 
     @router.post(
@@ -118,9 +119,10 @@ def generate_routes(service: Service) -> APIRouter:
         },
     )
     async def generate(body: GenerateBody, request: Request) -> Response:
-        """Go on with ``prompt`` (text or token ids), or answer ``messages``. With ``stream``, server-sent events of the
-        pieces, the last of which has the whole answer as ``output``."""
-        with own_words("prompt"):
+        """Continue ``prompt`` (text or token ids), or answer ``messages``. With ``stream``, the response is server-sent
+        events; the last one has the whole answer as ``output``.
+        """
+        with naming_the_field("prompt"):
             return await answer(body, request)
 
     async def answer(body: GenerateBody, request: Request) -> Response:
@@ -133,7 +135,7 @@ def generate_routes(service: Service) -> APIRouter:
 
     @router.post("/check")
     async def check(body: CheckBody) -> CheckedBody:
-        """Whether requests of ``/generate`` could be served; nothing is run."""
+        """Check whether requests of ``/generate`` could be served; nothing is run."""
         return CheckedBody(errors=[await refusal(each) for each in body.requests])
 
     async def refusal(body: GenerateBody) -> str | None:
@@ -144,19 +146,19 @@ def generate_routes(service: Service) -> APIRouter:
 
     @router.get("/info")
     async def info() -> InfoBody:
-        """What is served, and its sizes."""
+        """The model that is served, and its sizes."""
         return InfoBody(**service.info())
 
     return router
 
 
 def terminate_routes(ending: Ending) -> APIRouter:
-    """``/terminate``."""
+    """Returns the route ``/terminate``."""
     router = APIRouter(responses=ERRORS)
 
     @router.post("/terminate")
     async def terminate(request: Request) -> dict[str, str]:
-        """End the server, when what runs has been answered: for who has its deployment's token, or an API key."""
+        """End the server after the running requests are answered. Needs the token of its deployment, or an API key."""
         ending.ask(bearer(request.headers.get("authorization")))
         return {}
 
@@ -164,9 +166,11 @@ def terminate_routes(ending: Ending) -> APIRouter:
 
 
 @contextmanager
-def own_words(otherwise: str) -> Iterator[None]:
-    """A refusal in here keeps the names of ``SamplingParams``; it is about the field that it begins with, or else about
-    ``otherwise``."""
+def naming_the_field(otherwise: str) -> Iterator[None]:
+    """Turns refusals in the block into ``BadRequestError`` with their message unchanged, in the field names of
+    ``SamplingParams``. The refused field is the message's first word if that is a sampling field, else
+    ``otherwise``.
+    """
     try:
         yield
     except (BadRequestError, InvalidArgumentError) as error:

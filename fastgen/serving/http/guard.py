@@ -1,5 +1,5 @@
-"""What every HTTP request goes through before the application sees it: a name, a key, a body of a size that is taken,
-and a line in the log.
+"""Checks every HTTP request before the application sees it: a request id, the API key, the size of the body, and a line
+in the log.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fastgen.serving.monitoring.prometheus import Refusal, ServerMetrics
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import RefusedError, RequestTimeoutError, TooLargeError, UnauthorizedError
 
-# What may be asked without a key, and everything below :data:`OPEN_FOLDER`: whether the server is there, the page,
-# which asks for the key, and what takes another token too.
+# Paths that need no key, as does everything below :data:`OPEN_FOLDER`: the health checks, the page, which asks for the
+# key itself, and paths that accept another token too.
 OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/version", "/terminate")
 OPEN_FOLDER = "/page/"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
@@ -28,9 +28,11 @@ _log = logging.getLogger("fastgen.serving.requests")
 
 
 class Guard:
-    """An ASGI application in front of another. The request's name is in ``request.state.request_id`` there, and in the
-    header ``x-request-id`` of the answer; its body comes whole, and ``request.state.arrived_s`` is when it had, by
-    ``time.monotonic``. ``metrics`` counts what was answered.
+    """An ASGI application that wraps another one.
+
+    It puts the request's id in ``request.state.request_id`` and in the header ``x-request-id`` of the answer. The
+    application receives the body in one piece; ``request.state.arrived_s`` is when it was complete, by
+    ``time.monotonic``. ``metrics`` counts the answers.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
@@ -42,7 +44,7 @@ class Guard:
             return
         began_s, method = time.monotonic(), scope["method"]
         if method == "HEAD":
-            scope = {**scope, "method": "GET"}  # the connection, which knows better, leaves the body out
+            scope = {**scope, "method": "GET"}  # the connection knows the real method and leaves out the body
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
@@ -65,7 +67,7 @@ class Guard:
             await self._app(scope, _whole(body, receive), named_send)
         except RefusedError as error:
             response = error_response(error)
-            response.headers["connection"] = "close"  # what is left of the body is not read
+            response.headers["connection"] = "close"  # the rest of the body is not read
             self._metrics.refused(_REASONS[type(error)])
             await response(scope, receive, named_send)
         finally:
@@ -79,7 +81,7 @@ class Guard:
             self._options.api_keys.check(bearer(headers.get("authorization")))
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
-        """All of the request's body; ``None`` where the client went before it was there."""
+        """Returns the whole body of the request, or ``None`` if the client disconnected before it was complete."""
         limits = self._options.connections
         length = headers.get("content-length")
         if length is None and "transfer-encoding" not in headers:
@@ -112,7 +114,9 @@ class Guard:
         }
         if self._options.log_prompts:
             facts["body"] = body.decode("utf-8", "replace")
-        path = facts["path"] if facts["path"].isprintable() else repr(facts["path"])  # it might look like other lines
+        path = (
+            facts["path"] if facts["path"].isprintable() else repr(facts["path"])
+        )  # it could forge other lines of the log
         _log.info("%s %s %s", method, path, status or "left", extra={"facts": facts})
 
 
@@ -128,13 +132,13 @@ def _too_large(limit: int) -> TooLargeError:
 
 
 def _request_id(headers: Headers) -> str:
-    """That of the client where it can stand in a header and a log, else a new one."""
+    """Returns the client's request id if it is safe in a header and a log, else a new one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _whole(body: bytes, receive: Receive) -> Receive:
-    """Gives ``body`` at once, then what ``receive`` gives."""
+    """Returns a ``receive`` that gives ``body`` at once, then whatever the given one gives."""
     is_given = False
 
     async def receive_whole() -> Message:

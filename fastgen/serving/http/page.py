@@ -1,4 +1,4 @@
-"""The page at ``/``: its files, which are public and hold nothing, and what its live view asks for."""
+"""The page at ``/``: its static files, which are public, and the data of its live view."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from fastgen.serving.service import Service, State
 
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
-    # Nothing but this server's own files and answers, nothing inline, and in nobody's frame.
+    # Only this server's own files and answers, nothing inline, and not inside a frame.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # kept by browsers, but asked for each time whether it is still the same
+    "cache-control": "no-cache",  # browsers cache it, but check each time whether it has changed
 }
-# How long the live view waits for an engine that is in a step.
+# How long the live view waits for an engine that is running a step.
 ANSWER_S = 2.0
 
 
 class Live(msgspec.Struct, kw_only=True):
-    """The server, and its engine where that answers."""
+    """The state of the server, and of its engine if that answers."""
 
     model: str
     state: State
-    # How often the engine was started again.
+    # How often the engine was restarted.
     restarts: int
     # ``None`` while the model is not loaded.
     has_chat_template: bool | None
@@ -57,7 +57,7 @@ class _File:
 
 
 def page_routes() -> APIRouter:
-    """``/``, and ``/page/…`` for the files that it needs. They need no key."""
+    """Returns the routes ``/`` and ``/page/…`` for the page's files. They need no key."""
     router = APIRouter(include_in_schema=False)
     folder = files("fastgen.serving").joinpath("page")
     pages = {entry.name: _File(entry.name, entry.read_bytes()) for entry in folder.iterdir()}
@@ -75,22 +75,22 @@ def page_routes() -> APIRouter:
 
 
 def live_routes(service: Service) -> APIRouter:
-    """``/live``, as JSON: what the server and its engine do at this moment. It follows the page's needs, and so is not
-    part of the documented API.
+    """Returns the route ``/live``: the present state of the server and its engine, as JSON. It follows the needs of the
+    page, so it is not part of the documented API.
     """
     router = APIRouter(include_in_schema=False)
-    look = _Look(service)
+    query = _SharedQuery(service)
 
     @router.get("/live")
     async def live() -> Response:
-        body = msgspec.json.encode(await look.take())
+        body = msgspec.json.encode(await query.take())
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     return router
 
 
-class _Look:
-    """Asks the engine once for all who ask at the same time, however many pages are open."""
+class _SharedQuery:
+    """Asks the engine once for all simultaneous requests, however many pages are open."""
 
     def __init__(self, service: Service):
         self._service = service

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn, with connections that are limited and requests that are guarded."""
+"""The HTTP server: uvicorn with limited connections and guarded requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from fastgen.serving.http.guard import Guard
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
 
-# How long the last words of a server that ends may take to reach their clients.
+# How long the last answers of an ending server may take to reach their clients.
 FLUSH_S = 5.0
 _FILES_BESIDE_CONNECTIONS = 256
 
 
 class HttpServer(uvicorn.Server):
-    """Serves ``app`` to those that ``options`` let in; what is answered is counted in ``metrics``. Raises
-    ``InvalidArgumentError`` where TLS cannot be set up. Signals are not its business.
+    """Serves ``app`` to the clients that ``options`` admit, and counts the answers in ``metrics``.
+
+    It does not handle signals. Raises ``InvalidArgumentError`` if TLS cannot be set up.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
@@ -73,8 +74,10 @@ def _config(app: ASGIApp, options: ServeOptions, metrics: ServerMetrics) -> uvic
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """A socket at the address that is asked for. Raises ``InvalidArgumentError`` where that cannot be had."""
-    _allow_files(2 * options.connections.max_connections + _FILES_BESIDE_CONNECTIONS)  # as many are told why not
+    """Returns a socket at the requested address. Raises ``InvalidArgumentError`` if the address is not available."""
+    _allow_files(
+        2 * options.connections.max_connections + _FILES_BESIDE_CONNECTIONS
+    )  # as many again are open while they are refused
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         return socket.create_server((options.host, options.port), family=family, backlog=2048)
@@ -83,7 +86,7 @@ def listen(options: ServeOptions) -> socket.socket:
 
 
 def _allow_files(number: int) -> None:
-    """Have this process allowed so many open files, or as many as it can be."""
+    """Raises this process's limit of open files to the given number, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < number:
         most = number if hard == resource.RLIM_INFINITY else min(number, hard)

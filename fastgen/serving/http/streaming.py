@@ -1,4 +1,4 @@
-"""Answers that come in pieces, and clients that go before they have come."""
+"""Streamed answers, and clients that disconnect before the answer is complete."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from starlette.types import Receive, Scope, Send
 
 
 class Gone:
-    """Whether the client of a connection has gone, told to who asked for it. A connection leaves it in
-    ``scope["state"]["gone"]``."""
+    """Records that the client of a connection has gone, and calls callbacks. A connection stores it in
+    ``scope["state"]["gone"]``.
+    """
 
     def __init__(self) -> None:
         self.is_set = False
         self._callbacks: list[Callable[[], None]] = []
 
     def set(self) -> None:
-        """It has gone."""
+        """Records that the client has gone."""
         self.is_set = True
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
     def add(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once it goes."""
+        """Registers ``callback``, which is called when the client goes."""
         self._callbacks.append(callback)
 
     def discard(self, callback: Callable[[], None]) -> None:
@@ -37,8 +38,8 @@ class Gone:
 
 
 class unless_gone:  # noqa: N801 (used as a statement, like asyncio.timeout)
-    """``async with unless_gone(request):`` leaves the block with ``ClientDisconnect`` where the client goes meanwhile:
-    what it awaits is cancelled.
+    """``async with unless_gone(request):`` cancels its block and raises ``ClientDisconnect`` if the client disconnects
+    meanwhile.
     """
 
     def __init__(self, request: Request):
@@ -51,7 +52,7 @@ class unless_gone:  # noqa: N801 (used as a statement, like asyncio.timeout)
         task = asyncio.current_task()
         assert task is not None
         self._task, self._num_cancelled = task, task.cancelling()
-        if self._gone is None:  # the server is not ours
+        if self._gone is None:  # another server than ours: it sets no "gone"
             self._gone = Gone()
             self._listening = asyncio.create_task(_listen(self._receive, self._gone))
         elif self._gone.is_set:
@@ -76,8 +77,9 @@ class unless_gone:  # noqa: N801 (used as a statement, like asyncio.timeout)
 
 
 class EventStream(Response):
-    """Server-sent events, each piece of ``events`` being one or more of them as bytes. Where the client goes, or the
-    stream has ended, ``events`` is closed."""
+    """A response of server-sent events. Each piece of ``events`` is one or more events as bytes. ``events`` is closed
+    when the stream has ended or the client has disconnected.
+    """
 
     media_type = "text/event-stream"
 

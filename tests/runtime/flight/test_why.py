@@ -21,7 +21,7 @@ from fastgen.runtime.flight.recording import (
 )
 from fastgen.runtime.flight.time_account import OtherPrompts, Share, Span
 from fastgen.runtime.flight.why import Preemption, Why, why
-from fastgen.runtime.flight.why_text import seconds, tell
+from fastgen.runtime.flight.why_text import as_text, seconds
 
 ENGINE = EngineFacts(
     token_budget=100,
@@ -79,7 +79,7 @@ def shares(span: Span | None) -> dict[str, float]:
 
 
 def test_alone_all_time_is_its_own_but_what_passes_between_steps() -> None:
-    told = why(
+    facts = why(
         recording(
             arrival(10.0, 0, 50),
             step(0, 11.0, 13.0, ("0.0", 0, 50, 1), admitted=(slot("0.0", 0),)),
@@ -89,15 +89,21 @@ def test_alone_all_time_is_its_own_but_what_passes_between_steps() -> None:
         ),
         "0",
     )
-    assert (told.sequence, told.completions, told.prompt_tokens, told.new_tokens, told.steps) == ("0.0", 1, 50, 3, 3)
-    assert (told.queue_s, told.ttft_s, told.total_s, told.ahead) == (1.0, 3.0, 8.0, 0)
-    assert shares(told.first_token) == {"queued_step": 1.0, "own": 2.0}
-    assert shares(told.other_tokens) == {"own": 4.0, "between_steps": 1.0}
-    assert told.tokens_per_s == pytest.approx(2 / 5)
-    assert told.median_gap_s == 2.5
-    assert told.worst_gap is not None
-    assert (told.worst_gap.after, told.worst_gap.span.seconds, told.worst_gap.step.step) == (2, 3.0, 2)
-    assert tell(told).splitlines() == [
+    assert (facts.sequence, facts.completions, facts.prompt_tokens, facts.new_tokens, facts.steps) == (
+        "0.0",
+        1,
+        50,
+        3,
+        3,
+    )
+    assert (facts.queue_s, facts.ttft_s, facts.total_s, facts.ahead) == (1.0, 3.0, 8.0, 0)
+    assert shares(facts.first_token) == {"queued_step": 1.0, "own": 2.0}
+    assert shares(facts.other_tokens) == {"own": 4.0, "between_steps": 1.0}
+    assert facts.tokens_per_s == pytest.approx(2 / 5)
+    assert facts.median_gap_s == 2.5
+    assert facts.worst_gap is not None
+    assert (facts.worst_gap.after, facts.worst_gap.span.seconds, facts.worst_gap.step.step) == (2, 3.0, 2)
+    assert as_text(facts).splitlines() == [
         "Request 0: a prompt of 50 tokens, 3 new tokens in 3 steps and 8.00 s; it reached its length.",
         "First token after 3.00 s: 67 % computing its own tokens, 33 % queued until a step was scheduled.",
         "Then 2 tokens, 0.4 a second: 80 % computing its own tokens, 20 % with no step running.",
@@ -108,7 +114,7 @@ def test_alone_all_time_is_its_own_but_what_passes_between_steps() -> None:
 
 
 def test_steps_are_shared_by_tokens_with_prompts_and_decodes() -> None:
-    told = why(
+    facts = why(
         recording(
             arrival(0.0, 0, 10),
             arrival(0.0, 1, 600),
@@ -127,21 +133,21 @@ def test_steps_are_shared_by_tokens_with_prompts_and_decodes() -> None:
         ),
         "2",
     )
-    assert told.ttft_s == 31.0
+    assert facts.ttft_s == 31.0
     # a second in the queue; of the next step 20, 79 and 1 hundredths; passed over; then 20 and 80 hundredths
-    assert shares(told.first_token) == {
+    assert shares(facts.first_token) == {
         "queued_policy": 1.0,
         "own": 2.0 + 2.0,
         "other_prompts": 7.9 + 8.0,
         "other_decodes": 0.1,
         "passed_over": 10.0,
     }
-    assert told.first_token.others == OtherPrompts(
+    assert facts.first_token.others == OtherPrompts(
         num_requests=1, longest_request=1, longest_tokens=600, computed_tokens=239
     )
-    assert told.finish_reason is None
-    assert "still going on where the recording ends" in tell(told)
-    assert "51 % sharing steps with the 600-token prompt of request 1" in tell(told)
+    assert facts.finish_reason is None
+    assert "still going on where the recording ends" in as_text(facts)
+    assert "51 % sharing steps with the 600-token prompt of request 1" in as_text(facts)
 
 
 WAITS: dict[str, tuple[dict[str, Any], str]] = {
@@ -155,7 +161,7 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("cause", WAITS)
 def test_what_the_queue_waited_for(cause: str) -> None:
     fields, words = WAITS[cause]
-    told = why(
+    facts = why(
         recording(
             arrival(0.0, 0, 100),
             arrival(1.0, 1, 10, n=2),
@@ -165,13 +171,13 @@ def test_what_the_queue_waited_for(cause: str) -> None:
         ),
         "2.0",
     )
-    assert shares(told.first_token) == {cause: 4.0, "own": 1.0}
-    assert told.ahead == 4 - 1, "request 0 and both sequences of request 1 had no slot yet"
-    assert f"80 % {words}, 20 % computing its own tokens. 3 sequences waited when it came." in tell(told)
+    assert shares(facts.first_token) == {cause: 4.0, "own": 1.0}
+    assert facts.ahead == 4 - 1, "request 0 and both sequences of request 1 had no slot yet"
+    assert f"80 % {words}, 20 % computing its own tokens. 3 sequences waited when it came." in as_text(facts)
 
 
 def test_a_preemption_is_time_waited_and_time_to_compute_again() -> None:
-    told = why(
+    facts = why(
         recording(
             arrival(0.0, 0, 10),
             arrival(0.0, 1, 30),
@@ -185,12 +191,12 @@ def test_a_preemption_is_time_waited_and_time_to_compute_again() -> None:
         ),
         "1",
     )
-    assert told.preemptions == (Preemption(step=2, waited_s=4.0, lost_tokens=31),)
-    assert told.worst_gap is not None
-    assert told.worst_gap.preempted
-    assert (told.worst_gap.after, told.worst_gap.span.seconds, told.worst_gap.step.step) == (2, 12.0, 4)
-    assert shares(told.worst_gap.span) == {"preempted": 4.0, "recomputing": 8.0 * 31 / 32, "own": 8.0 / 32}
-    text = tell(told)
+    assert facts.preemptions == (Preemption(step=2, waited_s=4.0, lost_tokens=31),)
+    assert facts.worst_gap is not None
+    assert facts.worst_gap.preempted
+    assert (facts.worst_gap.after, facts.worst_gap.span.seconds, facts.worst_gap.step.step) == (2, 12.0, 4)
+    assert shares(facts.worst_gap.span) == {"preempted": 4.0, "recomputing": 8.0 * 31 / 32, "own": 8.0 / 32}
+    text = as_text(facts)
     assert "1 preemption (step 2): 31 tokens to compute again, 4.00 s until blocks were free." in text
     assert "meanwhile it was preempted" in text
 
@@ -198,7 +204,7 @@ def test_a_preemption_is_time_waited_and_time_to_compute_again() -> None:
 def test_wrong_drafts_are_its_own_computing_and_nothing_is_computed_again() -> None:
     drafted = [Entry("0.0", 10, 5, 4, 2), Entry("0.0", 12, 3, 2, 3), Entry("0.0", 0, 16, 0, 1)]
     steps = [replace(step(number, number, number + 1.0), entries=(drafted[number - 1],)) for number in (1, 2, 3)]
-    told = why(
+    facts = why(
         recording(
             arrival(0.0, 0, 10),
             step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(slot("0.0", 0),)),
@@ -207,13 +213,13 @@ def test_wrong_drafts_are_its_own_computing_and_nothing_is_computed_again() -> N
         ),
         "0",
     )
-    assert told.new_tokens == 1 + 2 + 3 + 1
-    assert told.preemptions == (Preemption(step=3, waited_s=0.0, lost_tokens=15),)
-    assert shares(told.other_tokens) == {"own": 2.0 + 1 / 16, "recomputing": 15 / 16}
+    assert facts.new_tokens == 1 + 2 + 3 + 1
+    assert facts.preemptions == (Preemption(step=3, waited_s=0.0, lost_tokens=15),)
+    assert shares(facts.other_tokens) == {"own": 2.0 + 1 / 16, "recomputing": 15 / 16}
 
 
 def test_who_waits_behind_one_that_was_preempted_waits_for_blocks() -> None:
-    told = why(
+    facts = why(
         recording(
             arrival(0.0, 0, 10),
             step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(slot("0.0", 0),)),
@@ -224,7 +230,7 @@ def test_who_waits_behind_one_that_was_preempted_waits_for_blocks() -> None:
         ),
         "1",
     )
-    assert shares(told.first_token) == {"queued_blocks": 1.0, "own": 0.5, "other_prompts": 0.5}
+    assert shares(facts.first_token) == {"queued_blocks": 1.0, "own": 0.5, "other_prompts": 0.5}
 
 
 def test_a_cached_prompt_and_a_request_that_never_got_a_token() -> None:
@@ -237,7 +243,7 @@ def test_a_cached_prompt_and_a_request_that_never_got_a_token() -> None:
     first, second = why(recording(*events), "0.0"), why(recording(*events), "0.1")
     assert (first.cached_tokens, first.queue_s, first.ttft_s, first.finish_reason) == (48, 0.0, None, "timeout")
     assert shares(first.first_token) == {"own": 2.0, "between_steps": 2.0}
-    assert tell(first).splitlines() == [
+    assert as_text(first).splitlines() == [
         "Request 0, completion 0 of 2: a prompt of 50 tokens (48 of them found in the prefix cache), 0 new tokens in "
         "1 step and 4.00 s; its time was up.",
         "No token came in 4.00 s: 50 % computing its own tokens, 50 % with no step running.",
@@ -247,7 +253,7 @@ def test_a_cached_prompt_and_a_request_that_never_got_a_token() -> None:
 
 
 def test_several_tokens_of_one_step_come_without_a_gap() -> None:
-    told = why(
+    facts = why(
         recording(
             arrival(0.0, 0, 10),
             step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(slot("0.0", 0),)),
@@ -256,13 +262,13 @@ def test_several_tokens_of_one_step_come_without_a_gap() -> None:
         ),
         "0",
     )
-    assert (told.new_tokens, told.steps, told.median_gap_s) == (5, 3, 0.5)
-    assert told.worst_gap is not None
-    assert (told.worst_gap.after, told.worst_gap.span.seconds) == (4, 2.0)
+    assert (facts.new_tokens, facts.steps, facts.median_gap_s) == (5, 3, 0.5)
+    assert facts.worst_gap is not None
+    assert (facts.worst_gap.after, facts.worst_gap.span.seconds) == (4, 2.0)
 
 
 def test_a_failed_step_is_no_one_s_computing() -> None:
-    told = why(
+    facts = why(
         recording(
             arrival(0.0, 0, 10),
             step(0, 1.0, 1.0, ("0.0", 0, 10, 0), admitted=(slot("0.0", 0),), ran_s=None),
@@ -270,8 +276,8 @@ def test_a_failed_step_is_no_one_s_computing() -> None:
         ),
         "0",
     )
-    assert told.queue_s == 1.0
-    assert shares(told.first_token) == {"queued_step": 1.0, "between_steps": 2.0, "own": 1.0}
+    assert facts.queue_s == 1.0
+    assert shares(facts.first_token) == {"queued_step": 1.0, "between_steps": 2.0, "own": 1.0}
 
 
 def test_what_the_recording_does_not_hold() -> None:
@@ -300,11 +306,11 @@ def test_percentages_sum_to_100_and_none_is_off_by_one(lengths: list[float]) -> 
 
 def test_no_time_has_no_percentages() -> None:
     assert Span(seconds=0.0, shares=(), others=None).percentages == {}
-    told = why(recording(arrival(0.0, 0, 1), finish(0.0, "0.0", 0, "cancelled")), "0")
-    assert isinstance(told, Why)
-    assert "No token came in 0 µs: no time passed." in tell(told)
+    facts = why(recording(arrival(0.0, 0, 1), finish(0.0, "0.0", 0, "cancelled")), "0")
+    assert isinstance(facts, Why)
+    assert "No token came in 0 µs: no time passed." in as_text(facts)
 
 
 def test_times_are_told_with_the_digits_that_suit_them() -> None:
-    told = [seconds(length) for length in (0.0, 4e-6, 0.9994e-3, 0.9996e-3, 0.0123456, 0.9994, 0.9996, 1.844, 4000.0)]
-    assert told == ["0 µs", "4 µs", "999 µs", "1 ms", "12.3 ms", "999 ms", "1.00 s", "1.84 s", "4,000.00 s"]
+    facts = [seconds(length) for length in (0.0, 4e-6, 0.9994e-3, 0.9996e-3, 0.0123456, 0.9994, 0.9996, 1.844, 4000.0)]
+    assert facts == ["0 µs", "4 µs", "999 µs", "1 ms", "12.3 ms", "999 ms", "1.00 s", "1.84 s", "4,000.00 s"]

@@ -12,7 +12,7 @@ from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.time_account import Span
 from fastgen.runtime.flight.why import Why, why
-from fastgen.runtime.flight.why_text import tell
+from fastgen.runtime.flight.why_text import as_text
 from tests.runtime.histories import random_history
 
 SEEDS = range(10)
@@ -30,8 +30,8 @@ def names(recording: Recording) -> list[str]:
     return [f"{arrival.request}.{index}" for arrival in recording.arrivals.values() for index in range(arrival.n)]
 
 
-def spans(told: Why) -> list[Span]:
-    found = [told.first_token, told.other_tokens, told.worst_gap.span if told.worst_gap else None]
+def spans(facts: Why) -> list[Span]:
+    found = [facts.first_token, facts.other_tokens, facts.worst_gap.span if facts.worst_gap else None]
     return [span for span in found if span is not None]
 
 
@@ -39,13 +39,13 @@ def spans(told: Why) -> list[Span]:
 def test_shares_sum_to_the_whole(seed: int) -> None:
     _, recording = lived(seed, beams=True)
     for name in names(recording):
-        told = why(recording, name)
-        for span in spans(told):
+        facts = why(recording, name)
+        for span in spans(facts):
             assert all(share.seconds > 0 for share in span.shares)
             assert math.isclose(sum(share.seconds for share in span.shares), span.seconds, rel_tol=1e-9, abs_tol=1e-12)
             if span.shares:
                 assert sum(span.percentages.values()) == 100
-        assert name.split(".")[0] in tell(told)
+        assert name.split(".")[0] in as_text(facts)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -54,17 +54,17 @@ def test_times_are_those_of_the_answers(seed: int) -> None:
     for generation in generations:
         queued = []
         for output in generation.output().completions:
-            told = why(recording, f"{output.request_id}.{output.index}")
+            facts = why(recording, f"{output.request_id}.{output.index}")
             metrics = output.metrics
-            assert (told.finish_reason, told.new_tokens) == (output.finish_reason, len(output.token_ids))
-            assert told.ttft_s == metrics.ttft_s
-            assert len(told.preemptions) == metrics.preemptions
-            assert told.cached_tokens == metrics.cached_tokens
+            assert (facts.finish_reason, facts.new_tokens) == (output.finish_reason, len(output.token_ids))
+            assert facts.ttft_s == metrics.ttft_s
+            assert len(facts.preemptions) == metrics.preemptions
+            assert facts.cached_tokens == metrics.cached_tokens
             if metrics.gaps_s:
-                assert told.worst_gap is not None
-                assert told.worst_gap.span.seconds == pytest.approx(max(metrics.gaps_s), rel=1e-12)
-                assert told.median_gap_s == statistics.median(metrics.gaps_s)
-            queued.append(told.queue_s)
+                assert facts.worst_gap is not None
+                assert facts.worst_gap.span.seconds == pytest.approx(max(metrics.gaps_s), rel=1e-12)
+                assert facts.median_gap_s == statistics.median(metrics.gaps_s)
+            queued.append(facts.queue_s)
         if any(each is not None for each in queued):
             assert min(each for each in queued if each is not None) == generation.output().metrics.queue_s
 
@@ -74,10 +74,10 @@ def test_own_and_recomputed_time_recounted_token_by_token(seed: int) -> None:
     """Each token that a step computed of a sequence is worth its part of the step; one seen before is recomputed."""
     _, recording = lived(seed)
     for name in names(recording):
-        told = why(recording, name)
-        if told.ttft_s is None:
+        facts = why(recording, name)
+        if facts.ttft_s is None:
             continue
-        first_s = recording.arrival(name).clock_s + told.ttft_s
+        first_s = recording.arrival(name).clock_s + facts.ttft_s
         own = again = 0.0
         seen: set[int] = set()
         admitted = {step.step for step in recording.steps if any(each.sequence == name for each in step.admitted)}
@@ -91,7 +91,7 @@ def test_own_and_recomputed_time_recounted_token_by_token(seed: int) -> None:
                 own += a_token_s * (position not in seen)
                 again += a_token_s * (position in seen)
                 seen.add(position)
-        found = dict(told.first_token.shares)
+        found = dict(facts.first_token.shares)
         assert found.get("own", 0.0) == pytest.approx(own, abs=1e-9)
         assert found.get("recomputing", 0.0) == pytest.approx(again, abs=1e-9)
 
@@ -101,6 +101,6 @@ def test_a_beam_searchs_times_are_those_of_its_answers(seed: int) -> None:
     generations, recording = lived(seed, beams=True)
     for generation in (generation for generation in generations if generation.request.has_beams):
         for output in generation.output().completions:
-            told = why(recording, f"{output.request_id}.{output.index}")
-            assert (told.ttft_s, told.new_tokens) == (output.metrics.ttft_s, len(output.token_ids))
-            assert (told.worst_gap is None) == (not output.metrics.gaps_s)
+            facts = why(recording, f"{output.request_id}.{output.index}")
+            assert (facts.ttft_s, facts.new_tokens) == (output.metrics.ttft_s, len(output.token_ids))
+            assert (facts.worst_gap is None) == (not output.metrics.gaps_s)

@@ -1,4 +1,4 @@
-"""What OpenAI's endpoints answer: plain dictionaries, typed, of which the OpenAPI document is made too."""
+"""The answers of OpenAI's endpoints as typed dictionaries, from which the OpenAPI document is also built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ChatFinish = Literal["stop", "length", "timeout", "tool_calls"]
 
 
 class PromptTokensDetails(TypedDict):
-    # Of the prompt's tokens, those whose keys and values were in the prefix cache.
+    # Prompt tokens whose keys and values were in the prefix cache.
     cached_tokens: int
 
 
@@ -47,7 +47,7 @@ class Completion(TypedDict):
     created: int
     model: str
     choices: list[CompletionChoice]
-    # In a stream only where ``include_usage`` asks for it, and ``null`` but for the last chunk.
+    # In a stream only with ``include_usage``, and then ``null`` in all chunks but the last.
     usage: NotRequired[Usage | None]
 
 
@@ -163,7 +163,9 @@ class Detokenized(TypedDict):
 
 
 def usage_of(outputs: Iterable[GenerationOutput], *, counts_answer: bool = True) -> Usage:
-    """What requests took together, given the output of each. Without ``counts_answer`` nobody sees the answers."""
+    """Returns the total usage of requests, given their outputs. ``counts_answer=False`` leaves out the
+    answers' tokens.
+    """
     prompt, answer, cached = 0, 0, 0
     for output in outputs:
         prompt += len(output.prompt_token_ids)
@@ -179,7 +181,7 @@ def usage_of(outputs: Iterable[GenerationOutput], *, counts_answer: bool = True)
 
 
 def finish_of(reason: FinishReason, error: str | None) -> CompletionFinish:
-    """Why an answer ended, in OpenAI's words and one of ours. Raises where there is no answer."""
+    """Returns OpenAI's finish reason and fastgen's own. Raises if there is no answer."""
     if reason == "error":
         raise GenerationError(error or "the request failed while it ran")
     if reason == "cancelled":

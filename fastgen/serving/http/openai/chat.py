@@ -52,7 +52,7 @@ from fastgen.serving.tools.formats import ToolFormat
 
 
 def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
-    """The route, over ``service``. ``tool_format`` is taken in place of what the chat template asks for."""
+    """Returns the route, for ``service``. ``tool_format`` overrides the format that the chat template implies."""
     router = APIRouter(tags=["OpenAI"])
 
     @router.post(
@@ -93,9 +93,10 @@ def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
 
 
 async def encode_chat(service: Service, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
-    """The token ids of a conversation. Rendering and encoding take another thread: both may be long.
+    """Returns the token ids of a conversation. Rendering and encoding run on another thread, because both may take
+    long.
 
-    Raises ``BadRequestError`` where the template refuses it or it leaves no room for an answer.
+    Raises ``BadRequestError`` if the template refuses the conversation or it leaves no room for an answer.
     """
     codec = service.codec
     template = codec.chat_template(has_tools=tools is not None)
@@ -110,7 +111,9 @@ async def encode_chat(service: Service, messages: list[Message], tools: list[dic
 
 @contextmanager
 def _about_tools(is_theirs: bool) -> Iterator[None]:
-    """Have what is refused of an answer's format be about the tools, where the format is their grammar."""
+    """Makes refusals of the answer's format name the field ``tools``, if the format is a grammar built from
+    the tools.
+    """
     try:
         yield
     except BadRequestError as error:
@@ -133,7 +136,7 @@ async def _events(batch: Batch, writer: _Writer, body: ChatRequest) -> AsyncGene
 
 
 class _Writer:
-    """Puts into OpenAI's words what comes of one chat."""
+    """Converts the progress of one chat to OpenAI's format."""
 
     def __init__(
         self, service: Service, body: ChatRequest, tools: ChatTools | None, num_prompt_tokens: int, completion_id: str
@@ -141,7 +144,7 @@ class _Writer:
         self._codec, self._tools = service.codec, tools
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._tells_usage_always = body.stream_options is not None and body.stream_options.tells_usage_always
+        self._reports_usage_always = body.stream_options is not None and body.stream_options.reports_usage_always
         self._n = body.n or 1
         self._head: dict[str, Any] = {"id": completion_id, "created": now(), "model": service.model_name}
         self._usage = StreamUsage(num_prompt_tokens)
@@ -151,11 +154,11 @@ class _Writer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will be told, even if the model goes on."""
+        """Returns whether nothing more will be sent, even if the model continues."""
         return len(self._ended) == self._n
 
     def whole(self, output: GenerationOutput) -> ChatCompletion:
-        """The answer that is no stream."""
+        """Returns the answer without streaming."""
         choices = [self._choice(completion) for completion in output.completions]
         body: Any = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage_of([output])}
         return body  # type: ignore[no-any-return]
@@ -177,7 +180,7 @@ class _Writer:
         }
 
     def chunks(self, update: Update) -> list[ChatChunk]:
-        """The next pieces of a stream."""
+        """Returns the next chunks of a stream."""
         if update.index in self._ended:
             return []
         self._usage.add(update)
@@ -203,7 +206,7 @@ class _Writer:
         return chunks
 
     def last(self) -> ChatChunk:
-        """The chunk of a stream that tells what it took."""
+        """Returns the chunk of a stream that reports the usage."""
         chunk: Any = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage.usage()}
         return chunk  # type: ignore[no-any-return]
 
@@ -211,7 +214,7 @@ class _Writer:
         return [piece for piece in pieces if "role" in piece]
 
     def _call_writer(self, index: int) -> CallWriter | None:
-        """What reads the calls of answer ``index``, if there are tools."""
+        """Returns the writer of tool calls for answer ``index``, if there are tools."""
         if self._tools is None:
             return None
         if index not in self._calls:
@@ -227,7 +230,7 @@ class _Writer:
         choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
         chunk: Any = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         if self._includes_usage:
-            chunk["usage"] = self._usage.usage() if self._tells_usage_always else None
+            chunk["usage"] = self._usage.usage() if self._reports_usage_always else None
         return chunk  # type: ignore[no-any-return]
 
 

@@ -39,7 +39,7 @@ from fastgen.serving.service import Service
 
 
 def completion_routes(service: Service) -> APIRouter:
-    """The route, over ``service``."""
+    """Returns the route, for ``service``."""
     router = APIRouter(tags=["OpenAI"])
 
     @router.post(
@@ -48,7 +48,7 @@ def completion_routes(service: Service) -> APIRouter:
         responses={200: {"content": {"text/event-stream": {}}, "description": "An answer, or its stream"}, **ERRORS},
     )
     async def create_completion(request: Request, body: CompletionRequest) -> Response:
-        """Go on with one prompt or several."""
+        """Continue one prompt or several."""
         check_model(service, body.model)
         prompts = _prompts(body.prompt)
         prompt_ids = await encode_prompts(service, prompts)
@@ -85,7 +85,7 @@ async def _events(batch: Batch, writer: _Writer, body: CompletionRequest) -> Asy
 
 
 class _Writer:
-    """Puts into OpenAI's words what comes of one call. Choice ``n · i + j`` is answer ``j`` to prompt ``i``."""
+    """Converts the progress of one call to OpenAI's format. Choice ``n · i + j`` is answer ``j`` to prompt ``i``."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class _Writer:
         self._begun: set[int] = set()
 
     def whole(self, outputs: list[GenerationOutput]) -> Completion:
-        """The answer that is no stream."""
+        """Returns the answer without streaming."""
         choices = []
         for number, output in enumerate(outputs):
             for completion in output.completions:
@@ -133,7 +133,7 @@ class _Writer:
         return self._completion(choices, usage_of(outputs, counts_answer=self._shows_answer))
 
     def chunk(self, number: int, update: Update) -> list[Completion]:
-        """The next piece of a stream, unless there is nothing to tell."""
+        """Returns the next chunk of a stream, or ``None`` if there is nothing to send."""
         self._usage.add(update)
         index = self._n * number + update.index
         finish = None if update.end is None else finish_of(update.end.reason, update.end.error)
@@ -152,11 +152,11 @@ class _Writer:
         if not (text or finish or (logprobs is not None and logprobs["tokens"])):
             return []
         options = self._body.stream_options
-        usage = self._usage.usage() if options is not None and options.tells_usage_always else None
+        usage = self._usage.usage() if options is not None and options.reports_usage_always else None
         return [self._completion([self._choice(number, update.index, text, logprobs, finish)], usage)]
 
     def last(self) -> Completion:
-        """The chunk of a stream that tells what it took."""
+        """Returns the chunk of a stream that reports the usage."""
         return self._completion([], self._usage.usage())
 
     def _echo(self, prompt: str | list[int], ids: list[int]) -> str:
@@ -165,7 +165,9 @@ class _Writer:
     def _start_logprobs(
         self, index: int, number: int, prompt_logprobs: list[Logprobs | None] | None
     ) -> CompletionLogprobs:
-        """Those of the prompt where it is echoed, else none, which is where those of choice ``index`` begin."""
+        """Returns the log-probabilities with which those of choice ``index`` begin: the prompt's if it is echoed, else
+        none.
+        """
         num_top, ids = self._body.logprobs or 0, self._prompt_ids[number]
         self._logprobs[index] = CompletionLogprobsWriter(
             self._codec, num_top, context_ids=ids, start=len(self._echoes[number])
@@ -175,12 +177,12 @@ class _Writer:
         if prompt_logprobs is not None:
             prompt = CompletionLogprobsWriter(self._codec, num_top)
             self._prompt_logprobs[number] = prompt.write(ids, prompt_logprobs, len(self._echoes[number]))
-        told = self._prompt_logprobs[number]
+        echoed = self._prompt_logprobs[number]
         return {
-            "tokens": [*told["tokens"]],
-            "token_logprobs": [*told["token_logprobs"]],
-            "top_logprobs": [*told["top_logprobs"]],
-            "text_offset": [*told["text_offset"]],
+            "tokens": [*echoed["tokens"]],
+            "token_logprobs": [*echoed["token_logprobs"]],
+            "top_logprobs": [*echoed["top_logprobs"]],
+            "text_offset": [*echoed["text_offset"]],
         }
 
     def _choice(
@@ -208,5 +210,5 @@ def _extend(logprobs: CompletionLogprobs, more: CompletionLogprobs) -> None:
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a request, whichever way they are given."""
+    """Returns the prompts of a request, in whichever form they are given."""
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt

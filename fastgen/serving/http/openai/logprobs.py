@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms that OpenAI has for them."""
+"""Log-probabilities in OpenAI's two formats."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from fastgen.runtime.requests.outputs import Logprobs
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.http.openai.answers import ChatLogprobs, CompletionLogprobs, TokenLogprob
 
-# What OpenAI gives for a token that cannot be, minus infinity not being a number of JSON.
+# OpenAI's value for an impossible token: JSON has no minus infinity.
 IMPOSSIBLE = -9999.0
 
 
 class CompletionLogprobsWriter:
-    """Of one choice: its tokens as text, each with where it begins in the choice's text.
+    """Converts the log-probabilities of one choice: its tokens as text, each with its offset in the choice's text.
 
-    ``num_top`` of the likeliest are given at each place, and the token itself. ``start`` is where the first token
-    begins: behind the prompt, if that is echoed. ``context_ids`` come before it.
+    Each position has the ``num_top`` most likely tokens and the chosen one. ``start`` is the offset of the first token:
+    after the prompt, if that is echoed. ``context_ids`` are the tokens before it.
     """
 
     def __init__(self, codec: TextCodec, num_top: int, *, context_ids: Sequence[int] = (), start: int = 0):
@@ -26,7 +26,9 @@ class CompletionLogprobsWriter:
     def write(
         self, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], end: int | None = None
     ) -> CompletionLogprobs:
-        """Of the next tokens. No offset lies behind ``end``, where the text ends before a stop string."""
+        """Returns the log-probabilities of the next tokens. No offset exceeds ``end``, where the text ends before a
+        stop string.
+        """
         offsets = []
         for token_id in token_ids:
             offsets.append(self._offset if end is None else min(self._offset, end))
@@ -46,7 +48,7 @@ class CompletionLogprobsWriter:
         }
 
     def _by_spelling(self, logprobs: Logprobs, actual_id: int) -> dict[str, float]:
-        """The likeliest first; of tokens that are spelled alike the likeliest alone."""
+        """Returns tokens by spelling, the most likely first; of tokens with the same spelling only the most likely."""
         found: dict[str, float] = {}
         for rank, (token_id, logprob) in enumerate(_likeliest_first(logprobs)):
             if rank < self._num_top or token_id == actual_id:
@@ -64,7 +66,7 @@ class CompletionLogprobsWriter:
 def chat_logprobs(
     codec: TextCodec, token_ids: Sequence[int], logprobs: Sequence[Logprobs], num_top: int
 ) -> ChatLogprobs:
-    """Of the tokens of a chat's answer, with ``num_top`` of the likeliest at each place."""
+    """Returns the log-probabilities of a chat answer's tokens, with the ``num_top`` most likely at each position."""
     return {
         "content": [
             {

@@ -1,4 +1,4 @@
-"""Messages and tools of a chat, in OpenAI's terms."""
+"""The messages and tools of a chat, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _reading(value: Any) -> str:
     return "parts" if isinstance(value, list) else "text"
 
 
-# Text, whole or in parts.
+# Text, as one string or in parts.
 Content = Annotated[
     Annotated[str, Reading("text")] | Annotated[list[TextPart], Reading("parts"), Field(max_length=MAX_PARTS)],
     Discriminator(_reading),
@@ -40,7 +40,7 @@ def _few_parts(value: Any) -> Any:
     return value
 
 
-# Of a conversation: that its contents have no more than :data:`MAX_PARTS` parts.
+# Limits the contents of a whole conversation to :data:`MAX_PARTS` parts.
 few_parts = BeforeValidator(_few_parts)
 
 
@@ -78,7 +78,7 @@ class ToolCall(_Part):
 
 
 class AssistantMessage(_Part):
-    """What a chat gave back may be sent again as it came."""
+    """A message of the assistant. An answer of this server can be sent back unchanged."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -94,7 +94,7 @@ class ToolMessage(_Part):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
-    # Of the function; where it is left out, that of the call that this answers.
+    # The name of the function; by default that of the call that this answers.
     name: str | None = None
 
 
@@ -104,9 +104,9 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage
 class Function(_Part):
     name: FunctionName
     description: str | None = None
-    # A JSON schema; left out, a function takes no arguments.
+    # A JSON schema; without it, the function takes no arguments.
     parameters: dict[str, Any] | None = None
-    # Arguments keep to the schema; without it only those of a call that ``tool_choice`` demands do.
+    # Arguments match the schema; without it only those of a call that ``tool_choice`` demands do.
     strict: bool | None = None
 
 
@@ -135,21 +135,22 @@ ToolChoice = Annotated[
 
 
 def for_template(messages: list[Message], *, has_developer_role: bool) -> list[dict[str, Any]]:
-    """``messages`` as chat templates read them: the arguments of calls as objects, what tools gave with the names of
-    their functions, and ``developer`` as ``system`` where the template has no such role."""
+    """Returns ``messages`` as chat templates expect them: the arguments of calls as objects, tool results with the
+    names of their functions, and ``developer`` as ``system`` if the template has no such role.
+    """
     names: dict[str, str] = {}
     return [_for_template(message, has_developer_role, names) for message in messages]
 
 
 def _for_template(message: Message, has_developer_role: bool, names: dict[str, str]) -> dict[str, Any]:
-    """``names`` are those of the functions that were called up to here, by the ids of the calls."""
+    """Converts one message. ``names`` are the names of the functions called so far, by the ids of the calls."""
     plain = message.model_dump(exclude_none=True)
     plain.pop("annotations", None)
     plain.setdefault("content", "")
     if plain["role"] == "developer" and not has_developer_role:
         plain["role"] = "system"
     if plain.get("tool_calls") == []:
-        del plain["tool_calls"]  # templates take it for calls
+        del plain["tool_calls"]  # templates would take it for calls
     for call in plain.get("tool_calls", ()):
         function = call["function"]
         function["arguments"] = json.loads(function["arguments"] or "{}")

@@ -1,4 +1,4 @@
-"""What is served, and its tokenizer: ``/v1/models``, ``/version``, ``/tokenize``, ``/detokenize``."""
+"""The served model and its tokenizer: ``/v1/models``, ``/version``, ``/tokenize``, ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastgen.serving.service import Service
 
 
 def model_routes(service: Service, version: str) -> APIRouter:
-    """The routes, over ``service``."""
+    """Returns the routes, for ``service``."""
     router = APIRouter(tags=["models"])
     created = now()
 
@@ -43,7 +43,7 @@ def model_routes(service: Service, version: str) -> APIRouter:
 
     @router.get("/version")
     async def get_version() -> Version:
-        """Of fastgen."""
+        """The version of fastgen."""
         return {"version": version}
 
     @router.post("/tokenize", responses=ERRORS)
@@ -71,7 +71,7 @@ def model_routes(service: Service, version: str) -> APIRouter:
 
     @router.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest) -> Detokenized:
-        """The text of token ids; special tokens have none."""
+        """The text of token ids. Special tokens have no text."""
         check_model(service, body.model)
         try:
             return {"prompt": await asyncio.to_thread(service.codec.decode, body.tokens)}

@@ -1,8 +1,7 @@
-"""What clients may ask for in OpenAI's terms, field by field: types, ranges, and what is refused by name.
+"""The request bodies of OpenAI's endpoints: types, ranges, and the fields that are refused by name.
 
-Every model forbids fields that it does not have. ``null`` means that a field was not given. A field of OpenAI's that
-can have no effect here is taken only where leaving it out cannot change what the client gets; others say that they
-cannot be honoured.
+Every model forbids unknown fields. ``null`` means that a field was not given. An OpenAI field without effect here is
+accepted only if ignoring it cannot change the client's result; other such fields are refused as "cannot be honoured".
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from fastgen.serving.http.openai.messages import Message, Tool, ToolChoice, few_
 from fastgen.serving.request_limits import MAX_BEAMS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS
 
 MAX_PROMPTS = 2048
-# Of a request's prompts together: more would keep the server from all else while they are looked at.
+# All prompts of a request together: validating more would block the server for too long.
 MAX_TOKEN_IDS = 1 << 20
 MAX_STOP_STRINGS = 4
 MAX_LOGIT_BIAS = 1024
@@ -36,7 +35,7 @@ _MAX_INT32 = 2**31 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-# Of a caller, for the caller's own books.
+# An identifier for the caller's own records.
 Label = Annotated[str, StringConstraints(max_length=512)]
 
 
@@ -48,13 +47,13 @@ def _refuse(why: str) -> Callable[[Any], None]:
     return check
 
 
-def _cannot(why: str) -> BeforeValidator:
-    """Of a field that OpenAI has and that would change the answer: only ``null`` will do."""
+def _only_null(why: str) -> BeforeValidator:
+    """Returns a validator for an OpenAI field that would change the answer: it accepts only ``null``."""
     return BeforeValidator(_refuse(why))
 
 
 def at_most(number: int) -> BeforeValidator:
-    """Of an object that may have so many members: told before each of them is looked at."""
+    """Returns a validator that limits the members of an object before each of them is validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > number:
@@ -67,7 +66,9 @@ def at_most(number: int) -> BeforeValidator:
 
 
 def _prompt(value: Any) -> Any:
-    """Text, token ids, or a list of either. Said in one check, as a union would try every reading of a long list."""
+    """Validates text, token ids, or a list of either. It is one check, because a union of types would try each type on
+    a long list.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -112,13 +113,14 @@ _PROMPT_SCHEMA = {
 
 
 class FewErrors(BaseModel):
-    """A body that takes no longer to refuse than to take."""
+    """A body that takes no longer to refuse than to accept."""
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_will_do(cls, value: Any) -> Any:
-        """Where there are more fields than there can be, all but the first that is not known are left out: each would
-        be an error of its own, and nobody reads thousands."""
+    def _keep_one_unknown(cls, value: Any) -> Any:
+        """Keeps only the first unknown field if there are more fields than the model has. Each unknown field would be
+        an error of its own, and thousands of errors help no reader.
+        """
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -127,21 +129,21 @@ class FewErrors(BaseModel):
 
 
 class Strict(FewErrors):
-    """No field that is not known, no number as text, nothing that is not finite."""
+    """A model without unknown fields, numbers as text, or numbers that are not finite."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Strict):
-    # A last chunk without choices tells what the request took.
+    # A last chunk without choices reports the usage.
     include_usage: bool | None = None
-    # With it, every chunk tells what it took until then; not OpenAI's, but load generators ask for it.
+    # With it, every chunk reports the usage so far. Not an OpenAI field, but load generators use it.
     continuous_usage_stats: bool | None = None
-    # Taken, and nothing is added: padding against eavesdroppers is for networks that others can watch.
+    # Accepted without effect: padding against eavesdroppers is for networks that others can observe.
     include_obfuscation: bool | None = None
 
     @property
-    def tells_usage_always(self) -> bool:
+    def reports_usage_always(self) -> bool:
         return bool(self.include_usage and self.continuous_usage_stats)
 
 
@@ -152,7 +154,7 @@ class SamplingRequest(Strict):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Like ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` by default as the checkpoint asks.
+    # The defaults of this, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` are the checkpoint's.
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
     n: Annotated[int | None, Field(ge=1, le=MAX_N)] = None
@@ -160,7 +162,7 @@ class SamplingRequest(Strict):
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    # Token id, as text, to what is added to its logit.
+    # From a token id, as text, to the value added to its logit.
     logit_bias: (
         Annotated[
             dict[Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
@@ -171,7 +173,7 @@ class SamplingRequest(Strict):
     ) = None
     user: Label | None = None
 
-    # Extensions: fields of fastgen's SamplingParams that OpenAI has not.
+    # Extensions: fields of fastgen's SamplingParams that OpenAI does not have.
     top_k: Annotated[int | None, Field(ge=0, le=_MAX_INT32)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0)] = None
@@ -187,12 +189,12 @@ class CompletionRequest(SamplingRequest):
     """``POST /v1/completions``."""
 
     prompt: Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
-    # By default 16, or what fits. 0 gives the prompt alone, with ``echo``.
+    # By default 16, or as many as fit. With ``echo``, 0 returns the prompt alone.
     max_tokens: Annotated[int | None, Field(ge=0, le=_MAX_INT32)] = None
     echo: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
     best_of: Annotated[int | None, Field(ge=1, le=MAX_N)] = None
-    suffix: Annotated[None, _cannot("the models here do not fill in before a suffix")] = None
+    suffix: Annotated[None, _only_null("the models here do not fill in before a suffix")] = None
 
 
 class TextFormat(Strict):
@@ -207,7 +209,7 @@ class JsonSchema(Strict):
     name: Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    # The schema is always kept to.
+    # Accepted without effect: the schema is always enforced.
     strict: bool | None = None
 
 
@@ -233,7 +235,7 @@ class ChatRequest(SamplingRequest):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
-    # Without effect on what the client gets.
+    # Without effect on the client's result.
     metadata: Annotated[
         dict[Annotated[str, StringConstraints(max_length=64)], Label] | None, Field(max_length=16), at_most(16)
     ] = None
@@ -244,25 +246,25 @@ class ChatRequest(SamplingRequest):
     store: Literal[False] | None = None
     modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
 
-    audio: Annotated[None, _cannot("the models here write text")] = None
-    function_call: Annotated[None, _cannot("use tool_choice")] = None
-    functions: Annotated[None, _cannot("use tools")] = None
-    moderation: Annotated[None, _cannot("nothing is moderated here")] = None
-    prediction: Annotated[None, _cannot("predicted output is not used here")] = None
-    prompt_cache_options: Annotated[None, _cannot("prefixes are cached for every request alike")] = None
-    reasoning_effort: Annotated[None, _cannot("the models here have no such setting")] = None
-    verbosity: Annotated[None, _cannot("the models here have no such setting")] = None
-    web_search_options: Annotated[None, _cannot("nothing is searched here")] = None
+    audio: Annotated[None, _only_null("the models here write text")] = None
+    function_call: Annotated[None, _only_null("use tool_choice")] = None
+    functions: Annotated[None, _only_null("use tools")] = None
+    moderation: Annotated[None, _only_null("nothing is moderated here")] = None
+    prediction: Annotated[None, _only_null("predicted output is not used here")] = None
+    prompt_cache_options: Annotated[None, _only_null("prefixes are cached for every request alike")] = None
+    reasoning_effort: Annotated[None, _only_null("the models here have no such setting")] = None
+    verbosity: Annotated[None, _only_null("the models here have no such setting")] = None
+    web_search_options: Annotated[None, _only_null("nothing is searched here")] = None
 
 
 class TokenizeRequest(Strict):
-    """``POST /tokenize``: of a text, or of messages as the chat template renders them."""
+    """``POST /tokenize``: a text, or messages as the chat template renders them."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message] | None, Field(min_length=1, max_length=MAX_MESSAGES), few_parts] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
-    # Of a text, by default true.
+    # For a text only; by default true.
     add_special_tokens: bool | None = None
 
 

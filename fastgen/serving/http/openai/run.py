@@ -1,4 +1,4 @@
-"""Running what one call asks for: a request for each of its prompts, all of them or none."""
+"""Runs the requests of one call, one for each of its prompts: all of them or none."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fastgen.serving.http.streaming import EventStream, unless_gone
 from fastgen.serving.refusals import BadRequestError, UnknownModelError
 from fastgen.serving.service import Running, Service
 
-# Texts from this length on are encoded on another thread: it takes longer than a token of others may wait.
+# Texts from this length on are encoded on another thread, so that other streams do not wait.
 _LONG_CHARACTERS = 20_000
 DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
 
 
 class Batch:
-    """The requests of one call, one a prompt. Leaving it cancels what is left of them."""
+    """The requests of one call, one per prompt. Leaving the context cancels what is left of them."""
 
     def __init__(self, running: list[Running]):
         self._running = running
@@ -48,8 +48,9 @@ class Batch:
         arrived_s: float | None,
         spelled: Mapping[int, str] | None = None,
     ) -> Self:
-        """Queue all of them; ``arrived_s`` and ``spelled`` are those of :meth:`Service.submit`. Raises ``RefusedError``
-        where one of them cannot be; then none is."""
+        """Queues all of them; ``arrived_s`` and ``spelled`` are as in :meth:`Service.submit`. Raises ``RefusedError``
+        if one of them is refused; then none is queued.
+        """
         batch = cls([])
         try:
             with _in_openai_names():
@@ -77,12 +78,12 @@ class Batch:
             running.cancel()
 
     async def outputs(self) -> list[GenerationOutput]:
-        """All of their answers, in the order of the prompts."""
+        """Returns all answers, in the order of the prompts."""
         with _in_openai_names():
             return [await running.output() for running in self._running]
 
     async def updates(self) -> AsyncGenerator[list[tuple[int, Update]], None]:
-        """What has come, each with the number of its prompt."""
+        """Yields the progress, each update with the number of its prompt."""
         if len(self._running) == 1:
             with _in_openai_names():
                 async for updates in self._running[0]:
@@ -118,7 +119,7 @@ class Batch:
 
 @contextmanager
 def _in_openai_names() -> Iterator[None]:
-    """A refusal of the engine, which has names of its own for fields, in OpenAI's."""
+    """Translates the field names in a refusal by the engine to OpenAI's names."""
     try:
         yield
     except BadRequestError as error:
@@ -128,7 +129,7 @@ def _in_openai_names() -> Iterator[None]:
 
 
 class StreamUsage:
-    """What the requests of a stream take, counted as it comes."""
+    """Counts the usage of a stream's requests as updates come."""
 
     def __init__(self, num_prompt_tokens: int, *, counts_answer: bool = True):
         self._num_prompt, self._counts_answer = num_prompt_tokens, counts_answer
@@ -157,21 +158,24 @@ async def event_stream(
     done: bytes = DONE,
     failed: Callable[[Any], bytes] = lambda body: b"event: error\n" + event_of(body),
 ) -> Response:
-    """A response of ``events``, which are those of ``running``. It begins once the first of them is there: what fails
-    before has a status of its own, and where the client goes before, ``running`` is cancelled. ``done`` comes last, or
-    what ``failed`` makes of the body of an error that came later."""
+    """Returns a streaming response of ``events``, which are those of ``running``.
+
+    It is returned once the first event exists: an earlier failure has its own HTTP status, and if the client
+    disconnects earlier, ``running`` is cancelled. ``done`` comes last; after a later error, ``failed`` of the error's
+    body does.
+    """
     try:
         async with unless_gone(request):
             first = await anext(events)
     except BaseException:
-        running.cancel()  # events that were not begun cannot
+        running.cancel()  # a generator that was not started cannot do it
         await events.aclose()
         raise
     return EventStream(_WithEnd(first, events, done, failed))
 
 
 class _WithEnd:
-    """``first``, ``events``, and how they ended. Closing it closes ``events``, though nobody has looked at them yet."""
+    """Iterates over ``first``, ``events`` and the end. Closing it closes ``events``, even if they were not started."""
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], done: bytes, failed: Callable[[Any], bytes]):
         self._first: bytes | None = first
@@ -201,13 +205,14 @@ class _WithEnd:
 
 
 def event_of(body: Any) -> bytes:
-    """A server-sent event with ``body`` as JSON."""
+    """Returns a server-sent event with ``body`` as JSON."""
     return b"data: " + json_line(body) + b"\n\n"
 
 
 def json_line(body: Any) -> bytes:
-    """``body`` as JSON, in which there is nothing that any client takes for the end of a line: some take for it what
-    Unicode calls so, and JSON does not have that escaped."""
+    """Returns ``body`` as JSON without any character that a client might take for a line end. Some clients split at
+    Unicode's line separators, which JSON does not escape.
+    """
     line = msgspec.json.encode(body)
     if not line.isascii():
         for end, escaped in _LINE_ENDS:
@@ -222,7 +227,9 @@ def json_response(body: Any) -> Response:
 async def encode_prompts(
     service: Service, prompts: Sequence[str | list[int]], *, param: str = "prompt"
 ) -> list[list[int]]:
-    """The token ids of each prompt, with room for an answer. Raises ``BadRequestError`` about ``param``."""
+    """Returns the token ids of each prompt, which leave room for an answer. Raises ``BadRequestError`` about
+    ``param``.
+    """
 
     def encode() -> list[list[int]]:
         return [service.codec.encode(prompt) for prompt in prompts]
@@ -238,12 +245,12 @@ async def encode_prompts(
 
 
 def code_of(error: InvalidArgumentError) -> str | None:
-    """OpenAI's code for what is wrong with a prompt."""
+    """Returns OpenAI's error code for a refused prompt."""
     return "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
 
 
 def check_prompt(service: Service, prompt_ids: list[int], param: str) -> None:
-    """Raise ``BadRequestError`` where the model does not have these ids, or no room for an answer behind them."""
+    """Raises ``BadRequestError`` if the model does not have these ids, or if they leave no room for an answer."""
     facts = service.facts
     if not prompt_ids:
         raise BadRequestError(f"{param}: a prompt needs at least one token", param=param)
@@ -260,22 +267,22 @@ def check_prompt(service: Service, prompt_ids: list[int], param: str) -> None:
 
 
 def check_model(service: Service, name: str | None) -> None:
-    """Raise ``UnknownModelError`` unless ``name``, if one is given, is the model that is served."""
+    """Raises ``UnknownModelError`` if ``name`` is given and is not the served model."""
     if name is not None and name != service.model_name:
         raise UnknownModelError(f"the model {name!r:.200} does not exist; this server has {service.model_name!r}")
 
 
 def request_id_of(request: Request) -> str:
-    """The name that the request has in logs and headers, or else a new one."""
+    """Returns the id that the request has in logs and headers, or else a new one."""
     found: str | None = getattr(request.state, "request_id", None)
     return found or secrets.token_hex(12)
 
 
 def arrival_of(request: Request) -> float | None:
-    """When all of the request had come, by ``time.monotonic``, where that was noted."""
+    """Returns when the request was complete, by ``time.monotonic``, if that was recorded."""
     return getattr(request.state, "arrived_s", None)
 
 
 def now() -> int:
-    """For ``created``: seconds since 1970."""
+    """Returns the seconds since 1970, for ``created``."""
     return int(time.time())

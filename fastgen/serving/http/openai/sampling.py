@@ -1,4 +1,4 @@
-"""From OpenAI's fields to ``SamplingParams``, and back to OpenAI's names where one of them is refused."""
+"""Converts OpenAI's fields to ``SamplingParams``, and the field names in refusals back to OpenAI's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fastgen.serving.http.openai.requests import ChatRequest, CompletionRequest,
 from fastgen.serving.refusals import BadRequestError
 
 DEFAULT_COMPLETION_TOKENS = 16
-# OpenAI's range begins at 0, which keeps the likeliest token; any that is below all its probabilities does.
+# OpenAI's range begins at 0, which keeps only the most likely token. Any tiny ``top_p`` does the same.
 _TOP_P_OF_ONE_TOKEN = 1e-6
 
-# ``SamplingParams`` to OpenAI, where they differ.
+# From names of ``SamplingParams`` to OpenAI's, where they differ.
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "prompt_logprobs": "logprobs"}
 _PASSED_ON = (
     "temperature",
@@ -38,9 +38,9 @@ _PASSED_ON = (
 def completion_sampling(
     request: CompletionRequest, num_prompt_tokens: int, *, defaults: SamplingParams, max_model_len: int, vocab_size: int
 ) -> SamplingParams:
-    """What a completion of a prompt of so many tokens asks of the engine. Raises ``BadRequestError``.
+    """Returns the sampling parameters of a completion whose prompt has so many tokens. Raises ``BadRequestError``.
 
-    The engine generates at least one token; where ``max_tokens`` is 0 it is left out of the answer.
+    The engine generates at least one token; if ``max_tokens`` is 0, that token is left out of the answer.
     """
     wanted = request.max_tokens
     if wanted is None:
@@ -65,7 +65,7 @@ def chat_sampling(
     max_model_len: int,
     vocab_size: int,
 ) -> SamplingParams:
-    """What a chat whose prompt has so many tokens asks of the engine. Raises ``BadRequestError``."""
+    """Returns the sampling parameters of a chat whose prompt has so many tokens. Raises ``BadRequestError``."""
     older, newer = request.max_tokens, request.max_completion_tokens
     if older is not None and newer is not None and older != newer:
         raise BadRequestError(
@@ -119,7 +119,7 @@ def _check_room(num_prompt_tokens: int, max_tokens: int, max_model_len: int, par
 
 
 def named_refusal(message: str, *, code: str | None = None) -> BadRequestError:
-    """The refusal that ``message`` tells of in terms of ``SamplingParams``, in OpenAI's."""
+    """Returns the refusal for ``message``, with the field names of ``SamplingParams`` replaced by OpenAI's."""
     for ours, theirs in _RENAMED.items():
         message = message.replace(ours, theirs)
     first_word = re.match(r"\w*", message)

@@ -1,4 +1,4 @@
-"""The tools of a chat: whether they can be had, what holds the answer to them, and calls in OpenAI's words."""
+"""The tools of a chat: whether they are supported, the grammar that enforces calls, and calls in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastgen.serving.tools.formats import ToolFormat, tool_format_of
 from fastgen.serving.tools.grammar import ToolSchema, tool_grammar
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
-# Mistral's templates take calls with ids of just this length, the others any.
+# Mistral's templates accept only call ids of this length; the others accept any.
 _ID_LENGTH = 9
 
 
@@ -34,16 +34,16 @@ class ChatTools:
     is_parallel: bool
 
     def parser(self) -> ToolCallParser:
-        """Of one answer."""
+        """Returns the parser for one answer."""
         return ToolCallParser(self.tool_format, self.names)
 
 
 def chat_tools(
     request: ChatRequest, codec: TextCodec, override: ToolFormat | None
 ) -> tuple[ChatTools | None, ResponseFormat | None]:
-    """What ``request`` may call, and the format that its answer must have, of calls or otherwise.
+    """Returns the tools that ``request`` may call, and the required format of its answer, of tool calls or otherwise.
 
-    ``override`` is written in place of what the chat template asks for. Raises ``BadRequestError``.
+    ``override`` replaces the tool format that the chat template implies. Raises ``BadRequestError``.
     """
     response_format = _response_format(request)
     _check(request)
@@ -87,7 +87,7 @@ def chat_tools(
 
 
 def for_template(request: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools as chat templates read them."""
+    """Returns the tools as chat templates expect them."""
     if not request.tools or request.tool_choice == "none":
         return None
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
@@ -99,18 +99,18 @@ def for_template(request: ChatRequest) -> list[dict[str, Any]] | None:
 
 
 class CallWriter:
-    """Gives the calls of one answer their ids, and puts them into OpenAI's words."""
+    """Gives the calls of one answer their ids, and converts them to OpenAI's format."""
 
     def __init__(self, parser: ToolCallParser, *, is_parallel: bool):
         self._parser, self._is_parallel = parser, is_parallel
         self._calls: list[ToolCallOfMessage] = []
         self._content: list[str] = []
-        # Whether the one call that was allowed is complete; what follows is of no account.
+        # Whether the only allowed call is complete; anything after it is ignored.
         self.has_ended = False
 
     @property
     def calls(self) -> list[ToolCallOfMessage]:
-        """All that were begun."""
+        """Returns all calls begun so far."""
         return self._calls
 
     @property
@@ -118,7 +118,7 @@ class CallWriter:
         return "".join(self._content)
 
     def write(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCallDelta]]:
-        """Content and calls in the next piece of the answer."""
+        """Returns the content and the calls in the next piece of the answer."""
         events = self._parser.feed(text) if not self.has_ended else []
         if is_last and not self.has_ended:
             events += self._parser.finish()
@@ -180,7 +180,7 @@ def _check(request: ChatRequest) -> None:
 
 
 def _schemas(tools: Sequence[Tool], choice: Any) -> list[ToolSchema]:
-    """Of the tools that may be called."""
+    """Returns the schemas of the tools that may be called."""
     return [
         ToolSchema(tool.function.name, tool.function.parameters)
         for tool in tools
