@@ -44,12 +44,6 @@ def held_bytes(engine: Engine) -> dict[str, int]:
     return held
 
 
-def tensor_storages() -> dict[int, int]:
-    """Returns the bytes of the memory of all tensors that Python knows, by its address."""
-    storages = [each.untyped_storage() for each in gc.get_objects() if isinstance(each, Tensor) and not each.is_meta]
-    return {each.data_ptr(): each.nbytes() for each in storages}
-
-
 class AllocationPeak(TorchDispatchMode):
     """The most bytes that tensors made within took at once.
 

@@ -166,7 +166,7 @@ class MeasuredModel:
 
     @property
     def runs_kernels(self) -> bool:
-        return self.build.target.name != "torch"
+        return self.build.target.has_kernels
 
     @cached_property
     def _line_of_tokens(self) -> LinearAllocations:

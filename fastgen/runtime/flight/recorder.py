@@ -16,6 +16,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from fastgen.runtime.flight.block_numbers import BlockNumbers
 from fastgen.runtime.flight.recording import (
     Admission,
     Arrival,
@@ -346,7 +347,7 @@ class Recorder(Observer):
             del self._early[event.key[0]]
 
     def _events(self) -> Iterator[Event]:
-        numbers = _BlockNumbers(self.engine.block_size)
+        numbers = BlockNumbers(self.engine.block_size)
         requests = dict(self._open)
         for event in (*self._early.values(), *self._ring):
             if isinstance(event, StepRecord):
@@ -387,31 +388,6 @@ def engine_facts(scheduler: Scheduler, *, runs_ahead: bool = False) -> EngineFac
     )
 
 
-class _BlockNumbers:
-    """Numbers full blocks of tokens in order of appearance. Two blocks have the same number if their own tokens and all
-    tokens before them are the same.
-    """
-
-    def __init__(self, block_size: int):
-        self._block_size = block_size
-        self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
-
-    def of(self, token_ids: SequenceOf[int]) -> tuple[int, ...]:
-        numbers, previous = [], -1
-        for end in range(self._block_size, len(token_ids) + 1, self._block_size):
-            previous = self.number(previous, tuple(token_ids[end - self._block_size : end]))
-            numbers.append(previous)
-        return tuple(numbers)
-
-    def number(self, previous: int, token_ids: tuple[int, ...]) -> int:
-        """Returns the number of a block that follows the block with the number ``previous``."""
-        return self._numbers.setdefault((previous, token_ids), len(self._numbers))
-
-    def behind_prompt(self, token_ids: SequenceOf[int], num_prompt_tokens: int) -> tuple[int, ...]:
-        """Returns the numbers of the blocks after those that the prompt fills by itself."""
-        return self.of(token_ids)[num_prompt_tokens // self._block_size :]
-
-
 def _chunk(chunk: ScheduledTokens) -> tuple[_Key, int, int, int]:
     return chunk.seq.key, chunk.start, chunk.num_tokens, len(chunk.drafts)
 
@@ -441,7 +417,7 @@ def _arrival(request: Request, blocks: tuple[int, ...]) -> Arrival:
     )
 
 
-def _beams(event: BeamMoves, numbers: _BlockNumbers) -> Beams:
+def _beams(event: BeamMoves, numbers: BlockNumbers) -> Beams:
     moves = [
         BeamMove(_name(key), None if parent is None else _name(parent), numbers.behind_prompt(token_ids, num_prompt))
         for key, parent, token_ids, num_prompt in event.moves
