@@ -61,7 +61,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Option:
-    """What users of one argument need to know, beside its name, type and default."""
+    """The description of one argument, beside its name, type and default."""
 
     # One sentence, for ``--help`` and for the tables in ``docs``.
     help: str
@@ -130,7 +130,7 @@ class Argument:
 
     @property
     def summary(self) -> str:
-        """What there is to know about it, in sentences."""
+        """Returns its description in sentences."""
         default = "" if self.is_required else f"Default: {self.default_text}."
         return " ".join(part for part in (self.option.help, self.option.details, default) if part)
 

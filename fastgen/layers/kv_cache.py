@@ -17,7 +17,7 @@ from fastgen.layers.ragged_batch import RaggedBatch
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a token leaves in a layer's cache: ``num_heads`` keys of ``head_dim`` features, and as many values.
+    """The shape of a token's entry in a layer's cache: ``num_heads`` keys of ``head_dim`` features, and as many values.
 
     With a ``latent_dim`` no values are kept: they are the first ``latent_dim`` features of the keys.
     """

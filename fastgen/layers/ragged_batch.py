@@ -30,7 +30,7 @@ class RaggedBatch:
     ==================  =====================  =========================================================
 
     ``T`` may exceed the tokens in use: the padding lies behind ``cu_seqlens_q[S]``, belongs to no sequence, and its
-    slots lie in block 0, which nobody reads.
+    slots lie in block 0, which is never read.
     """
 
     input_ids: Tensor

@@ -79,7 +79,7 @@ def kv_groups(spec: ModelSpec) -> list[int]:
 
 
 def kv_shapes(spec: ModelSpec) -> list[KVShape]:
-    """What a token leaves in the cache of a layer, by KV group."""
+    """Returns the shape of a token's entry in a layer's cache, by KV group."""
     by_group = dict(zip(kv_groups(spec), map(kv_shape, spec.attentions()), strict=True))
     return list(by_group.values())
 

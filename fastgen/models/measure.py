@@ -102,7 +102,7 @@ class MeasuredModel:
 
     @cached_property
     def weights(self) -> WeightBytes:
-        """Of all layers; ``rotary`` for one position."""
+        """Returns the bytes of all layers; ``rotary`` is for one position."""
         model = self.model()
         counts = Counter(self._kinds)
         sizes = weight_bytes(module for name, module in model.named_children() if name != "layers")

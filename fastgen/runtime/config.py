@@ -1,4 +1,6 @@
-"""The engine's sizes: from what the user asked for, the model spec and the device, to numbers that are all known."""
+"""Resolves the sizes of an engine: from the user's arguments, the model spec and the device to numbers that are all
+known.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,10 @@ for _power, _prefix in enumerate("KMGT", start=1):
 
 
 def resolve_engine_config(memory: MemoryModel, options: LoadOptions) -> EngineConfig:
-    """Fill in what was left open and refuse what cannot work.
+    """Returns the sizes with everything filled in that was left open, and refuses sizes that cannot work.
 
-    By default the KV cache takes half of what all else leaves of a machine's memory, of a GPU what all else leaves of
-    nine tenths, and never more than ``max_num_seqs`` sequences of ``max_model_len`` tokens can use.
+    By default the KV cache takes half of a machine's memory that the rest of the engine leaves; on a GPU the whole
+    engine takes nine tenths. It never takes more than ``max_num_seqs`` sequences of ``max_model_len`` tokens can use.
 
     :raises OutOfMemoryError: with the arithmetic and the nearest sizes that fit.
     """
@@ -53,7 +55,7 @@ def resolve_engine_config(memory: MemoryModel, options: LoadOptions) -> EngineCo
 
 
 def _in_full(memory: MemoryModel, asked: AskedSizes) -> AskedSizes:
-    """With the defaults, but for the KV cache's memory, which follows from all else."""
+    """Returns the sizes with defaults filled in, except the KV cache's memory, which follows from all others."""
     kind = memory.device.kind
     budget = asked.token_budget or _DEFAULT_TOKEN_BUDGET[kind]
     return replace(
@@ -66,7 +68,7 @@ def _in_full(memory: MemoryModel, asked: AskedSizes) -> AskedSizes:
 
 
 def _resolve(memory: MemoryModel, asked: AskedSizes) -> EngineConfig:
-    """As :func:`resolve_engine_config`; the error has the arithmetic alone."""
+    """Returns the config like :func:`resolve_engine_config`; its error has the arithmetic and no advice."""
     full = _in_full(memory, asked)
     budget, num_seqs, size, model_len = full.token_budget, full.max_num_seqs, full.block_size, full.max_model_len
     assert budget is not None
@@ -109,14 +111,14 @@ def _resolve(memory: MemoryModel, asked: AskedSizes) -> EngineConfig:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype that weights and arithmetic are to have, by its name."""
+    """Returns the dtype of weights and arithmetic, by its name."""
     if not isinstance(name, str) or name not in _DTYPES:
         raise InvalidArgumentError(f"dtype={name!r}: expected 'auto' or one of {', '.join(map(repr, _DTYPES))}")
     return _DTYPES[name]
 
 
 def parse_bytes(size: int | str, name: str) -> int:
-    """A number of bytes, or a string such as ``"4GiB"`` or ``"500 MB"``; ``name`` is the argument it came as."""
+    """Returns bytes from a number, or a string such as ``"4GiB"`` or ``"500 MB"``; ``name`` is the argument's name."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B|)", size.strip()) if isinstance(size, str) else None
@@ -126,7 +128,7 @@ def parse_bytes(size: int | str, name: str) -> int:
 
 
 def _num_draft_tokens(speculative: str | None, num_draft_tokens: int | None, token_budget: int) -> int:
-    """How many tokens are drafted for a sequence at most; 0 without ``speculative``."""
+    """Returns the most tokens drafted for a sequence; 0 without ``speculative``."""
     if speculative is None:
         if num_draft_tokens is not None:
             raise InvalidArgumentError(f"num_draft_tokens={num_draft_tokens} needs speculative='ngram'")

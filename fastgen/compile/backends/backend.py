@@ -25,7 +25,7 @@ MAX_LOGPROBS = 20
 
 
 class Backend(ABC):
-    """What computes the ops of one model: torch, C++ kernels or Triton kernels.
+    """A backend computes the ops of one model: torch, C++ kernels or Triton kernels.
 
     Ops are made first, by :meth:`ops` and the methods below it. :meth:`build` then builds their kernels, several at a
     time, and from there on they run. A backend is made of the ``facts`` of its target alone; only :meth:`build` and

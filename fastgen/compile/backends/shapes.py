@@ -19,8 +19,8 @@ from fastgen.compile.weights.formats import QuantizedFormat
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All that the ops of a model have in common: the ``dtype`` of its weights and KV cache, where they lie, tokens of
-    a KV block, the format of its matrices where that is another one, and the sizes of shared workspaces."""
+    """Holds the facts that all ops of a model share: the ``dtype`` of its weights and KV cache, where they lie, tokens
+    of a KV block, the format of its matrices where that is another one, and the sizes of shared workspaces."""
 
     dtype: torch.dtype
     device: torch.device

@@ -1,4 +1,4 @@
-"""What a launch does on this thread: it runs, or a recorder notes it instead."""
+"""Launches on this thread: they run, or a recorder records them instead."""
 
 from __future__ import annotations
 

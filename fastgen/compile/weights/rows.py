@@ -1,4 +1,4 @@
-"""Where rows of a checkpoint's weights are written: tensors as they are, or weights that are kept in another way."""
+"""Destinations for rows of a checkpoint's weights: tensors as they are, or weights that are kept in another way."""
 
 from __future__ import annotations
 

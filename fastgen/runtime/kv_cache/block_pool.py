@@ -123,7 +123,7 @@ class BlockPool:
     def publish(self, block_ids: Iterable[int]) -> None:
         """Keeps the contents of the held ``block_ids`` after their last reference is gone, until they are evicted."""
         for block_id in block_ids:
-            assert self._references[block_id], f"block {block_id} is published and nobody holds it"
+            assert self._references[block_id], f"block {block_id} is published, but has no reference"
             self._is_published[block_id] = True
 
     def withdraw(self, block_id: int) -> None:

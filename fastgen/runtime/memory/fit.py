@@ -1,4 +1,4 @@
-"""How large the KV cache can be beside all else, and which sizes fit where those asked for do not."""
+"""Finds how large the KV cache can be, and which sizes fit where the requested ones do not."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fastgen.runtime.kv_cache.block_tables import max_blocks_held
 from fastgen.runtime.memory.ledger import MemoryModel, in_gib
 from fastgen.runtime.memory.sizes import AskedSizes, EngineConfig
 
-# The engine's sizes, or a :class:`FastgenError`.
+# Returns the engine's sizes, or raises a :class:`FastgenError`.
 Resolve = Callable[[MemoryModel, AskedSizes], EngineConfig]
 
 # Fields of :class:`AskedSizes`, integers.
 Sizes = dict[str, Any]
 
-# Of what a machine has beside the engine's other memory: others run there too, and files want to be cached.
+# Share for the KV cache of the memory that the rest of the engine leaves: other processes and file caches need some.
 _SHARE_OF_REST = 0.5
-# Of a GPU's memory, all together: the driver wants some, and some is lost in pieces between.
+# Share of a GPU's memory for the whole engine: the driver needs some, and fragmentation takes some.
 _SHARE_OF_GPU = 0.9
-# In how many steps all sizes are lowered together.
+# The number of steps in which all sizes are lowered together.
 _STEPS = 1024
 _SIZES = ("kv_cache_memory", "token_budget", "max_num_seqs", "max_model_len", "block_size")
 _SMALLEST: Sizes = {"kv_cache_memory": None, "token_budget": 1, "max_num_seqs": 1, "max_model_len": 1}
@@ -31,15 +31,16 @@ _PLENTY = 1 << 62
 
 
 def blocks_of_sequence(memory: MemoryModel, length: int, token_budget: int, block_size: int) -> int:
-    """The most blocks that a sequence of ``length`` tokens holds at once, over all KV groups: where a window lets
-    blocks go, those of the window and of the chunk behind it."""
+    """Returns the most blocks that a sequence of ``length`` tokens holds at once, over all KV groups. A group with a
+    window holds the blocks of the window and of the chunk behind it.
+    """
     windows = kv_windows(memory.build.spec)
     return sum(max_blocks_held(length, window, block_size, max_chunk=token_budget) for window in windows)
 
 
 def default_num_blocks(memory: MemoryModel, sized: Callable[[int], EngineConfig], useful: int | None) -> int:
-    """As many blocks as the device has memory for, up to the ``useful`` ones; perhaps none. ``sized`` makes an engine's
-    sizes with so many."""
+    """Returns as many blocks as the device has memory for, at most the ``useful`` ones, and perhaps none. ``sized``
+    makes an engine's sizes with so many."""
     device = memory.device
 
     def fits(num_blocks: int) -> bool:
@@ -54,8 +55,8 @@ def default_num_blocks(memory: MemoryModel, sized: Callable[[int], EngineConfig]
 
 
 def nearest_that_fits(memory: MemoryModel, asked: AskedSizes, full: AskedSizes, resolve: Resolve) -> str:
-    """What to ask for instead of ``asked``, as the end of a sentence: each size that is enough to change, with the
-    nearest value that fits; else all of them lowered alike; else what would take less for the weights. ``full`` are
+    """Returns sizes that fit instead of ``asked``, as the end of a sentence: each size that is enough to change, with
+    the nearest value that fits; else all of them lowered alike; else what would take less for the weights. ``full`` are
     the sizes that ``asked`` amounts to.
     """
 
@@ -66,7 +67,7 @@ def nearest_that_fits(memory: MemoryModel, asked: AskedSizes, full: AskedSizes, 
     block_bytes = memory.block_bytes(full.block_size or 1)
     least_kv = (1 + memory.num_kv_groups) * block_bytes
     if full.kv_cache_memory is not None and full.kv_cache_memory < least_kv and fits({"kv_cache_memory": least_kv}):
-        found.append(_told({"kv_cache_memory": least_kv}))
+        found.append(_as_text({"kv_cache_memory": least_kv}))
     for name, value in _sizes(full).items():
         unit = block_bytes if name == "kv_cache_memory" else 1
 
@@ -75,7 +76,7 @@ def nearest_that_fits(memory: MemoryModel, asked: AskedSizes, full: AskedSizes, 
 
         best = _largest(lambda count: fits(lowered(count)), (value - 1) // unit)
         if best:
-            found.append(_told(lowered(best)))
+            found.append(_as_text(lowered(best)))
     if found:
         return f"it fits with {', or with '.join(found)}"
 
@@ -84,11 +85,11 @@ def nearest_that_fits(memory: MemoryModel, asked: AskedSizes, full: AskedSizes, 
         return {name: max(1, value * step // _STEPS) for name, value in _sizes(full).items()} | kv
 
     step = _largest(lambda step: fits(all_lowered(step)), _STEPS)
-    return f"it fits with {_told(all_lowered(step))}" if step else _for_weights(memory, asked, resolve)
+    return f"it fits with {_as_text(all_lowered(step))}" if step else _for_weights(memory, asked, resolve)
 
 
 def _for_weights(memory: MemoryModel, asked: AskedSizes, resolve: Resolve) -> str:
-    """What helps where the weights leave too little for the smallest engine."""
+    """Returns advice where the weights leave too little for the smallest engine."""
     build = memory.build
 
     def fits_in(weight_format: QuantizedFormat) -> bool:
@@ -104,12 +105,12 @@ def _for_weights(memory: MemoryModel, asked: AskedSizes, resolve: Resolve) -> st
 
 
 def _sizes(full: AskedSizes) -> Sizes:
-    """Those that there is something to gain by lowering."""
+    """Returns the sizes that take less memory when they are lowered."""
     return {name: value for name in _SIZES if (value := getattr(full, name)) is not None}
 
 
 def _with_room(changes: Sizes, asked: AskedSizes) -> Sizes:
-    """A token budget has room for a token of each sequence."""
+    """Returns the changes with ``max_num_seqs`` lowered to the token budget where it exceeds that."""
     budget, num_seqs = changes.get("token_budget"), asked.max_num_seqs
     return changes if budget is None or num_seqs is None or num_seqs <= budget else changes | {"max_num_seqs": budget}
 
@@ -122,14 +123,15 @@ def _resolves(resolve: Resolve, memory: MemoryModel, asked: AskedSizes) -> bool:
     return True
 
 
-def _told(changes: Sizes) -> str:
+def _as_text(changes: Sizes) -> str:
     *others, last = [f"{name}={value}" for name, value in changes.items()]
     return f"{', '.join(others)} and {last}" if others else last
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to ``most`` that fits, 0 where none does; what is larger than one that does not, does not
-    either."""
+    """Returns the largest number up to ``most`` that fits, or 0. A number above one that does not fit must not fit
+    either.
+    """
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2

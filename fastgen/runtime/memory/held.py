@@ -1,4 +1,5 @@
-"""What an engine holds beside its model: input buffers, block tables, results of steps, and the sampler's buffers.
+"""Buffers that an engine holds beside its model: input buffers, block tables, results of steps, and the sampler's
+buffers.
 
 All are made on the ``meta`` device by what makes them in an engine, and their bytes are counted.
 """

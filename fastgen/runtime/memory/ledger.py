@@ -42,7 +42,7 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What an engine takes, row by row; printed, a table. ``device_bytes`` is what its device has."""
+    """The memory of an engine, row by row; it prints as a table. ``device_bytes`` is the memory of the device."""
 
     rows: tuple[LedgerRow, ...]
     device_bytes: int
@@ -52,11 +52,11 @@ class Ledger:
         return sum(row.size_bytes for row in self.rows)
 
     def size_bytes(self, name: str) -> int:
-        """Of the rows of that ``name``; 0 where there are none."""
+        """Returns the bytes of all rows of that ``name``; 0 if there are none."""
         return sum(row.size_bytes for row in self.rows if row.name == name)
 
     def arithmetic(self) -> str:
-        """The sum in one line."""
+        """Returns the sum in one line."""
         terms = " + ".join(f"{row} {in_gib(row.size_bytes)}" for row in self.rows)
         return f"{terms} = {in_gib(self.total_bytes)}"
 
@@ -86,7 +86,7 @@ class MemoryModel:
         self._block_bytes = lru_cache(maxsize=64)(self._measure_block)
 
     def on(self, device: Device) -> MemoryModel:
-        """Returns the same for another device of this kind, with all that was measured."""
+        """Returns this model for another device of the same kind, with everything measured so far."""
         other = copy(self)
         other.device = device
         return other

@@ -1,8 +1,8 @@
-"""The memory that comes and goes: what each phase of an engine's life takes at its peak.
+"""Temporary memory: the peak of each phase of an engine's life.
 
-The phases follow each other, so the largest of them counts. A forward pass is recorded on the ``meta`` device. What is
-computed of logits is recorded on a few rows of a small vocabulary: every tensor there has a size that is linear in the
-rows and in the vocabulary, so the sizes for any of them follow.
+The phases follow each other, so the largest counts. A forward pass is recorded on the ``meta`` device. What is computed
+from logits is recorded on a few rows of a small vocabulary: every tensor there has a size that is linear in the rows
+and in the vocabulary, so the sizes for any others follow.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Temporaries:
 
     @cached_property
     def sampling(self) -> list[_ByVocab]:
-        """What choosing tokens by logits takes, by the kind of request."""
+        """Returns the peak bytes of choosing tokens from logits, over all kinds of requests."""
         return [_ByVocab(partial(self._record_sampling, kind)) for kind in range(len(demanding(2)))]
 
     def _record_sampling(self, kind: int, num_rows: int, vocab_size: int) -> Allocations:
@@ -95,7 +95,7 @@ class Temporaries:
 
     @cached_property
     def _prompt_logprobs(self) -> _ByVocab:
-        """What the log-probabilities of a piece of a prompt take."""
+        """Returns the peak bytes of the log-probabilities of a piece of a prompt."""
 
         def record(num_rows: int, vocab_size: int) -> Allocations:
             logits, token_ids = torch.randn(num_rows, vocab_size), [0] * num_rows

@@ -1,1 +1,1 @@
-"""What is asked of a model: requests, their sampling parameters, checks and deadlines; and what is sampled for them."""
+"""Requests: sampling parameters, checks and deadlines, and the tokens sampled for them."""

@@ -1,4 +1,4 @@
-"""What a request's ``response_format`` allows next, as requests and samplers see it.
+"""The tokens that a request's ``response_format`` allows next, as requests and samplers see it.
 
 :mod:`fastgen.runtime.sampling.structured_output` implements these protocols.
 """

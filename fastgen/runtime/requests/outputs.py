@@ -62,7 +62,7 @@ class GenerationOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationChunk:
-    """What a stream yields: the text and ids that are new since the last chunk of the same completion. A beam search
+    """A piece of a stream: the text and ids that are new since the last chunk of the same completion. A beam search
     knows its answers when it is done, so each comes whole then."""
 
     # Which of the ``n`` completions this belongs to.

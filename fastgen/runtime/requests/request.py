@@ -15,7 +15,7 @@ TO_COME: Final = -1
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is in its life; a preempted one is waiting again."""
+    """The state of a sequence; a preempted one is waiting again."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()

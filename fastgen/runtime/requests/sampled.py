@@ -1,4 +1,4 @@
-"""What a step samples for a sequence. Host values only: tensors have become numbers by then."""
+"""The tokens and log-probabilities that a step samples for a sequence, as numbers on the host."""
 
 from __future__ import annotations
 

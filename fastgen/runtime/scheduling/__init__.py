@@ -1,1 +1,1 @@
-"""What each step computes: who waits, who runs, and how many tokens each is given."""
+"""Scheduling: which sequences wait, which run, and how many tokens of each a step computes."""

@@ -50,7 +50,7 @@ class ScheduledTokens:
 
 
 class Schedule(NamedTuple):
-    """What one step computes: one token of each of the ``decodes``, which all sample, and the ``chunks``.
+    """The decisions for one step: one token of each of the ``decodes``, which all sample, and the ``chunks``.
 
     ``positions`` has the position of each decode's token. Chunks of prompts come in order of urgency, then those of
     decodes with drafts. ``block_updates`` are the entries of block tables that the device does not have yet.

@@ -31,7 +31,7 @@ class _Field:
 
 
 class PackedLayout:
-    """Where each array lies in one buffer of bytes."""
+    """The places of arrays in one buffer of bytes."""
 
     def __init__(self, counts: dict[str, tuple[npt.DTypeLike, torch.dtype, int]]):
         self.fields: dict[str, _Field] = {}

@@ -1,4 +1,4 @@
-"""What an engine reports while it runs, to those that record, count and remember."""
+"""Events of an engine, for observers that record and count."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _MAX_CONTEXT = 16
 
 
 class TokenDecoder:
-    """What a tokenizer knows about its ids, shared by all :class:`Detokenizer` objects of the tokenizer.
+    """The facts about a tokenizer's ids, shared by all :class:`Detokenizer` objects of the tokenizer.
 
     ``tokenizer`` is any of transformers' tokenizers, fast or slow.
     """

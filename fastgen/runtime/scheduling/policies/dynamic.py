@@ -46,7 +46,7 @@ class DynamicBatching(Policy):
             return self._plan(view, view.num_opened, runs_decodes=not has_prompts)
         size = view.num_free_slots if self.batch_size is None else self.batch_size
         if view.num_waiting < size:
-            assert first is not None, "nobody runs, so there is a slot for who waits"
+            assert first is not None, "nothing runs, so there is a slot for a waiting request"
             begins_s = first.request.arrival_s + self.max_delay_s
             if view.now_s < begins_s:
                 return StepPlan(False, 0, 0, until_s=begins_s)

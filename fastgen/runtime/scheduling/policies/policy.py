@@ -14,7 +14,7 @@ from fastgen.runtime.scheduling.policies.step_time import StepWork
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """What a policy sees of a step that is to be planned.
+    """A view of a step that is to be planned, for policies.
 
     ``decodes`` run and have one token pending each; ``prompts`` run and have more. ``waiting`` sequences could be given
     a slot now; read them once and no further than needed, because reading costs time. ``prompts`` and ``waiting`` are

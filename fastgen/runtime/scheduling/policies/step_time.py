@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 
 class StepWork(NamedTuple):
-    """What a step computes, as far as its time depends on it."""
+    """The work of a step, as far as its time depends on it."""
 
     num_tokens: int
     # Tokens read from the context, each its own included, summed over all sequences.
