@@ -1,7 +1,7 @@
-"""Which servers run on this machine, so that clients find them: a file for each, which only its user can read.
+"""The servers that run on this machine, so that clients find them: one file for each, readable only by its user.
 
-The files are in ``$FASTGEN_DEPLOYMENTS``, or ``fastgen/deployments`` in the user's state directory. One whose process
-is gone is removed by whoever comes across it.
+The files are in ``$FASTGEN_DEPLOYMENTS``, or ``fastgen/deployments`` in the user's state directory. A file whose
+process has ended is removed by the next reader.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """A server that runs. ``name`` is what clients call the model, ``token`` ends the server."""
+    """A running server. ``name`` is the model name for clients; ``token`` authorizes ending the server."""
 
     name: str
     model: str
     # Such as ``http://127.0.0.1:8000``.
     address: str
-    # Such as ``127.0.0.1:8001``; ``None`` where it is not served.
+    # Such as ``127.0.0.1:8001``; ``None`` without gRPC.
     grpc_address: str | None
-    # The file of what it shows, where it speaks TLS.
+    # The file of its certificate, if it uses TLS.
     certificate: str | None
     pid: int
-    # When the process was born, as its machine tells it: process ids are used again.
+    # When the process started, as the system reports it. Process ids are reused.
     birth: str
     token: str = field(repr=False)
-    # The file of what it says, where that is no terminal.
+    # The file of its output, if that does not go to a terminal.
     log: str | None
 
     @property
@@ -47,13 +47,13 @@ class Deployment:
         return process_birth(self.pid) == self.birth
 
     def wait_until_gone(self) -> None:
-        """Return when the process has ended."""
+        """Returns when the process has ended."""
         while self.is_alive:
             time.sleep(_POLL_S)
 
 
 def deployments_directory() -> Path:
-    """Where the files are."""
+    """Returns the directory of the files."""
     if given := os.environ.get("FASTGEN_DEPLOYMENTS"):
         return Path(given).absolute()
     try:
@@ -64,7 +64,9 @@ def deployments_directory() -> Path:
 
 
 def make_deployments_directory() -> Path:
-    """The same, made where it is not there yet. Raises ``InvalidArgumentError`` where nothing can be written there."""
+    """Returns the same directory, created if it does not exist. Raises ``InvalidArgumentError`` if it is not
+    writable.
+    """
     directory = deployments_directory()
     advice = "set FASTGEN_DEPLOYMENTS to a directory for what is said of servers"
     try:
@@ -78,8 +80,10 @@ def make_deployments_directory() -> Path:
 
 @contextmanager
 def registered(deployment: Deployment) -> Iterator[None]:
-    """Let clients find ``deployment`` while the block runs. Where it cannot be written down, that is logged; the server
-    goes on, for there are clients that know its address."""
+    """Lets clients find ``deployment`` while the block runs.
+
+    If its file cannot be written, that is logged and the server continues, because clients may know its address.
+    """
     file: Path | None = None
     try:
         file = _write(deployment)
@@ -93,27 +97,27 @@ def registered(deployment: Deployment) -> Iterator[None]:
 
 
 def _write(deployment: Deployment) -> Path:
-    """The file of ``deployment``, written."""
+    """Writes the file of ``deployment`` and returns its path."""
     file = make_deployments_directory() / f"{deployment.pid}.json"
-    file.unlink(missing_ok=True)  # of a dead process that had the same id
+    file.unlink(missing_ok=True)  # a file of an ended process with the same id
     written = file.with_suffix(".new")
     written.unlink(missing_ok=True)
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as out:
         json.dump(asdict(deployment), out)
-    written.replace(file)  # at once, so that nobody reads half of it
+    written.replace(file)  # atomic, so that half a file is never read
     return file
 
 
 def deployments() -> list[Deployment]:
-    """Those that run, the oldest first."""
+    """Returns the running deployments, the oldest first."""
     found = []
     for file in deployments_directory().glob("*.json"):
         try:
             began_s = file.stat().st_mtime
             deployment = Deployment(**json.loads(file.read_text()))
         except FileNotFoundError:
-            continue  # it has just ended
+            continue  # the server has just ended
         except (ValueError, TypeError):
             raise InvalidArgumentError(f"{file}: is not what a server wrote; remove it") from None
         if deployment.is_alive:
@@ -124,8 +128,8 @@ def deployments() -> list[Deployment]:
 
 
 def deployment_at(address: str) -> Deployment | None:
-    """The one of this machine that has this address, by HTTP or by gRPC."""
-    with contextlib.suppress(InvalidArgumentError):  # of a file that is no deployment's: an address needs none
+    """Returns this machine's deployment with this HTTP or gRPC address, or ``None``."""
+    with contextlib.suppress(InvalidArgumentError):  # another file is invalid, but an address needs no file
         for one in deployments():
             if address.rstrip("/") in (one.address, one.grpc_address):
                 return one
@@ -133,7 +137,9 @@ def deployment_at(address: str) -> Deployment | None:
 
 
 def find_deployment(name: str) -> Deployment:
-    """The one of this name, or of this model. Raises ``InvalidArgumentError`` where there is none, or several."""
+    """Returns the deployment with this name or this model. Raises ``InvalidArgumentError`` if there is none, or
+    several.
+    """
     running = deployments()
     matching = [one for one in running if one.name == name] or [one for one in running if one.model == name]
     if len(matching) == 1:
@@ -151,7 +157,7 @@ def find_deployment(name: str) -> Deployment:
 def this_deployment(
     *, name: str, model: str, address: str, grpc_address: str | None, certificate: Path | None, token: str
 ) -> Deployment:
-    """That of this process."""
+    """Returns the deployment of this process."""
     birth = process_birth(os.getpid())
     assert birth is not None, "this process lives"
     return Deployment(
@@ -168,7 +174,9 @@ def this_deployment(
 
 
 def process_birth(pid: int) -> str | None:
-    """Something that no other process with this id has; ``None`` where there is no such process, or it has ended."""
+    """Returns a value that distinguishes this process from all others with the same id, or ``None`` if there is no such
+    process or it has ended.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
