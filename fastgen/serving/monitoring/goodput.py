@@ -2,8 +2,8 @@
 
 An answer is good at a rate of ``r`` tokens/s if its first token came within ``prompt_tokens / 512`` seconds, and every
 value of the exponential moving average of its later gaps lies below ``1 / r`` seconds. The average has the span 16, so
-``α = 2 / 17``, and is adjusted for its beginning: after the gaps ``g_0 … g_i`` it is ``Σ w^j g_{i-j} / Σ w^j`` with ``w
-= 1 - α``.
+``α = 2 / 17``, and is adjusted for its beginning: after the gaps ``g_0 … g_i`` it is ``Σ w^j g_{i-j} / Σ w^j`` with
+``w = 1 - α``.
 """
 
 from __future__ import annotations
