@@ -12,7 +12,7 @@ from tests.serving.server_process import ServerProcess, served
 
 @pytest.fixture(scope="session", autouse=True)
 def deployments_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Servers of tests are not mixed up with others of this machine."""
+    """Keeps the servers of tests apart from others on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "FASTGEN_DEPLOYMENTS", str(tmp_path_factory.mktemp("deployments")))
         yield
@@ -20,20 +20,20 @@ def deployments_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="session")
 def server(deployments_directory: None) -> Iterator[ServerProcess]:
-    """A server of tiny-llama that tests share, by HTTP and gRPC; they leave it as it was."""
+    """A server of tiny-llama, by HTTP and gRPC, shared by tests that do not change it."""
     with served("tiny-llama", "--grpc-port", "0") as process:
         yield process
 
 
 @pytest.fixture(scope="session")
 def deployment(server: ServerProcess) -> Deployment:
-    """How clients find it."""
+    """The deployment by which clients find it."""
     (found,) = [one for one in deployments() if one.pid == server.process.pid]
     return found
 
 
 @pytest.fixture(scope="session")
 def llm() -> Iterator[fastgen.LLM]:
-    """The same model in this process, for what its answers should be."""
+    """The same model in this process, for the expected answers."""
     with fastgen.load("tiny-llama") as llm:
         yield llm

@@ -1,4 +1,4 @@
-"""A client over bare sockets, for what well-behaved ones do not do."""
+"""A client over bare sockets, for behaviour that ordinary clients do not have."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from urllib.parse import urlsplit
 
 
 class BrokenAnswerError(Exception):
-    """What came is neither an answer nor an error that says what is wrong."""
+    """The response is neither an answer nor an error that says what is wrong."""
 
 
 @dataclass
 class Answered:
-    """What a request came to: its whole text, or the ``error`` that the server gave."""
+    """The result of a request: its whole text, or the server's ``error``."""
 
     status: int
     text: str = ""
     error: str | None = None
-    # When each event of a stream came.
+    # Arrival time of each event of a stream.
     arrivals_s: list[float] = field(default_factory=list)
 
 
@@ -43,7 +43,7 @@ class RawClient:
         self.writer.write("\r\n".join([*lines, *headers, "", ""]).encode() + body)
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        """Status and headers. Raises :class:`BrokenAnswerError`."""
+        """Returns status and headers. Raises :class:`BrokenAnswerError`."""
         try:
             lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().splitlines()
             headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:] if line)}
@@ -52,7 +52,9 @@ class RawClient:
             raise BrokenAnswerError(f"no head of a response: {error}") from error
 
     async def answer(self, *, pause_s: float = 0.0) -> Answered:
-        """All that comes, read with a pause after each event of a stream. Raises :class:`BrokenAnswerError`."""
+        """Returns the whole answer, reading with a pause after each event of a stream. Raises
+        :class:`BrokenAnswerError`.
+        """
         status, headers = await self.head()
         if "content-length" in headers:
             return _whole(status, await self._exactly(int(headers["content-length"])))
@@ -75,7 +77,7 @@ class RawClient:
         return answered
 
     def leave(self) -> None:
-        """Be gone without a word."""
+        """Disconnects without notice."""
         self.writer.transport.abort()
 
     async def _chunk(self) -> bytes | None:
@@ -94,7 +96,7 @@ class RawClient:
 
 
 async def ask(address: str, body: dict[str, Any]) -> Answered:
-    """The answer to a completion request."""
+    """Returns the answer to a completion request."""
     client = await RawClient.connect(address)
     try:
         client.send(json.dumps(body).encode())
@@ -104,7 +106,7 @@ async def ask(address: str, body: dict[str, Any]) -> Answered:
 
 
 async def get(address: str, path: str) -> tuple[int, bytes]:
-    """Status and body."""
+    """Returns status and body."""
     client = await RawClient.connect(address)
     try:
         client.writer.write(f"GET {path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n".encode())

@@ -1,4 +1,4 @@
-"""A server of the command line's own, for tests of what is seen from outside."""
+"""A server started from the command line, for tests of its outside behaviour."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass
 class ServerProcess:
-    """``fastgen serve`` on a port of its own. ``address`` is such as ``http://127.0.0.1:40123``."""
+    """``fastgen serve`` on a port of its own. An example of ``address`` is ``http://127.0.0.1:40123``."""
 
     process: subprocess.Popen[str]
     address: str
@@ -22,7 +22,7 @@ class ServerProcess:
 
 @contextmanager
 def served(model: str, *flags: str) -> Iterator[ServerProcess]:
-    """``fastgen serve MODEL FLAGS``, ready; ended when the block is left."""
+    """Runs ``fastgen serve MODEL FLAGS``, ready; it ends when the block is left."""
     command = [sys.executable, "-m", "fastgen", "serve", model, "--port", "0", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         try:

@@ -1,11 +1,10 @@
 """Many clients at once, most of them ill-behaved, against one server; and an engine that is killed under load.
 
-Every request is drawn from a pool whose answers are known from the library. What a client that waits is told must be
-that answer, or an error that says what is wrong; nothing may hang; and when all have gone the server must hold no
-block, no request, and as many files and processes as before.
+Every request is drawn from a pool whose answers are known from the library. A client that waits must receive that
+answer, or an error that says what is wrong. Nothing may hang. When all clients have gone, the server must hold no block
+and no request, and as many files and processes as before.
 
-``python -m tests.serving.storm --seconds 120 --streams 200 --kills 20 --output FILE`` runs both and writes what
-happened.
+``python -m tests.serving.storm --seconds 120 --streams 200 --kills 20 --output FILE`` runs both and writes the results.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ WORDS = ("once", "upon", "a", "time", "there", "was", "little", "girl", "dog", "
 
 @dataclass(frozen=True)
 class Known:
-    """A request, and what the library answers."""
+    """A request and the library's answer."""
 
     body: dict[str, Any]
     text: str
 
 
 def draw_pool(rng: random.Random, num_requests: int) -> list[Known]:
-    """Distinct requests with their answers."""
+    """Returns distinct requests with their answers."""
     bodies = []
     for seed in range(num_requests):
         prompt = " ".join(rng.choices(WORDS, k=rng.randint(3, 60)))
@@ -65,13 +64,13 @@ def draw_pool(rng: random.Random, num_requests: int) -> list[Known]:
 
 @dataclass
 class Storm:
-    """What clients do, and what it came to."""
+    """The behaviour of the clients, and its results."""
 
     address: str
     pool: list[Known]
     rng: random.Random
     happened: Counter[str] = field(default_factory=Counter)
-    # What must not have happened.
+    # Violations found.
     wrong: list[str] = field(default_factory=list)
     # Between the events of streams that were read as they came.
     gaps_s: list[float] = field(default_factory=list)
@@ -79,11 +78,11 @@ class Storm:
 
     @property
     def num_right(self) -> int:
-        """How many answers were what they should be."""
+        """Returns how many answers were as expected."""
         return sum(number for what, number in self.happened.items() if what.endswith("right"))
 
     async def run(self, num_clients: int, until_s: float) -> None:
-        """Clients that ask again and again until the clock says ``until_s``."""
+        """Runs clients that send requests until the clock shows ``until_s``."""
         await asyncio.gather(*(self._client(until_s) for _ in range(num_clients)))
 
     async def _client(self, until_s: float) -> None:
@@ -101,7 +100,7 @@ class Storm:
                 self.happened[f"{kind}: {type(error).__name__}"] += 1
 
     def judge(self, kind: str, known: Known, answered: Answered) -> None:
-        """Note whether the answer is right, or an error."""
+        """Records whether the answer is right, or an error."""
         if answered.error is not None:
             self.happened[f"{kind}: error"] += 1
             self.errors[f"{answered.status} {answered.error[:80]}"] += 1
@@ -201,7 +200,7 @@ async def send_half(storm: Storm, known: Known) -> None:
 
 
 async def close_own_side(storm: Storm, known: Known) -> None:
-    """The server either sees that before it answers and says so, or has answered."""
+    """The server either notices before it answers and sends an error, or has answered."""
     client = await storm.connect(known, is_stream=False)
     await asyncio.sleep(storm.rng.choice([0.0, 0.05, 0.5]))
     client.writer.write_eof()
@@ -234,14 +233,14 @@ BEHAVIOURS: dict[str, tuple[int, Callable[[Storm, Known], Awaitable[None]]]] = {
 
 
 async def counters(address: str) -> dict[str, float]:
-    """The server's metrics without labels, by name."""
+    """Returns the server's metrics without labels, by name."""
     _, body = await get(address, "/metrics")
     lines = (line.split(" ") for line in body.decode().splitlines() if line and line[0] != "#" and "{" not in line)
     return {name: float(value) for name, value in lines}
 
 
 async def until_quiet(address: str) -> dict[str, float]:
-    """Wait until the server has nothing to do, and no connection but this one. Returns its counters then."""
+    """Waits until the server has no work, and no connection but this one. Returns its counters then."""
     async with asyncio.timeout(HANG_S):
         while True:
             found = await counters(address)
@@ -251,12 +250,12 @@ async def until_quiet(address: str) -> dict[str, float]:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that ``pid`` has started and that are there."""
+    """Returns the running child processes of ``pid``."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def run_storm(server: ServerProcess, pool: list[Known], *, seconds: float, num_clients: int, seed: int) -> Storm:
-    """A storm of so many clients for so long. Adds to ``wrong`` what the server has not let go of."""
+    """Runs a storm of ``num_clients`` clients. Adds to ``wrong`` whatever the server has not released."""
     storm = Storm(server.address, pool, random.Random(seed))
     await asyncio.gather(*(ask(server.address, known.body) for known in pool))
     before, processes = await until_quiet(server.address), children(server.process.pid)
@@ -275,18 +274,19 @@ async def run_storm(server: ServerProcess, pool: list[Known], *, seconds: float,
 
 @dataclass
 class Kills:
-    """An engine that was killed again and again under load."""
+    """Results of killing an engine repeatedly under load."""
 
     storm: Storm
-    # From each kill until requests were taken again.
+    # Seconds from each kill until requests were accepted again.
     ready_s: list[float] = field(default_factory=list)
 
 
 async def run_kills(
     server: ServerProcess, pool: list[Known], *, num_kills: int, num_clients: int, seed: int, most_s: float = 2.0
 ) -> Kills:
-    """Kill the engine at a random moment, up to ``most_s`` seconds after it was ready, under the load of streams and
-    others that want their whole answer."""
+    """Kills the engine at a random time, up to ``most_s`` seconds after it was ready, under the load of streams and of
+    requests for whole answers.
+    """
     kills = Kills(Storm(server.address, pool, random.Random(seed)))
     is_over = asyncio.Event()
 
@@ -336,12 +336,12 @@ async def run_kills(
 
 
 def quantile_ms(values_s: list[float], share: float) -> float | None:
-    """In milliseconds; ``None`` of none."""
+    """Returns the quantile in milliseconds, or ``None`` of an empty list."""
     return round(1000 * sorted(values_s)[min(len(values_s) - 1, int(share * len(values_s)))], 2) if values_s else None
 
 
 def write(found: dict[str, Any], output: Path | None) -> None:
-    """Keep what there is so far."""
+    """Saves the results so far."""
     if output is not None:
         output.write_text(json.dumps(found, indent=1) + "\n")
 

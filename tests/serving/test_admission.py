@@ -1,4 +1,4 @@
-"""Who is let in, and what those are told who are not."""
+"""Admission: which requests are admitted, and what refused ones are told."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANSWER = SamplingParams(max_new_tokens=10)
 
 
 def engine(step_s: dict[int, float]) -> Metrics:
-    """An engine that has run a hundred steps of each size, each of so many seconds."""
+    """Returns the metrics of an engine that has run a hundred steps of each size."""
     steps = {size: Histogram(bounds=(1.0,), counts=(100, 0), sum=100 * each_s) for size, each_s in step_s.items()}
     none = Histogram(bounds=(1.0,), counts=(0, 0), sum=0.0)
     totals = ("requests", "prompt_tokens", "generation_tokens", "computed_tokens", "padding_tokens", "preemptions")
@@ -48,7 +48,7 @@ FACTS = EngineFacts(
 
 
 class Door:
-    """An admission with a clock of its own, and why it refused."""
+    """An admission with its own clock and a list of refusal reasons."""
 
     def __init__(self, **limits: Any):
         self.now_s = 0.0

@@ -1,4 +1,4 @@
-"""The clients, by HTTP and gRPC, waiting or in asyncio, answer as the library does in this process."""
+"""The clients, by HTTP and gRPC, blocking or in asyncio, answer as the library does in this process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def client(deployment: Deployment, protocol: Protocols) -> Iterator[Client]:
 
 
 def untimed(output: GenerationOutput) -> GenerationOutput:
-    """What of an output is the same each time it is asked for."""
+    """Returns the part of an output that is the same for each repetition."""
     metrics = replace(
         output.metrics, queue_s=0.0, ttft_s=0.0, gaps_s=[0.0] * len(output.metrics.gaps_s), cached_tokens=0
     )
@@ -193,8 +193,8 @@ def test_prompts_that_are_none_are_refused(client: Client, prompt: Any) -> None:
         client.generate(prompt, max_new_tokens=2)
 
 
-def test_a_call_of_which_nothing_is_ever_taken_ends() -> None:
-    """A first token that would always come too late, say."""
+def test_a_call_whose_requests_are_always_refused_ends() -> None:
+    """The cause may be, for example, a first token that would always come too late."""
 
     class Refusing:
         async def check(self, requests: list[Any]) -> list[None]:
@@ -213,7 +213,7 @@ def test_of_several_prompts_the_one_that_is_wrong_is_named(client: Client) -> No
         client.generate(["a", [10**6], "b"], max_new_tokens=2)
 
 
-def test_what_is_served_is_told(client: Client) -> None:
+def test_info_describes_what_is_served(client: Client) -> None:
     info = client.info()
     assert (info["model"], info["version"], info["state"]) == ("tiny-llama", fastgen.__version__, "ready")
     assert info["vocab_size"] == 1536
@@ -265,7 +265,7 @@ def test_keys_and_tls(protocol: Protocols, guarded: Deployment) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A server that wants a key and speaks TLS; it ends by the key alone."""
+    """A server with an API key and TLS; it is ended with the key alone."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("# of tests\nopen-sesame\n")
     tls = ("--tls-cert", str(TLS / "certificate.pem"), "--tls-key", str(TLS / "key.pem"))

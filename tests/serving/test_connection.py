@@ -1,4 +1,4 @@
-"""Connections of clients that are slow, large, half closed, or too many, beside an application that needs no model."""
+"""Slow, large, half-closed and too many connections, with an application that needs no model."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ WAIT_S = 20.0
 
 @dataclass
 class Application:
-    """``/echo`` gives the body back, ``/endless`` sends as much as the client takes, ``/never`` nothing."""
+    """``/echo`` returns the body, ``/endless`` sends as much as the client reads, ``/never`` sends nothing."""
 
     bodies: list[bytes] = field(default_factory=list)
     num_sent: int = 0
-    # Set where the client of ``/endless`` or ``/never`` has gone.
+    # Set when the client of ``/endless`` or ``/never`` has gone.
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,7 +92,7 @@ class Client:
     writer: asyncio.StreamWriter
 
     async def response(self) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of a response with a length."""
+        """Returns status, headers and body of a response with a length."""
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode().splitlines()
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
         if "content-length" in headers:
@@ -125,13 +125,13 @@ async def serving(options: ServeOptions) -> AsyncIterator[Served]:
 
 
 def on_uvloop(work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work`` on the event loop that a server runs on."""
+    """Runs ``work`` on the event loop that a server uses."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(work)
 
 
 def check(test: Callable[[Served], Awaitable[None]], options: ServeOptions | None = None, **limits: Any) -> None:
-    """Run ``test`` beside a server with these options, or these limits; it must not take long."""
+    """Runs ``test`` against a server with these options or limits, within a time limit."""
 
     async def run() -> None:
         nonlocal options
@@ -289,7 +289,7 @@ def test_an_answer_by_http_1_0_has_no_chunks_and_ends_with_the_connection(path: 
     check(test, max_body_bytes=100)
 
 
-def test_what_is_not_http_is_told_so() -> None:
+def test_bytes_that_are_not_http_get_an_error() -> None:
     async def test(server: Served) -> None:
         status, _, body = await server.ask(b"\x16\x03\x01 is not HTTP\r\n\r\n")
         assert status == 400
@@ -461,7 +461,7 @@ def test_a_client_that_closes_its_side_is_told_that_this_ends_its_request() -> N
     check(test)
 
 
-def test_connections_beyond_the_limit_are_told_so_and_have_room_later() -> None:
+def test_connections_beyond_the_limit_get_an_error_and_have_room_later() -> None:
     async def test(server: Served) -> None:
         clients = [await server.connect() for _ in range(3)]
         for client in clients:

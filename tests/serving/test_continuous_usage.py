@@ -1,4 +1,4 @@
-"""``continuous_usage_stats``: every chunk of a stream tells what the request took until then."""
+"""``continuous_usage_stats``: every chunk of a stream reports the usage so far."""
 
 from __future__ import annotations
 

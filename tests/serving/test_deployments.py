@@ -1,4 +1,4 @@
-"""Deployments: started from Python or the shell, found again, distinguished, and ended with a token or a key."""
+"""Deployments: started from Python or the shell, found, distinguished, and ended with a token or a key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(client.generate("Once upon a time", max_new_tokens=4, temperature=0, ignor
 
 
 def stand_in(name: str, *, model: str = "m", pid: int | None = None, birth: str | None = None) -> Deployment:
-    """An entry for this process."""
+    """Returns an entry for this process."""
     return Deployment(
         name=name,
         model=model,

@@ -1,4 +1,4 @@
-"""How a server ends: kindly, at once, or by force."""
+"""The end of a server: after draining, at once, or by force."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BODY = {"model": "tiny-llama", "prompt": "Once upon a time", "temperature": 0, "
 
 
 async def begin(server: ServerProcess, num_tokens: int) -> RawClient:
-    """A stream that has begun."""
+    """Returns a stream that has begun."""
     client = await RawClient.connect(server.address)
     client.send(json.dumps(BODY | {"max_tokens": num_tokens}).encode())
     await client.head()
@@ -31,7 +31,7 @@ async def begin(server: ServerProcess, num_tokens: int) -> RawClient:
 
 
 async def rest(client: RawClient) -> bytes:
-    """All that comes until the server closes the connection."""
+    """Returns everything that comes until the server closes the connection."""
     async with asyncio.timeout(WAIT_S):
         return await client.reader.read()
 

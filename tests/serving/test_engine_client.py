@@ -1,4 +1,4 @@
-"""The engine in a process of its own gives what it gives in this one."""
+"""An engine in its own process gives the same results as one in this process."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_prompts_are_logged_with_requests_only() -> None:
 
 
 def test_what_fails_in_the_engine_for_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that cannot be queued, for no fault of its own, and counters that cannot be told."""
+    """One request cannot be queued through no fault of its own, and the counters cannot be reported."""
     engine = SimulatedServer(CostModel(step_s=0.01, token_s=0.0), token_budget=64, max_num_seqs=4, num_blocks=64).engine
     note = engine.recorder.arrived
 

@@ -1,4 +1,4 @@
-"""An engine's process that dies, stops, or cannot start; and requests that are given up."""
+"""An engine's process that dies, stops, or cannot start; and requests that are cancelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Live:
-    """A service and the loop that it belongs to, which runs while something is awaited."""
+    """A service and its event loop, which runs while something is awaited."""
 
     def __init__(self, runner: asyncio.Runner, model: str | Path, **options: Any):
         self._runner = runner
@@ -123,7 +123,7 @@ def test_kill_fails_what_is_in_the_engine_and_another_gives_the_same_answers(liv
     streaming, waiting = live.submit(), live.submit(is_stream=False)
     live.run(first_update(streaming))
     old = live.kill()
-    time.sleep(0.3)  # the process is gone, and this loop was not told yet
+    time.sleep(0.3)  # the process is gone, and this loop has not noticed yet
     with pytest.raises((UnavailableError, EngineDiedError)):
         live.run(live.submit().output())
     for running in (streaming, waiting):
@@ -216,7 +216,7 @@ def test_draining_takes_no_more_and_ends_what_is_left_when_its_time_is_over(runn
 
 
 def _exists(pid: int) -> bool:
-    """Whether a process is there, and no zombie."""
+    """Returns whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Events of streams, as clients cut them into lines."""
+"""Events of streams, as clients split them into lines."""
 
 from __future__ import annotations
 

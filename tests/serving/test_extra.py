@@ -1,4 +1,4 @@
-"""Without the extra ``serve`` one sentence says what to do, and ``import fastgen`` still works."""
+"""Without the extra ``serve``, one sentence says what to do, and ``import fastgen`` still works."""
 
 from __future__ import annotations
 

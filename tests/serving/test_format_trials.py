@@ -1,4 +1,4 @@
-"""Formats are compiled where that can be stopped, before the engine's process sees them."""
+"""Formats are compiled in a process that can be stopped, before the engine's process sees them."""
 
 from __future__ import annotations
 

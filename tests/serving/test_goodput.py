@@ -1,4 +1,4 @@
-"""Which answers are good, beside the formula written out."""
+"""Good answers, compared with the formula written out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastgen.serving.monitoring.goodput import RATES, good_rates, longest_averag
 
 
 def averages(gaps: list[float]) -> list[float]:
-    """As ``pandas.Series(gaps).ewm(span=16, adjust=True).mean()``, by its definition."""
+    """Returns ``pandas.Series(gaps).ewm(span=16, adjust=True).mean()``, by its definition."""
     alpha = 2 / (16 + 1)
     found = []
     for end in range(len(gaps)):

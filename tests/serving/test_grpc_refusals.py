@@ -1,4 +1,4 @@
-"""What a server refuses, as gRPC says it and as the client hears it: statuses, health, and when to come again."""
+"""Refusals of a server over gRPC and in the client: statuses, health, and retry delays."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Refusing:
 
 @asynccontextmanager
 async def served(service: Any, api_keys: ApiKeys | None = None, **limits: Any) -> AsyncIterator[str]:
-    """The address of ``service``."""
+    """Returns the address of ``service``."""
     connections = ConnectionLimits(**limits)
     options = ServeOptions(grpc_port=0, api_keys=api_keys or ApiKeys(), connections=connections)
     server = GrpcServer(service, options, Ending("token", ApiKeys(), lambda: None))

@@ -1,4 +1,4 @@
-"""gRPC as others see it: by a stub that protoc makes of the shipped file, by reflection, by the standard services."""
+"""gRPC from outside: by a stub that protoc generates from the shipped file, by reflection, by the standard services."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpc_tools import protoc
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.grpc import messages
 
-LONG = 1900  # tokens that take the server far longer than any deadline here
+LONG = 1900  # so many tokens that they take far longer than any deadline here
 WAIT_S = 60.0
 
 
@@ -32,7 +32,7 @@ def channel(deployment: Deployment) -> Iterator[grpc.Channel]:
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The modules that protoc makes of the shipped file: messages as ``.pb``, the stub as ``.rpc``."""
+    """Returns the modules that protoc generates from the shipped file: messages as ``.pb``, the stub as ``.rpc``."""
     folder = tmp_path_factory.mktemp("generated")
     source = messages.PROTOSET.with_name("fastgen.proto")
     (folder / "from_proto.proto").write_text(source.read_text())
@@ -56,7 +56,7 @@ def stub(generated: Any, channel: grpc.Channel) -> Any:
 
 
 def live(deployment: Deployment) -> dict[str, Any]:
-    """What the engine does now."""
+    """Returns the engine's present state."""
     with urllib.request.urlopen(f"{deployment.address}/live") as response:
         return json.load(response)["engine"]
 

@@ -1,4 +1,4 @@
-"""What the page shows of an engine is the engine's own state, recounted."""
+"""The page's view of an engine equals the engine's own state, recounted."""
 
 from __future__ import annotations
 

@@ -65,5 +65,5 @@ def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 def flat(answers: list[Any]) -> list[tuple[float, bool]]:
-    """The log-likelihood of each choice of each sample, and whether it is the likeliest text."""
+    """Returns the log-likelihood of each choice of each sample, and whether it is the most likely text."""
     return [(float(score), str(greedy) == "True") for sample in answers for ((score, greedy),) in sample]

@@ -1,4 +1,4 @@
-"""LMI's serving.properties: the argument that each key becomes, and a note for every key."""
+"""LMI's serving.properties: the argument for each key, and a note for every key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``/v1/chat/completions`` for OpenAI's own client: the conversation is the template's, the answer the library's."""
+"""``/v1/chat/completions`` with OpenAI's own client: the template renders the conversation, and the answer is the
+library's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``/v1/completions`` for OpenAI's own client: what it gives is what the library gives for the same tokens."""
+"""``/v1/completions`` with OpenAI's own client: results equal those of the library for the same tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ids_of(llm: fastgen.LLM, text: str) -> list[int]:
 
 
 def spelled(llm: fastgen.LLM, token_id: int) -> str:
-    """A token of text in the middle of a text, or a special one."""
+    """Returns the text of a token inside a text, or of a special one."""
     if token_id in llm.tokenizer.all_special_ids:
         return str(llm.tokenizer.convert_ids_to_tokens(token_id))
     return str(llm.tokenizer.decode([token_id]))
@@ -118,7 +118,7 @@ def test_the_prompt_may_fill_the_model_but_for_one_token(client: openai.OpenAI, 
 def check_logprobs(
     llm: fastgen.LLM, choice: Any, expected: GenerationOutput, num_top: int, *, echoes: bool, shows_answer: bool = True
 ) -> None:
-    """Against the library's, token by token; and each token stands in the text where its offset says."""
+    """Compares with the library, token by token, and checks that each token stands in the text at its offset."""
     ids, logprobs = [], []
     if echoes:
         assert expected.prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""docs/openai-api.md is true: what it shows runs, and its tables have every field and format there is."""
+"""docs/openai-api.md is true: its examples run, and its tables list every field and format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def blocks(language: str) -> list[str]:
 
 
 def table(heading: str) -> list[str]:
-    """The first column of the table after ``heading``, one entry a row."""
+    """Returns the first column of the table after ``heading``, one entry per row."""
     rows = TEXT.split(heading, 1)[1].split("|", 1)[1].split("\n\n", 1)[0].split("\n")
     return [re.split(r"(?<!\\)\|", row)[1] for row in rows[2:]]
 

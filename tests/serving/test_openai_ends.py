@@ -1,4 +1,4 @@
-"""Answers that end otherwise than by themselves: errors before and in the middle of a stream, timeouts, refusals."""
+"""Answers with unusual ends: errors before and in the middle of a stream, timeouts, refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ending(reason: FinishReason) -> ScriptedService:
 
 
 def refusing(error: RefusedError, after: int = 0) -> ScriptedService:
-    """A service that takes so many requests, and then no more."""
+    """Returns a service that accepts this many requests, and then no more."""
     service = ending("stop")
     answer = service._answer
 
@@ -52,7 +52,7 @@ def ask(service: ScriptedService, use: Callable[[openai.AsyncOpenAI], Awaitable[
 
 
 def post(service: ScriptedService, path: str, body: dict[str, Any]) -> httpx2.Response:
-    """The answer as it comes over the wire."""
+    """Returns the answer as it is on the wire."""
 
     async def use(client: openai.AsyncOpenAI) -> httpx2.Response:
         return await client._client.post(f"http://scripted/v1/{path}", json=body)

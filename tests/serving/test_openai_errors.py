@@ -1,4 +1,4 @@
-"""What cannot be done is refused by name: the status, and the field, in OpenAI's words."""
+"""Unsupported requests are refused by name, with the status and the field in OpenAI's format."""
 
 from __future__ import annotations
 

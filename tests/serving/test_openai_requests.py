@@ -1,4 +1,4 @@
-"""A body takes no longer to refuse than to take, whatever is wrong with it."""
+"""A body takes no longer to refuse than to accept, whatever is wrong with it."""
 
 from __future__ import annotations
 

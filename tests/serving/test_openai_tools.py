@@ -1,4 +1,4 @@
-"""Tools for OpenAI's own client: what templates are told, calls in answers and streams, calls that are demanded."""
+"""Tools with OpenAI's own client: the input of templates, calls in answers and streams, required calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 
 def always(codec: TextCodec, text: str, reason: FinishReason = "stop") -> ScriptedService:
-    """A service that answers ``text``, special tokens being tokens."""
+    """Returns a service that always answers ``text``; special tokens in it become tokens."""
     token_ids = codec.encode_text(text, add_special_tokens=False)
     return ScriptedService(codec, lambda prompt, sampling: (token_ids, reason))
 
@@ -247,7 +247,7 @@ class Weather(pydantic.BaseModel):
 
 
 def real(llm: fastgen.LLM, template: str = HERMES) -> ScriptedService:
-    """A service that answers what the model of ``llm`` does."""
+    """A service that answers as the model of ``llm`` does."""
 
     def generate(prompt_ids: list[int], sampling: SamplingParams) -> tuple[list[int], FinishReason]:
         output = llm.generate(prompt_ids, sampling)

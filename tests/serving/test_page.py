@@ -1,4 +1,4 @@
-"""The page's files: whole, served as what they are, shut to everything but this server, legible."""
+"""The page's files: complete, with their media types, closed to other sites, and legible."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", 
 
 
 class Elements(HTMLParser):
-    """The start tags of a text with their attributes, and the text that stands in scripts and styles."""
+    """The start tags of a text with their attributes, and the text of its scripts and styles."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -112,7 +112,7 @@ def test_the_live_view_counts_what_is_served(server: ServerProcess) -> None:
 
 
 async def answer(app: ASGIApp, path: str, **headers: str) -> tuple[int, bytes]:
-    """What ``app`` answers, asked without a socket."""
+    """Returns the answer of ``app``, without a socket."""
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -210,7 +210,7 @@ def colours() -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def contrast(one: str, other: str) -> float:
-    """By WCAG 2.2."""
+    """Returns the contrast by WCAG 2.2."""
 
     def luminance(colour: str) -> float:
         channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]

@@ -1,4 +1,4 @@
-"""The page as a person meets it, in headless Chromium."""
+"""The page in headless Chromium."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def chromium() -> Iterator[Any]:
 
 
 class Visit:
-    """A page that is open, and all that it asked for and complained of."""
+    """An open page, with its requests and its errors."""
 
     def __init__(self, context: Any, address: str):
         self.address, self.context = address, context
@@ -60,7 +60,7 @@ class Visit:
         self.page.press("#prompt", "Enter")
 
     def answer(self, place: int = -1) -> str:
-        """The text of an answer, once it has ended."""
+        """Returns the text of an answer, once it has ended."""
         self.page.wait_for_selector(".message.assistant:not([aria-busy])", state="attached")
         self.page.wait_for_selector("#send-button", state="visible")
         answers = self.page.locator(".message.assistant .text").all_text_contents()
@@ -71,7 +71,7 @@ class Visit:
 
     @property
     def num_looks(self) -> int:
-        """How often the page asked what the engine does."""
+        """Returns how often the page has requested the engine's state."""
         return sum(url.endswith("/live") for url in self.asked)
 
     def text(self, selector: str) -> str:
@@ -158,7 +158,7 @@ def test_seeds_and_temperatures_are_those_of_the_api(server: ServerProcess, visi
         assert it.answer() == drawn["choices"][0]["message"]["content"]
 
 
-# In the page itself: all tokens may be there before anybody outside has looked.
+# Inside the page, because all tokens may have come before a look from outside.
 STOP_AT_ONCE = """by => new MutationObserver((_, observer) => {
     const message = document.querySelector(".message.assistant");
     if (!message?.querySelector(".text")?.textContent) return;
@@ -417,7 +417,7 @@ def test_events_are_found_however_the_bytes_are_cut(server: ServerProcess, visit
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that asks for a key."""
+    """A server that needs a key."""
     file = tmp_path_factory.mktemp("keys") / "keys.txt"
     file.write_text(KEY + "\n")
     file.chmod(0o600)

@@ -1,4 +1,4 @@
-"""Predictions of the first token beside what the real scheduler does on a simulated device."""
+"""Predictions of the first token, compared with the real scheduler on a simulated device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tried:
 
 
 class Watched:
-    """A simulated engine whose load is told to :class:`Load` as a server would, and each arrival predicted."""
+    """A simulated engine. Its load is reported to :class:`Load` as by a server, and each arrival is predicted."""
 
     def __init__(self, *, token_budget: int, max_num_seqs: int, num_blocks: int, metrics_every_s: float = 1.0):
         self.device = SimulatedServer(
@@ -85,7 +85,7 @@ def poisson(
 
 
 def errors(tried: list[Tried]) -> tuple[np.ndarray, np.ndarray]:
-    """Of the predictions there were: error and actual time."""
+    """Returns error and actual time of each prediction."""
     known = [each for each in tried if each.predicted_s is not None]
     assert len(known) > 0.8 * len(tried), "after the first seconds the speed is known"
     actual = np.array([each.actual_s for each in known])

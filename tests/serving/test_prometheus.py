@@ -1,4 +1,4 @@
-"""What Prometheus reads, read by prometheus-client's own parser."""
+"""The metrics, read by prometheus-client's own parser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def read(server: ServerMetrics) -> Samples:
-    """Every sample, by name and labels."""
+    """Returns every sample, by name and labels."""
     families = text_string_to_metric_families(server.text().decode())
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value for each in families for sample in each.samples

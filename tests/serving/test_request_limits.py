@@ -1,4 +1,4 @@
-"""What costs time for every token is limited, whichever way it is asked for."""
+"""Work that costs time for every token is limited, for every protocol."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fastgen.serving.request_limits import (
 
 
 def fields(more: int) -> list[dict[str, Any]]:
-    """Each field as large as it may be, and ``more``."""
+    """Returns each field at its limit, and ``more``."""
     return [
         {"n": MAX_N + more},
         {"beam_width": MAX_BEAMS + more},

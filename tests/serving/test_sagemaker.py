@@ -1,4 +1,4 @@
-"""SageMaker's container contract, asked as its clients ask: in OpenAI's terms, and in those of LMI and TGI."""
+"""SageMaker's container contract, used as its clients do: with OpenAI's fields, and with those of LMI and TGI."""
 
 from __future__ import annotations
 

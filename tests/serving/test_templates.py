@@ -1,4 +1,4 @@
-"""Chat templates in a process of their own: what transformers makes of them, and what they may cost."""
+"""Chat templates in a process of their own: the same text as from transformers, and limited time and memory."""
 
 from __future__ import annotations
 

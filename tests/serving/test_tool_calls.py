@@ -1,4 +1,4 @@
-"""Calls of tools are read out of text of every format, however it is cut; what is no call is content."""
+"""Tool calls are parsed from text of every format, however it is split; text that is no call is content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Call = tuple[str, str]
 
 
 def read(tool_format: ToolFormat, pieces: list[str]) -> tuple[str, list[Call]]:
-    """The content, and the name and arguments of each call; that events come in order is checked."""
+    """Returns the content, and the name and arguments of each call; checks that events come in order."""
     parser = ToolCallParser(tool_format, NAMES)
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     content, calls, is_open = "", list[Call](), False
@@ -39,7 +39,7 @@ def read(tool_format: ToolFormat, pieces: list[str]) -> tuple[str, list[Call]]:
 
 
 def written(tool_format: ToolFormat, calls: list[Call]) -> str:
-    """``calls`` as a model would write them."""
+    """Returns ``calls`` as a model would write them."""
     call = tool_format.call
     if isinstance(call, NamedCall):
         each = [call.before + name + call.between + arguments + call.after for name, arguments in calls]

@@ -1,4 +1,4 @@
-"""Grammars of calls take what models write rightly, in every format, and nothing else."""
+"""Grammars of tool calls accept correct calls in every format, and nothing else."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def taken(tokenizer: Any, grammar: ResponseFormat, text: str) -> bool:
-    """Whether ``text`` is all of an answer."""
+    """Returns whether ``text`` is a complete answer."""
     matcher = llguidance.LLMatcher(tokenizer.library, grammar.text, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     for token_id in tokenizer(text, add_special_tokens=False)["input_ids"]:

@@ -1,4 +1,4 @@
-"""What is counted of answers as they end: from when their first token is dated."""
+"""Counts of answers as they end, and the time from which their first token is dated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def end(
 
 
 def counted(watch: Watch) -> tuple[float, float, float]:
-    """The sum of the times to first tokens, the answers, and those that were good at 2 tokens a second."""
+    """Returns the sum of the times to first tokens, the number of answers, and of those that were good at 2
+    tokens/s.
+    """
     values = dict(line.rsplit(" ", 1) for line in watch.metrics.text().decode().splitlines() if line[0] != "#")
     names = ("server_ttft_seconds_sum", "answers_total", 'good_answers_total{tokens_per_s="2"}')
     ttft_s, num_answers, num_good = (float(values[f"fastgen_{name}"]) for name in names)

@@ -1,1 +1,1 @@
-"""Who is let in, and when an answer to them would begin."""
+"""Admission control, and the prediction of times to the first token."""

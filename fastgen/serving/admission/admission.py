@@ -1,5 +1,5 @@
-"""Who is let in. What is beyond the limits, or would be served too late, is refused at once, with the time after which
-it is worth another try.
+"""Admission control. A request beyond the limits, or one that would be served too late, is refused at once with a time
+to retry after.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fastgen.serving.monitoring.prometheus import Refusal
 from fastgen.serving.options import Limits
 from fastgen.serving.refusals import OverloadedError, TooLargeError
 
-# How long a prediction is told to those who are refused, before another is made: refusing must cost little.
+# How long refusals reuse one prediction, because a refusal must be cheap.
 _PREDICTION_S = 0.1
 
 
 class Admitted:
-    """A request that was let in, until it ends. Calls after that do nothing, so that all who may end it can."""
+    """An admitted request, until it ends. Later calls do nothing, so that several places may report its end."""
 
     __slots__ = ("_admission", "_pending")
 
@@ -30,17 +30,21 @@ class Admitted:
         self._admission, self._pending = admission, pending
 
     def started(self) -> None:
-        """Its first token came; further calls do nothing."""
+        """Reports its first token; further calls do nothing."""
         self._admission.started(self._pending)
 
     def ended(self, num_generated: int = 0, *, is_whole: bool = False) -> None:
-        """It is no more in the engine; where it ended by itself, ``is_whole``, with so many tokens a sequence."""
+        """Reports that it has left the engine. ``is_whole``: it ended by itself, after ``num_generated`` tokens per
+        sequence.
+        """
         self._admission.ended(self._pending, num_generated, is_whole=is_whole)
 
 
 class Admission:
-    """Knows what the engine has to do, and asks each request in, or refuses it. Of each refusal ``on_refused`` is told
-    why: ``queued_requests``, ``queued_tokens``, ``prompt_tokens``, ``ttft_slo`` or ``itl_target``.
+    """Knows the engine's load, and admits or refuses each request.
+
+    ``on_refused`` is called with the reason for each refusal: ``queued_requests``, ``queued_tokens``,
+    ``prompt_tokens``, ``ttft_slo`` or ``itl_target``.
     """
 
     def __init__(
@@ -50,26 +54,26 @@ class Admission:
         self._on_refused, self._clock = on_refused, clock
         self._load: Load | None = None
         self._open: set[Pending] = set()
-        self._told: tuple[float, Prediction | None] = (-math.inf, None)
+        self._last_prediction: tuple[float, Prediction | None] = (-math.inf, None)
 
     def begin(self, facts: EngineFacts) -> None:
-        """An engine was started, in which there is nothing yet."""
+        """Starts over with a new engine, which has no requests yet."""
         num_kv_tokens = facts.num_blocks * facts.block_size
         self._load = Load(EngineSize(facts.token_budget, facts.max_num_seqs, num_kv_tokens))
         self._open.clear()
 
     def observe(self, metrics: Metrics) -> None:
-        """What the engine has counted until now."""
+        """Takes the engine's counters up to now."""
         assert self._load is not None
         self._load.observe(metrics, self._clock())
 
     def predict(self, num_prompt_tokens: int, *, num_seqs: int = 1, priority: int = 0) -> Prediction | None:
-        """What a request would find; ``None`` while too little was measured to tell."""
+        """Returns the times that a request would see, or ``None`` while too little has been measured."""
         assert self._load is not None
         return self._load.predict(num_prompt_tokens, num_seqs, priority, self._clock())
 
     def admit(self, num_prompt_tokens: int, sampling: SamplingParams) -> Admitted:
-        """Let a request in. Raises :class:`TooLargeError` or :class:`OverloadedError`."""
+        """Admits a request. Raises :class:`TooLargeError` or :class:`OverloadedError`."""
         load, limits = self._load, self.limits
         assert load is not None
         if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
@@ -100,7 +104,9 @@ class Admission:
             self._load.ended(pending, num_generated, is_whole=is_whole, now_s=self._clock())
 
     def _check_times(self, found: Prediction | None) -> None:
-        """Refuse whose first token would come too late, or who would make the gaps of all too long."""
+        """Refuses a request whose first token would come too late, or that would make the gaps of all requests too
+        long.
+        """
         if found is None:
             return
         slo_s, target_ms = self.limits.ttft_slo_s, self.limits.itl_target_ms
@@ -125,13 +131,13 @@ class Admission:
         self._on_refused(reason)
         limit = getattr(self.limits, f"max_{reason}")
         now_s = self._clock()
-        if now_s - self._told[0] > _PREDICTION_S:
-            self._told = (now_s, self.predict(1))
-        found = self._told[1]
+        if now_s - self._last_prediction[0] > _PREDICTION_S:
+            self._last_prediction = (now_s, self.predict(1))
+        found = self._last_prediction[1]
         predicted_s = None if found is None else found.ttft_s
         expected = "" if predicted_s is None else f"a first token would come after about {predicted_s:.2f} s; "
         assert self._load is not None
-        # A place is free when the first of those who wait has its token.
+        # A place becomes free when the first waiting request has its first token.
         retry_s = 1.0 if predicted_s is None else max(1.0, predicted_s / max(1, self._load.num_waiting))
         return OverloadedError(
             f"{what}, and this server lets at most {limit} wait; {expected}try again later",

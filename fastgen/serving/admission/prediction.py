@@ -1,15 +1,16 @@
-"""When the first token of a request would come: what the engine has to do, gone through before it is done.
+"""Predicts when the first token of a request would come, by simulating the engine's future steps.
 
-A server knows of each request in its engine how long its prompt is, how many tokens it asked for and whether its first
-has come; and how long steps of each size take (:class:`~fastgen.serving.admission.step_speed.StepSpeed`). From these
-:meth:`Load.predict` goes through what the engine will do as SplitFuse does it: those with a slot decode, one token each
-a step; what the budget leaves goes to prompts, those of the same or a more urgent class first, in even shares; who
-waits comes in where an answer that ends leaves a slot and room in the KV cache. Many steps are taken at once, as long
-as they are alike, so a prediction costs time with the number of requests, not of tokens.
+The server knows for each request in its engine how long the prompt is, how many tokens were requested and whether the
+first one has come. It also knows how long steps of each size take
+(:class:`~fastgen.serving.admission.step_speed.StepSpeed`). From these, :meth:`Load.predict` simulates the engine's work
+as SplitFuse schedules it. Sequences with a slot decode one token per step. The rest of the budget goes to the prompts
+of the same or a more urgent class first, in even shares. A waiting request is admitted when an answer ends and leaves a
+slot and room in the KV cache. Equal steps are simulated together, so the cost grows with the number of requests, not of
+tokens.
 
-Four things are estimated. Prompts count for the share of them that the prefix cache did not have lately. Answers are
-taken to be as long, of what they may be, as those of late. How far the first prompt and the answers have come follows
-from the time that has passed. And preemptions are not foreseen.
+Four things are estimates. A prompt counts with the share of its tokens that the prefix cache lately did not have.
+Answers are assumed to reach the same share of their longest length as recent answers. The progress of the first prompt
+and of the answers follows from the elapsed time. Preemptions are not predicted.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.serving.admission.step_speed import StepSpeed
 
-# The weight of one more answer in the mean share of its length that answers reach.
+# The weight of one more answer in the mean share of their longest length that answers reach.
 _LATE = 0.02
 
 
 class EngineSize(NamedTuple):
-    """What bounds a step and who is in it."""
+    """The limits on a step and on the running sequences."""
 
     token_budget: int
     max_num_seqs: int
-    # Tokens that the KV cache has room for.
+    # Capacity of the KV cache in tokens.
     num_kv_tokens: int
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A request in the engine. ``num_new_tokens`` is what it asked for, of each of its ``num_seqs`` sequences."""
+    """A request in the engine. Each of its ``num_seqs`` sequences may generate ``num_new_tokens``."""
 
     num_prompt_tokens: int
     num_new_tokens: int
@@ -57,10 +58,10 @@ class Pending:
 
 
 class Prediction(NamedTuple):
-    """What a request would find; seconds."""
+    """The times that a request would see, in seconds."""
 
     ttft_s: float
-    # Of the steps in which all decode who then have a slot, and no prompt is computed.
+    # Duration of a step in which all sequences with a slot decode and no prompt is computed.
     gap_s: float
 
 
@@ -73,18 +74,18 @@ class _Prompt(NamedTuple):
 
 
 class Load:
-    """What an engine has to do. Times are seconds of one clock."""
+    """The work that an engine has to do. All times are seconds of one clock."""
 
     def __init__(self, size: EngineSize):
         self._size, self._sizes = size, captured_sizes(size.token_budget)
         self.speed = StepSpeed()
-        # Those without a token, in order of urgency.
+        # Requests without a token, in order of urgency.
         self._waiting: list[Pending] = []
         self._started: dict[Pending, None] = {}
         self._num_submitted = 0
-        # Of the prompts of those that wait.
+        # Prompt tokens of the waiting requests.
         self.num_waiting_tokens = 0
-        # When the first of those that wait came to be so.
+        # When the first waiting request became the first.
         self._moved_s = 0.0
         self._answer_share = 1.0
         self._computed_share = 1.0
@@ -92,13 +93,13 @@ class Load:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a token yet."""
+        """Returns the number of requests without a token."""
         return len(self._waiting)
 
     def submitted(
         self, num_prompt_tokens: int, num_new_tokens: int, num_seqs: int, priority: int, now_s: float
     ) -> Pending:
-        """A request was given to the engine."""
+        """Records a request that was sent to the engine."""
         self._num_submitted += 1
         pending = Pending(num_prompt_tokens, num_new_tokens, num_seqs, priority, self._num_submitted, now_s)
         if not self._waiting:
@@ -108,15 +109,15 @@ class Load:
         return pending
 
     def started(self, pending: Pending, now_s: float) -> None:
-        """The first token of ``pending`` came."""
+        """Records the first token of ``pending``."""
         if pending.started_s is None:
             self._leave_queue(pending, now_s)
             pending.started_s = now_s
             self._started[pending] = None
 
     def ended(self, pending: Pending, num_generated: int, *, is_whole: bool, now_s: float) -> None:
-        """``pending`` is no more in the engine. ``num_generated`` tokens are of its first sequence; ``is_whole`` tells
-        that it ended by itself.
+        """Records that ``pending`` has left the engine. Its first sequence generated ``num_generated`` tokens;
+        ``is_whole`` means that it ended by itself.
         """
         if pending.started_s is None:
             self._leave_queue(pending, now_s)
@@ -126,7 +127,7 @@ class Load:
             self._answer_share += _LATE * (min(1.0, num_generated / pending.num_new_tokens) - self._answer_share)
 
     def observe(self, metrics: Metrics, now_s: float) -> None:
-        """What the engine has counted since it was started, as of ``now_s``."""
+        """Takes the engine's counters since its start, as of ``now_s``."""
         self.speed.observe(metrics.step_seconds, now_s)
         looked_up = metrics.prefix_cache_lookup_tokens_total - self._looked_up
         hit = metrics.prefix_cache_hit_tokens_total - self._hit
@@ -136,7 +137,7 @@ class Load:
             self._computed_share += min(1.0, looked_up / 10_000) * (1 - hit / looked_up - self._computed_share)
 
     def predict(self, num_prompt_tokens: int, num_seqs: int, priority: int, now_s: float) -> Prediction | None:
-        """What a request would find that came now; ``None`` while too little was measured to tell."""
+        """Returns the times that a request arriving now would see, or ``None`` while too little has been measured."""
         budget, slots, room = self._size
         num_ahead = bisect_left(self._waiting, (priority + 1, 0), key=_urgency)
         prompts = [self._prompt(pending) for pending in self._waiting[:num_ahead]]
@@ -175,7 +176,7 @@ class Load:
         )
 
     def _decoding(self, now_s: float) -> list[tuple[float, int, float]]:
-        """Of those that are being answered: steps that are left, sequences, tokens held in the KV cache."""
+        """Returns for each request that is being answered: steps left, sequences, and tokens held in the KV cache."""
         num_decodes = min(self._size.max_num_seqs, sum(pending.num_seqs for pending in self._started))
         if not num_decodes or not self.speed.most_tokens:
             return []
@@ -190,7 +191,9 @@ class Load:
         return found
 
     def _progress_s(self, now_s: float) -> float:
-        """For how long the first of those that wait has been computed, if it has; not longer than it takes alone."""
+        """Returns how long the first waiting request has been computed, at most as long as its prompt takes without
+        others; 0 if it has not begun.
+        """
         if not self._waiting or sum(p.num_seqs for p in self._started) >= self._size.max_num_seqs:
             return 0.0
         first = self._prompt(self._waiting[0])
@@ -199,7 +202,7 @@ class Load:
 
 
 class _Steps:
-    """Goes through the steps to come. ``decoding`` has, for each request that is answered, the steps that are left, its
+    """Simulates the future steps. ``decoding`` has, for each request that is being answered, the steps left, its
     sequences and the tokens that it holds.
     """
 
@@ -214,13 +217,13 @@ class _Steps:
         self._num_steps = 0.0
 
     def prompt_s(self, prompt: _Prompt) -> float:
-        """What it takes to compute ``prompt`` beside the decodes that there are, in seconds."""
+        """Returns how many seconds it takes to compute ``prompt`` beside the present decodes."""
         num_tokens, step_s = self._share(prompt.num_pending)
         return step_s * math.ceil(prompt.num_pending / num_tokens)
 
     def first_token_s(self, prompts: list[_Prompt], slots: int, room: int) -> float | None:
-        """When the last of ``prompts``, which are in order, has its first token; ``None`` where a step would be larger
-        than what can be told of.
+        """Returns when the last of the ordered ``prompts`` has its first token, or ``None`` if a step would be too
+        large to predict.
         """
         left = [prompt.num_pending for prompt in prompts]
         num_pending, num_admitted, num_in_slots, num_done, time_s = sum(left), 0, 0, 0, 0.0
@@ -235,7 +238,7 @@ class _Steps:
                 num_in_slots += new.num_seqs
                 self._num_held += new.num_held
             num_steps = math.ceil(self._ends[0][0] - self._num_steps) if self._ends else math.inf
-            if num_done == num_admitted:  # nobody has a slot who waits for a token: the next end brings one
+            if num_done == num_admitted:  # no request with a slot waits for its first token: the next end frees a slot
                 step_s = self._speed.step_s(self._size(self._num_decodes))
                 num_tokens = 0.0
             else:
@@ -268,7 +271,7 @@ class _Steps:
         self._num_decodes += prompt.num_seqs
 
     def _end(self) -> None:
-        """Let those go whose last step is over."""
+        """Removes the requests whose last step is over."""
         while self._ends and self._ends[0][0] <= self._num_steps:
             _, num_seqs, held = heappop(self._ends)
             self._num_decodes -= num_seqs
@@ -280,7 +283,9 @@ class _Steps:
         return self._sizes[min(bisect_left(self._sizes, num_tokens), len(self._sizes) - 1)]
 
     def _share(self, num_pending: float) -> tuple[float, float]:
-        """Prompt tokens of a step where ``num_pending`` are, and the seconds that it takes; see ``even_share``."""
+        """Returns the prompt tokens of a step, of ``num_pending`` in total, and the seconds that it takes; see
+        ``even_share``.
+        """
         num_places = max(1, self._budget - self._num_decodes)
         share = num_pending / math.ceil(num_pending / num_places)
         size = self._size(math.ceil(self._num_decodes + share))

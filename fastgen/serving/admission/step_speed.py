@@ -1,8 +1,8 @@
-"""How long steps of each size take, from what an engine has counted; see ``Metrics.step_seconds``.
+"""The duration of steps of each size, learned from the engine's counters; see ``Metrics.step_seconds``.
 
-The mean time of each captured size is kept, what was measured long ago counting for less and less; between two sizes
-the time is interpolated, beyond the largest it goes on as between the largest two. What the mean has in it, such as the
-context that decodes read, need not be known.
+The mean duration of each captured size is kept, with decreasing weight for old measurements. Durations are interpolated
+between two sizes, and extrapolated linearly from the two largest ones. Other influences on the mean, such as the
+context length of decodes, need not be known.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Mapping
 
 from fastgen.runtime.metrics import Histogram
 
-# Seconds of steps after which what was measured before them counts for 1/e.
+# After this many seconds of steps, earlier measurements have the weight 1/e.
 _MEMORY_S = 10.0
-# Seconds without any step after which nothing is known: whatever slowed the steps may be gone.
+# After this many seconds without a step, nothing is known: the cause of slow steps may be gone.
 _LAST_S = 60.0
-# How far beyond the largest size seen a time is told: so many times its tokens.
+# Largest extrapolated size, as a multiple of the largest measured one.
 _GROWTH = 4
 
 
 class StepSpeed:
-    """Learns from snapshots of an engine's ``step_seconds``, each of which counts since the engine was started."""
+    """Learns from snapshots of an engine's ``step_seconds``, which count since the engine was started."""
 
     def __init__(self) -> None:
-        # By size, the steps and seconds of the last snapshot.
+        # Steps and seconds of the last snapshot, by size.
         self._seen: dict[int, tuple[int, float]] = {}
-        # By size, the steps and seconds that count.
+        # Weighted steps and seconds, by size.
         self._measured: dict[int, tuple[float, float]] = {}
         self._sizes: list[int] = []
         self._times_s: list[float] = []
         self._last_s = -math.inf
 
     def observe(self, step_seconds: Mapping[int, Histogram], now_s: float) -> None:
-        """Take note of a snapshot that was made at ``now_s``."""
+        """Takes a snapshot made at ``now_s``."""
         new = {}
         for size, histogram in step_seconds.items():
             count, sum_s = histogram.count, histogram.sum
@@ -56,11 +56,11 @@ class StepSpeed:
 
     @property
     def most_tokens(self) -> int:
-        """The largest step whose time can be told; 0 where nothing is known."""
+        """Returns the size of the largest step whose duration can be predicted; 0 if nothing is known."""
         return _GROWTH * self._sizes[-1] if self._sizes else 0
 
     def step_s(self, num_tokens: float) -> float:
-        """What a step of ``num_tokens``, not more than :attr:`most_tokens`, takes in seconds."""
+        """Returns the duration in seconds of a step of ``num_tokens``, at most :attr:`most_tokens`."""
         sizes, times_s = self._sizes, self._times_s
         above = min(bisect_left(sizes, num_tokens), len(sizes) - 1)
         if above == 0:

@@ -1,1 +1,1 @@
-"""Clients of servers, and the servers that a user has on a machine."""
+"""Clients of servers, and the list of a user's servers on this machine."""

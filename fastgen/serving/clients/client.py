@@ -1,4 +1,4 @@
-"""Clients of a server: :func:`client` and, in asyncio, :func:`async_client`. They ask and answer as ``LLM`` does."""
+"""Clients of a server: :func:`client` and, for asyncio, :func:`async_client`. Their methods are those of ``LLM``."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from fastgen.serving.clients.requests import ClientRequest, Transport, as_reques
 from fastgen.serving.extra import need_extra
 from fastgen.serving.refusals import OverloadedError
 
-_MAX_CONCURRENCY = 64  # requests of one call that are with the server at the same time
-_MAX_CHECKED = 16  # that are checked by one message, which must not grow too large
-_MAX_REFUSALS = 100  # of a request in a row, while no other of its call is answered
+_MAX_CONCURRENCY = 64  # requests of one call that the server has at the same time
+_MAX_CHECKED = 16  # requests checked by one message, which must not grow too large
+_MAX_REFUSALS = 100  # tries of a request in a row, while no other request of its call is answered
 _T = TypeVar("_T")
 
 Protocols = Literal["http", "grpc"]
 
 
 def client(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http") -> Client:
-    """A client of a server: of that at the address ``model`` (``"http://host:port"``; with ``protocol="grpc"``
-    ``"host:port"``, or either of a server on this machine), or else of that which serves ``model`` on this machine, or
-    was given this name.
+    """Returns a client of a server.
 
-    Raises ``InvalidArgumentError`` where there is none such, or several.
+    ``model`` is an address (``"http://host:port"``; with ``protocol="grpc"``, ``"host:port"``, or either address of a
+    server on this machine). Otherwise it is the name of a server on this machine, or the model that one serves.
+
+    Raises ``InvalidArgumentError`` if there is no such server, or several.
     """
     return Client(lambda: async_client(model, api_key=api_key, protocol=protocol))
 
 
 def async_client(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http") -> AsyncClient:
-    """The same for asyncio: what :func:`client` gives, with coroutines for methods."""
+    """Returns a client for asyncio: like :func:`client`, with coroutines as methods."""
     name = str(model)
     server = deployment_at(name) or name if _is_address(name) else find_deployment(name)
     return connect(server, api_key=api_key, protocol=protocol)
 
 
 def connect(server: Deployment | str, *, api_key: str | None, protocol: Protocols) -> AsyncClient:
-    """A client of the server at an address, or of a deployment on this machine, which it then may end."""
+    """Returns a client of the server at an address, or of a deployment on this machine, which the client may end."""
     need_extra()
     deployment = server if isinstance(server, Deployment) else None
     certificate = deployment.certificate if deployment else None
@@ -71,7 +72,7 @@ def _is_address(model: str) -> bool:
 
 
 class AsyncClient:
-    """A client in asyncio. Its methods are those of :class:`~fastgen.runtime.llm.LLM`, with the same answers."""
+    """A client for asyncio. Its methods and their results are those of :class:`~fastgen.runtime.llm.LLM`."""
 
     def __init__(self, transport: Transport, deployment: Deployment | None = None):
         self._transport, self._deployment = transport, deployment
@@ -95,10 +96,10 @@ class AsyncClient:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **fields: Any,
     ) -> GenerationOutput | list[GenerationOutput]:
-        """Answer one prompt, or several at once; see :meth:`LLM.generate <fastgen.runtime.llm.LLM.generate>`.
+        """Answers one prompt, or several at once; see :meth:`LLM.generate <fastgen.runtime.llm.LLM.generate>`.
 
-        Of several, all are checked before any is sent to be answered; one that the server refuses later, for it has
-        too much to do for longer than can be waited or is ending, ends the call, and with it the others.
+        Several prompts are all checked before any of them is sent. If the server refuses one later, because it stays
+        overloaded for too long or is ending, the call and all its requests end.
         """
         items, single = as_prompts(prompts)
         outputs = await self._run(as_requests(items, sampling, fields, of_prompt))
@@ -123,38 +124,41 @@ class AsyncClient:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **fields: Any,
     ) -> GenerationOutput | list[GenerationOutput]:
-        """Answer one conversation, or several at once, as :meth:`generate` does prompts."""
+        """Answers one conversation, or several at once, as :meth:`generate` does for prompts."""
         items, single = as_conversations(messages)
         outputs = await self._run(as_requests(items, sampling, fields, of_messages))
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> AsyncStream:
-        """Answer one prompt piece by piece; to be called in the event loop. The request is sent at once; closing the
-        stream, or dropping it, cancels it."""
+        """Answers one prompt piece by piece. It must be called in the event loop. The request is sent at once; closing
+        the stream, or dropping it, cancels the request.
+        """
         items, single = as_prompts(prompt)
         if not single:
             raise InvalidArgumentError("stream takes one prompt: a string or a list of token ids")
         return AsyncStream(self._transport.stream(*as_requests(items, sampling, fields, of_prompt)))
 
     def stream_chat(self, messages: Conversation, sampling: SamplingParams | None = None, **fields: Any) -> AsyncStream:
-        """Answer one conversation piece by piece; see :meth:`stream`."""
+        """Answers one conversation piece by piece; see :meth:`stream`."""
         items, single = as_conversations(messages)
         if not single:
             raise InvalidArgumentError("stream_chat takes one conversation: a list of {'role': …, 'content': …}")
         return AsyncStream(self._transport.stream(*as_requests(items, sampling, fields, of_messages)))
 
     async def info(self) -> dict[str, Any]:
-        """What is served: ``model``, ``version``, ``state``, and the engine's sizes."""
+        """Returns what is served: ``model``, ``version``, ``state``, and the engine's sizes."""
         return await self._transport.info()
 
     async def terminate_server(self) -> None:
-        """End the server, once what runs has been answered. A client made from an address needs an API key for it."""
+        """Ends the server after its running requests are answered. A client made from an address needs an API key for
+        this.
+        """
         await self._transport.terminate(None if self._deployment is None else self._deployment.token)
         if self._deployment is not None:
             await asyncio.to_thread(self._deployment.wait_until_gone)
 
     async def close(self) -> None:
-        """End this client's connections. The server stays."""
+        """Closes this client's connections. The server continues."""
         await self._transport.close()
 
     async def __aenter__(self) -> Self:
@@ -196,7 +200,7 @@ class AsyncClient:
                         num_before = num_answered
                         if len(requests) == 1 or num_refusals == _MAX_REFUSALS:
                             raise
-                        await asyncio.sleep(error.retry_after_s)  # the others of this call are part of the load
+                        await asyncio.sleep(error.retry_after_s)  # the other requests of this call are part of the load
 
         tasks = [asyncio.ensure_future(one(index, request)) for index, request in enumerate(requests)]
         try:
@@ -208,7 +212,7 @@ class AsyncClient:
 
 
 class AsyncStream(AsyncIterator[GenerationChunk]):
-    """The chunks of one request. After the last, :attr:`output` is the whole answer."""
+    """The chunks of one request. After the last one, :attr:`output` is the whole answer."""
 
     def __init__(self, items: AsyncIterator[GenerationChunk | GenerationOutput]):
         self._items = items
@@ -216,7 +220,7 @@ class AsyncStream(AsyncIterator[GenerationChunk]):
         self._first: asyncio.Task[GenerationChunk | GenerationOutput] | None = None
         self._loop = asyncio.get_running_loop()
         self._first = self._loop.create_task(_next(items))
-        self._first.add_done_callback(_heard)
+        self._first.add_done_callback(_mark_retrieved)
 
     async def __anext__(self) -> GenerationChunk:
         first, self._first = self._first, None
@@ -229,13 +233,13 @@ class AsyncStream(AsyncIterator[GenerationChunk]):
 
     @property
     def output(self) -> GenerationOutput:
-        """The whole answer, once the stream has ended by itself."""
+        """Returns the whole answer, once the stream has ended by itself."""
         if self._output is None:
             raise FastgenError("the stream has not ended; take its chunks before asking for the output")
         return self._output
 
     async def aclose(self) -> None:
-        """Cancel what is not finished."""
+        """Cancels the request if it has not finished."""
         if self._first is not None:
             self._first.cancel()
             await asyncio.wait({self._first})
@@ -259,14 +263,16 @@ async def _next(items: AsyncIterator[_T]) -> _T:
     return await anext(items)
 
 
-def _heard(task: asyncio.Task[Any]) -> None:
-    """Who does not ask for what ``task`` came to does not want to be told that it failed."""
+def _mark_retrieved(task: asyncio.Task[Any]) -> None:
+    """Marks the exception of ``task`` as retrieved, so that asyncio does not log it for a caller that dropped the
+    stream.
+    """
     if not task.cancelled():
         task.exception()
 
 
 class Client:
-    """A client whose methods wait: :class:`AsyncClient` in an event loop of its own, on a thread of its own."""
+    """A client with blocking methods: an :class:`AsyncClient` in an event loop of its own, on a thread of its own."""
 
     def __init__(self, make: Callable[[], AsyncClient]):
         self._loop = asyncio.new_event_loop()
@@ -274,7 +280,7 @@ class Client:
         self._thread.start()
 
         async def made() -> AsyncClient:
-            return make()  # in the loop that its connections will belong to
+            return make()  # created in the loop that its connections will belong to
 
         try:
             self._inner = self._wait(made())
@@ -315,8 +321,9 @@ class Client:
         return self._wait(self._inner.chat(messages, sampling, **fields))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **fields: Any) -> ClientStream:
-        """Answer one prompt piece by piece. The request is sent at once; closing the stream, or dropping it, cancels
-        it."""
+        """Answers one prompt piece by piece. The request is sent at once; closing the stream, or dropping it, cancels
+        the request.
+        """
 
         async def begin() -> AsyncStream:
             return self._inner.stream(prompt, sampling, **fields)
@@ -326,7 +333,7 @@ class Client:
     def stream_chat(
         self, messages: Conversation, sampling: SamplingParams | None = None, **fields: Any
     ) -> ClientStream:
-        """Answer one conversation piece by piece; see :meth:`stream`."""
+        """Answers one conversation piece by piece; see :meth:`stream`."""
 
         async def begin() -> AsyncStream:
             return self._inner.stream_chat(messages, sampling, **fields)
@@ -338,12 +345,12 @@ class Client:
         return self._wait(self._inner.info())
 
     def terminate_server(self) -> None:
-        """See :meth:`AsyncClient.terminate_server`; this client is closed then."""
+        """See :meth:`AsyncClient.terminate_server`; this client is closed afterwards."""
         self._wait(self._inner.terminate_server())
         self.close()
 
     def close(self) -> None:
-        """End this client's connections; the server stays. Closing twice does nothing."""
+        """Closes this client's connections; the server continues. Closing twice does nothing."""
         if self._loop.is_closed():
             return
         self._wait(self._inner.close())
@@ -370,12 +377,12 @@ class Client:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # of interest where Ctrl-C ended the waiting
+            future.cancel()  # matters if Ctrl-C ended the wait
             raise
 
 
 class ClientStream(Iterator[GenerationChunk]):
-    """The chunks of one request. After the last, :attr:`output` is the whole answer."""
+    """The chunks of one request. After the last one, :attr:`output` is the whole answer."""
 
     def __init__(self, client: Client, inner: AsyncStream):
         self._client, self._inner = client, inner
@@ -391,11 +398,11 @@ class ClientStream(Iterator[GenerationChunk]):
 
     @property
     def output(self) -> GenerationOutput:
-        """The whole answer, once the stream has ended by itself."""
+        """Returns the whole answer, once the stream has ended by itself."""
         return self._inner.output
 
     def close(self) -> None:
-        """Cancel what is not finished."""
+        """Cancels the request if it has not finished."""
         self._client._wait(self._inner.aclose())
 
     def __enter__(self) -> Self:

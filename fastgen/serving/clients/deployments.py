@@ -98,7 +98,7 @@ def registered(deployment: Deployment) -> Iterator[None]:
 def _write(deployment: Deployment) -> Path:
     """Writes the file of ``deployment`` and returns its path."""
     file = make_deployments_directory() / f"{deployment.pid}.json"
-    file.unlink(missing_ok=True)  # of a dead process that had the same id
+    file.unlink(missing_ok=True)  # a file of an ended process with the same id
     written = file.with_suffix(".new")
     written.unlink(missing_ok=True)
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -116,7 +116,7 @@ def deployments() -> list[Deployment]:
             began_s = file.stat().st_mtime
             deployment = Deployment(**json.loads(file.read_text()))
         except FileNotFoundError:
-            continue  # it has just ended
+            continue  # the server has just ended
         except (ValueError, TypeError):
             raise InvalidArgumentError(f"{file}: is not the file of a server; remove it") from None
         if deployment.is_alive:

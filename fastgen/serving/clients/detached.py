@@ -55,7 +55,7 @@ show_arguments(serve, LoadOptions, ServeOptions)
 
 
 def _plain(value: object) -> Any:
-    """Returns what stands for ``value`` in JSON."""
+    """Returns the JSON form of ``value``."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Policy):

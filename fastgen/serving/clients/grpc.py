@@ -1,4 +1,4 @@
-"""How a client's requests reach a server by gRPC."""
+"""Sends a client's requests to a server by gRPC."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from fastgen.serving.refusals import (
 
 
 class GrpcTransport:
-    """Talks to the server at ``address``: ``host:port``, with ``grpcs://`` before it where it speaks TLS; it may show
-    the ``certificate`` in this file."""
+    """Talks to the server at ``address``: ``host:port``, with ``grpcs://`` before it for TLS. ``certificate`` is a file
+    with a certificate to trust.
+    """
 
     def __init__(self, address: str, api_key: str | None, certificate: str | None = None):
         self._address = address
@@ -64,10 +65,10 @@ class GrpcTransport:
 
     async def check(self, requests: Sequence[ClientRequest]) -> list[str | None]:
         asked = messages.CheckRequest()
-        for index, request in enumerate(requests):  # of one call, so all of one kind
+        for index, request in enumerate(requests):  # requests of one call are all of one kind
             try:
                 (asked.prompts if request.messages is None else asked.chats).append(_message(request))
-            except InvalidArgumentError as error:  # it cannot even be asked
+            except InvalidArgumentError as error:  # it cannot even be encoded
                 return [*[None] * index, str(error)]
         return [why or None for why in (await self._unary("Check", asked)).errors]
 
@@ -89,7 +90,7 @@ class GrpcTransport:
             self._fail(error)
 
     def _fail(self, error: grpc.aio.AioRpcError) -> NoReturn:
-        """Raise what the server's status is in Python."""
+        """Raises the Python error for the server's status."""
         message = error.details() or error.code().name
         trailing = dict(error.trailing_metadata() or ())
         retry_after_s = float(trailing.get("retry-after-ms", 1000)) / 1000
@@ -100,7 +101,9 @@ class GrpcTransport:
                 raise UnauthorizedError(message) from None
             case grpc.StatusCode.NOT_FOUND:
                 raise UnknownModelError(message) from None
-            case grpc.StatusCode.RESOURCE_EXHAUSTED if "retry-after-ms" not in trailing:  # the protocol itself says so
+            case grpc.StatusCode.RESOURCE_EXHAUSTED if (
+                "retry-after-ms" not in trailing
+            ):  # a status of the protocol itself
                 raise TooLargeError(message) from None
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise OverloadedError(message, retry_after_s=retry_after_s) from None

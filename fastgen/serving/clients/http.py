@@ -1,4 +1,4 @@
-"""How a client's requests reach a server by HTTP: ``/generate`` takes and gives all that ``LLM`` does."""
+"""Sends a client's requests to a server by HTTP, to ``/generate``, which has all features of ``LLM``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ _chunk = msgspec.json.Decoder(ChunkRecord)
 
 
 class HttpTransport:
-    """Talks to the server at ``address``, such as ``http://127.0.0.1:8000``, with ``api_key`` if there is one; it may
-    show the ``certificate`` in this file."""
+    """Talks to the server at ``address``, such as ``http://127.0.0.1:8000``, with ``api_key`` if there is one.
+    ``certificate`` is a file with a certificate to trust.
+    """
 
     def __init__(self, address: str, api_key: str | None, certificate: str | None = None):
         self._address = address if "://" in address else f"http://{address}"
@@ -40,12 +41,10 @@ class HttpTransport:
         self._http = httpx2.AsyncClient(
             base_url=self._address,
             headers=headers,
-            timeout=httpx2.Timeout(
-                None, connect=_CONNECT_TIMEOUT_S
-            ),  # how long an answer takes is the request's to say
+            timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S),  # the request's own timeout limits the answer
             limits=httpx2.Limits(max_connections=None),
             verify=_context(certificate),
-            trust_env=False,  # no proxy between this machine's own processes
+            trust_env=False,  # no proxy between processes of this machine
         )
 
     async def generate(self, request: ClientRequest) -> GenerationOutput:
@@ -90,7 +89,7 @@ class HttpTransport:
     async def _sent(
         self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[httpx2.Response]:
-        """The response, its body still to be read, where it is not an error."""
+        """Returns the response if it is not an error; its body is still to be read."""
         try:
             async with self._http.stream(
                 "GET" if body is None else "POST", path, json=body, headers=headers
@@ -108,7 +107,7 @@ def _context(certificate: str | None) -> ssl.SSLContext:
     context = ssl.create_default_context()
     if certificate is not None:
         context.load_verify_locations(certificate)
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be an authority's
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate may be self-signed
     return context
 
 
@@ -129,7 +128,7 @@ def _error_of(body: bytes) -> Any:
 
 
 def _fail(status: int, body: Any, headers: Mapping[str, str]) -> NoReturn:
-    """Raise what the server's refusal is in Python."""
+    """Raises the Python error for the server's refusal."""
     error = body.get("error") if isinstance(body, dict) else None
     message, code = (error.get("message"), error.get("code")) if isinstance(error, dict) else (None, None)
     message = message or f"the server answered with status {status}"

@@ -1,5 +1,6 @@
-"""What ``/generate`` gives as JSON, for both its ends. JSON has no infinity: the log-probability of what is impossible
-is ``null`` there."""
+"""The JSON records of ``/generate``, for server and client. JSON has no infinity: the log-probability of an impossible
+token is ``null``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _Logprobs = dict[int, float | None]
 
 
 class CompletionRecord(msgspec.Struct, kw_only=True):
-    """One completion; :class:`~fastgen.runtime.requests.outputs.GenerationOutput` says what the fields are."""
+    """One completion; :class:`~fastgen.runtime.requests.outputs.GenerationOutput` describes the fields."""
 
     index: int
     text: str
@@ -27,7 +28,7 @@ class CompletionRecord(msgspec.Struct, kw_only=True):
 
 
 class OutputRecord(msgspec.Struct, kw_only=True):
-    """A whole answer: what its completions share, and they."""
+    """A whole answer: its completions, and the fields that they share."""
 
     request_id: int
     prompt_token_ids: list[int]
@@ -57,7 +58,7 @@ class OutputRecord(msgspec.Struct, kw_only=True):
         )
 
     def output(self) -> GenerationOutput:
-        """The inverse of :meth:`of`."""
+        """Returns the output that :meth:`of` was given."""
         prompt_logprobs = None
         if self.prompt_logprobs is not None:
             prompt_logprobs = [None if entry is None else _finite_or_not(entry) for entry in self.prompt_logprobs]
@@ -82,7 +83,7 @@ class OutputRecord(msgspec.Struct, kw_only=True):
 
 
 class ChunkRecord(msgspec.Struct, kw_only=True):
-    """An event of a stream. The last has the whole answer too."""
+    """An event of a stream. The last one also has the whole answer."""
 
     index: int
     text: str

@@ -1,4 +1,4 @@
-"""What a client asks of a server, and what carries it there."""
+"""A client's requests, and the interface of the transports that send them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastgen.runtime.text.prompts import Conversation, Prompt, as_token_ids
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A prompt (text or token ids) or a conversation, and the sampling fields that are to differ from the model's."""
+    """A prompt (text or token ids) or a conversation, and the sampling fields that override the model's defaults."""
 
     fields: Mapping[str, Any]
     prompt: str | list[int] | None = None
@@ -22,16 +22,18 @@ class ClientRequest:
 
 
 class Transport(Protocol):
-    """How requests reach a server. Errors come as ``FastgenError``; closing what ``stream`` gave cancels it."""
+    """Sends requests to a server. Errors are raised as ``FastgenError``; closing the iterator of ``stream`` cancels the
+    request.
+    """
 
     async def generate(self, request: ClientRequest) -> GenerationOutput: ...
 
     def stream(self, request: ClientRequest) -> AsyncIterator[GenerationChunk | GenerationOutput]:
-        """The chunks, and after the last the whole output."""
+        """Yields the chunks, and after the last one the whole output."""
         ...
 
     async def check(self, requests: Sequence[ClientRequest]) -> list[str | None]:
-        """Of each why it would be refused, or ``None``."""
+        """Returns for each request why it would be refused, or ``None``."""
         ...
 
     async def info(self) -> dict[str, Any]: ...
@@ -47,7 +49,9 @@ def as_requests(
     fields: Mapping[str, Any],
     make: Callable[[Any, Mapping[str, Any]], ClientRequest],
 ) -> list[ClientRequest]:
-    """A request for each of ``items``, by ``make``. The fields are checked as far as they can be without the model."""
+    """Returns a request for each of ``items``, built by ``make``. The fields are checked as far as possible without the
+    model.
+    """
     if sampling is not None and fields:
         raise InvalidArgumentError(f"give sampling=, or the fields {', '.join(fields)}, not both")
     if sampling is None:
@@ -64,10 +68,10 @@ def as_requests(
 
 
 def of_prompt(prompt: Prompt, fields: Mapping[str, Any]) -> ClientRequest:
-    """``prompt`` and the fields that are to differ."""
+    """Returns a request for ``prompt`` with the given sampling fields."""
     return ClientRequest(fields, prompt=prompt if isinstance(prompt, str) else as_token_ids(prompt))
 
 
 def of_messages(messages: Conversation, fields: Mapping[str, Any]) -> ClientRequest:
-    """A conversation and the fields that are to differ."""
+    """Returns a request for a conversation with the given sampling fields."""
     return ClientRequest(fields, messages=[dict(message) for message in messages])

@@ -1,1 +1,1 @@
-"""Formats of answers are compiled where they can be stopped, before the engine sees them."""
+"""Trial compilation of answer formats in a process that can be stopped, before the engine sees them."""

@@ -1,5 +1,6 @@
 """The process that tries formats: ``python -m fastgen.serving.grammars.process``. It imports neither transformers nor
-torch, so that it is there soon."""
+torch, so that it starts fast.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from fastgen.serving.helper_processes import answer_all
 
 
 def begin(beginning: bytes) -> Callable[[bytes], bytes]:
-    """Read the tokenizer; return what tells why a format would be refused, if it would."""
+    """Loads the tokenizer; returns the function that says why a format would be refused, or ``None``."""
     model = msgspec.msgpack.decode(beginning, type=Model)
     backend = Tokenizer.from_str(model.tokenizer)
     tokenizer = SimpleNamespace(backend_tokenizer=backend, get_vocab=backend.get_vocab)
@@ -34,7 +35,7 @@ def begin(beginning: bytes) -> Callable[[bytes], bytes]:
         trial = msgspec.msgpack.decode(request, type=Trial)
         return msgspec.msgpack.encode(refusal(ResponseFormat(trial.kind, trial.text)))
 
-    refusal(ResponseFormat("json_object"))  # which has the library read the tokenizer
+    refusal(ResponseFormat("json_object"))  # makes the library load the tokenizer
     return answer
 
 

@@ -1,4 +1,4 @@
-"""The server's side of the processes that try what it takes to compile a format."""
+"""The server's side of the processes that try to compile formats."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ import msgspec
 from fastgen.runtime.requests.response_format import Kind, ResponseFormat
 from fastgen.serving.helper_processes import HelperEndedError, HelperProcesses
 
-# Of processor time, to compile a format: the engine makes no step while it compiles one.
+# Processor time to compile a format. The engine runs no step while it compiles one.
 MAX_CPU_S = 0.5
-# What the process may have beside what it starts with.
+# Memory of the process beyond what it has at its start.
 MAX_MEMORY_BYTES = 1 << 30
 MAX_PROCESSES = 2
 _MAX_KEPT = 256
 
 
 class Model(msgspec.Struct, array_like=True):
-    """For which model formats are compiled; ``tokenizer`` is that of the library ``tokenizers``, as JSON."""
+    """The model for which formats are compiled; ``tokenizer`` is the JSON form of the library ``tokenizers``."""
 
     tokenizer: str
     vocab_size: int
 
 
 class Trial(msgspec.Struct, array_like=True):
-    """What is to be compiled."""
+    """A format to compile."""
 
     kind: Kind
     text: str
 
 
 class FormatTrials:
-    """Tries formats for a model with ``tokenizer``, one of transformers' fast ones, whose head has ``vocab_size``
-    tokens. The library that compiles them has limits of its own, but not for everything, and cannot be stopped: so each
-    is compiled in a process that is ended where it takes too long, and only then by the engine. May be used from
-    several threads.
+    """Tries formats for a model with ``tokenizer``, a fast one of transformers, and a head of ``vocab_size`` tokens.
+
+    The library that compiles formats has its own limits, but they are incomplete, and a compilation cannot be stopped.
+    So each format is first compiled in a process that is ended if it takes too long, and only then by the engine. May
+    be used from several threads.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int):
@@ -46,14 +47,14 @@ class FormatTrials:
         self._tried: OrderedDict[ResponseFormat, str | None] = OrderedDict()
 
     def knows(self, response_format: ResponseFormat) -> bool:
-        """Whether :meth:`refusal` has its answer already."""
+        """Returns whether the answer of :meth:`refusal` is already known."""
         return response_format.kind == "json_object" or response_format in self._tried
 
     def refusal(self, response_format: ResponseFormat) -> str | None:
-        """Why the format would be refused; ``None`` where it would not."""
+        """Returns why the format would be refused, or ``None``."""
         if response_format.kind == "json_object":
             return None
-        with contextlib.suppress(KeyError):  # looked up once: another thread may let go of it meanwhile
+        with contextlib.suppress(KeyError):  # looked up once, because another thread may remove it meanwhile
             return self._tried[response_format]
         request = msgspec.msgpack.encode(Trial(response_format.kind, response_format.text))
         try:

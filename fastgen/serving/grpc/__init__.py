@@ -1,1 +1,1 @@
-"""gRPC: ``fastgen.proto``, what it means in Python, and the server."""
+"""gRPC: ``fastgen.proto``, its conversion to Python objects, and the server."""

@@ -1,7 +1,7 @@
-"""The messages of ``fastgen.proto``, and between them and what they stand for.
+"""The messages of ``fastgen.proto``, and their conversion to and from Python objects.
 
-The classes are made at import from ``fastgen.protoset``, the same file compiled, which unlike generated Python goes
-with any version of protobuf. After a change of ``fastgen.proto``, in this directory::
+The classes are built at import from ``fastgen.protoset``, the compiled form of the same file. Unlike generated Python
+code, it works with any version of protobuf. After a change of ``fastgen.proto``, run in this directory::
 
     python -m grpc_tools.protoc -I . --descriptor_set_out=fastgen.protoset fastgen.proto
 """
@@ -25,20 +25,22 @@ PACKAGE = "fastgen.v1"
 SERVICE = f"{PACKAGE}.Generation"
 PROTOSET = Path(__file__).with_name("fastgen.protoset")
 
-pool = descriptor_pool.DescriptorPool()  # of its own: a program may hold another version of the same file
+pool = (
+    descriptor_pool.DescriptorPool()
+)  # a pool of its own, because a program may have loaded another version of the same file
 for _file in descriptor_pb2.FileDescriptorSet.FromString(PROTOSET.read_bytes()).file:
     pool.AddSerializedFile(_file.SerializeToString())
 
 
 def pool_with(*modules: Any) -> Any:
-    """The pool, with the files of generated ``modules`` beside ours."""
+    """Returns a descriptor pool with this package's files and those of the generated ``modules``."""
     for module in modules:
         pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
     return pool
 
 
 def message_class(name: str) -> Any:
-    """The class of the message with this full name."""
+    """Returns the class of the message with this full name."""
     return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
 
 
@@ -58,7 +60,7 @@ _EARLY_STOPPING = (False, True, "never")  # in the order of the enumeration
 
 
 def refuse_unknown_fields(message: Message) -> None:
-    """Raise ``InvalidArgumentError`` where ``message`` has fields, at any depth, that this version does not know."""
+    """Raises ``InvalidArgumentError`` if ``message`` has fields, at any depth, that this version does not know."""
     for unknown in UnknownFieldSet(message):
         raise InvalidArgumentError(
             f"field {unknown.field_number} of {message.DESCRIPTOR.name} is not known to this server; it may be newer"
@@ -71,12 +73,12 @@ def refuse_unknown_fields(message: Message) -> None:
 
 
 def sampling_fields(message: Any) -> dict[str, Any]:
-    """The fields that are set of a ``SamplingParams`` message, for ``fastgen.SamplingParams``."""
+    """Returns the fields set in a ``SamplingParams`` message, as arguments of ``fastgen.SamplingParams``."""
     return {field.name: _READERS.get(field.name, _same)(value) for field, value in message.ListFields()}
 
 
 def set_sampling(message: Any, fields: Mapping[str, Any]) -> None:
-    """Put ``fields``, as ``fastgen.SamplingParams`` holds them, into a ``SamplingParams`` message."""
+    """Copies ``fields``, in the form of ``fastgen.SamplingParams``, into a ``SamplingParams`` message."""
     for name, value in fields.items():
         try:
             _set(message, name, value)
@@ -132,7 +134,7 @@ _READERS: dict[str, Any] = {
 
 
 def conversation(request: Any) -> list[dict[str, Any]]:
-    """The messages of a ``ChatRequest``, as ``LLM.chat`` takes them."""
+    """Returns the messages of a ``ChatRequest`` in the form that ``LLM.chat`` takes."""
     messages = []
     for index, message in enumerate(request.messages):
         try:
@@ -146,7 +148,7 @@ def conversation(request: Any) -> list[dict[str, Any]]:
 
 
 def set_conversation(request: Any, messages: list[dict[str, Any]]) -> None:
-    """Put ``messages``, whose contents are text, into a ``ChatRequest``."""
+    """Copies ``messages``, whose contents are text, into a ``ChatRequest``."""
     for index, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise InvalidArgumentError(
@@ -157,7 +159,7 @@ def set_conversation(request: Any, messages: list[dict[str, Any]]) -> None:
 
 
 def pack_output(output: GenerationOutput) -> Any:
-    """``output`` and its other completions as a ``GenerateResponse``."""
+    """Returns ``output`` and its other completions as a ``GenerateResponse``."""
     response = GenerateResponse(request_id=output.request_id, prompt_token_ids=output.prompt_token_ids)
     if output.prompt_logprobs is not None:
         _pack_logprobs(response.prompt_logprobs, output.prompt_logprobs)
@@ -178,7 +180,7 @@ def pack_output(output: GenerationOutput) -> Any:
 
 
 def unpack_output(response: Any) -> GenerationOutput:
-    """The inverse of :func:`pack_output`."""
+    """Returns the output that :func:`pack_output` packed."""
     prompt_token_ids = list(response.prompt_token_ids)
     prompt_logprobs = _unpack_logprobs(response.prompt_logprobs) if response.HasField("prompt_logprobs") else None
     others: tuple[GenerationOutput, ...] = ()
@@ -210,7 +212,7 @@ def unpack_output(response: Any) -> GenerationOutput:
 
 
 def unpack_chunk(chunk: Any) -> GenerationChunk:
-    """What a ``GenerateChunk`` adds to its completion."""
+    """Returns the piece of a completion in a ``GenerateChunk``."""
     return GenerationChunk(
         index=chunk.index,
         text=chunk.text,

@@ -1,4 +1,4 @@
-"""The gRPC server: beside HTTP in the same event loop, over the same service."""
+"""The gRPC server. It runs beside HTTP in the same event loop, for the same service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fastgen.serving.refusals import (
 from fastgen.serving.request_limits import MAX_CHECKED
 from fastgen.serving.service import Running, Service
 
-# Any other is ``INTERNAL``.
+# Any other error is ``INTERNAL``.
 _STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
     BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     TooLargeError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -42,12 +42,12 @@ _STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     EngineDiedError: grpc.StatusCode.ABORTED,
 }
-# How often somebody who watches the server's health is told of a change.
+# How often the health service checks for a change to report to its watchers.
 _WATCH_S = 0.1
 
 
 class GenerationServicer:
-    """The methods of ``fastgen.v1.Generation``, for who has one of ``keys``."""
+    """The methods of ``fastgen.v1.Generation``, for clients with one of ``keys``."""
 
     def __init__(self, service: Service, keys: ApiKeys, ending: Ending):
         self._service, self._keys, self._ending = service, keys, ending
@@ -77,7 +77,7 @@ class GenerationServicer:
         return messages.CheckResponse(errors=[await self._refusal(*each) or "" for each in asked])
 
     async def _refusal(self, request: Any, encode: Callable[[Any], list[int]]) -> str | None:
-        """Why ``request`` would be refused, if it would."""
+        """Returns why ``request`` would be refused, or ``None``."""
         try:
             return await self._service.refusal(*await self._read(request, encode))
         except (BadRequestError, InvalidArgumentError) as error:
@@ -95,7 +95,7 @@ class GenerationServicer:
         self, request: Any, encode: Callable[[Any], list[int]], context: ServicerContext
     ) -> AsyncIterator[Any]:
         async with await self._submit(request, encode, context, is_stream=True) as running:
-            pending: Any = None  # held back by one, for the last of all has the whole answer
+            pending: Any = None  # sent one late, because the last one also has the whole answer
             async for updates in running:
                 for update in updates:
                     if pending is not None:
@@ -147,7 +147,7 @@ class GenerationServicer:
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no types
-    """The standard health service, which tells the state as it is."""
+    """The standard health service; it reports the present state."""
 
     def __init__(self, service: Service):
         self._service = service
@@ -158,14 +158,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # i
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, context: ServicerContext) -> AsyncIterator[Any]:  # noqa: N802
-        told = None
+        reported = None
         while True:
             status = self._status(request.service)
             if status is None:
                 status = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-            if status != told:
+            if status != reported:
                 yield health_pb2.HealthCheckResponse(status=status)
-                told = status
+                reported = status
             await asyncio.sleep(_WATCH_S)
 
     def _status(self, name: str) -> Any:
@@ -176,16 +176,16 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # i
 
 
 class GrpcServer:
-    """All services over ``service``, where ``options`` ask for gRPC; nothing otherwise."""
+    """All gRPC services for ``service``, if ``options`` enable gRPC; nothing otherwise."""
 
     def __init__(self, service: Service, options: ServeOptions, ending: Ending):
         self._service, self._options, self._ending = service, options, ending
         self._server: grpc.aio.Server | None = None
-        # Where it is served: ``host:port``, with ``grpcs://`` before it where that is TLS.
+        # The served address: ``host:port``, with ``grpcs://`` before it for TLS.
         self.address: str | None = None
 
     async def start(self) -> None:
-        """Listen and serve. Raises ``InvalidArgumentError`` where that cannot be."""
+        """Listens and serves. Raises ``InvalidArgumentError`` if that is not possible."""
         if self._options.grpc_port is None:
             return
         limits = self._options.connections
@@ -216,7 +216,7 @@ class GrpcServer:
         return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
 
     async def stop(self, timeout_s: float) -> None:
-        """Take no more calls, and cut after ``timeout_s`` what is still open."""
+        """Accepts no more calls, and cuts off the open ones after ``timeout_s``."""
         if self._server is not None:
             await self._server.stop(timeout_s)
 
@@ -236,7 +236,7 @@ def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:
         behaviour = behaviours[method.name]
         make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
         kind = messages.message_class(method.input_type.full_name)
-        handlers[method.name] = make(  # what comes is decoded within, for what cannot be has a status too
+        handlers[method.name] = make(  # the handler decodes requests itself, so that a malformed one also gets a status
             _stream_in_statuses(behaviour, kind) if method.server_streaming else _in_statuses(behaviour, kind),
             response_serializer=messages.message_class(method.output_type.full_name).SerializeToString,
         )
@@ -246,7 +246,9 @@ def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:
 def _in_statuses(
     behaviour: Callable[[Any, ServicerContext], Awaitable[Any]], kind: Any
 ) -> Callable[[bytes, ServicerContext], Awaitable[Any]]:
-    """``behaviour`` for requests of ``kind``, what it raises on purpose as a status."""
+    """Returns a handler that decodes requests of ``kind`` for ``behaviour`` and turns the errors that it raises on
+    purpose into statuses.
+    """
 
     async def run(request: bytes, context: ServicerContext) -> Any:
         try:
@@ -292,6 +294,6 @@ async def _abort(context: ServicerContext, error: FastgenError) -> NoReturn:
 
 
 def _bearer(context: ServicerContext) -> str | None:
-    """What the call's metadata has as ``authorization: Bearer …``."""
+    """Returns the key in the call's metadata ``authorization: Bearer …``."""
     given = dict(context.invocation_metadata() or ()).get("authorization")
     return bearer(given) if isinstance(given, str) else None

@@ -1,1 +1,1 @@
-"""What is told of a server: metrics, goodput, a live view, logs."""
+"""Monitoring of a server: metrics, goodput, a live view, logs."""

@@ -1,4 +1,4 @@
-"""Effective throughput by the rule of the FastGen paper (Holmes et al., 2024): which answers came as they should.
+"""Effective throughput by the rule of the FastGen paper (Holmes et al., 2024): which answers were fast enough.
 
 An answer is good at a rate of ``r`` tokens/s if its first token came within ``prompt_tokens / 512`` seconds, and every
 value of the exponential moving average of its later gaps lies below ``1 / r`` seconds. The average has the span 16, so
@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Tokens a second that the paper asks for.
+# Rates, in tokens per second, of the paper.
 RATES = (2, 4, 6)
-# Prompt tokens a second that the first token is to come at.
+# Prompt tokens per second that the first token must keep up with.
 _PROMPT_RATE = 512
 _WEIGHT = 1 - 2 / 17
 
 
 def is_first_token_in_time(num_prompt_tokens: int, ttft_s: float) -> bool:
-    """Whether the first token, ``ttft_s`` seconds after the request, came as soon as the paper asks."""
+    """Returns whether the first token, ``ttft_s`` seconds after the request, came as soon as the paper requires."""
     return ttft_s <= num_prompt_tokens / _PROMPT_RATE
 
 
 def longest_average_gap_s(gaps_s: Iterable[float]) -> float:
-    """The largest value of the moving average of ``gaps_s``, in seconds; 0 of none."""
+    """Returns the largest value of the moving average of ``gaps_s``, in seconds; 0 without gaps."""
     longest_s = weighted_s = weights = 0.0
     for gap_s in gaps_s:
         weighted_s = gap_s + _WEIGHT * weighted_s
@@ -33,8 +33,8 @@ def longest_average_gap_s(gaps_s: Iterable[float]) -> float:
 
 
 def good_rates(num_prompt_tokens: int, ttft_s: float, gaps_s: Iterable[float]) -> list[int]:
-    """The :data:`RATES` at which an answer is good whose first token took ``ttft_s`` seconds, and the others these
-    gaps.
+    """Returns the :data:`RATES` at which an answer is good whose first token took ``ttft_s`` seconds and whose later
+    tokens had these gaps.
     """
     if not is_first_token_in_time(num_prompt_tokens, ttft_s):
         return []

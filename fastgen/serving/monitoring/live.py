@@ -1,7 +1,7 @@
-"""What an engine does at this moment, small enough to be asked for every second: what the page shows.
+"""A view of an engine's present state for the page, small enough to be requested every second.
 
-The engine's process computes it between two steps, in less than a millisecond however large the engine is. There is no
-text in it, and no token id.
+The engine's process computes it between two steps, in less than a millisecond for any size of engine. It contains no
+text and no token ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_CELLS = 1024
 
 
 class LiveStep(msgspec.Struct, array_like=True):
-    """The tokens that a step forwarded: of prompts, of answers (drafts among them), and to fill it up."""
+    """The tokens that a step forwarded: of prompts, of answers (including drafts), and padding."""
 
     number: int
     num_prompt_tokens: int
@@ -33,7 +33,7 @@ class LiveStep(msgspec.Struct, array_like=True):
 
 
 class LiveSequence(msgspec.Struct, array_like=True):
-    """How far a sequence has come."""
+    """The progress of a sequence."""
 
     request: int
     index: int
@@ -46,7 +46,7 @@ class LiveSequence(msgspec.Struct, array_like=True):
 
 
 class LiveGaps(msgspec.Struct):
-    """Quantiles of the last ``count`` gaps between one token of a sequence and the next."""
+    """Quantiles of the last ``count`` gaps between two tokens of a sequence."""
 
     count: int
     p50_s: float
@@ -55,8 +55,8 @@ class LiveGaps(msgspec.Struct):
 
 
 class LiveBlocks(msgspec.Struct):
-    """The KV cache in cells of ``blocks_per_cell`` blocks, the last perhaps of fewer: of each cell, how many blocks are
-    ``held`` by sequences, and how many by none but kept for what they contain. The others are free.
+    """The KV cache in cells of ``blocks_per_cell`` blocks; the last cell may have fewer. For each cell: how many blocks
+    are ``held`` by sequences, and how many are only kept for their contents. The others are free.
     """
 
     num_blocks: int
@@ -67,8 +67,7 @@ class LiveBlocks(msgspec.Struct):
 
 
 class LiveView(msgspec.Struct, kw_only=True):
-    """One look at an engine. Totals count since its model was loaded; ``clock_s`` is a
-    monotonic clock's."""
+    """One view of an engine. Totals count since its model was loaded; ``clock_s`` is the time of a monotonic clock."""
 
     clock_s: float
     # Sequences with a slot.
@@ -82,15 +81,15 @@ class LiveView(msgspec.Struct, kw_only=True):
     prefix_lookup_tokens: int
     prefix_hit_tokens: int
     gaps: LiveGaps | None
-    # The last ones, oldest first.
+    # The last steps, oldest first.
     steps: list[LiveStep]
-    # The first of those that run, then of those that wait.
+    # The first running sequences, then the first waiting ones.
     sequences: list[LiveSequence]
     blocks: LiveBlocks
 
 
 def live_view(engine: Engine) -> LiveView:
-    """What ``engine`` does now."""
+    """Returns the present state of ``engine``."""
     scheduler, metrics = engine.scheduler, engine.metrics.snapshot()
     running = sorted(scheduler.running, key=lambda seq: seq.key)
     shown = running[:MAX_SEQUENCES]

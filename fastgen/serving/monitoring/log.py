@@ -1,4 +1,4 @@
-"""What a server says while it runs: lines for people, or JSON, one object a line."""
+"""The log of a server: lines of text, or JSON with one object per line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:
-    """Have all that the server logs written to standard error."""
+    """Writes all log messages of the server to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
-    # uvicorn's warnings are of clients' mistakes, which the clients are told.
+    # uvicorn's warnings are about mistakes of clients, and the clients receive them as errors.
     for name, level in (("fastgen", logging.INFO), ("uvicorn", logging.ERROR)):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
@@ -22,23 +22,23 @@ def set_up_logging(log_format: Literal["text", "json"]) -> None:
 
 
 class TextLines(logging.Formatter):
-    """``fastgen: message``, and the facts of it behind."""
+    """Formats ``fastgen: message``, followed by its facts."""
 
     def format(self, record: logging.LogRecord) -> str:
         facts: dict[str, Any] = getattr(record, "facts", {})
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        told = " ".join(f"{name}={value!r}" for name, value in facts.items())
-        text = f"fastgen: {level}{record.getMessage()}" + (f" {told}" if told else "")
+        pairs = " ".join(f"{name}={value!r}" for name, value in facts.items())
+        text = f"fastgen: {level}{record.getMessage()}" + (f" {pairs}" if pairs else "")
         return text + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: ``time`` (UTC), ``level``, ``message``, and the facts of it."""
+    """Formats one object per line: ``time`` (UTC), ``level``, ``message``, and its facts."""
 
     def format(self, record: logging.LogRecord) -> str:
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
-            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "message": record.getMessage(),
             **getattr(record, "facts", {}),

@@ -1,8 +1,8 @@
-"""What a server counts, as Prometheus reads it: the engine's numbers, and the server's own.
+"""The metrics of a server in Prometheus' format: those of the engine and the server's own.
 
 Every name begins with ``fastgen_``. The engine's names are those of :class:`fastgen.runtime.metrics.Metrics`. Its
-counters begin anew with a new process; here they go on, so that none ever goes backwards: what the last process had
-counted when it was last asked stays.
+counters restart with each new process. The last known counters of ended processes are added here, so that no total ever
+decreases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from fastgen.runtime.metrics import REQUEST_BOUNDS_S, Histogram, Metrics
 from fastgen.serving.monitoring.goodput import RATES, good_rates
 
-# Why a request is not taken, whatever it asks for.
+# The reasons for which a request is refused whatever it asks for.
 Refusal = Literal[
     "api_key",
     "body_size",
@@ -37,9 +37,9 @@ Refusal = Literal[
 ]
 PREFIX = "fastgen_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# The engine's numbers that are kept apart by something, and by what.
+# The engine's metrics that have a label, and the label.
 LABELS = {"step_seconds": "size", "sequences_finished_total": "reason"}
-# By the names of :class:`Metrics`.
+# By the field names of :class:`Metrics`.
 HELP = {
     "requests_running": "Requests of which a sequence has a slot.",
     "requests_waiting": "Requests in the engine of which none has.",
@@ -50,14 +50,14 @@ HELP = {
     "prompt_tokens_total": "Prompt tokens of the requests that the engine took.",
     "generation_tokens_total": "Tokens generated.",
     "computed_tokens_total": "Tokens forwarded, of prompts and of answers.",
-    "padding_tokens_total": "Tokens forwarded for nobody, to fill a step up to its size.",
+    "padding_tokens_total": "Padding tokens forwarded to fill a step up to its size.",
     "prefix_cache_lookup_tokens_total": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hit_tokens_total": "Prompt tokens found there, and not computed.",
     "prefix_cache_evictions_total": "Blocks whose contents were given up for others.",
     "preemptions_total": "Sequences whose blocks were taken away, to be computed anew.",
     "kv_blocks": "Blocks of the KV cache.",
     "kv_blocks_held": "Blocks that sequences hold.",
-    "kv_blocks_cached": "Blocks that nobody holds and the prefix cache may use again.",
+    "kv_blocks_cached": "Blocks without a holder that the prefix cache may use again.",
     "itl_target_missed_total": "Steps with decodes that took longer than itl_target_ms.",
     "step_seconds": "Seconds a step took, by the size that its tokens fit in.",
     "queue_seconds": "Seconds from a request's submission until it was first scheduled.",
@@ -68,14 +68,14 @@ HELP = {
 
 
 class ServerMetrics:
-    """The server's own counters, and what it was last told of the engine's. One event loop moves it on.
+    """The server's own counters, and the last known counters of the engine. It belongs to one event loop.
 
-    ``is_up()`` tells whether requests are taken.
+    ``is_up()`` returns whether requests are accepted.
     """
 
     def __init__(self, is_up: Callable[[], bool]):
         self.registry = CollectorRegistry(auto_describe=False)
-        # All that engines had counted which are no more.
+        # The counters of all ended engines.
         self._ended: Metrics | None = None
         self._latest: Metrics | None = None
         self.registry.register(_EngineCollector(self))
@@ -93,42 +93,44 @@ class ServerMetrics:
             buckets=REQUEST_BOUNDS_S,
             registry=self.registry,
         )
-        for rate in RATES:  # what has not happened yet is told as 0, so that the first time is seen as a change
+        for rate in RATES:  # starts at 0, so that the first event shows as a change
             self._good_answers.labels(str(rate))
         for reason in get_args(Refusal):
             self._refused.labels(reason)
 
     def observe(self, metrics: Metrics) -> None:
-        """What the engine that runs has counted."""
+        """Takes the counters of the running engine."""
         self._latest = metrics
 
     def engine_ended(self) -> None:
-        """The engine's process is no more; the next counts from zero."""
+        """Keeps the counters of an engine whose process has ended; the next one counts from zero."""
         self._ended, self._latest = self.engine(), None
 
     def engine(self) -> Metrics | None:
-        """What all engines have counted; gauges are of the one that runs, and zero while none does."""
+        """Returns the counters of all engines so far, and the gauges of the running one (zero if none runs)."""
         if self._ended is None or self._latest is None:
             return self._latest if self._ended is None else _sum(self._ended, None)
         return _sum(self._ended, self._latest)
 
     def answered(self, num_prompt_tokens: int, ttft_s: float, gaps_s: Sequence[float]) -> None:
-        """A sequence's answer was given whole: its first token after ``ttft_s`` seconds, the others with these gaps."""
+        """Counts a complete answer of a sequence: its first token after ``ttft_s`` seconds, the others with
+        these gaps.
+        """
         self._answers.inc()
         self._first_token.observe(ttft_s)
         for rate in good_rates(num_prompt_tokens, ttft_s, gaps_s):
             self._good_answers.labels(str(rate)).inc()
 
     def refused(self, reason: Refusal) -> None:
-        """A request was not taken."""
+        """Counts a refused request."""
         self._refused.labels(reason).inc()
 
     def http_request(self, route: str, method: str, status: int) -> None:
-        """An HTTP request was answered. ``route`` is a path of the application, or ``other``."""
+        """Counts an answered HTTP request. ``route`` is a path of the application, or ``other``."""
         self._http_requests.labels(route, method, str(status)).inc()
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
@@ -136,7 +138,7 @@ class ServerMetrics:
 
 
 class _EngineCollector:
-    """The engine's numbers as Prometheus' families, one for each field of :class:`Metrics`."""
+    """The engine's metrics as Prometheus families, one for each field of :class:`Metrics`."""
 
     def __init__(self, server: ServerMetrics):
         self._server = server
@@ -168,7 +170,7 @@ def _family(name: str, value: Any) -> Metric:
 
 
 def _sum(ended: Metrics, latest: Metrics | None) -> Metrics:
-    """The counters of both, and the gauges of ``latest``."""
+    """Returns the sums of both counters, and the gauges of ``latest``."""
     found: dict[str, Any] = {}
     for field in fields(Metrics):
         old = getattr(ended, field.name)

@@ -1,4 +1,4 @@
-"""What a server knows of its engine's work: who waits in it, what it has counted, how its answers came."""
+"""Passes the events of an engine to admission control and to the metrics."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fastgen.serving.options import Limits
 
 
 class Watch:
-    """An ``EngineWatcher`` that tells :class:`Admission` and :class:`ServerMetrics`. ``is_up()`` is whether requests
-    are taken.
+    """An ``EngineWatcher`` that updates :class:`Admission` and :class:`ServerMetrics`. ``is_up()`` returns whether
+    requests are accepted.
     """
 
     def __init__(self, limits: Limits, is_up: Callable[[], bool]):
@@ -26,7 +26,7 @@ class Watch:
         self._has_run = False
 
     def submitted(self, request: EngineRequest, admitted: Admitted) -> None:
-        """``request`` was sent to the engine."""
+        """Records that ``request`` was sent to the engine."""
         self._admitted[request] = admitted
 
     def engine_ready(self, facts: EngineFacts) -> None:
@@ -51,7 +51,7 @@ class Watch:
         assert end is not None
         if end.reason not in ("stop", "length") or end.first_token_ago_s is None:
             return
-        # The engine's clock is its own, and it knows nothing of the time before it took the request.
+        # The engine has its own clock, which does not cover the time before it received the request.
         ttft_s = time.monotonic() - end.first_token_ago_s - request.arrived_s
         gaps_s = end.metrics.gaps_s
         self.metrics.answered(request.num_prompt_tokens, ttft_s, gaps_s)

@@ -1,1 +1,1 @@
-"""Chat templates, rendered where they can cost no more than they may."""
+"""Chat templates, rendered with limited time and memory."""

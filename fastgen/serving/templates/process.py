@@ -12,7 +12,7 @@ from fastgen.serving.templates.renderer import MAX_CHARACTERS, MAX_CPU_S, MAX_ME
 
 
 def render(conversation: Conversation) -> Rendered:
-    """What the template makes of ``conversation``, or why it makes nothing."""
+    """Returns the template's text for ``conversation``, or why there is none."""
     messages = [
         {name: value for name, value in message.items() if value is not None} for message in conversation.messages
     ]
@@ -28,7 +28,7 @@ def render(conversation: Conversation) -> Rendered:
         ((text,), _) = found
     except MemoryError:
         return Rendered(None, f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory")
-    except Exception as error:  # the template's: division by zero, endless recursion, anything
+    except Exception as error:  # any error of the template: division by zero, endless recursion
         return Rendered(None, f"{error}"[:2000] or type(error).__name__)
     if len(text) > MAX_CHARACTERS:
         return Rendered(None, f"it makes a text of more than {MAX_CHARACTERS} characters")
@@ -36,7 +36,7 @@ def render(conversation: Conversation) -> Rendered:
 
 
 def main() -> None:
-    """Render what comes."""
+    """Renders conversations from standard input."""
 
     def answer(request: bytes) -> bytes:
         return msgspec.msgpack.encode(render(msgspec.msgpack.decode(request, type=Conversation)))

@@ -10,17 +10,17 @@ import msgspec
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.helper_processes import HelperEndedError, HelperProcesses
 
-# Of processor time, to render a conversation.
+# Processor time to render a conversation.
 MAX_CPU_S = 2.0
-# What the process may have beside what it starts with.
+# Memory of the process beyond what it has at its start.
 MAX_MEMORY_BYTES = 512 << 20
-# Of a rendered conversation.
+# Longest text of a rendered conversation.
 MAX_CHARACTERS = 1 << 24
 MAX_PROCESSES = 4
 
 
 class Conversation(msgspec.Struct, array_like=True):
-    """What is to be rendered."""
+    """A conversation to render."""
 
     template: str
     messages: list[dict[str, Any]]
@@ -36,9 +36,10 @@ class Rendered(msgspec.Struct, array_like=True):
 
 
 class TemplateRenderer:
-    """Renders the chat template of ``tokenizer``, one of transformers'. A template is a program, and may come from
-    anywhere: what it does happens in a process that is ended where it takes too long or too much memory. May be used
-    from several threads.
+    """Renders the chat template of ``tokenizer``, one of transformers'.
+
+    A template is a program, and may come from an untrusted source. It runs in a process that is ended if it takes too
+    long or too much memory. May be used from several threads.
     """
 
     def __init__(self, tokenizer: Any):
@@ -46,12 +47,12 @@ class TemplateRenderer:
         self.processes = HelperProcesses("fastgen.serving.templates.process", max_processes=MAX_PROCESSES)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """The text of a conversation, up to where the answer begins. Raises whatever stands in its way."""
-        told = [dict(tool) for tool in tools] if tools is not None else None
+        """Returns the text of a conversation, up to where the answer begins. Raises if it cannot be rendered."""
+        plain_tools = [dict(tool) for tool in tools] if tools is not None else None
         conversation = Conversation(
-            template=self._tokenizer.get_chat_template(tools=told),
+            template=self._tokenizer.get_chat_template(tools=plain_tools),
             messages=[dict(message) for message in messages],
-            tools=told,
+            tools=plain_tools,
             special_tokens={name: str(token) for name, token in self._tokenizer.special_tokens_map.items()},
         )
         try:

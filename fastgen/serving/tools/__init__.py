@@ -1,1 +1,1 @@
-"""How models call tools: what each format looks like, calls read from text, grammars that demand them."""
+"""Tool calls: the formats that models use, a parser for them, and grammars that enforce them."""

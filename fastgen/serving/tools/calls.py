@@ -1,7 +1,7 @@
-"""Calls of tools, read out of an answer's text as it comes.
+"""Parses tool calls from an answer's text as it comes.
 
-A call is given out once its name is known, to be that of a tool there is, and its arguments have begun; from then on
-the arguments go out as they come, just as the model writes them. What cannot become a call is content like all else.
+A call is emitted as soon as its name is known to be that of an existing tool and its arguments have begun. From then on
+its arguments are emitted as they come, exactly as the model writes them. Text that cannot become a call is content.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fastgen.serving.tools.formats import NamedCall, ObjectCall, ToolFormat
 
 _MAX_NAME = 64
-# Members of a call that models write beside its name and arguments.
+# Members of a call that models write besides its name and arguments.
 _OTHER_KEYS = ("type", "id", "tool_call_id")
 _Steps = Generator[None, None, None]
 _Reads = Generator[None, None, str]
@@ -29,7 +29,7 @@ class Content:
 
 @dataclass
 class CallBegins:
-    """Call number ``index`` of the answer."""
+    """Call number ``index`` of the answer begins."""
 
     index: int
     name: str
@@ -52,25 +52,25 @@ Event = Content | CallBegins | Arguments | CallEnds
 
 
 class _NotACallError(Exception):
-    """What was read cannot become a call."""
+    """The text read so far cannot become a call."""
 
 
 class _TextEndsError(Exception):
-    """There is no more text."""
+    """The answer has no more text."""
 
 
 class ToolCallParser:
-    """Reads one answer. ``names`` are the tools there are."""
+    """Parses one answer. ``names`` are the names of the existing tools."""
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str]):
         self._format, self._names = tool_format, names
         self._marks = tool_format.opening.split()
-        # What came and is not behind us; of it was read what stands before ``_at``.
+        # The text not discarded yet; the part before ``_at`` has been read.
         self._text = ""
         self._at = 0
-        # What was read before ``_text`` of a call that may yet turn out to be none.
+        # Text read before ``_text``, of a call that may still turn out not to be one.
         self._held: list[str] = []
-        # How many characters of that, and of ``_text``, are the opening.
+        # How many characters of ``_held`` and ``_text`` are the opening.
         self._num_opening = 0
         self._is_over = False
         self._events: list[Event] = []
@@ -79,19 +79,19 @@ class ToolCallParser:
         next(self._steps)
 
     def feed(self, text: str) -> list[Event]:
-        """Take more of the answer; return what is certain now."""
+        """Takes more of the answer; returns the events that are certain now."""
         if self._at:
             self._held.append(self._text[: self._at])
         self._text = self._text[self._at :] + text
         self._at = 0
-        return self._go_on()
+        return self._continue()
 
     def finish(self) -> list[Event]:
-        """Return what was held back, no text being to come."""
+        """Ends the answer; returns the events held back so far."""
         self._is_over = True
-        return self._go_on()
+        return self._continue()
 
-    def _go_on(self) -> list[Event]:
+    def _continue(self) -> list[Event]:
         next(self._steps, None)
         events, self._events = self._events, []
         return events
@@ -104,37 +104,37 @@ class ToolCallParser:
                 is_start = False
                 yield from self._read_section()
             except _NotACallError:
-                self._take_back()
+                self._undo_reading()
             except _TextEndsError:
-                self._take_back()
+                self._undo_reading()
                 if self._text.find(self._marks[0]) < 0:
-                    # Spaces that end an answer are its own, but not those that end a call.
-                    self._give_content(len(self._text) if self._text.strip() or not self.num_calls else 0)
+                    # Spaces at the end of an answer are content, but not those after a call.
+                    self._emit_content(len(self._text) if self._text.strip() or not self.num_calls else 0)
                     return
 
     def _find_section(self, *, is_start: bool) -> _Steps:
-        """Give out text up to where a section begins, and read the first mark of its opening."""
+        """Emits text up to the beginning of a section, and reads the first mark of its opening."""
         if is_start and self._format.is_opening_optional:
             begin = yield from self._peek()
-            self._take_back()
+            self._undo_reading()
             if begin == "{":
                 return
         mark = self._marks[0]
         while (found := self._text.find(mark)) < 0:
-            self._give_content(self._num_certain(mark))
+            self._emit_content(self._num_certain(mark))
             yield from self._more()
         num_before = len(self._text[:found].rstrip())
-        self._give_content(num_before)
+        self._emit_content(num_before)
         self._at = self._num_opening = found - num_before + len(mark)
 
     def _num_certain(self, mark: str) -> int:
-        """How many characters are content, whatever follows."""
+        """Returns how many characters are content, whatever follows."""
         text = self._text
         held = next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-size:])), 0)
         return len(text[: len(text) - held].rstrip())
 
     def _read_section(self) -> _Steps:
-        """The calls after an opening, up to the closing."""
+        """Reads the calls after an opening, up to the closing."""
         for mark in self._marks[1:]:
             yield from self._literal(mark)
         separator, closing = self._format.separator, self._format.closing.strip()
@@ -143,12 +143,12 @@ class ToolCallParser:
                 yield from self._read_object(self._format.call)
             else:
                 yield from self._read_named(self._format.call)
-            if separator is None or not (yield from self._goes_on(separator.strip(), closing)):
+            if separator is None or not (yield from self._has_next_call(separator.strip(), closing)):
                 break
         yield from self._end_mark(closing)
 
-    def _goes_on(self, separator: str, closing: str) -> Generator[None, None, bool]:
-        """Whether another call follows; a separator before it is read."""
+    def _has_next_call(self, separator: str, closing: str) -> Generator[None, None, bool]:
+        """Returns whether another call follows; reads the separator before it."""
         try:
             following = yield from self._peek()
         except _TextEndsError:
@@ -156,7 +156,7 @@ class ToolCallParser:
                 raise
             return False
         if not separator:
-            with self._broken_off_is_no_content():
+            with self._discarding_cut_off_mark():
                 return not (yield from self._is_next(closing))
         self._at += following == separator
         return following == separator
@@ -199,22 +199,22 @@ class ToolCallParser:
         if follows != "}" or name is None:
             raise _NotACallError
         if early is not None or not has_arguments:
-            self._give_call(name, early or "{}")
-        self._leave_behind()
+            self._emit_call(name, early or "{}")
+        self._discard_read()
 
     def _read_arguments(self, name: str) -> _Steps:
-        """Give out a call and its arguments as they come, if they are a JSON object."""
+        """Emits a call and its arguments as they come, if they are a JSON object."""
         if (yield from self._peek()) != "{":
-            self._give_call(name, (yield from self._value()))
+            self._emit_call(name, (yield from self._value()))
             return
-        self._give_begin(name)
-        yield from self._value(is_given=True)
-        self._give(CallEnds(self.num_calls - 1))
+        self._emit_begin(name)
+        yield from self._value(is_emitted=True)
+        self._emit(CallEnds(self.num_calls - 1))
 
-    # --- giving out
+    # --- emitting events
 
-    def _give(self, event: Event) -> None:
-        """Add to what is given out; pieces of the same become one."""
+    def _emit(self, event: Event) -> None:
+        """Adds an event; consecutive pieces of the same text are merged."""
         last = self._events[-1] if self._events else None
         is_more = isinstance(event, Content) and isinstance(last, Content)
         is_more |= isinstance(event, Arguments) and isinstance(last, Arguments) and last.index == event.index
@@ -223,21 +223,21 @@ class ToolCallParser:
         else:
             self._events.append(event)
 
-    def _give_content(self, size: int) -> None:
-        """Of what was not read yet."""
+    def _emit_content(self, size: int) -> None:
+        """Emits the first ``size`` characters of the unread text as content."""
         if size:
-            self._give(Content(self._text[:size]))
+            self._emit(Content(self._text[:size]))
             self._text = self._text[size:]
 
-    def _give_begin(self, name: str) -> None:
+    def _emit_begin(self, name: str) -> None:
         if name not in self._names:
             raise _NotACallError
-        self._give(CallBegins(self.num_calls, name))
+        self._emit(CallBegins(self.num_calls, name))
         self.num_calls += 1
-        self._leave_behind()
+        self._discard_read()
 
-    def _give_call(self, name: str, arguments: str) -> None:
-        """A whole call. Some models write the object as a string, or ``null`` for none."""
+    def _emit_call(self, name: str, arguments: str) -> None:
+        """Emits a whole call. Some models write the object as a string, or ``null`` for none."""
         value = _loaded(arguments)
         if isinstance(value, str):
             arguments, value = value, _loaded(value)
@@ -245,26 +245,26 @@ class ToolCallParser:
             arguments, value = "{}", {}
         if not isinstance(value, dict):
             raise _NotACallError
-        self._give_begin(name)
-        self._give(Arguments(self.num_calls - 1, arguments))
-        self._give(CallEnds(self.num_calls - 1))
+        self._emit_begin(name)
+        self._emit(Arguments(self.num_calls - 1, arguments))
+        self._emit(CallEnds(self.num_calls - 1))
 
-    def _leave_behind(self) -> None:
-        """What was read so far is given out, or of no account."""
+    def _discard_read(self) -> None:
+        """Discards the text read so far: it has been emitted, or is not needed."""
         self._held.clear()
         self._num_opening = 0
         self._text = self._text[self._at :]
         self._at = 0
 
-    def _take_back(self) -> None:
-        """What was read and not left behind is none of a call's: its opening is content, the rest is read again."""
+    def _undo_reading(self) -> None:
+        """Undoes the reading of a failed call: its opening becomes content, and the rest is read again."""
         self._text = "".join(self._held) + self._text
         self._at = 0
         num_opening = self._num_opening
-        self._leave_behind()
-        self._give_content(num_opening)
+        self._discard_read()
+        self._emit_content(num_opening)
 
-    # --- reading: each waits where the text runs out, and raises _TextEndsError where no more will come
+    # --- reading: each method waits if the text runs out, and raises _TextEndsError if the answer has ended
 
     def _more(self) -> _Steps:
         if self._is_over:
@@ -272,7 +272,7 @@ class ToolCallParser:
         yield
 
     def _peek(self) -> _Reads:
-        """The next character that is no space; it remains to be read."""
+        """Returns the next character that is not a space, without consuming it."""
         while True:
             while self._at < len(self._text):
                 if not self._text[self._at].isspace():
@@ -293,19 +293,19 @@ class ToolCallParser:
             self._at += len(literal)
 
     def _end_mark(self, literal: str) -> _Steps:
-        """What stands behind a call."""
-        with self._broken_off_is_no_content():
+        """Reads the mark after a call."""
+        with self._discarding_cut_off_mark():
             yield from self._literal(literal)
-        self._leave_behind()
+        self._discard_read()
 
     @contextmanager
-    def _broken_off_is_no_content(self) -> Iterator[None]:
-        """Of a mark behind a call, where the answer ends in the middle of it."""
+    def _discarding_cut_off_mark(self) -> Iterator[None]:
+        """Discards a mark after a call if the answer ends in the middle of the mark."""
         try:
             yield
         except _TextEndsError:
             self._at = len(self._text)
-            self._leave_behind()
+            self._discard_read()
             raise
 
     def _string(self) -> _Reads:
@@ -315,24 +315,25 @@ class ToolCallParser:
         assert isinstance(text, str)
         return text
 
-    def _value(self, *, is_given: bool = False) -> _Reads:
-        """The text of a JSON value, up to where its brackets and quotes are closed; or, where ``is_given``, it goes out
-        as arguments of the last call as it comes, and none is returned."""
+    def _value(self, *, is_emitted: bool = False) -> _Reads:
+        """Returns the text of a JSON value, up to the end of its brackets and quotes. With ``is_emitted``, emits the
+        text as arguments of the last call as it comes, and returns no text.
+        """
         yield from self._peek()
         pieces: list[str] = []
         begin, depth, is_quoted, is_escaped = self._at, 0, False, False
         while True:
             if self._at == len(self._text):
                 pieces.append(self._text[begin:])
-                if is_given:
-                    self._give(Arguments(self.num_calls - 1, pieces.pop()))
-                    self._leave_behind()
+                if is_emitted:
+                    self._emit(Arguments(self.num_calls - 1, pieces.pop()))
+                    self._discard_read()
                 yield from self._more()
                 begin = self._at
                 continue
             character = self._text[self._at]
             if depth == 0 and not is_quoted and (character in ",}]" or character.isspace()):
-                break  # behind a number or a word
+                break  # the end of a number or a word
             self._at += 1
             if is_escaped:
                 is_escaped = False
@@ -347,9 +348,9 @@ class ToolCallParser:
             if depth == 0 and not is_quoted and character in '"}]':
                 break
         pieces.append(self._text[begin : self._at])
-        if is_given:
-            self._give(Arguments(self.num_calls - 1, pieces.pop()))
-            self._leave_behind()
+        if is_emitted:
+            self._emit(Arguments(self.num_calls - 1, pieces.pop()))
+            self._discard_read()
         return "".join(pieces)
 
 

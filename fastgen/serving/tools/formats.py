@@ -1,7 +1,8 @@
-"""How families of models write calls of tools, as data. What a chat template says decides which of them holds.
+"""The formats in which families of models write tool calls, as data. The text of a chat template decides which one
+applies.
 
-A section of calls is ``opening call (separator call)* closing``, spaces between these being free. A call is a JSON
-object, or a name with the arguments after it.
+A section of calls is ``opening call (separator call)* closing``, with optional spaces between these. A call is a JSON
+object, or a name followed by its arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from fastgen.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class ObjectCall:
-    """``{"name": "f", "arguments": {…}}``, by these keys."""
+    """A call as ``{"name": "f", "arguments": {…}}``, with these keys."""
 
     name_key: str = "name"
     arguments_key: str = "arguments"
@@ -21,7 +22,7 @@ class ObjectCall:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """The name between ``before`` and ``between``, then the arguments as a JSON object, then ``after``."""
+    """A call with its name between ``before`` and ``between``, then the arguments as a JSON object, then ``after``."""
 
     before: str
     between: str
@@ -30,21 +31,21 @@ class NamedCall:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way to write calls. Texts are as models write them; a reader does not insist on the spaces around them."""
+    """One way to write calls. Texts are as models write them; the parser ignores the spaces around them."""
 
-    # A chat template that has all of these asks for this format.
+    # A chat template that contains all of these uses this format.
     signs: tuple[str, ...]
     opening: str
     closing: str
     call: ObjectCall | NamedCall = ObjectCall()
-    # Between the calls of a section; ``None`` where each has a section of its own.
+    # Separates the calls of a section; ``None`` if each call has a section of its own.
     separator: str | None = None
     # Whether an answer that begins with ``{`` is a section too.
     is_opening_optional: bool = False
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Everything of it in which a tokenizer's special tokens may stand."""
+        """Returns all its texts that may contain special tokens of a tokenizer."""
         call = self.call
         return (
             self.opening,
@@ -53,7 +54,7 @@ class ToolFormat:
         )
 
 
-# By name, the ones that more must be seen of first.
+# By name; formats with more signs come first.
 TOOL_FORMATS = {
     "hermes": ToolFormat(("<tool_call>",), "<tool_call>\n", "\n</tool_call>"),
     "mistral-named": ToolFormat(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "", NamedCall("", "[ARGS]", "")),
@@ -85,19 +86,19 @@ TOOL_FORMATS = {
         is_opening_optional=True,
     ),
 }
-# Of formats that are none of these, though their templates have the same signs: arguments that are not JSON.
+# Signs of unsupported formats, whose templates have the same signs but whose arguments are not JSON.
 _OTHER_SIGNS = ("<function=",)
 
 
 def tool_format_of(template: str) -> ToolFormat | None:
-    """The format that a chat template asks for: the first all of whose signs it has, if it knows of tools at all."""
+    """Returns the format of a chat template: the first one all of whose signs it contains, if it supports tools."""
     if "tools" not in template or any(sign in template for sign in _OTHER_SIGNS):
         return None
     return next((each for each in TOOL_FORMATS.values() if all(sign in template for sign in each.signs)), None)
 
 
 def tool_format_named(name: str) -> ToolFormat:
-    """One of :data:`TOOL_FORMATS`. Raises ``InvalidArgumentError``."""
+    """Returns one of :data:`TOOL_FORMATS`. Raises ``InvalidArgumentError`` for another name."""
     if name not in TOOL_FORMATS:
         raise InvalidArgumentError(f"tool_format={name!r} is not one of {', '.join(TOOL_FORMATS)}")
     return TOOL_FORMATS[name]

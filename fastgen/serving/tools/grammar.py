@@ -1,4 +1,4 @@
-"""Grammars that make a model call tools, or call them rightly: in Lark's notation, as llguidance reads it."""
+"""Grammars that require tool calls, or require that calls are valid: in Lark's notation for llguidance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 @dataclass(frozen=True)
 class ToolSchema:
-    """A tool's name, letters, digits, ``_`` and ``-`` only, and the JSON schema of its arguments."""
+    """A tool's name (letters, digits, ``_`` and ``-`` only) and the JSON schema of its arguments."""
 
     name: str
     parameters: Mapping[str, Any] | None
@@ -31,10 +31,10 @@ def tool_grammar(
     is_parallel: bool,
     content: ResponseFormat | None = None,
 ) -> ResponseFormat:
-    """Answers that are calls of ``tools``, several only where ``is_parallel``; where calls are not required, text may
-    come before them or in their place, and it has the format ``content`` if there is one.
+    """Returns the format of answers that call ``tools``; several calls only with ``is_parallel``.
 
-    ``special_ids`` has the tokenizer's special tokens, by spelling, which are no text.
+    If calls are not required, text may come before them or instead of them. The text has the format ``content``, if
+    that is given. ``special_ids`` has the tokenizer's special tokens by spelling; they are not text.
     """
     write = _Writer(special_ids)
     tail = _section_tail(tool_format, write, is_parallel=is_parallel)
@@ -54,7 +54,7 @@ def tool_grammar(
 
 
 def _section_tail(tool_format: ToolFormat, write: _Writer, *, is_parallel: bool) -> str:
-    """What follows the first opening."""
+    """Returns the rule for the part after the first opening."""
     closing = write(tool_format.closing)
     if not is_parallel:
         return f"call {closing}"
@@ -78,11 +78,11 @@ def _call_rules(tool_format: ToolFormat, tools: Sequence[ToolSchema], write: _Wr
 
 
 def _text_rules(tool_format: ToolFormat, write: _Writer) -> list[str]:
-    """Text in place of calls, and before them; in neither of them a section begins."""
+    """Returns the rules for text instead of calls and before them. Neither text contains the beginning of a section."""
     if tool_format.is_opening_optional:
         return [r"plain: PLAIN?", r"PLAIN: /[^\s{](?s:.*)/"]
     opening = tool_format.opening
-    if any(opening.startswith(token) for token in write.special_ids):  # which no text contains
+    if any(opening.startswith(token) for token in write.special_ids):  # a special token never occurs in text
         return ["plain: PLAIN?", "PLAIN: /(?s:.+)/", f"before: PLAIN? {write(opening)}"]
     mark = opening.split()[0]
     rest = write(opening.removeprefix(mark))
@@ -96,7 +96,7 @@ def _text_rules(tool_format: ToolFormat, write: _Writer) -> list[str]:
 
 
 class _Writer:
-    """Texts as Lark's terms, special tokens by their ids."""
+    """Writes texts as Lark terms, and special tokens by their ids."""
 
     def __init__(self, special_ids: Mapping[str, int]):
         self.special_ids = special_ids

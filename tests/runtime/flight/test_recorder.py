@@ -1,4 +1,4 @@
-"""The flight recorder: what it keeps of each step is what was decided, and it never keeps more than it may."""
+"""The flight recorder: a step's record equals what was decided, and the recorder never exceeds its bounds."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_recording_can_be_taken_at_any_moment() -> None:
 
 
 def brute_force_numbers(token_ids: dict[str, list[int]], block_size: int) -> dict[str, list[int]]:
-    """Each full block's number, by comparing whole prefixes."""
+    """Numbers each full block by comparing whole prefixes."""
     prefixes: list[list[int]] = []
     numbers: dict[str, list[int]] = {}
     for name, ids in token_ids.items():
@@ -137,7 +137,7 @@ def brute_force_numbers(token_ids: dict[str, list[int]], block_size: int) -> dic
 
 
 def same_structure(left: dict[str, list[int]], right: dict[str, list[int]]) -> bool:
-    """Whether a renaming of the numbers turns one into the other."""
+    """Returns whether a renaming of the numbers turns one into the other."""
     pairs = {pair for name in left for pair in zip(left[name], right[name], strict=True)}
     return len({a for a, _ in pairs}) == len(pairs) == len({b for _, b in pairs})
 

@@ -1,4 +1,4 @@
-"""Recordings as files: what was written is read bit for bit, and a damaged file is an error that says the line."""
+"""Recordings as files: they are read back bit for bit, and an error in a damaged file names the line."""
 
 from __future__ import annotations
 

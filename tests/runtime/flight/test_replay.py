@@ -1,4 +1,4 @@
-"""The scheduler run again over recordings: it decides the same bit for bit, and a decision that differs is found."""
+"""Replays of recordings: the scheduler decides the same bit for bit, and a differing decision is found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.runtime.histories import History, random_history, random_policy
 
 
 def options(seed: int) -> dict[str, Any]:
-    """All that a scheduler can do, here and there."""
+    """Varies all features of a scheduler from seed to seed."""
     rng = random.Random(f"options {seed}")
     return {
         "failures": 0.03,
@@ -43,7 +43,7 @@ def recorded(seed: int, **options: Any) -> tuple[History, Recording]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_decision_of_a_random_history_is_made_again(seed: int, tmp_path: Path) -> None:
+def test_every_decision_of_a_random_history_is_repeated(seed: int, tmp_path: Path) -> None:
     _, recording = recorded(seed, **options(seed))
     write_recording(recording, tmp_path / "flight.jsonl")
     found = read_recording(tmp_path / "flight.jsonl")
@@ -52,7 +52,7 @@ def test_every_decision_of_a_random_history_is_made_again(seed: int, tmp_path: P
     assert sum(1 for _ in replay(found)) == len(found.steps)
 
 
-def test_these_histories_hold_what_makes_it_hard() -> None:
+def test_these_histories_contain_the_hard_cases() -> None:
     counts = {"preempted": 0, "failed": 0, "hits": 0, "copies": 0, "windows": 0, "forks": 0}
     counts |= {"cancelled": 0, "timeout": 0, "drafts": 0, "right drafts": 0, "waits": 0, "bounded": 0, "withdrawn": 0}
     for seed in range(40):
@@ -79,12 +79,12 @@ def test_these_histories_hold_what_makes_it_hard() -> None:
 
 
 def held(scheduler: Scheduler) -> dict[str, list[list[int]]]:
-    """The block tables; beams, which move after the step, are left out."""
+    """Returns the block tables. Beams, which move after the step, are left out."""
     running = [seq for seq in scheduler.running if not seq.request.has_beams]
     return {str(seq.key): [*map(list, seq.block_tables)] for seq in running}
 
 
-def test_block_tables_are_those_that_were() -> None:
+def test_block_tables_equal_the_recorded_ones() -> None:
     tables: list[dict[str, list[list[int]]]] = []
 
     def note(history: History) -> None:
@@ -95,7 +95,7 @@ def test_block_tables_are_those_that_were() -> None:
     history.live(100)
     recording = history.engine.recorder.recording("m")
     replayed = [held(scheduler) for _, _, scheduler in replay(recording)]
-    for now, then in zip(replayed, tables, strict=True):  # then: when those that the step ended were gone
+    for now, then in zip(replayed, tables, strict=True):  # at a time when the sequences that the step ended were gone
         assert {key: now[key] for key in then} == then
 
 
@@ -114,7 +114,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", CHANGES)
-def test_the_first_step_that_differs_is_told_with_both(field: str) -> None:
+def test_the_first_step_that_differs_is_returned_with_both_decisions(field: str) -> None:
     _, recording = recorded(7)
     events = list(recording.events)
     steps = [place for place, event in enumerate(events) if isinstance(event, Step) and event.admitted]
@@ -129,7 +129,7 @@ def test_the_first_step_that_differs_is_told_with_both(field: str) -> None:
     assert difference.fields == (field,)
 
 
-def test_another_prompt_length_or_another_cache_decides_otherwise() -> None:
+def test_another_prompt_length_or_another_cache_decides_differently() -> None:
     _, recording = recorded(7)
     longer = [replace(e, prompt_tokens=e.prompt_tokens + 3) if isinstance(e, Arrival) else e for e in recording.events]
     assert first_difference(Recording(recording.header, tuple(longer))) is not None
@@ -137,7 +137,7 @@ def test_another_prompt_length_or_another_cache_decides_otherwise() -> None:
     assert first_difference(Recording(replace(recording.header, engine=engine), recording.events)) is not None
 
 
-def test_another_policy_or_other_step_times_decide_otherwise() -> None:
+def test_another_policy_or_other_step_times_decide_differently() -> None:
     def differs(recording: Recording, **engine: Any) -> bool:
         header = replace(recording.header, engine=replace(recording.header.engine, **engine))
         return first_difference(Recording(header, recording.events)) is not None
@@ -156,7 +156,7 @@ def test_another_policy_or_other_step_times_decide_otherwise() -> None:
     assert first_difference(Recording(bounded.header, tuple(slower))) is not None
 
 
-def test_a_policy_of_another_cannot_be_replayed() -> None:
+def test_a_custom_policy_cannot_be_replayed() -> None:
     class Mine(SplitFuse):
         pass
 
@@ -167,7 +167,7 @@ def test_a_policy_of_another_cannot_be_replayed() -> None:
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "bounded"])
-def test_policies_are_made_again_from_their_names_and_parameters(name: str) -> None:
+def test_policies_are_rebuilt_from_their_names_and_parameters(name: str) -> None:
     policy = choose_policy("splitfuse", 7.0) if name == "bounded" else choose_policy(name)
     parameters = {parameter: getattr(policy, parameter) for parameter in policy.parameters}
     made = make_policy(policy_name(policy), parameters)
@@ -192,8 +192,10 @@ def test_the_prefix_caches_hits_need_the_block_numbers() -> None:
     assert "admitted" in difference.fields
 
 
-def test_a_chat_that_goes_on_finds_its_own_answer() -> None:
-    """The second prompt holds the first, its answer, and more: blocks that straddle prompt and answer are found too."""
+def test_a_continued_chat_finds_its_own_answer() -> None:
+    """The second prompt contains the first one, its answer, and more: blocks that straddle prompt and answer are found
+    too.
+    """
     history = History(random.Random(0), num_blocks=40, token_budget=64, max_num_seqs=4, prefix_caching=True)
     first = history.engine.submit([7] * 10, history.sampling(max_new_tokens=9, ignore_eos=True))
     history.finish()
@@ -224,7 +226,7 @@ def test_a_ring_that_wrapped_is_replayed_from_a_snapshot(
     assert replayed == list(range(replayed[0], replayed[-1] + 1))
 
 
-def test_a_snapshot_that_is_wrong_decides_otherwise() -> None:
+def test_a_snapshot_that_is_wrong_decides_differently() -> None:
     num_tried = 0
     for seed in range(8):
         history = random_history(random.Random(seed))

@@ -1,4 +1,4 @@
-"""The picture of a recording: its cells say who held what, and what cannot be drawn is refused."""
+"""The picture of a recording: its cells name the holders of blocks, and undrawable recordings are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.runtime.histories import History, random_history
 
 
 def shared_and_cached() -> History:
-    """A prompt, another one, and the first twice at once: 20 blocks of 4."""
+    """Runs one prompt, another one, and the first one twice at once, with 20 blocks of 4 tokens."""
     history = History(random.Random(0), num_blocks=21, token_budget=16, max_num_seqs=2, prefix_caching=True)
     for prompts in ([7], [5], [7, 7]):
         for token_id in prompts:
@@ -29,7 +29,7 @@ def shared_and_cached() -> History:
     return history
 
 
-def test_the_block_map_says_who_held_what() -> None:
+def test_the_block_map_shows_the_holders() -> None:
     history = shared_and_cached()
     recording = history.engine.recorder.recording("m")
     found = timeline.block_map(recording, num_columns=len(recording.steps) * 200, num_requests=2)
@@ -45,8 +45,9 @@ def test_the_block_map_says_who_held_what() -> None:
 @pytest.mark.parametrize("max_steps", [10_000, 24])
 @pytest.mark.parametrize("seed", range(8))
 def test_cells_recounted_from_the_block_tables(seed: int, max_steps: int) -> None:
-    """Every step is given the same time, so that each has a column of its own. Where the first steps are gone, the map
-    begins with the first snapshot."""
+    """Every step takes the same time, so that each has a column of its own. If the first steps are gone, the map begins
+    with the first snapshot.
+    """
     columns: list[dict[int, set[int]]] = []
     history = random_history(random.Random(seed), prefix_caching=seed % 2 == 0)
     history.engine.recorder.max_steps = max_steps
@@ -77,7 +78,7 @@ def test_cells_recounted_from_the_block_tables(seed: int, max_steps: int) -> Non
                 elif holders:
                     (request,) = holders
                     named = [OTHERS + 1 + place for place, each in enumerate(found.requests) if each == request]
-                    # Of a windowed group some may have been left behind when the step was committed.
+                    # A windowed group may have freed some blocks when the step was committed.
                     left_behind = (FREE, CACHED) if any(history.windows) else ()
                     assert cell in (*(named or [OTHERS]), *left_behind)
                 else:
@@ -114,7 +115,7 @@ def test_a_picture_is_drawn(suffix: str, first_steps_are_gone: bool, tmp_path: P
         assert (width, height) == (1320, 1080)
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_undrawable_recording_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = shared_and_cached().engine.recorder.recording("m")
     with pytest.raises(InvalidArgumentError, match=r"flight\.gif: the picture is written as \.png or \.svg"):
         draw(recording, tmp_path / "flight.gif")

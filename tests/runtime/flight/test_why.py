@@ -1,4 +1,4 @@
-"""Where a request's time went, on recordings made by hand whose answer is known."""
+"""The account of a request's time, for hand-made recordings with known answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def arrival(clock_s: float, request: int, prompt_tokens: int, **fields: Any) -> 
 
 
 def step(number: int, began_s: float, ended_s: float, *entries: tuple[Any, ...], **fields: Any) -> Step:
-    """A step without scheduling, building and updating. An entry is ``(sequence, start, num_tokens, num_sampled)``."""
+    """Returns a step without scheduling, building and updating. An entry is ``(sequence, start, num_tokens,
+    num_sampled)``.
+    """
     given: dict[str, Any] = {
         "scheduled_s": began_s,
         "build_s": 0.0,
@@ -78,7 +80,7 @@ def shares(span: Span | None) -> dict[str, float]:
     return {share.cause: pytest.approx(share.seconds) for share in span.shares}
 
 
-def test_alone_all_time_is_its_own_but_what_passes_between_steps() -> None:
+def test_a_lone_request_has_all_time_but_that_between_steps() -> None:
     facts = why(
         recording(
             arrival(10.0, 0, 50),
@@ -159,7 +161,7 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("cause", WAITS)
-def test_what_the_queue_waited_for(cause: str) -> None:
+def test_causes_of_waiting_in_the_queue(cause: str) -> None:
     fields, words = WAITS[cause]
     facts = why(
         recording(
@@ -218,7 +220,7 @@ def test_wrong_drafts_are_its_own_computing_and_nothing_is_computed_again() -> N
     assert shares(facts.other_tokens) == {"own": 2.0 + 1 / 16, "recomputing": 15 / 16}
 
 
-def test_who_waits_behind_one_that_was_preempted_waits_for_blocks() -> None:
+def test_waiting_behind_a_preempted_sequence_is_waiting_for_blocks() -> None:
     facts = why(
         recording(
             arrival(0.0, 0, 10),
@@ -267,7 +269,7 @@ def test_several_tokens_of_one_step_come_without_a_gap() -> None:
     assert (facts.worst_gap.after, facts.worst_gap.span.seconds) == (4, 2.0)
 
 
-def test_a_failed_step_is_no_one_s_computing() -> None:
+def test_a_failed_step_counts_as_nothing_computed() -> None:
     facts = why(
         recording(
             arrival(0.0, 0, 10),
@@ -280,7 +282,7 @@ def test_a_failed_step_is_no_one_s_computing() -> None:
     assert shares(facts.first_token) == {"queued_step": 1.0, "between_steps": 2.0, "own": 1.0}
 
 
-def test_what_the_recording_does_not_hold() -> None:
+def test_sequences_outside_the_recording_are_refused() -> None:
     empty = recording()
     with pytest.raises(InvalidArgumentError, match=r"holds no request, but no sequence '0\.0'"):
         why(empty, "0")
@@ -311,6 +313,6 @@ def test_no_time_has_no_percentages() -> None:
     assert "No token came in 0 µs: no time passed." in as_text(facts)
 
 
-def test_times_are_told_with_the_digits_that_suit_them() -> None:
-    facts = [seconds(length) for length in (0.0, 4e-6, 0.9994e-3, 0.9996e-3, 0.0123456, 0.9994, 0.9996, 1.844, 4000.0)]
-    assert facts == ["0 µs", "4 µs", "999 µs", "1 ms", "12.3 ms", "999 ms", "1.00 s", "1.84 s", "4,000.00 s"]
+def test_durations_have_suitable_units_and_digits() -> None:
+    texts = [seconds(length) for length in (0.0, 4e-6, 0.9994e-3, 0.9996e-3, 0.0123456, 0.9994, 0.9996, 1.844, 4000.0)]
+    assert texts == ["0 µs", "4 µs", "999 µs", "1 ms", "12.3 ms", "999 ms", "1.00 s", "1.84 s", "4,000.00 s"]

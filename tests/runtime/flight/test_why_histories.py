@@ -1,4 +1,4 @@
-"""Where time went, over random histories: shares sum to the whole, and times are those that the answers tell."""
+"""The account of time over random histories: shares sum to the total, and times equal those of the answers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_times_are_those_of_the_answers(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_own_and_recomputed_time_recounted_token_by_token(seed: int) -> None:
-    """Each token that a step computed of a sequence is worth its part of the step; one seen before is recomputed."""
+    """Each token that a step computed for a sequence is worth its part of the step; a token computed before is
+    recomputed.
+    """
     _, recording = lived(seed)
     for name in names(recording):
         facts = why(recording, name)
