@@ -170,8 +170,8 @@ class SamplingKernel:
         self._found = memoryview(b"") if device.type == "meta" else self.token_ids.numpy().data
         greedy = RowSampling()
         self._greedy = (
-            torch.tensor(greedy.reals, device=device).repeat(max_rows, 1),
-            torch.tensor(_integers(SampledRow(greedy, 0), 0, 0, 0, 0), device=device).repeat(max_rows, 1),
+            torch.tensor(greedy.reals).repeat(max_rows, 1).to(device),
+            torch.tensor(_integers(SampledRow(greedy, 0), 0, 0, 0, 0)).repeat(max_rows, 1).to(device),
             *_end_to_end([], NO_USES),
             *_end_to_end([], NO_BIASES),
             _NO_MASKS,
