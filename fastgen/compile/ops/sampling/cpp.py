@@ -142,6 +142,11 @@ def _workspace_numel(vocab_size: int, num_slices: int) -> int:
     return 3 * (vocab_size + 4 * _MOST_LANES * num_slices) + vocab_size // 64 + _MOST_LANES
 
 
+def _repeated(row: Tensor, num_rows: int, device: torch.device) -> Tensor:
+    """Returns ``num_rows`` copies of ``row``; on ``meta`` without memory, and without importing torch's compiler."""
+    return torch.empty(num_rows, len(row), dtype=row.dtype, device=device).copy_(row)
+
+
 class SamplingKernel:
     """Samples up to ``max_rows`` rows of ``vocab_size`` logits by a kernel of :func:`sampling_spec`.
 
@@ -170,8 +175,8 @@ class SamplingKernel:
         self._found = memoryview(b"") if device.type == "meta" else self.token_ids.numpy().data
         greedy = RowSampling()
         self._greedy = (
-            torch.tensor(greedy.reals).repeat(max_rows, 1).to(device),
-            torch.tensor(_integers(SampledRow(greedy, 0), 0, 0, 0, 0)).repeat(max_rows, 1).to(device),
+            _repeated(torch.tensor(greedy.reals), max_rows, device),
+            _repeated(torch.tensor(_integers(SampledRow(greedy, 0), 0, 0, 0, 0)), max_rows, device),
             *_end_to_end([], NO_USES),
             *_end_to_end([], NO_BIASES),
             _NO_MASKS,
