@@ -255,8 +255,8 @@ def _kept_layers(kinds: list[Hashable]) -> list[int]:
 def _longest_seen(length: int, window: int, num_new: int, block_size: int) -> int:
     """Returns the length up to ``length`` at which ``num_new`` new tokens see most keys, in blocks that begin before
     the window does."""
-    spare = (length - num_new - window + 2) % block_size
-    return max(num_new, length - spare) if length > num_new + window else length
+    surplus = (length - num_new - window + 2) % block_size
+    return max(num_new, length - surplus) if length > num_new + window else length
 
 
 def _batch(num_tokens: int, length: int, block_size: int, num_groups: int, *, reads_lengths: bool) -> RaggedBatch:

@@ -139,7 +139,7 @@ def write() -> None:
 
 
 def small(config: dict[str, Any]) -> dict[str, Any]:
-    """The same features in small sizes. Where queries do not share their keys' heads, they still do not."""
+    """Returns the same features in small sizes. Queries that do not share key heads still do not."""
     num_heads = next(config[key] for key in ("num_attention_heads", "n_head") if key in config)
     num_layers = next(config[key] for key in ("num_hidden_layers", "n_layer") if key in config)
     reduced = {key: _SMALL.get(key, value) if value is not None else None for key, value in config.items()}

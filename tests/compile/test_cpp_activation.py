@@ -91,7 +91,7 @@ def test_drawn_shapes(loaders: Kernels, arch: str, kind: str, gated: bool) -> No
 
 @pytest.mark.parametrize(("arch", "kind", "gated"), CASES)
 def test_nothing_beside_its_rows_is_read_or_written(loaders: Kernels, arch: str, kind: str, gated: bool) -> None:
-    """What follows a row, numbers of the next or nothing, has no effect; a row is the same in any batch."""
+    """The memory behind a row has no effect; a row is the same in any batch."""
     kernel, width = load(loaders, arch, kind, gated), 37 * (2 if gated else 1)
     framed = torch.full((11, width + 20), torch.nan)
     x = torch.randn(11, width, generator=torch.Generator().manual_seed(1))

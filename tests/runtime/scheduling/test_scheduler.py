@@ -219,7 +219,7 @@ def test_a_decode_preempts_the_youngest():
     assert taken(step(scheduler)) == [(0, 0, 4), (1, 0, 3), (2, 0, 5)]
     schedule = step(scheduler)
     assert schedule.preempted == (young,)
-    assert taken(schedule) == [(0, 4, 1), (1, 3, 1)]  # 2 blocks are free and so are slots, but nobody is admitted
+    assert taken(schedule) == [(0, 4, 1), (1, 3, 1)]  # 2 blocks are free and so are slots, but no request is admitted
     assert list(scheduler.waiting) == [young, late]
     assert (young.num_computed_tokens, young.num_tokens, young.slot, young.block_tables) == (0, 6, None, [])
     assert [s.num_preemptions for s in (old, middle, young, late)] == [0, 0, 1, 0]

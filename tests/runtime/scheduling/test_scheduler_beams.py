@@ -46,7 +46,7 @@ def test_beams_have_slots_for_all_or_none() -> None:
     assert taken(step(scheduler)) == [(0, 0, 3), (1, 0, 3)]
     first, second, third = add(scheduler, 2, 5, beam_width=3)
     add(scheduler, 3, 2)
-    assert taken(step(scheduler)) == [(0, 3, 1), (1, 3, 1)]  # two slots are free, and nobody passes
+    assert taken(step(scheduler)) == [(0, 3, 1), (1, 3, 1)]  # two slots are free, and no request overtakes
     scheduler.finish(scheduler.running.decodes[0])
     assert taken(step(scheduler)) == [(1, 4, 1), (2, 0, 5)]
     assert scheduler.running.num_free_slots == 0

@@ -1,4 +1,4 @@
-"""What decodes ask of the cache when they fill a block, staggered over steps: decisions do not change."""
+"""Staggering over steps changes no decision of the scheduler."""
 
 from __future__ import annotations
 
