@@ -3,11 +3,12 @@
     python -m tools.mutate --output FILE [--number 50] [--seed 1] [--under fastgen/runtime] [--resume]
 
 Draws single mutations (``tools/mutations.py``) of engine, kernels and server. Each is made in a copy of the working
-tree, and the fast tests nearest to the file run there (``tools/nearest_tests.py``), as many as take ``--seconds``
-together. FILE gets a line of JSON for each mutation: its diff, the verdict, and the test that rejected it.
+tree, and the fast tests nearest to the file run there (``tools/nearest_tests.py``) until one fails, or until they have
+taken ``--seconds`` of the processor. FILE gets a line of JSON for each mutation: its diff, the verdict, and the test
+that rejected it. That test is known to pass without the mutation.
 
-The verdict is ``rejected`` (a test failed, or the process of the tests died), ``too slow`` (which rejects it too), or
-``survived``. A survivor is judged by a person: it changes nothing that anyone could see, or a test is missing.
+The verdict is ``rejected`` (a test failed, or the tests' process died), ``too slow`` (the tests got stuck, which is a
+rejection too), or ``survived``. A person judges each survivor: either the change cannot be seen, or a test is missing.
 ``--resume`` continues FILE with the mutations that it lacks; ``--again NUMBER`` runs one of FILE's mutations once more,
 for example with another ``--seconds`` or after a test was written.
 """
@@ -16,15 +17,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import json
 import os
 import random
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,12 +44,25 @@ AREAS = {
     "kernels' launches": ("fastgen/compile/ops/*/*.py", "fastgen/compile/weights/*.py", "fastgen/compile/capture/*.py"),
     "server": ("fastgen/serving/**/*.py",),
 }
-_PATIENCE = 4  # times as long as the tests take without a mutation, and then
-_SPARE_S = 30  # so many seconds more, since the machine may be busy
-_MOST_FILES = 10  # of tests that one mutation runs
+_MOST_FILES = 12  # of tests that one mutation runs
+_PATIENCE = 4  # times as much of the processor as tests should take until they are stuck
+_STUCK_S = 900  # by the clock, for tests that wait for ever; the machine may be busy
 _REJECTED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.M)
-# Arguments of every run. Tests that compare digests of rendered kernels reject any change, right or wrong.
-_PYTEST = ("-x", "-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider", "-p", "no:xdist")
+_PASSED = re.compile(r"\b(\d+) passed")
+_NONE_RAN = 5  # pytest's exit status where all tests are slow
+_INTERRUPTED = 2  # and where the budget is spent, or a test file cannot be imported
+_PYTEST = (
+    "-x",
+    "-q",
+    "-m",
+    "not slow and not gpu",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+    "-p",
+    "tools.pytest_budget",
+)
 
 
 class Drawn(NamedTuple):
@@ -62,7 +78,7 @@ class Outcome(NamedTuple):
 
     verdict: str
     test: str
-    seconds: float
+    num_passed: int
 
 
 def draw(root: Path, rng: random.Random, under: str = "") -> Iterator[Drawn]:
@@ -110,56 +126,62 @@ class Workbench:
             if (root / name).is_file():
                 (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, self.tree / name)
-        self._took_s: dict[str, float] = {}
+        self._known_to_pass: set[str] = set()
+        self._failing: list[str] = []
 
-    def run(self, tests: list[str], limit_s: float) -> Outcome:
-        """Runs the fast ones of ``tests`` until the first fails."""
-        environment = os.environ | {"PYTHONPATH": str(self.tree), "FASTGEN_CACHE": str(self._cache)}
-        command = [sys.executable, "-B", "-m", "pytest", *_PYTEST, *tests]
-        began_s = time.monotonic()
+    def run(self, tests: list[str], seconds: float) -> Outcome:
+        """Runs the fast ones of ``tests`` until the first fails or the ``seconds`` of the processor are spent."""
+        tools = Path(__file__).resolve().parents[1]
+        environment = os.environ | {"PYTHONPATH": f"{self.tree}{os.pathsep}{tools}", "FASTGEN_CACHE": str(self._cache)}
+        left_out = [f"--deselect={test}" for test in self._failing]
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-B", "-m", "pytest", *_PYTEST, "--budget", str(seconds), *left_out, *tests],
             cwd=self.tree,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,  # so that what the tests start ends with them
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (int(_PATIENCE * seconds) + 60,) * 2),
         )
         try:
-            output, _ = process.communicate(timeout=limit_s)
+            output, _ = process.communicate(timeout=_STUCK_S)
         except subprocess.TimeoutExpired:
-            _end(process)
-            return Outcome("too slow", "", time.monotonic() - began_s)
-        took_s = time.monotonic() - began_s
-        if process.returncode in (0, 5):  # 5: all of them are slow
-            return Outcome("survived", "", took_s)
-        found = _REJECTED.search(output)
-        return Outcome("rejected", found[1] if found else f"the tests' process ended with {process.returncode}", took_s)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return Outcome("too slow", "", 0)
+        passed, failed = _PASSED.search(output), _REJECTED.search(output)
+        num_passed = int(passed[1]) if passed else 0
+        is_spent = process.returncode == _INTERRUPTED and "the budget is spent" in output
+        if failed is None and (process.returncode in (0, _NONE_RAN) or is_spent):
+            return Outcome("survived", "", num_passed)
+        if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+            return Outcome("too slow", "", num_passed)
+        return Outcome("rejected", failed[1] if failed else f"pytest ends with {process.returncode}", num_passed)
 
-    def seconds_of(self, test: str) -> float:
-        """Returns how long a test file takes without a mutation; infinity where it fails, so that it is left out."""
-        if test not in self._took_s:
-            outcome = self.run([test], limit_s=600)
-            self._took_s[test] = outcome.seconds if outcome.verdict == "survived" else float("inf")
-        return self._took_s[test]
+    def passes(self, test: str) -> bool:
+        """Returns whether a test passes without a mutation. One that does not is left out from now on."""
+        if "::" in test and test not in self._known_to_pass:
+            if self.run([test], seconds=600).verdict != "survived":
+                self._failing.append(test)
+                return False
+            self._known_to_pass.add(test)
+        return True
 
-    def try_out(self, drawn: Drawn, candidates: list[str], seconds: float) -> dict[str, Any]:
-        """Makes a mutation, runs the nearest tests, undoes it, and returns its line of the record."""
-        tests, total_s = [], 0.0
-        for test in candidates[:_MOST_FILES]:
-            took_s = self.seconds_of(test) if total_s < seconds else float("inf")
-            if total_s + took_s <= seconds or (not tests and took_s < float("inf")):
-                tests.append(test)
-                total_s += took_s
+    def try_out(self, drawn: Drawn, tests: list[str], seconds: float) -> dict[str, Any]:
+        """Makes a mutation, runs the tests, undoes it, and returns its line of the record."""
         file = self.tree / drawn.path
         before = file.read_text(encoding="utf-8")
         after = drawn.mutation.apply(before)
-        file.write_text(after, encoding="utf-8")
-        try:
-            outcome = self.run(tests, _PATIENCE * total_s + _SPARE_S) if tests else Outcome("no test", "", 0.0)
-        finally:
-            file.write_text(before, encoding="utf-8")
+        while True:
+            file.write_text(after, encoding="utf-8")
+            try:
+                outcome = self.run(tests, seconds)
+            finally:
+                file.write_text(before, encoding="utf-8")
+            if self.passes(outcome.test):
+                break
+        lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), n=1)
         return {
             "area": drawn.area,
             "file": drawn.path,
@@ -167,18 +189,10 @@ class Workbench:
             "operator": drawn.mutation.operator,
             "verdict": outcome.verdict,
             "test": outcome.test,
-            "seconds": round(outcome.seconds, 1),
+            "num_passed": outcome.num_passed,
             "tests": tests,
-            "diff": "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "", "", n=1)).split(
-                "\n", 2
-            )[2],
+            "diff": "".join(itertools.islice(lines, 2, None)),
         }
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the tests' process and all that it started."""
-    os.killpg(process.pid, 9)
-    process.communicate()
 
 
 def main() -> None:
@@ -187,7 +201,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=50, help="how many mutations FILE has in the end")
     parser.add_argument("--seed", type=int, default=1, help="which ones are drawn")
     parser.add_argument("--under", default="", help="only files whose path begins like this")
-    parser.add_argument("--seconds", type=float, default=60, help="how long the tests of one mutation take")
+    parser.add_argument("--seconds", type=float, default=60, help="of the processor, for the tests of one mutation")
     parser.add_argument("--resume", action="store_true", help="continue FILE")
     parser.add_argument("--again", type=int, metavar="NUMBER", help="run this mutation of FILE once more, and print it")
     options = parser.parse_args()
@@ -202,7 +216,7 @@ def main() -> None:
                 break
             if (number < len(lines)) if options.again is None else (number != options.again):
                 continue
-            line = {"number": number, **bench.try_out(drawn, nearest.tests(drawn.path), options.seconds)}
+            line = {"number": number, **bench.try_out(drawn, nearest.tests(drawn.path)[:_MOST_FILES], options.seconds)}
             print(f"{number}: {line['verdict']} {line['file']}:{line['line']} {line['test']}", flush=True)
             if options.again is not None:
                 print(line["diff"])

@@ -196,6 +196,11 @@ def test_what_a_test_notices_is_rejected_and_the_rest_survives(
     assert (tree / "fastgen/runtime/room.py").read_text() == MODULE
 
 
+def test_no_test_begins_once_the_budget_is_spent(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = run(monkeypatch, tmp_path / "found.jsonl", "--number", "1", "--seconds", "0")
+    assert (line["verdict"], line["num_passed"]) == ("survived", 0)
+
+
 def test_a_record_is_not_written_over(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "found.jsonl"
     output.write_text("{}\n")
