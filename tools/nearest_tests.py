@@ -27,11 +27,12 @@ class Nearest:
                 self._importers[imported].add(name)
 
     def tests(self, path: str) -> list[str]:
-        """Returns the test files that cover the source at ``path``, the nearest first.
+        """Returns the test files that cover the source at ``path``: those whose names have the words of its name, then
+        those that import it through the fewest modules, then those that import least.
 
-        Going to a module that imports another is a step; helpers of tests are no step. Of those equally near, the one
-        named like the source is first, then those that import least of fastgen. A template belongs to the modules that
-        make specs of it, and one that templates share to those of all that use it.
+        Going to a module that imports another is a step; helpers of tests are no step. A template belongs to the
+        modules that make specs of it, and one that templates share to those of all that use it. An op's template has
+        the name of its op and target.
         """
         starts = self._modules_of(path)
         distances, level = dict.fromkeys(starts, 0), list(starts)
@@ -44,9 +45,13 @@ class Nearest:
                         distances[importer] = distance
                         following.append(importer)
             level = following
+        words = {"triton" if path.endswith(".py.j2") else "cpp", Path(path).parts[-3]}
+        if path.endswith(".py") or "/ops/" not in path:
+            words = set(Path(path).name.split(".")[0].split("_"))
         found = [name for name in distances if self._is_test(name)]
-        stem = Path(path).name.split(".")[0]
-        found.sort(key=lambda name: (distances[name], not name.endswith(f"test_{stem}"), self._breadth(name), name))
+        found.sort(
+            key=lambda name: (not words <= set(name.split("_")), distances[name], self._breadth(name), name),
+        )
         return [str(self._files[name].relative_to(self._root)) for name in found]
 
     def _modules_of(self, path: str) -> list[str]:
