@@ -26,8 +26,13 @@ demo: setup  ## let the built-in models write a short story each
 test: check  ## run the checks and the fast tests, before a change goes in
 	@$(bin)/python -m pytest -q $(parallel) -m "not slow and not gpu" --durations=10 --durations-min=1
 
-test-all: check  ## run the checks and all tests
-	@$(bin)/python -m pytest -q $(parallel) -m "not gpu" --hypothesis-profile=fresh --durations=20 --durations-min=1
+test-all: check  ## run the checks and all tests, and write the pages of what they measured anew
+	@rm -f .venv/records.jsonl
+	@$(bin)/python -m pytest -q $(parallel) -m "not gpu" --hypothesis-profile=fresh --durations=20 --durations-min=1 \
+		--matrix .venv/records.jsonl
+	@$(bin)/python -m tests.matrix --records .venv/records.jsonl
+	@$(bin)/python -m tests.compile.ahead_of_time --minutes 60
+	@$(bin)/python -m tools.status
 
 matrix: setup  ## prove every recipe, and write docs/recipe-matrix.md from the records
 	@$(bin)/python -m tests.matrix

@@ -8,6 +8,8 @@ import random
 import signal
 import sys
 import zlib
+from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def begin_draws(name: str) -> None:
-    """What is drawn from here on without a generator of its own follows from ``name`` alone."""
+    """Makes everything that is drawn from here on without a generator of its own follow from ``name`` alone."""
     import torch  # not above: the process that only hands out tests needs none
 
     seed = zlib.crc32(name.encode())
@@ -69,6 +71,19 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
     begin_draws(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Generator[None]:
+    """Ends a run with what it did not test, so that a green run without a browser or a compiler does not look whole."""
+    yield
+    skipped = terminalreporter.stats.get("skipped", [])
+    if not skipped:
+        return
+    reasons = Counter(each.longrepr[2].removeprefix("Skipped: ") for each in skipped)
+    terminalreporter.section(f"NOT TESTED on this machine: {len(skipped)} tests were skipped", sep="=", yellow=True)
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5} x {reason}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,12 +1,14 @@
 """The matrix recipes × proofs: what the tests recorded of each recipe, and the page made of it.
 
 ``python -m tests.matrix`` (``make matrix``) runs the tests that prove recipes, each of which records what it measured
-(the fixture ``record``), and writes the results and docs/recipe-matrix.md. ``--render`` makes the page of the results
-as they are. Nothing on the page is written by hand.
+(the fixture ``record``), and writes the results and docs/recipe-matrix.md. ``--records FILE`` takes what a run of all
+tests with ``--matrix FILE`` recorded, as ``make test-all`` does. ``--render`` only makes the page, of the results as
+they are. Nothing on the page is written by hand.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import subprocess
@@ -115,7 +117,11 @@ def read_records(file: Path) -> Cells:
     for line in file.read_text().splitlines():
         recipe, proof, value = json.loads(line)
         cells[recipe][proof].append(value)
-    return {recipe: dict(of_recipe) for recipe, of_recipe in sorted(cells.items())}
+    # Sorted, since tests that run in several processes record in any order.
+    return {
+        recipe: {proof: sorted(of_recipe[proof]) for proof in sorted(of_recipe)}
+        for recipe, of_recipe in sorted(cells.items())
+    }
 
 
 def render(results: Mapping[str, Any], mutations: Mapping[str, Any]) -> str:
@@ -129,7 +135,8 @@ def render(results: Mapping[str, Any], mutations: Mapping[str, Any]) -> str:
     lines = [
         "# Recipes and their proofs",
         "",
-        "This page lists every shipped recipe and what the tests measured. `make matrix` writes it from their records:",
+        "This page lists every shipped recipe and what the tests measured. `make matrix` and `make test-all` write it",
+        "from their records:",
         f"{made['date']}, {made['machine']}, torch {made['torch']}, transformers {made['transformers']}.",
         "",
         *(f"- **{proof.heading}**: {proof.meaning}." for proof in PROOFS.values()),
@@ -151,11 +158,8 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def run_tests() -> dict[str, Any]:
-    """Run the tests that record, and give what they recorded. Ends the program where one of them fails."""
-    import torch
-    import transformers
-
+def run_tests() -> Cells:
+    """Runs the tests that record, and returns what they recorded. Ends the program where one of them fails."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "records.jsonl"
         tests = [str(ROOT / "tests" / "models" / name) for name in TESTS]
@@ -164,7 +168,14 @@ def run_tests() -> dict[str, Any]:
         )
         if done.returncode:
             sys.exit(done.returncode)
-        cells = read_records(file)
+        return read_records(file)
+
+
+def dated(cells: Cells) -> dict[str, Any]:
+    """Returns the results of today: ``cells``, with the date, the machine and the versions that made them."""
+    import torch
+    import transformers
+
     made = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.system()} on {platform.machine()}",
@@ -174,14 +185,17 @@ def run_tests() -> dict[str, Any]:
     return {"made": made, "cells": cells}
 
 
-def main(arguments: list[str]) -> None:
-    if arguments not in ([], ["--render"]):
-        sys.exit("usage: python -m tests.matrix [--render]")
-    if not arguments:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, help="what a run of the tests with --matrix recorded")
+    parser.add_argument("--render", action="store_true", help="only write the page")
+    options = parser.parse_args()
+    if not options.render:
+        cells = read_records(options.records) if options.records else run_tests()
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(run_tests(), indent=1) + "\n")
+        RESULTS.write_text(json.dumps(dated(cells), indent=1) + "\n")
     PAGE.write_text(render(read_json(RESULTS), read_json(MUTATIONS)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -215,24 +215,6 @@ def plans(case: Case, batches: list[Rows]) -> list[dict[str, list[Any]]]:
     return found
 
 
-def beyond_32_bits(by_block: bool) -> float:
-    """Returns a sequence in the last blocks of a cache of more than 2³¹ numbers; only those blocks are ever touched."""
-    shape = shape_of(head_dim=64, block_size=64 if by_block else 4, num_kv_heads=1, values_in_keys=True, dtype="fp16")
-    num_blocks = 2**31 // (shape.block_size * shape.head_dim) + 4
-    cache = torch.empty(num_blocks, shape.block_size, 1, shape.head_dim, dtype=torch.float16)
-    assert cache.numel() > 2**31
-    length = 3 * shape.block_size - 1
-    num_new = min(20, length)
-    blocks = torch.tensor([num_blocks - 1, 1, num_blocks - 2], dtype=torch.int32)
-    cache[blocks.long()] = torch.randn(3, shape.block_size, 1, shape.head_dim).half()
-    case = Case([(length - 1, 1), (length - num_new, num_new)], shape)
-    starts, seq_lens = torch.tensor([0, 1, 1 + num_new]).int(), torch.tensor([length, length]).int()
-    batch = Batch(
-        torch.randn(1 + num_new, 4, 64).half(), cache, cache, blocks.expand(2, 3).clone(), starts, seq_lens, None, None
-    )
-    return float((Subject(case)(batch).float() - reference(batch, shape).float()).abs().max())
-
-
 def draw_rows(rng: Random, kind: str, num_seqs: int, block_size: int) -> Rows:
     """Draws a batch whose lengths lie near the edges of blocks.
 

@@ -20,7 +20,18 @@ from fastgen.compile.ops.linear.triton import few_row_specs
 from fastgen.compile.spec import KernelSpec
 from fastgen.models.registry.registry import list_recipes
 from tests.compile import ahead_of_time
-from tests.compile.ahead_of_time import PAGE, RESULTS, Results, matrix_instruction, models, page, problems, wanted
+from tests.compile.ahead_of_time import (
+    PAGE,
+    RESULTS,
+    Results,
+    matrix_instruction,
+    models,
+    page,
+    problems,
+    source,
+    sources_of_today,
+    wanted,
+)
 from tests.compile.kernel_sources import small
 from tests.compile.norms import norm_spec
 from tests.recipe_tools.published import CONFIGS
@@ -93,15 +104,19 @@ def test_a_table_is_put_in_its_place(tmp_path: Path) -> None:
     results.begin("sm_90", {spec: ["llama"]})
     results.add("sm_90", spec, ["llama"], {**GOOD, "spill_bytes": 4, "matrix_instructions": {"wgmma": 1}})
     results.write()
-    text = page(PAGE.read_text(encoding="utf-8"), results)
-    assert "| `sm_90` | 1 of 1 | 1 | 0 | 0 | 9 | 0 KiB |" in text
-    assert page(text, results) == text
+    today = {"sm_90": {spec.digest: source(spec), "changed since": "one source", "new": "another"}}
+    text = page(PAGE.read_text(encoding="utf-8"), results, today)
+    assert "| `sm_90` | 3 | 1 | 1 | 0 | 0 | 9 | 0 KiB |" in text
+    assert page(text, results, today) == text
+    later = {"sm_90": {spec.digest: "an edited template"}}
+    assert "| `sm_90` | 1 | 0 | 1 | 0 | 0 | 9 | 0 KiB |" in page(text, results, later)
 
 
 # ---- the results that are kept
 
 
-def test_nothing_is_wrong_with_what_was_built_and_the_page_says_the_same() -> None:
+def test_nothing_is_wrong_with_what_was_built_and_the_page_says_how_many_are_of_todays_sources() -> None:
+    """Fails after a change of kernels until ``python -m tests.compile.ahead_of_time --render`` has counted anew."""
     results = Results(RESULTS)
     wrong = {
         f"{arch} {each['name']}": each["problems"]
@@ -112,7 +127,7 @@ def test_nothing_is_wrong_with_what_was_built_and_the_page_says_the_same() -> No
     assert not wrong
     assert set(results.data["kernels"]) == set(TRITON_ARCHES)
     text = PAGE.read_text(encoding="utf-8")
-    assert page(text, results) == text
+    assert page(text, results, sources_of_today()) == text
 
 
 # ---- built now

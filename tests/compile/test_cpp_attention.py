@@ -344,10 +344,12 @@ def test_sanitizers_find_nothing(tmp_path: Path, arch: str, feature: str | None,
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "done", "")
 
 
-def with_features(*features: str) -> AttentionShape:
+def with_features(*features: str, **changes: Any) -> AttentionShape:
+    """Returns the shape with these ``features``, and with ``changes`` of its fields."""
     fields: dict[str, Any] = {}
     for feature in features:
         fields |= (FEATURES | NEAR_BLOCKS)[feature]
+    fields |= changes
     if fields.get("values_in_keys"):
         fields["v_dim"] = min(fields["v_dim"], fields.get("head_dim", SHAPE.head_dim))
     return replace(SHAPE, **{"v_dim": fields.get("head_dim", SHAPE.head_dim), **fields})

@@ -82,6 +82,17 @@ def test_the_number_of_streams_does_not_show(pool: ThreadPool, tmp_path: Path) -
         assert torch.equal(out, here.run(x[:num_rows], packed)), num_rows
 
 
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_layer_of_many_outputs(pool: ThreadPool, weight_format: WeightFormat) -> None:
+    """On one thread there are more outputs for each chunk than the buffer of sums has room for: such as a head's."""
+    pool.resize(1)
+    layer = Layer(HERE, weight_format)
+    x, weight, bias = draw(9, 25, 9000, 1100)
+    packed = layer.pack(weight, bias)
+    for num_rows in (1, 25):
+        layer.assert_right(layer.run(x[:num_rows], packed), x[:num_rows], weight, bias, f"{num_rows} rows")
+
+
 @by_kernel
 def test_a_row_has_the_same_bits_in_any_batch(make: Layer, pool: ThreadPool) -> None:
     """Alone, among any others, at any place, on any number of threads, in pieces as small and as large as there are."""

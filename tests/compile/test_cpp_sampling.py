@@ -282,32 +282,6 @@ def test_random_bits_are_the_references(arch: str) -> None:
     assert kernel(torch.full((200, 2500), 3.5), rows)[0] == numbers.argmax(dim=-1).tolist()
 
 
-def test_among_equals_the_lowest_ids_are_kept_and_drawn(arch: str) -> None:
-    """What top-p cuts through a tie keeps the lowest ids; top-k keeps all that are tied."""
-    logits = torch.full((6, 2100), -40.0)
-    tied = list(range(10, 2100, 262))
-    logits[:, tied] = 1.0  # eight equal ones, in three slices
-    samplings = [RowSampling(1.0, top_k=8, top_p=(2 * n - 1) / 16, seed=n) for n in (1, 2, 5)]
-    samplings += [RowSampling(1.0, top_p=0.3), RowSampling(1.0, top_k=3), RowSampling()]
-    kernel = kernel_for(2100, arch)
-    kept: list[set[int]] = [set() for _ in samplings]
-    for position in range(60):
-        for row, token in enumerate(kernel(logits, [SampledRow(each, position) for each in samplings])[0]):
-            kept[row].add(token)
-    assert kept == [set(tied[:1]), set(tied[:2]), set(tied[:5]), set(tied[:3]), set(tied), set(tied[:1])]
-
-
-@pytest.mark.parametrize("top_p", [0.25, 0.5])
-def test_a_cut_exactly_between_equals(arch: str, top_p: float) -> None:
-    """Powers of two leave nothing to rounding: those that together have just this probability are kept."""
-    kernel = kernel_for(4096, arch)
-    rows = [SampledRow(RowSampling(1.0, top_p=top_p), position) for position in range(100)]
-    logits = torch.full((100, 4096), -2.0)
-    found = kernel(logits, rows)[0]
-    assert found == [sample(scores[None], draws(row))[0].item() for scores, row in zip(logits, rows, strict=True)]
-    assert max(found) < 4096 * top_p
-
-
 def test_rows_that_cannot_be_sampled_say_so_and_disturb_no_other(arch: str) -> None:
     vocab_size = 2500
     nothing = {"biases": (np.arange(vocab_size, dtype=np.int32), np.full(vocab_size, -INF, np.float32))}

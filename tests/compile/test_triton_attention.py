@@ -29,7 +29,6 @@ from tests.compile.attention_cases import (
     TOLERANCE,
     Case,
     Rows,
-    beyond_32_bits,
     differences_of_one_subject,
     draw_rows,
     plans,
@@ -155,11 +154,6 @@ def test_many_drawn_batches() -> None:
 def test_nothing_at_all() -> None:
     """A batch without sequences, as when a graph is captured: every row is padding, and becomes zero."""
     check([Case([(0, 0), (0, 0)], shape_of(), num_padding=13)])
-
-
-@pytest.mark.parametrize("by_block", [True, False])
-def test_blocks_beyond_32_bits(by_block: bool) -> None:
-    assert beyond_32_bits(by_block) <= TOLERANCE["fp16"]
 
 
 def test_reference_with_sinks() -> None:

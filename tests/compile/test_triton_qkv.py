@@ -205,20 +205,6 @@ def test_heads_in_several_tiles(loader: KernelLoader) -> None:
     check_qkv(loader, fields_of(num_heads=71, num_kv_heads=1, head_dim=64, rotary_dim=64), 1)  # Falcon-7B
 
 
-def test_slots_beyond_32_bits(loader: KernelLoader) -> None:
-    """A cache of more than 2³¹ numbers, of which only these few are ever touched."""
-    spec = qkv_spec("fp16", num_heads=2, num_kv_heads=2, head_dim=64, rotary_dim=64)
-    num_blocks = 2**31 // (64 * 128) + 4
-    cache = torch.empty(num_blocks, 64, 2, 64, dtype=torch.float16)
-    assert cache.numel() > 2**31
-    slots = torch.tensor([num_blocks * 64 - 1, 64, num_blocks * 64 - 100])
-    cache.flatten(0, 1)[slots] = torch.nan
-    qkv, table = torch.randn(3, 6 * 64).half(), torch.tensor([[1.0] * 32 + [0.0] * 32])
-    before, positions = qkv.clone(), torch.zeros(3, dtype=torch.int32)
-    QkvKernel(loader.load(spec))(qkv, positions, cache, torch.empty_like(cache), slots, cos_sin=table)
-    assert torch.equal(cache.flatten(0, 1)[slots].flatten(1), before[:, 128:256])
-
-
 @pytest.mark.parametrize("rotary_dim", [3, -2, 18])
 def test_impossible_rotary_is_refused(rotary_dim: int) -> None:
     with pytest.raises(ValueError, match=f"rotary_dim={rotary_dim}"):

@@ -470,6 +470,16 @@ def test_a_pickle_that_would_run_code(tmp_path: Path, how: str) -> None:
     assert "posix.system" in message or how == "bare pickle"
 
 
+def test_a_pickle_that_is_exchanged_after_its_headers_were_read(tmp_path: Path) -> None:
+    """Weights are read by a second load of the file, which runs no code either."""
+    mark, good = tmp_path / "ran", {"w": torch.ones(2)}
+    checkpoint = Checkpoint.open(write(tmp_path / "x", good, file="pytorch_model.bin"))
+    torch.save({"w": torch.ones(2), "x": Hostile(mark)}, tmp_path / "x" / "pytorch_model.bin")
+    message = error_of(lambda: load_weights(checkpoint, list(slots_for(good).values())))
+    assert not mark.exists()
+    assert "pytorch_model.bin: refused" in message
+
+
 @pytest.mark.parametrize("table", [[torch.ones(1)], {"state_dict": {"w": torch.ones(1)}}, {"w": 3}, {1: torch.ones(1)}])
 def test_a_bin_that_is_no_table_of_tensors(tmp_path: Path, table: object) -> None:
     directory = write(tmp_path / "x", {}, file="pytorch_model.bin")

@@ -1,7 +1,9 @@
 """The ``triton`` target against transformers: the engine whole, its steps captured, every kernel interpreted.
 
-Interpreted kernels are slow, so two families with many features stand for all; the long tests take
-each. Sizes are those of the ``cpp`` target's tests.
+Interpreted kernels are slow, so of whole models the fast tests run one family, Gemma 2, which has most features. The
+long tests run every family, with one seed each. Sizes are those of the ``cpp`` target's tests, so windows are of a few
+tokens; ``tests/compile/test_attention_windows.py`` has windows larger than a tile. In bf16 the interpreter's cast and
+dot differ from hardware, so tests in bf16 replace both.
 """
 
 from __future__ import annotations

@@ -178,6 +178,26 @@ def test_scores_of_a_prompt_take_what_the_ledger_says(find: Find) -> None:
     assert peak.most <= found <= 1.05 * peak.most
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "max_num_seqs", "phase"),
+    [
+        (70, 5, f"a forward pass of token_budget={BUDGET}"),
+        (4001, BUDGET, f"sampling max_num_seqs={BUDGET}"),
+        (4001, 1, "prompt_logprobs"),
+    ],
+)
+def test_the_row_of_temporaries_is_the_largest_phase(
+    find: Find, vocab_size: int, max_num_seqs: int, phase: str
+) -> None:
+    with fastgen.load(find("Llama"), target="torch", **SIZES) as llm:
+        build, config = model_build(llm, "torch fp32"), replace(llm.config, max_num_seqs=max_num_seqs)
+        model = MemoryModel(replace(build, spec=replace(llm.spec, vocab_size=vocab_size)), current("cpu"))
+    phases = model.temporaries(config)
+    assert phases[phase] == max(phases.values())
+    row = next(row for row in model.ledger(config).rows if row.name == "temporaries")
+    assert (row.of, row.size_bytes) == (phase, phases[phase])
+
+
 def test_a_ledger_is_a_table_and_json() -> None:
     rows = (LedgerRow("matrices", 3 << 20, "int4"), LedgerRow("KV cache", 1 << 20))
     ledger = Ledger(rows, device_bytes=1 << 30)

@@ -13,6 +13,8 @@ import pytest
 
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.flight.replay import first_difference
+from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.drafts import NgramDrafter
 from tests.runtime.histories import random_policy
 from tests.runtime.remembering_device import AheadDevice, LostStepError, alone, build_engine
@@ -97,6 +99,22 @@ def test_answers_are_those_of_each_alone(seeds: range) -> None:
     assert not happened.pop("failed", 0)
     assert min(happened.values()) >= 5, happened
     assert happened["ahead"] > 0.5 * happened["steps"]
+
+
+def test_a_sequence_that_ends_by_its_length_has_no_row_in_the_step_ahead() -> None:
+    """It is held back at its last token, since the next step would compute a row for it in vain."""
+    kv = KVCacheManager(40, 4, (None,), max_chunk=16)
+    engine = build_engine(kv, token_budget=16, max_num_seqs=4, runs_ahead=True)
+    for num_tokens in (1, 2, 5, 9):
+        engine.submit([3, 4, 5], SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    device = engine.runner
+    assert isinstance(device, AheadDevice)
+    assert device.num_ahead >= 7
+    assert device.num_unused == 0
+    steps = engine.recorder.recording("m").steps
+    assert sum(len(step.held_back or ()) for step in steps) == 3  # at the very end nothing is launched
 
 
 def test_a_ring_that_wrapped_is_replayed() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,21 @@ def test_a_client_that_was_closed_says_so(deployment: Deployment) -> None:
     client.close()
     with pytest.raises(FastgenError, match="this client is closed"):
         client.generate("a")
+
+
+def test_closing_a_client_closes_its_connection() -> None:
+    """Seen by a server that answers one request and waits for the end of the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as threads:
+        client = fastgen.client(f"http://127.0.0.1:{server.getsockname()[1]}")
+        info = threads.submit(client.info)
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(30)
+            assert connection.recv(65536).startswith(b"GET /info ")
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            assert info.result() == {}
+            client.close()
+            assert connection.recv(1) == b""
 
 
 def test_keys_and_tls(protocol: Protocols, guarded: Deployment) -> None:
