@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import traceback
 from enum import Enum, auto
@@ -84,7 +83,7 @@ def verify(
     else:
         _print(report, _Of.reference if given is not None else _Of.this_config if this_config else _Of.family)
         if not report.passed and given is None and not this_config and Path(target).is_dir():
-            print(f"  `fastgen verify {shlex.quote(target)} --this-config` tests only what this checkpoint states")
+            print("  with --this-config only what this checkpoint states is tested")
     if not report.passed:
         sys.exit(1)
 

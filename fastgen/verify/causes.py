@@ -235,9 +235,10 @@ def _values(path: NodePath, tree: Tree, config: Mapping[str, Any]) -> Iterator[_
     if isinstance(old, Mapping | tuple):
         return
     stated = list(_from_config(key, config))
-    first = old.removeprefix("first(") if isinstance(old, str) and old.startswith("first(") else None
-    more = [f"first({name!r}, {first}" for name in stated if first is not None and f"'{name}'" not in first]
-    usual = [*more, *stated, *_USUAL.get(key, ())]
+    if isinstance(old, str) and old.startswith("first("):  # one path more, so that no other file loses its own
+        rest = old.removeprefix("first(")
+        stated = [f"first({name!r}, {rest}" for name in stated if f"'{name}'" not in rest]
+    usual = [*stated, *_USUAL.get(key, ())]
     if key in _FLAGS:
         usual += [True, False]
         usual += [f"not ({old})"] if isinstance(old, str) else []

@@ -66,6 +66,7 @@ def test_an_unknown_architecture_is_never_proposed_without_a_question(name: str)
     proposal = proposed(name)
     assert asked(proposal, "rotary.kind") or "interleave" in proposal.text
     assert "no key states a factor on" in asked(proposal, "embedding.tokens")
+    assert "or a norm without weights" in asked(proposal, "embedding.tokens")
     assert asked(proposal, "final_norm.weight") or asked(proposal, "final_norm.offset")
 
 
@@ -110,6 +111,11 @@ def test_a_kind_of_layer_that_is_neither_is_asked() -> None:
     assert "layers of the kind chunked_attention are taken to see all tokens" in question
 
 
+def test_without_a_list_of_kinds_it_is_asked_which_layers_have_the_window() -> None:
+    proposal = propose(CONFIG | {"sliding_window": 16}, heron(ATTENTION | GATED | NORMS), recipes())
+    assert "in every layer?" in asked(proposal, "sliding_window")
+
+
 # ------------------------------------------------------------------------------------------- keys and their names
 
 
@@ -135,7 +141,7 @@ def test_a_key_that_only_has_the_value_is_asked() -> None:
 def test_a_key_of_the_field_is_not_asked() -> None:
     proposal = propose(CONFIG | {"sliding_window": 16}, heron(ATTENTION | GATED | NORMS), recipes())
     assert attention(proposal).sliding_window == 16
-    assert not asked(proposal, "sliding_window")
+    assert "is it?" not in asked(proposal, "sliding_window")
     assert not asked(proposal, "mlp.size")
 
 

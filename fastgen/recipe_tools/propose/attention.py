@@ -95,26 +95,23 @@ class AttentionNodes(Sources):
         return node
 
     def window(self, key: Key) -> Leaf:
-        doubt = self.doubt(key, MEANINGS["window"].what)
+        unsure = self.uncertainty(key, MEANINGS["window"].what)
         flag = self.keys.find("uses window")
         if flag is not None and self.keys.values[flag.name] is False:
-            return leaf(f"{key.name} if {flag.name} else none", doubt, self.doubt(flag, MEANINGS["uses window"].what))
+            return leaf(
+                f"{key.name} if {flag.name} else none", unsure, self.uncertainty(flag, MEANINGS["uses window"].what)
+            )
         kinds = self.layer_kinds()
         if kinds is not None:
             others = sorted(set(map(str, self.keys.values[kinds])) - {"sliding_attention", "full_attention"})
             other = f"layers of the kind {', '.join(others)} are taken to see all tokens; do they?" if others else None
-            return leaf(f"{key.name} if {kinds}[layer] == 'sliding_attention' else none", doubt, other)
-        return leaf(key.name, doubt, "in every layer?" if flag is not None or self.near_windows() else None)
+            return leaf(f"{key.name} if {kinds}[layer] == 'sliding_attention' else none", unsure, other)
+        return leaf(key.name, unsure, "in every layer? Else by `layer`; do all layers then rotate, and alike?")
 
     def layer_kinds(self) -> str | None:
         """Returns the key that lists the kinds of the layers."""
         key = self.keys.find("layer kinds")
         return key.name if key is not None else None
-
-    def near_windows(self) -> bool:
-        """Returns whether the nearest recipe has windows in only some layers."""
-        parts = list(self.nearest.attentions()) if self.nearest is not None else []
-        return len({part.sliding_window for part in parts if isinstance(part, AttentionSpec)}) > 1
 
     def places(self, width: int) -> Node:
         """Returns the rotary or ALiBi node, or nothing if positions are in the embedding."""
@@ -163,8 +160,8 @@ class AttentionNodes(Sources):
         if flag is not None:
             stated = self.keys.values[flag.name]
             self.requires.append(flag.name if stated else f"not {flag.name}")
-            doubt = self.doubt(flag, MEANINGS["interleaved"].what)
-            return leaf("interleaved" if stated else "half", doubt)
+            unsure = self.uncertainty(flag, MEANINGS["interleaved"].what)
+            return leaf("interleaved" if stated else "half", unsure)
         near = next((part.rotary for part in self.near_attentions() if part.rotary), None)
         kind = near.kind if near and not latent else "interleaved" if latent else "half"
         return leaf(kind, "features i and i + dim/2 rotated together (half), or 2i and 2i + 1 (interleaved)?")
@@ -175,7 +172,7 @@ class AttentionNodes(Sources):
             return {"fraction": fraction}
         dim = self.keys.find("rotated features")
         if dim is not None and self.keys.values[dim.name] <= width:
-            return {"dim": leaf(dim.name, self.doubt(dim, MEANINGS["rotated features"].what))}
+            return {"dim": leaf(dim.name, self.uncertainty(dim, MEANINGS["rotated features"].what))}
         return {"fraction": leaf(1, f"no key states it: are all {width} features of a head rotated, or some?")}
 
     def by_kind(self) -> str | None:

@@ -30,8 +30,8 @@ class FeedForwardNodes(Sources):
             key = self.keys.of_value("dense layers", len(dense))
             named = key is not None and (key.sure or "dense" in key.name)
             count = key.name if key is not None and named else len(dense)
-            doubt = self.doubt(key, MEANINGS["dense layers"].what) if key is not None and named else None
-            return leaf(f"layer < {count}", doubt), leaf(f"layer >= {count}")
+            unsure = self.uncertainty(key, MEANINGS["dense layers"].what) if key is not None and named else None
+            return leaf(f"layer < {count}", unsure), leaf(f"layer >= {count}")
         return leaf(f"layer in {dense}"), leaf(f"not layer in {dense}")
 
     def feed_forward(self, match: Match, *sizes: str) -> Node:
@@ -67,7 +67,7 @@ class FeedForwardNodes(Sources):
             return named
         key = self.keys.containing("act", kind=str)
         if key is not None:
-            return leaf(key, self.doubt(Key(key, sure=False), "the activation"))
+            return leaf(key, self.uncertainty(Key(key, sure=False), "the activation"))
         near = next(
             (part.activation for part in (self.nearest.parts() if self.nearest else ()) if hasattr(part, "activation")),
             None,
@@ -89,8 +89,8 @@ class FeedForwardNodes(Sources):
             size, whole = mixture.forward.size("down")[1], mixture.shared.size("down")[1]
             shared = self.keys.of_value("shared experts", whole // size) if whole % size == 0 else None
             if node["shared"]["size"].question and shared is not None:
-                doubt = self.doubt(shared, MEANINGS["shared experts"].what)
-                node["shared"]["size"] = leaf(f"{expert['size'].value} * {shared.name}", doubt)
+                unsure = self.uncertainty(shared, MEANINGS["shared experts"].what)
+                node["shared"]["size"] = leaf(f"{expert['size'].value} * {shared.name}", unsure)
             if mixture.shared_gate is not None:
                 node["shared_gate"] = leaf(mixture.shared_gate.name)
         return node
@@ -102,7 +102,7 @@ class FeedForwardNodes(Sources):
         key = self.keys.find("scoring")
         scoring, ask = near.scoring if near else "softmax", "softmax, softmax_top_k or sigmoid?"
         if key is not None and self.keys.values[key.name] in ("softmax", "sigmoid"):
-            scoring, ask = self.keys.values[key.name], self.doubt(key, MEANINGS["scoring"].what) or ""
+            scoring, ask = self.keys.values[key.name], self.uncertainty(key, MEANINGS["scoring"].what) or ""
         elif mixture.correction is not None:
             scoring = "sigmoid"
         unstated = leaf(True, "are the chosen weights divided by their sum?")

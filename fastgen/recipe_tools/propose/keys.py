@@ -62,7 +62,7 @@ MEANINGS: Final[dict[str, Meaning]] = {
     "rotated fraction": Meaning(
         "the rotated fraction of a head",
         ("partial_rotary_factor", "rotary_pct"),
-        like=(("partial", "rotary"), ("rotary", "pct"), ("rotary", "fraction"), ("rotary", "share")),
+        like=(("partial", "rotary"), ("rotary", "pct"), ("rotary", "fraction")),
     ),
     "rotated features": Meaning("the rotated features of a head", ("rotary_dim",), int, (("rotary", "dim"),)),
     "interleaved": Meaning(

@@ -111,19 +111,23 @@ class Proposer(AttentionNodes, FeedForwardNodes):
         node["tokens"] = leaf(structure.tokens.name, self.unstated(scaled=not node["scale"].implied))
         return node | self.optional("norm", self.norm(structure.embedding_norm, "norm of the embedding"))
 
-    def unstated(self, *, scaled: bool) -> str | None:
-        """Returns the question about factors, caps and windows, which no tensor shows, as far as no key states them."""
+    def unstated(self, *, scaled: bool) -> str:
+        """Returns the question about what has no tensor: norms without weights, and what else no key states."""
         factors = {
             "the embedding (sqrt(hidden_size), …)": scaled or self.keys.states("embedding scale"),
             "q·k (other than 1 / sqrt(head_dim))": self.keys.states("score scale", "score divisor"),
             "branches": self.keys.states("residual scale"),
             "logits": self.keys.states("logit scale", "logit divisor"),
+            "the weights of experts": self.structure.mixture is None or self.keys.states("router scale"),
         }
         limits = {"a soft cap": self.keys.states("score cap", "logit cap"), "a window": self.keys.states("window")}
         factored = ", ".join(what for what, stated in factors.items() if not stated)
         open_ = [f"a factor on {factored}"] if factored else []
         open_ += [what for what, stated in limits.items() if not stated]
-        return f"no key states {', or '.join(open_)}; has the model any?" if open_ else None
+        norm = "a norm without weights (affine: false)"
+        return (
+            f"no key states {', or '.join(open_)}; has the model any, or {norm}?" if open_ else f"has the model {norm}?"
+        )
 
     def project(self, module: Module) -> Node:
         width = self.number("embedding size", self.structure.width, "the width of the embedding")
@@ -228,7 +232,7 @@ class Proposer(AttentionNodes, FeedForwardNodes):
         if flag is not None:
             parallel = bool(self.keys.values[flag.name])
             self.requires.append(flag.name if parallel else f"not {flag.name}")
-            return parallel, self.doubt(flag, "whether the parts of a layer run in parallel")
+            return parallel, self.uncertainty(flag, "whether the parts of a layer run in parallel")
         ask = "one after the other (attend, transform), or in parallel (one branch, both)?"
         if any(is_after(module.name) for module in norms.stream):  # `post_attention` says that attention was before
             return False, None

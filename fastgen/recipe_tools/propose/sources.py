@@ -35,9 +35,13 @@ class Sources:
     def found(self, meaning: str, template: str = "{}", *asked: str | None) -> Leaf | None:
         """Returns an expression over the key of this meaning, with a question if its name does not say so."""
         key = self.keys.find(meaning)
-        return None if key is None else leaf(template.format(key.name), self.doubt(key, MEANINGS[meaning].what), *asked)
+        return (
+            None
+            if key is None
+            else leaf(template.format(key.name), self.uncertainty(key, MEANINGS[meaning].what), *asked)
+        )
 
-    def doubt(self, key: Key, what: str) -> str | None:
+    def uncertainty(self, key: Key, what: str) -> str | None:
         """Returns the question of a key that may mean ``what``, ``None`` if its name says that it does."""
         if key.sure:
             return None
@@ -53,7 +57,7 @@ class Sources:
         """Returns the key whose value is ``value``, else the number itself; a question if no name says which."""
         key = self.keys.of_value(meaning, value)
         if key is not None:
-            return leaf(key.name, self.doubt(key, what))
+            return leaf(key.name, self.uncertainty(key, what))
         return leaf(value, f"no single key states {value}, {what}; which key, or which expression?")
 
     def size(self, value: int, *meanings: str) -> Leaf:
@@ -102,7 +106,7 @@ class Sources:
             return named
         key = self.keys.containing("eps", kind=float)
         usual = leaf(1e-6 if kind == "rms" else 1e-5, "no key states eps: 1e-5 or 1e-6?")
-        return leaf(key, self.doubt(Key(key, sure=False), "the eps of this norm")) if key else usual
+        return leaf(key, self.uncertainty(Key(key, sure=False), "the eps of this norm")) if key else usual
 
     def near_norm_kind(self) -> str | None:
         branches = self.near_branches()
