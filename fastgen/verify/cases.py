@@ -191,9 +191,11 @@ def make_case(cls: Any, config: dict[str, Any], index: int, seed: int, directory
     hf_config = class_config(cls, config)
     # the plain loop over experts: transformers' grouped product requires sizes that are multiples of 16 bytes
     hf_config._experts_implementation = "eager"
+    if getattr(hf_config, "dtype", None) is not None:  # a checkpoint's own file may ask for fewer bits
+        hf_config.dtype = torch.float32
     # the eager Falcon of transformers adds ALiBi twice, once with the mask
     attention = "sdpa" if getattr(hf_config, "alibi", False) else "eager"
-    model = cls._from_config(hf_config, attn_implementation=attention, dtype=torch.float32)
+    model = cls._from_config(hf_config, attn_implementation=attention)
     randomise(model, seed)
     model.save_pretrained(directory)
     surplus: frozenset[str] = frozenset()
