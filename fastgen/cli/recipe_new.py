@@ -105,6 +105,8 @@ def _print(proposal: Proposal, file: Path, checkpoint: str) -> None:
     else:
         share = f"{nearest.explained:,} of {nearest.num_tensors:,} tensors by shape and place"
         console.print(f"nearest recipe: {nearest.recipe.name}, which explains {share}")
+        if proposal.recipe.extends not in (None, nearest.recipe.name):
+            console.print(f"the proposal is shortest as a variant of {proposal.recipe.extends}, so it extends that")
     for title, names in (("here only", proposal.only_here), ("there only", proposal.only_nearest)):
         groups = _grouped(names) if nearest is not None and nearest.explained else {}
         if groups:
@@ -127,12 +129,15 @@ def _print(proposal: Proposal, file: Path, checkpoint: str) -> None:
             console.print(f"\n{title}:")
         for module, lasts in list(_grouped(names).items())[:_LISTED]:
             console.print(f"  {module}: {', '.join(lasts)}")
-    command = f"fastgen verify {_word(file)}"
-    if not _transformers_knows(proposal.recipe.architectures):
+    command = f"fastgen verify {_word(checkpoint)} --recipe {_word(file)}"
+    if _transformers_knows(proposal.recipe.architectures):
+        command += " --this-config"
+    else:
         console.print("\ntransformers does not know this architecture: have at hand a Python file with a function that")
         console.print("takes the directory and makes a torch module whose submodules are named as in the checkpoint")
-        command = f"fastgen verify {_word(checkpoint)} --recipe {_word(file)} --reference FILE.py:FUNCTION"
-    console.print(f"\nwrote {file}. Answer the questions there, then run: {command}")
+        command += " --reference FILE.py:FUNCTION"
+    task = "Answer the questions there, then" if proposal.questions else "Read it, then"
+    console.print(f"\nwrote {file}. {task} run: {command}")
 
 
 def _transformers_knows(architectures: Sequence[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from enum import Enum, auto
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from rich.table import Table
 from fastgen.cli import options
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.recipe.spelling import quoted
+from fastgen.models.resolve.config_keys import INERT
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,6 +51,14 @@ def verify(
             "or recorded activations (safetensors).",
         ),
     ] = None,
+    this_config: Annotated[
+        bool,
+        typer.Option(
+            "--this-config",
+            help="Test MODEL's own configuration, shrunk where it is large, and the names and shapes of its tensors. "
+            "Without this option configurations of the whole family are drawn.",
+        ),
+    ] = False,
     configs: Annotated[int, typer.Option(min=1, help="Number of tiny configurations to draw.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed that they are drawn from.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -60,12 +70,20 @@ def verify(
     errors = Console(stderr=True, highlight=False)
     with errors.status("drawing configurations") as status:
         report = run(
-            target, recipe=named.get("recipe"), reference=given, configs=configs, seed=seed, progress=status.update
+            target,
+            recipe=named.get("recipe"),
+            reference=given,
+            this_config=this_config,
+            configs=configs,
+            seed=seed,
+            progress=status.update,
         )
     if as_json:
         print(json.dumps(report.as_json()))
     else:
-        _print(report, drawn=given is None)
+        _print(report, _Of.reference if given is not None else _Of.this_config if this_config else _Of.family)
+        if not report.passed and given is None and not this_config and Path(target).is_dir():
+            print("  with --this-config only what this checkpoint states is tested")
     if not report.passed:
         sys.exit(1)
 
@@ -127,7 +145,15 @@ def _imported(file: Path) -> ModuleType:
     return module
 
 
-def _print(report: Report, *, drawn: bool) -> None:
+class _Of(Enum):
+    """What a verification compared."""
+
+    family = auto()  # drawn configurations
+    this_config = auto()  # the checkpoint's own configuration
+    reference = auto()  # the checkpoint with the reference that was given
+
+
+def _print(report: Report, of: _Of) -> None:
     console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 160
@@ -143,15 +169,23 @@ def _print(report: Report, *, drawn: bool) -> None:
     console.print(table)
     console.print()
     if report.finding is None:
-        console.print(
-            f"✓ {report.recipe} agrees with its reference"
-            + (f": {len(report.configs)} configurations, seed {report.seed}, {report.seconds:.0f} s" if drawn else "")
-        )
+        console.print(f"✓ {report.recipe} agrees with its reference{_on(report, of)}")
     else:
-        _print_finding(console, report, report.finding, drawn=drawn)
+        _print_finding(console, report, report.finding, of)
 
 
-def _print_finding(console: Console, report: Report, finding: Finding, *, drawn: bool) -> None:
+def _on(report: Report, of: _Of) -> str:
+    """Returns the text that says on which configurations a recipe agrees."""
+    match of:
+        case _Of.family:
+            return f": {len(report.configs)} configurations, seed {report.seed}, {report.seconds:.0f} s"
+        case _Of.this_config:
+            smaller = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in report.shrunk.items())
+            return f" on this checkpoint's configuration, {f'shrunk: {smaller}' if smaller else 'as it is'}"
+    return ""
+
+
+def _print_finding(console: Console, report: Report, finding: Finding, of: _Of) -> None:
     where = f"{finding.node}" if finding.node else f"{report.recipe} (no single node)"
     console.print(f"✗ {where}")
     console.print(f"  {finding.message}")
@@ -167,13 +201,9 @@ def _print_finding(console: Console, report: Report, finding: Finding, *, drawn:
         console.print("  no single change that is often the cause makes it agree; compare this node with the reference")
     else:
         console.print("  the recipe agrees node by node, so this is a bug of fastgen: please report it")
-    keys = report.configs[finding.config] if finding.config < len(report.configs) else {}
-    plain = {key: value for key, value in keys.items() if key in _SHOWN_KEYS}
-    if drawn:
-        console.print(f"  configuration {finding.config} of seed {report.seed}: {json.dumps(plain)}")
-
-
-_SHOWN_KEYS = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("n_embd", "n_layer", "n_head", "vocab_size", "tie_word_embeddings"),
-)
+    stated = report.configs[finding.config] if finding.config < len(report.configs) else {}
+    shown = json.dumps({key: value for key, value in stated.items() if key not in INERT})
+    if of is _Of.family:
+        console.print(f"  configuration {finding.config} of seed {report.seed}, drawn by verify: {shown}")
+    elif of is _Of.this_config and finding.config == 0 and report.shrunk:
+        console.print(f"  this checkpoint's configuration, shrunk: {shown}")

@@ -45,6 +45,18 @@ class Case:
     filled_in: bool = False
     # Tensors in the file that are not weights.
     surplus: frozenset[str] = frozenset()
+    # Only numbers, names and shapes are compared; no model is run.
+    headers_only: bool = False
+
+
+@dataclass(frozen=True)
+class Looks:
+    """How the files of a case look: the configuration with all keys, the weights as in old files, also without the
+    prefix of the base model."""
+
+    filled_in: bool = False
+    old: bool = False
+    bare: bool = False
 
 
 class Cases:
@@ -114,7 +126,7 @@ class Cases:
 
     def classes(self, recipe: Recipe) -> list[Any]:
         """Returns the classes whose models are drawn. Raises :class:`FastgenError` if there are none."""
-        return _model_classes(recipe) if self.model_class is None else [self.model_class]
+        return model_classes(recipe) if self.model_class is None else [self.model_class]
 
     def case(self, cls: Any, config: dict[str, Any], index: int, *, bare: bool = False) -> Case | Exception:
         """Makes the model of ``cls`` for ``config``; returns the error if transformers refuses it.
@@ -125,15 +137,16 @@ class Cases:
         key = json.dumps([cls.__name__, index, config, bare], sort_keys=True)
         if key not in self._made:
             try:
-                with _quiet():
+                with quiet():
                     directory = self.directory / str(len(self._made))
-                    self._made[key] = _case(cls, config, index, self.seed * 1000 + index, directory, bare=bare)
+                    looks = Looks(is_filled_in(index), is_old(index), bare)
+                    self._made[key] = make_case(cls, config, index, self.seed * 1000 + index, directory, looks)
             except Exception as error:  # transformers refuses some combinations, each in its own way
                 self._made[key] = error
         return self._made[key]
 
 
-def _model_classes(recipe: Recipe) -> list[Any]:
+def model_classes(recipe: Recipe) -> list[Any]:
     import transformers
 
     found = [getattr(transformers, name, None) for name in recipe.architectures]
@@ -170,30 +183,48 @@ def _excluded(recipe: Recipe, config: Mapping[str, Any]) -> bool:
     return False
 
 
-def _case(cls: Any, config: dict[str, Any], index: int, seed: int, directory: Path, *, bare: bool) -> Case:
-    hf_config = cls.config_class.from_dict(config)
-    for key in (key for key in config if key.startswith("_")):
-        setattr(hf_config, key, config[key])
+def make_case(cls: Any, config: dict[str, Any], index: int, seed: int, directory: Path, looks: Looks) -> Case:
+    """Makes the model of ``cls`` for ``config`` with weights drawn from ``seed``, and writes its files.
+
+    Raises whatever transformers raises if it refuses the configuration.
+    """
+    hf_config = class_config(cls, config)
     # the plain loop over experts: transformers' grouped product requires sizes that are multiples of 16 bytes
     hf_config._experts_implementation = "eager"
+    if getattr(hf_config, "dtype", None) is not None:  # a checkpoint's own file may ask for fewer bits
+        hf_config.dtype = torch.float32
     # the eager Falcon of transformers adds ALiBi twice, once with the mask
     attention = "sdpa" if getattr(hf_config, "alibi", False) else "eager"
     model = cls._from_config(hf_config, attn_implementation=attention)
     randomise(model, seed)
     model.save_pretrained(directory)
     surplus: frozenset[str] = frozenset()
-    if is_old(index):
-        surplus = make_old(directory / "model.safetensors", model, bare=bare, known=published(cls.__name__).tensors)
+    if looks.old:
+        known = published(cls.__name__).tensors
+        surplus = make_old(directory / "model.safetensors", model, bare=looks.bare, known=known)
     file = directory / "config.json"
     written = json.loads(file.read_text())
-    if not is_filled_in(index):  # write the configuration as drawn, without what transformers fills in
+    if not looks.filled_in:  # write the configuration as drawn, without what transformers fills in
         written = {"architectures": [cls.__name__], "model_type": hf_config.model_type, **config}
         file.write_text(json.dumps(written, indent=2))
     prompts = draw_prompts(hf_config.vocab_size, seed)
     reference = ModuleReference(model)
-    numbers = _numbers(hf_config) | _rotation(hf_config, model)
     trace = reference.trace(prompts)
-    return Case(index, directory, written, reference, prompts, trace, numbers, is_filled_in(index), surplus)
+    numbers = stated_numbers(hf_config, model)
+    return Case(index, directory, written, reference, prompts, trace, numbers, looks.filled_in, surplus)
+
+
+def class_config(cls: Any, config: dict[str, Any]) -> Any:
+    """Returns the configuration object of ``cls`` for this content of ``config.json``."""
+    hf_config = cls.config_class.from_dict(config)
+    for key in (key for key in config if key.startswith("_")):
+        setattr(hf_config, key, config[key])
+    return hf_config
+
+
+def stated_numbers(hf_config: Any, model: nn.Module) -> dict[str, Any]:
+    """Returns the sizes and the rotation that the reference states, as far as it states them."""
+    return _numbers(hf_config) | _rotation(hf_config, model)
 
 
 def draw_prompts(vocab_size: int, seed: int) -> list[list[int]]:
@@ -262,7 +293,7 @@ def _rotation(config: Any, model: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     log: Any = logging  # its functions have no types

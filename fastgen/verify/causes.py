@@ -6,15 +6,18 @@ A change is a cause if with it everything that agreed before still agrees, and t
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any, Final
 
+from fastgen.models.recipe.expressions import parse_expression
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.recipe.tree import NodePath, Scalar, Tree
 from fastgen.verify.cases import Case
 from fastgen.verify.compare import Comparer
+from fastgen.verify.configs import flattened
 from fastgen.verify.disagreement import COMPLAINT, Comparison, Disagreement, node_at
 from fastgen.verify.edits import nodes, replaced, replaced_tree
 from fastgen.verify.report import Cause
@@ -54,6 +57,7 @@ _OTHER_OPERATORS: Final[dict[str, tuple[str, ...]]] = {
     **{"max": ("min",), "+": ("-",), "-": ("+",), "*": ("/",), "/": ("*",), "//": ("*",)},
     **{"==": ("!=",), "!=": ("==",), "<": ("<=", ">="), "<=": ("<", ">"), ">": (">=", "<="), ">=": (">", "<")},
 }
+_DEFAULT: Final = re.compile(r"\b(default|otherwise)\(")
 _FLAGS: Final = ("bias", "affine", "tied", "when", "normalize", "scaled")
 _FROM_CONFIG: Final[dict[str, tuple[str, ...]]] = {  # recipe key: parts of config.json names
     "eps": ("eps", "epsilon"),
@@ -81,11 +85,15 @@ _FROM_CONFIG: Final[dict[str, tuple[str, ...]]] = {  # recipe key: parts of conf
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A changed recipe: ``change`` describes the change at ``path``."""
+    """A changed recipe: ``change`` describes the change at ``path``.
+
+    It is ``narrow`` if a number replaces what read the configuration, so that it may be right for one file alone.
+    """
 
     path: NodePath
     change: str
     recipe: Recipe
+    narrow: bool = False
 
 
 def _unread(result: Comparison) -> str:
@@ -116,6 +124,8 @@ def find_cause(
         if not complete and not further:
             continue
         agreeing = sum(_holds(comparer.retry(hypothesis.recipe, other)) for other in others) + 1 if complete else 0
+        if hypothesis.narrow and agreeing <= len(others):
+            continue
         if best is None or agreeing > best[0]:
             best = (
                 agreeing,
@@ -147,7 +157,17 @@ def hypotheses(recipe: Recipe, wrong: Disagreement, config: Mapping[str, Any]) -
             seen.add(change)
             changed = replaced(recipe, changes)
             if changed is not None:
-                yield Hypothesis(at, change, changed)
+                yield Hypothesis(at, change, changed, _is_narrow(recipe, changes))
+
+
+def _is_narrow(recipe: Recipe, changes: Mapping[NodePath, Tree | Scalar]) -> bool:
+    """Returns whether a number replaces an expression that reads a key."""
+    for path, value in changes.items():
+        old = recipe.tree.find(path).value
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and isinstance(old, str) and parse_expression(old).paths:
+            return True
+    return False
 
 
 def _definitions(recipe: Recipe, roots: list[NodePath]) -> Iterator[NodePath]:
@@ -177,6 +197,7 @@ def _changes(
     for region in regions:
         for path, tree in region:
             yield from _literals(path, tree)
+    yield from _everywhere(recipe)
     for region in regions:
         for path, tree in region:
             yield from _values(path, tree, config)
@@ -197,12 +218,27 @@ def _literals(path: NodePath, tree: Tree) -> Iterator[_Change]:
             yield {path: value}, f"{path[-1]} {_shown(tree.value)} -> {_shown(value)}", path
 
 
+def _everywhere(recipe: Recipe) -> Iterator[_Change]:
+    """Yields changes of a default that several nodes repeat, in all of them: a flag that is absent means one thing."""
+    places: dict[str, list[NodePath]] = defaultdict(list)
+    for path, tree in nodes(recipe.tree.find(("model",)), ("model",)):
+        if isinstance(tree.value, str) and _DEFAULT.search(tree.value):
+            places[tree.value].append(path)
+    for text, paths in places.items():
+        for value in _other_literals(text) if len(paths) > 1 else ():
+            yield dict.fromkeys(paths, value), f"{paths[0][-1]} {text} -> {value}, in {len(paths)} nodes", paths[0]
+
+
 def _values(path: NodePath, tree: Tree, config: Mapping[str, Any]) -> Iterator[_Change]:
     """Yields other values of one key: the usual ones, and keys of config.json with a similar name."""
     key, old = path[-1], tree.value
     if isinstance(old, Mapping | tuple):
         return
-    usual = [*_from_config(key, config), *_USUAL.get(key, ())]
+    stated = list(_from_config(key, config))
+    if isinstance(old, str) and old.startswith("first("):  # one path more, so that no other file loses its own
+        rest = old.removeprefix("first(")
+        stated = [f"first({name!r}, {rest}" for name in stated if f"'{name}'" not in rest]
+    usual = [*stated, *_USUAL.get(key, ())]
     if key in _FLAGS:
         usual += [True, False]
         usual += [f"not ({old})"] if isinstance(old, str) else []
@@ -230,13 +266,13 @@ def _other_literals(text: str) -> Iterator[str]:
     yield f"not ({text})"
 
 
-def _from_config(key: str, config: Mapping[str, Any]) -> Iterator[Scalar]:
+def _from_config(key: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the keys of the configuration with a name like those that ``key`` reads, dotted inside mappings."""
     parts = _FROM_CONFIG.get(key, ())
-    for name, value in config.items():
-        if any(part in name for part in parts) and name.isidentifier() and not isinstance(value, dict | list):
-            yield name
-    if key == "theta" and isinstance(config.get("rope_parameters"), dict):
-        yield "rope_parameters.rope_theta"
+    for path, value in flattened(config):
+        named = any(part in path[-1] for part in parts) and all(name.isidentifier() for name in path)
+        if named and not isinstance(value, list):
+            yield ".".join(path)
 
 
 def _swaps(below: list[tuple[NodePath, Tree]]) -> Iterator[_Change]:

@@ -9,11 +9,11 @@ two looks old and has the extra keys of published files of the architecture.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from fastgen.models.resolve.config_keys import HARMLESS, INERT
-from fastgen.verify.keys import Reading
+from fastgen.verify.keys import FRACTIONS, Reading
 
 MAX_POSITIONS: Final = 96
 _MOST_LAYERS: Final = 32
@@ -36,6 +36,15 @@ def is_sparse(index: int) -> bool:
     return index % 4 == _SPARSE
 
 
+def flattened(config: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields every value that is not a mapping, with the keys that lead to it."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, (*at, key))
+        else:
+            yield (*at, key), value
+
+
 # The names that files use for the same size.
 SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "vocab_size": ("vocab_size",),
@@ -50,7 +59,7 @@ SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
 # Keys whose value follows from other sizes if they are absent, but not if the default is written out.
 DERIVED: Final = frozenset({*SPELLINGS["num_kv_heads"], *SPELLINGS["head_dim"]})
 
-_SIZES: Final = (
+SIZES: Final = (
     *("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "moe_intermediate_size"),
     *("shared_expert_intermediate_size",),
 )
@@ -103,7 +112,7 @@ _COUNTS: Final[dict[str, str | None]] = {  # a number of layers: the list of lay
 # Keys that must fit together if experts are chosen by groups: all stated, or all left out.
 _GROUPS: Final = ("n_group", "topk_group", "num_experts_per_tok")
 
-_TOKEN_IDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
+TOKEN_IDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
 _ROPE_KEYS: Final = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
@@ -150,7 +159,7 @@ class Draws:
         self.attempt = attempt
         sparse = is_sparse(index)
         drawn = self.sizes(index, sparse)
-        drawn |= {key: None if key == "pad_token_id" else 0 for key in _TOKEN_IDS}
+        drawn |= {key: None if key == "pad_token_id" else 0 for key in TOKEN_IDS}
         if sparse and attempt:  # the reference has no default for some keys
             bare = (key for key in _CHOICES if key in self.defaults and self.defaults[key] is None)
             drawn |= {key: self.cycle(key, _CHOICES[key], index) for key in bare}
@@ -233,7 +242,7 @@ class Draws:
         # The meaning of an absent key differs: it follows from other sizes, or it is a number that the class fixes.
         fixed = self.attempt > 0 or default_kv != default_heads
         if sparse and isinstance(default_kv, int) and fixed and self.attempt < 2:
-            kv_heads, hidden_per_head = default_kv, 2 if self.attempt else head_dim
+            kv_heads, hidden_per_head = default_kv, self.smallest_head() if self.attempt else head_dim
         latent = "kv_lora_rank" in self.defaults  # heads come from a latent vector, and none are shared
         follows = names["num_kv_heads"] in self.reading.nulls and self.cycle("kv follow", (False, True, False), index)
         group = 1 if latent or (follows and not sparse) else self.cycle("group", (2, 1, 3, 5), index)
@@ -259,7 +268,7 @@ class Draws:
         if explicit:
             values["head_dim"] = head_dim
         drawn = {name: values[meaning] for meaning, name in names.items() if name is not None and meaning in values}
-        for key in _SIZES:
+        for key in SIZES:
             if key in self.defaults and not (self.attempt > 1 and sparse and self.defaults.get(key) is None):
                 drawn[key] = self.cycle(key, tuple(range(9, 69, 2)), index)
                 if self.follows(key) and self.cycle(f"{key} follows", (False, True), index):
@@ -269,6 +278,12 @@ class Draws:
         if self.known("word_embed_proj_dim"):
             drawn["word_embed_proj_dim"] = hidden if sparse or self.cycle("projected", (False, True), index) else 12
         return drawn
+
+    def smallest_head(self) -> int:
+        """Returns the fewest features of a head of which the class, by its default, rotates a pair."""
+        usual = {**self.defaults, **(self.defaults.get("rope_parameters") or {})}
+        fraction = next((usual[key] for key in FRACTIONS if isinstance(usual.get(key), float | int)), 1)
+        return next(size for size in range(2, 1024, 2) if int(size * fraction) >= 2 and int(size * fraction) % 2 == 0)
 
     def follows(self, key: str) -> bool:
         """Returns whether the class derives the value from other sizes if it is null."""
@@ -296,8 +311,6 @@ class Draws:
                 drawn[key] = self.cycle(key, (1e-5, 0.05, 1e-6), index)
             elif isinstance(default, bool) and key not in INERT and key not in HARMLESS:
                 drawn[key] = self.flag(key, index)
-            elif key in self.mentioned and key.startswith("_") and key not in self.defaults:
-                drawn[key] = self.cycle(key, (False, True), index)  # an attribute that only old files state
         return drawn
 
     def flag(self, key: str, index: int) -> bool:
@@ -330,7 +343,7 @@ class Draws:
         return {**flat, "rope_scaling": None if kind == "default" else rope}
 
     def base_features(self) -> dict[str, Any]:
-        sizes = {name for names in SPELLINGS.values() for name in names} | {*_SIZES, *_TOKEN_IDS, *_ROPE_KEYS}
+        sizes = {name for names in SPELLINGS.values() for name in names} | {*SIZES, *TOKEN_IDS, *_ROPE_KEYS}
         return {
             key: value
             for key, value in self.base.items()

@@ -13,7 +13,8 @@ from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.recipe.schema import Config
 from fastgen.models.resolve.resolve import expressions_in
 
-_FRACTIONS: Final = ("rotary_pct", "partial_rotary_factor")
+# The names that files use for the rotated fraction of a head.
+FRACTIONS: Final = ("rotary_pct", "partial_rotary_factor")
 
 
 def needed_keys(recipe: Recipe) -> set[str]:
@@ -87,7 +88,7 @@ def read_spellings(config_class: Any, mentioned: Collection[str]) -> dict[str, s
     found: dict[str, str] = {}
     defaults = config_class().to_dict()
     for key in sorted({*mentioned, "rope_theta", "partial_rotary_factor"} - defaults.keys()):
-        mark = 0.875 if key in _FRACTIONS else 7
+        mark = 0.875 if key in FRACTIONS else 7
         try:
             content = config_class.from_dict({key: mark}).to_dict()
         except Exception:  # the class accepts only other values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from torch import Tensor
@@ -13,9 +13,15 @@ from fastgen.models.recipe.expressions import Scope
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.spec import ModelSpec, RotarySpec
 from fastgen.verify.cases import Case
+from fastgen.verify.configs import SPELLINGS, flattened
 from fastgen.verify.disagreement import Comparison, Disagreement, node_at
 
 _SIZES: Final = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+# The names that files use for the numbers of the rotation.
+_ROTATION: Final = {
+    "theta": ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base", "theta"),
+    "trained_positions": ("original_max_position_embeddings", *SPELLINGS["max_positions"]),
+}
 _FREQUENCY_TOLERANCE: Final = 1e-5
 
 
@@ -26,7 +32,7 @@ def number_disagreements(recipe: Recipe, case: Case, spec: ModelSpec, comparison
         if ours is None or not isinstance(theirs, int) or (name == "max_positions" and _stretched(spec)):
             continue
         if ours != theirs:
-            yield _other_size(recipe, name, ours, theirs)
+            yield _other_size(recipe, case, name, ours, theirs)
         comparison.agree("numbers", f"config.{name}")
     yield from _windows(recipe, case, spec)
     rotary = next((found for each in spec.attentions() if (found := getattr(each, "rotary", None))), None)
@@ -44,18 +50,27 @@ def wrong_number(recipe: Recipe, case: Case) -> Disagreement | None:
         except ExpressionError:
             continue  # the error that is being explained reports it
         if isinstance(ours, int | float) and isinstance(theirs, int) and ours != theirs:
-            return _other_size(recipe, name, ours, theirs)
+            return _other_size(recipe, case, name, ours, theirs)
     return None
 
 
-def _other_size(recipe: Recipe, name: str, ours: float, theirs: int) -> Disagreement:
+def _other_size(recipe: Recipe, case: Case, name: str, ours: float, theirs: int) -> Disagreement:
     path = f"config.{name}"
-    message = f"{name} is {ours}, the reference's is {theirs}"
+    message = f"{name} is {ours}, the reference's is {theirs}{_where(case, theirs, SPELLINGS[name])}"
     return Disagreement("numbers", node_at(recipe, path), message, (path,), path)
 
 
+def _where(case: Case, value: float, names: Collection[str]) -> str:
+    """Returns where the configuration states ``value`` under one of ``names``, or that it states none of them."""
+    stated = [(path, found) for path, found in flattened(case.config) if path[-1] in names and found is not None]
+    places = [".".join(path) for path, found in stated if found == value]
+    if places:
+        return f", which this config.json states as {' and '.join(places)}"
+    return "" if stated else ", which is its default: this config.json states none"
+
+
 def _windows(recipe: Recipe, case: Case, spec: ModelSpec) -> Iterator[Disagreement]:
-    longest = max(map(len, case.prompts))
+    longest = max(map(len, case.prompts), default=0)
     theirs = case.numbers.get("sliding_window")
     windowed = case.numbers.get("windowed")
     for index, attention in enumerate(spec.attentions()):
@@ -85,7 +100,7 @@ def _rotation(recipe: Recipe, case: Case, rotary: RotarySpec, comparison: Compar
         if ours is None or not isinstance(theirs, int | float):
             continue
         if ours != theirs:
-            message = f"{key} is {ours:.15g}, the reference's is {theirs:.15g}"
+            message = f"{key} is {ours:.15g}, the reference's is {theirs:.15g}{_where(case, theirs, _ROTATION[key])}"
             node = node_at(recipe, f"{rotary.node.path}.{key}")
             yield Disagreement("numbers", node, message, region, key)
         comparison.agree("numbers", key)

@@ -66,6 +66,8 @@ class Report:
     seed: int
     checks: dict[str, CheckResult] = field(default_factory=dict)
     configs: list[dict[str, Any]] = field(default_factory=list)
+    # By key of the checkpoint's configuration: its number, and the smaller one that was run.
+    shrunk: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     finding: Finding | None = None
     seconds: float = 0.0
 

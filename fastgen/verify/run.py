@@ -16,6 +16,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.models.checkpoint import hub
 from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.models.checkpoint.files import read_json_object
+from fastgen.models.fingerprint import Fingerprint, fingerprint
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.registry import registry
 from fastgen.models.resolve.config_keys import HARMLESS, INERT
@@ -26,9 +27,9 @@ from fastgen.verify.causes import find_cause
 from fastgen.verify.compare import Comparer
 from fastgen.verify.disagreement import COMPLAINT, PROBE, Comparison, node_at
 from fastgen.verify.engine_checks import LARGEST_SIZE, EngineResult, engine_results
-from fastgen.verify.fingerprint import Fingerprint, fingerprint
 from fastgen.verify.reference import ModuleReference, Prompts, RecordedReference, Reference
 from fastgen.verify.report import Finding, Report
+from fastgen.verify.this_config import ThisConfig
 
 Progress = Callable[[str], None]
 
@@ -44,6 +45,7 @@ def verify(
     *,
     recipe: str | Path | Recipe | None = None,
     reference: nn.Module | type[Any] | str | Path | None = None,
+    this_config: bool = False,
     configs: int = 20,
     seed: int = 0,
     progress: Progress | None = None,
@@ -56,12 +58,26 @@ def verify(
     only the checkpoint in the directory ``target`` is compared. The reference is a module that computes the correct
     result, or a file of activations recorded from one (see :class:`fastgen.verify.reference.RecordedReference`).
 
+    With ``this_config`` nothing is drawn: the model's own configuration is compared, shrunk where it is large (see
+    :mod:`fastgen.verify.shrink`), and the names and shapes of its tensors. That says whether this checkpoint is
+    described, and nothing of other checkpoints of its family.
+
     Raises :class:`fastgen.errors.FastgenError` if there is nothing to compare with.
     """
     if configs < 1:
         raise InvalidArgumentError(f"configs={configs}: at least one configuration is needed")
     found, directory = _targets(target, recipe)
+    if this_config and directory is None:
+        raise InvalidArgumentError("this_config: a recipe has no configuration of its own; give the model's directory")
+    if this_config and not (reference is None or isinstance(reference, type)):
+        raise InvalidArgumentError("this_config: a reference is compared on the model's own configuration anyway")
     with tempfile.TemporaryDirectory(prefix="fastgen-verify-") as scratch:
+        if this_config:
+            assert directory is not None
+            own = ThisConfig(directory, Path(scratch), seed=seed, model_class=reference)
+            report = Verifier(own).verify(found, progress)
+            report.shrunk = own.shrunk
+            return report
         if reference is None or isinstance(reference, type):
             base = None if directory is None else read_json_object(directory / "config.json")
             cases = Cases(Path(scratch), num_configs=configs, seed=seed, base=base, model_class=reference)

@@ -32,11 +32,11 @@ def test_it_writes_a_recipe_and_tells_what_to_answer(run: Run, directory: Path, 
     assert "blocks.0" not in finished.out
 
 
-def test_an_architecture_that_transformers_knows_is_verified_by_the_recipe_alone(run: Run, tmp_path: Path) -> None:
+def test_an_architecture_that_transformers_knows_is_verified_without_a_module(run: Run, tmp_path: Path) -> None:
     make("phi", tmp_path / "phi")
     file = tmp_path / "my phi.yaml"
     finished = run("recipe", "new", str(tmp_path / "phi"), "--output", str(file))
-    assert finished.out.endswith(f"then run: fastgen verify '{file}'\n")
+    assert finished.out.endswith(f"then run: fastgen verify {tmp_path / 'phi'} --recipe '{file}' --this-config\n")
 
 
 def test_a_key_that_nothing_reads_keeps_the_model_from_being_loaded(run: Run, directory: Path, tmp_path: Path) -> None:

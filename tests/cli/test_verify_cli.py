@@ -150,3 +150,33 @@ def test_a_module_that_fails_is_told(checkpoint: Path, run: Run) -> None:
     finished = run("verify", str(checkpoint), "--reference", f"{checkpoint}/good.py:unable")
     assert finished.status == 1
     assert "the reference fails for 23 tokens: NotImplementedError: " in finished.err
+
+
+# The configuration of the checkpoint at hand
+
+
+def test_this_configuration_alone(checkpoint: Path, run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("name: theirs\nextends: qwen2\nconfig: {max_positions: max_position_embeddings | default(77)}\n")
+    right = run("verify", str(checkpoint), "--recipe", str(file), "--this-config")
+    assert right.status == 0, right.err
+    assert "✓ theirs agrees with its reference on this checkpoint's configuration, as it is\n" in right.out
+    wrong = run("verify", str(checkpoint), "--recipe", str(file), "--configs", "4")
+    assert wrong.status == 1
+    where = "max_positions is 77, the reference's is 32768, which is its default: this config.json states none"
+    assert where in wrong.out
+    assert wrong.out.endswith("  with --this-config only what this checkpoint states is tested\n")
+
+
+def test_the_drawn_configuration_is_printed_with_the_key_that_failed(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "llama.yaml"
+    text = (RECIPES / "llama.yaml").read_text()
+    file.write_text(text.replace("first('rope_scaling.rope_theta', ", "first("))
+    finished = run("verify", str(file))
+    assert finished.status == 1
+    line = next(each for each in finished.out.splitlines() if "drawn by verify: " in each)
+    config = json.loads(line.partition("drawn by verify: ")[2])
+    theta = config["rope_scaling"]["rope_theta"]
+    assert f"the reference's is {theta:.15g}, which this config.json states as rope_scaling.rope_theta" in finished.out
+    rest = "'rope_parameters.rope_theta', 'rope_theta', 10000)"
+    assert f"likely cause: theta first({rest} -> first('rope_scaling.rope_theta', {rest}\n" in finished.out

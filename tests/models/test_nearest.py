@@ -27,7 +27,12 @@ PUBLISHED = {**test_recipe_published.PUBLISHED, **test_recipe_published_families
 def test_indices_are_folded_from_the_front() -> None:
     assert fold("model.layers.12.mlp.experts.3.w1.weight") == "model.layers.{layer}.mlp.experts.{expert}.w1.weight"
     assert fold("h.0.conv1d.weight") == "h.{layer}.conv1d.weight"
-    assert fold("a.1.b.2.c.3.weight") == "a.{layer}.b.{expert}.c.3.weight"
+    assert fold("a.1.experts.2.c.3.weight") == "a.{layer}.experts.{expert}.c.3.weight"
+
+
+def test_only_the_index_of_an_expert_is_called_so() -> None:
+    norm_of_a_head = "layers.{layer}.self_attn.q_layernorm.norms.{index}.weight"
+    assert fold("layers.0.self_attn.q_layernorm.norms.3.weight") == norm_of_a_head
 
 
 @pytest.mark.parametrize("name", ["phi", "gemma2", "gpt2", "opt"])

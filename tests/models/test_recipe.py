@@ -178,6 +178,12 @@ def line_of(text: str, part: str) -> int:
     ("old", "new", "at", "node", "message"),
     [
         ("final_norm:", "final_nrom:", "final_nrom", "model.final_nrom", "did you mean .final_norm."),
+        ("rotary:  ", "sinks: self_attn.sinks\n          rotary:  ", "sinks:", "*.attend.attention.sinks",
+         "the language has no attention sinks; known are norm, when, qkv, "),
+        ("rotary:  ", "clip_qkv: 8\n          rotary:  ", "clip_qkv:", "*.attend.attention.clip_qkv",
+         "the language has no bounds on queries"),
+        ("rotary:  ", "theta: 3\n          rotary:  ", "theta: 3", "*.attend.attention.theta",
+         "unknown key 'theta'; known are norm, when, qkv, .* rotary, "),
         ("norm: {kind", "norms: {kind", "norms", "*.attend.norms", "did you mean 'norm'"),
         ("kind: rms", "kind: rsm", "rsm", "*.attend.norm.kind", "must be 'rms' or 'layer', not 'rsm'"),
         ("kind: gated", "kind: plain", "mlp:", "*.transform.mlp", "a plain mlp has no `gate`"),

@@ -178,6 +178,7 @@ def test_every_tensor_is_counted_once(tmp_path: Path) -> None:
         ("over: head, per_head", "over: all, per_head", "q_norm.per_head_weight", "one weight for all"),
         ("fraction: 0.7", "fraction: 0.5", "attention.rotary", "pairs of features, but 3 .*, an odd number"),
         ("fraction: 0.7", "fraction: 0", "rotary.fraction", "above 0 and at most 1"),
+        ("fraction: 0.7", "fraction: 0.1", "rotary.fraction", "0.1 of 6 features is less than one, so none is rotated"),
         ("fraction: 0.7", "fraction: 0.5, dim: 2", "attention.rotary", "not both"),
         ("fraction: 0.7", "dim: 8", "rotary.dim", "an integer from 1 to 6"),
         ("kind: interleaved", "kind: swapped", "rotary.kind", "'half' or 'interleaved'"),

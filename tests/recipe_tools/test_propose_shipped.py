@@ -133,6 +133,8 @@ def test_a_hidden_recipe_is_proposed_anew(name: str, words: str, tiny: Any, tmp_
     answers = ANSWERS.get((name, words), {})
     difference = _difference(name, proposal, directory, model, answers, tmp_path)
     assert difference <= TOLERANCE, (name, words, difference, proposal.text)
+    if answers:  # so that the figures of docs/status.md are neither better nor worse than they are
+        assert _difference(name, proposal, directory, model, {}, tmp_path) > TOLERANCE, (name, words)
 
 
 def _difference(name: str, proposal: Proposal, directory: Path, model: Any, answers: dict[str, Any], at: Path) -> float:
@@ -163,3 +165,15 @@ def _difference(name: str, proposal: Proposal, directory: Path, model: Any, answ
     assert output.prompt_logprobs is not None
     rows = torch.tensor([[row[token] for token in range(97)] for row in output.prompt_logprobs[1:] if row])
     return float((rows - log_probs(model, prompt[:-1])).abs().max())
+
+
+def test_the_page_has_both_figures() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "status.md").read_text().split())
+    right = {
+        words: len(CHECKPOINTS) - sum(asked == words for _, asked in ANSWERS) for words in ("published", "renamed")
+    }
+    count = len(CHECKPOINTS)
+    assert f"{right['published']} of {count} were right under published names" in page
+    assert f"{right['renamed']} of {count} under other names" in page
+    assert f"{2 * count} checkpoints" in page
+    assert f"`make test` runs {len(FAST)} of these cases" in page

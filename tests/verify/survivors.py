@@ -10,11 +10,11 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fastgen.models.fingerprint import Fingerprint, fingerprint
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.resolve.resolve import mentioned_paths
 from fastgen.verify.cases import Cases
 from fastgen.verify.compare import Comparer
-from fastgen.verify.fingerprint import Fingerprint, fingerprint
 from tests.verify.family import Family, resolved
 
 # Most configurations that are run to find one that shows the mistake, if both recipes make a model.

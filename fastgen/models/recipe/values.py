@@ -18,8 +18,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from fastgen.models.recipe.expressions import Expression, constant, parse_expression
+from fastgen.models.recipe.lacking import lacks
 from fastgen.models.recipe.layout import Axes, parse_layout
-from fastgen.models.recipe.spelling import close_to
+from fastgen.models.recipe.spelling import one_of, quoted
 
 
 def _expression(value: object) -> Expression:
@@ -92,6 +93,8 @@ class Section(BaseModel):
     def _refuse_unknown_keys(cls, data: object) -> object:
         for key in data if isinstance(data, dict) else ():
             if key not in cls.model_fields:
-                message = f"unknown key {key!r}{close_to(str(key), cls.model_fields)}"
+                name = str(key)
+                known = one_of(name, cls.model_fields)
+                message = f"unknown key {quoted(name)!r}{lacks(name)}{known}"
                 raise PydanticCustomError("unknown_key", "{message}", {"message": message, "key": key})
         return data

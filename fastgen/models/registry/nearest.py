@@ -49,6 +49,8 @@ SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
 
 _LAYER: Final = "{layer}"
 _EXPERT: Final = "{expert}"
+_OTHER: Final = "{index}"
+_ABOUT_EXPERTS: Final = re.compile(r"expert|moe|mlp|ffn|ff\b|feed_forward", re.IGNORECASE)
 _INDEX: Final = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 _WEIGHTS_OF_SCORE: Final = (1.0, 0.3, 0.3)  # weights of structure, names, config keys
 _HINT_AT: Final = 0.5  # smallest share of explained tensors at which the nearest recipe is worth naming
@@ -88,9 +90,15 @@ class _Folded:
 
 
 def fold(name: str) -> str:
-    """Returns ``name`` with its first index replaced by ``{layer}`` and its second by ``{expert}``."""
-    marks = iter((_LAYER, _EXPERT))
-    return _INDEX.sub(lambda found: next(marks, found[0]), name)
+    """Returns ``name`` with its first index replaced by ``{layer}``, and its second by ``{expert}`` or ``{index}``.
+
+    It is an expert's if the name says so before it: a norm for each head has an index too.
+    """
+    indices = list(_INDEX.finditer(name))[:2]
+    for number, found in reversed(list(enumerate(indices))):
+        inner = _EXPERT if _ABOUT_EXPERTS.search(name[: found.start()]) else _OTHER
+        name = f"{name[: found.start()]}{_LAYER if number == 0 else inner}{name[found.end() :]}"
+    return name
 
 
 def nearest_recipes(
@@ -210,7 +218,9 @@ def _numbers_from_shapes(config: Mapping[str, Any], found: list[_Folded]) -> dic
     tables = [each.shape for each in found if _LAYER not in each.name and len(each.shape) == 2]
     by_shape: dict[str, Any] = {}
     if inside:
-        by_shape["num_layers"] = Counter(each.count for each in inside if _EXPERT not in each.name).most_common(1)[0][0]
+        by_shape["num_layers"] = Counter(each.count for each in inside if each.name.count("{") == 1).most_common(1)[0][
+            0
+        ]
     if tables:
         by_shape["vocab_size"], by_shape["hidden_size"] = max(tables, key=math.prod)
     hidden, heads = stated("hidden_size") or by_shape.get("hidden_size"), stated("num_heads")

@@ -154,8 +154,10 @@ class Parts:
         elif rotary.fraction is not None:
             fraction = (at / "fraction").number(rotary.fraction)
             dim = int(width * fraction)
-            if not 0 < fraction <= 1 or dim == 0:
+            if not 0 < fraction <= 1:
                 raise (at / "fraction").error(f"must be above 0 and at most 1, but is {fraction:g}")
+            if dim == 0:
+                raise (at / "fraction").error(f"{fraction:g} of {width} features is less than one, so none is rotated")
         if dim % 2:
             rotated = f"head_dim is {dim}" if dim == width else f"{dim} of the {width} features of a head are rotated"
             raise at.error(f"rotation works on pairs of features, but {rotated}, an odd number")

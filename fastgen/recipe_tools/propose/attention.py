@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from fastgen.models.spec import AttentionSpec
 from fastgen.recipe_tools.propose.evidence import Module
+from fastgen.recipe_tools.propose.keys import MEANINGS, Key
 from fastgen.recipe_tools.propose.matching import Match
 from fastgen.recipe_tools.propose.nodes import Leaf, Node, Scalar, implied, leaf
 from fastgen.recipe_tools.propose.sources import Sources
@@ -26,6 +27,9 @@ class AttentionNodes(Sources):
         ):
             if module is not None:
                 node[role] = self.qk_norm(module, heads)
+        if norms.q is not None:
+            ask = "is this norm before the rotation? The language has none after it"
+            node["q_norm"]["weight"] = leaf(norms.q.name, ask)
         node |= self.places(self.structure.head_dim)
         node |= self.scores()
         node["output"] = self.linear(match, "output")
@@ -43,7 +47,7 @@ class AttentionNodes(Sources):
             node: Node = {role: leaf(match.roles[role].name) for role in "qkv"}
             if match.transposed:
                 node["layout"] = leaf("in out")
-            return node | {"bias": Leaf(all(module.has_bias for module in modules), question=ask)}
+            return node | {"bias": leaf(all(module.has_bias for module in modules), ask)}
         module = match.roles["qkv"]
         layout, split, ask = self.fused_layout(module)
         return {
@@ -82,80 +86,107 @@ class AttentionNodes(Sources):
     def scores(self) -> Node:
         """Returns scale, soft cap and window of the scores, if the configuration has keys for them."""
         node: Node = {}
-        if scale := self.keys.containing("attention", "mult"):
-            node["scale"] = leaf(scale)
-        elif scale := self.keys.containing("pre_attn_scalar"):
-            node["scale"] = leaf(f"1 / sqrt({scale})")
-        if cap := self.keys.containing("attn", "softcap"):
-            node["softcap"] = leaf(cap)
-        if (window := self.keys.containing("window", kind=int)) and "layers" not in window:
+        if scale := self.found("score scale") or self.found("score divisor", "1 / sqrt({})"):
+            node["scale"] = scale
+        if cap := self.found("score cap"):
+            node["softcap"] = cap
+        if window := self.keys.find("window"):
             node["sliding_window"] = self.window(window)
         return node
 
-    def window(self, key: str) -> Leaf:
-        flag = self.keys.containing("use", "window", kind=bool)
-        if flag is not None and self.keys.values[flag] is False:
-            return leaf(f"{key} if {flag} else none")
-        kinds = self.keys.containing("layer_types", kind=list)
+    def window(self, key: Key) -> Leaf:
+        unsure = self.uncertainty(key, MEANINGS["window"].what)
+        flag = self.keys.find("uses window")
+        if flag is not None and self.keys.values[flag.name] is False:
+            return leaf(
+                f"{key.name} if {flag.name} else none", unsure, self.uncertainty(flag, MEANINGS["uses window"].what)
+            )
+        kinds = self.layer_kinds()
         if kinds is not None:
-            return leaf(f"{key} if {kinds}[layer] == 'sliding_attention' else none")
-        return leaf(key, "in every layer?") if flag is not None or self.near_windows() else leaf(key)
+            others = sorted(set(map(str, self.keys.values[kinds])) - {"sliding_attention", "full_attention"})
+            other = f"layers of the kind {', '.join(others)} are taken to see all tokens; do they?" if others else None
+            return leaf(f"{key.name} if {kinds}[layer] == 'sliding_attention' else none", unsure, other)
+        return leaf(key.name, unsure, "in every layer? Else by `layer`; do all layers then rotate, and alike?")
 
-    def near_windows(self) -> bool:
-        """Returns whether the nearest recipe has windows in only some layers."""
-        parts = list(self.nearest.attentions()) if self.nearest is not None else []
-        return len({part.sliding_window for part in parts if isinstance(part, AttentionSpec)}) > 1
+    def layer_kinds(self) -> str | None:
+        """Returns the key that lists the kinds of the layers."""
+        key = self.keys.find("layer kinds")
+        return key.name if key is not None else None
 
     def places(self, width: int) -> Node:
         """Returns the rotary or ALiBi node, or nothing if positions are in the embedding."""
-        theta = self.keys.named("theta")
-        flag = self.keys.containing("alibi", kind=bool)
+        theta = self.named("theta", "the base")
+        flag = self.keys.find("alibi")
         alibi = next((p.alibi for p in self.near_attentions() if isinstance(p, AttentionSpec) and p.alibi), None)
         placed = self.structure.positions is not None or theta is not None
-        if (flag and self.keys.values[flag]) or (flag is None and alibi is not None and not placed):
-            ask = None if alibi else "in which dtype are slope and bias rounded, float32 or bfloat16?"
-            scaled = alibi.scaled if alibi else False
+        stated = flag is not None and self.keys.values[flag.name]
+        if stated or (flag is None and alibi is not None and not placed):
+            guess = (
+                None
+                if stated
+                else "no key states positions, and the nearest recipe has ALiBi; has this model, or rotary?"
+            )
+            rounding = "in which dtype are slope and bias rounded, float32 or bfloat16?"
             return {
                 "alibi": {
-                    "rounding": leaf(alibi.rounding if alibi else "float32", ask),
-                    "scaled": leaf(scaled, "is the bias scaled together with q·k?"),
+                    "rounding": leaf(alibi.rounding if alibi else "float32", guess, rounding),
+                    "scaled": leaf(alibi.scaled if alibi else False, "is the bias scaled together with q·k?"),
                 }
             }
         if self.structure.positions is not None and theta is None:
             return {}
         return {"rotary": self.rotary(width, theta)}
 
-    def rotary(self, width: int, theta: str | None) -> Node:
-        near = next((part.rotary for part in self.near_attentions() if part.rotary), None)
-        flag = self.keys.containing("interleave", kind=bool)
+    def rotary(self, width: int, theta: Leaf | None) -> Node:
         latent = self.structure.attention.kind == "latent"
-        kind = near.kind if near and not latent else "interleaved" if latent else "half"
-        if flag is not None:
-            kind = "interleaved" if self.keys.values[flag] else "half"
-            self.requires.append(flag if self.keys.values[flag] else f"not {flag}")
-        ask = None if flag else "features i and i + dim/2 rotated together (half), or 2i and 2i + 1 (interleaved)?"
+        base = theta or leaf(10000, "no key states the base: 10000? Or `alibi` and no rotary?")
         node: Node = {
-            "kind": leaf(kind, ask),
-            "theta": leaf(theta) if theta else leaf(10000, "no key states the base: 10000? Or `alibi` and no rotary?"),
+            "kind": self.rotated_pairs(latent=latent),
+            "theta": leaf(base.value, base.question, self.by_kind()),
         }
-        if fraction := self.keys.containing("partial", "rotary") or self.keys.containing("rotary", "pct"):
-            node["fraction"] = leaf(fraction)
-        elif (dim := self.keys.containing("rotary", "dim", kind=int)) and self.keys.values[dim] <= width:
-            node["dim"] = leaf(dim)
-        elif near is not None and near.dim != width and self.structure.attention.kind != "latent":
-            node["dim"] = leaf(near.dim if near.dim <= width else width, f"all {width} features of a head, or some?")
-        mapping = self.rope_mapping()
-        if mapping is not None:
-            node["scaling"] = leaf(mapping)
-        if layers := self.keys.containing("no_rope", kind=list):
-            node["when"] = leaf(f"{layers}[layer] == 1")
+        if not latent:
+            node |= self.rotated_part(width)
+        mappings = self.rope_mappings()
+        if mappings:
+            several = f"{', '.join(mappings)}: which holds in which layers?" if len(mappings) > 1 else None
+            node["scaling"] = leaf(mappings[0], several)
+        if layers := self.found("no rotation", "{}[layer] == 1"):
+            node["when"] = layers
         return node
 
-    def rope_mapping(self) -> str | None:
-        for key, value in self.keys.values.items():
-            if isinstance(value, Mapping) and {"rope_type", "type", "factor"} & value.keys():
-                return key
-        return None
+    def rotated_pairs(self, *, latent: bool) -> Leaf:
+        """Returns which features are rotated together."""
+        flag = self.keys.find("interleaved")
+        if flag is not None:
+            stated = self.keys.values[flag.name]
+            self.requires.append(flag.name if stated else f"not {flag.name}")
+            unsure = self.uncertainty(flag, MEANINGS["interleaved"].what)
+            return leaf("interleaved" if stated else "half", unsure)
+        near = next((part.rotary for part in self.near_attentions() if part.rotary), None)
+        kind = near.kind if near and not latent else "interleaved" if latent else "half"
+        return leaf(kind, "features i and i + dim/2 rotated together (half), or 2i and 2i + 1 (interleaved)?")
+
+    def rotated_part(self, width: int) -> Node:
+        """Returns how much of a head is rotated; all of it, with a question, if no key says so."""
+        if fraction := self.found("rotated fraction"):
+            return {"fraction": fraction}
+        dim = self.keys.find("rotated features")
+        if dim is not None and self.keys.values[dim.name] <= width:
+            return {"dim": leaf(dim.name, self.uncertainty(dim, MEANINGS["rotated features"].what))}
+        return {"fraction": leaf(1, f"no key states it: are all {width} features of a head rotated, or some?")}
+
+    def by_kind(self) -> str | None:
+        """Returns the question whether layers of different kinds rotate differently."""
+        kinds = self.layer_kinds()
+        if kinds is None:
+            return None
+        listed = ", ".join(dict.fromkeys(map(str, self.keys.values[kinds])))
+        return f"do all kinds of layers ({listed}) rotate, and alike? Else `when`, or `theta` and `scaling` by layer"
+
+    def rope_mappings(self) -> list[str]:
+        """Returns the keys of mappings that stretch the frequencies."""
+        kinds = {"rope_type", "type", "factor"}
+        return [key for key, value in self.keys.values.items() if isinstance(value, Mapping) and kinds & value.keys()]
 
     def latent_sizes(self) -> tuple[int, int, int]:
         """Returns the features of a head without rotation, with rotation, and of a value head."""
@@ -164,35 +195,36 @@ class AttentionNodes(Sources):
         value = match.size("output")[1] // heads
         return match.size("kv_up")[0] // heads - value, narrow - rank, value
 
+    def latent_size(self, meaning: str) -> Leaf:
+        """Returns one of the sizes of a head, ``nope``, ``rope`` or ``value``."""
+        sizes = dict(zip(("nope", "rope", "value"), self.latent_sizes(), strict=True))
+        return self.number(meaning, sizes[meaning], MEANINGS[meaning].what)
+
     def latent_attention(self, match: Match) -> Node:
-        nope, rope, value = self.latent_sizes()
         norms = self.structure.latent_norms
-        rank = match.size("kv_up")[1]
-        node: Node = {
-            "nope_dim": leaf(self.size_text(nope, "nope")),
-            "rope_dim": leaf(self.size_text(rope, "rope")),
-            "v_head_dim": leaf(self.size_text(value, "v_head", "value")),
-        }
+        nope, rope, value = (self.latent_size(name) for name in ("nope", "rope", "value"))
+        node: Node = {"nope_dim": nope, "rope_dim": rope, "v_head_dim": value}
         biased = "q_down" in match.roles and match.roles["q_down"].has_bias
         if "q" in match.roles:
             node["q"] = {"weight": leaf(match.roles["q"].name)}
         else:
+            rank = match.size("q_up")[1]
             node["q_latent"] = {
-                "rank": leaf(self.size_text(match.size("q_up")[1], "q_lora", "q_rank")),
+                "rank": self.number("query rank", rank, MEANINGS["query rank"].what),
                 "down": leaf(match.roles["q_down"].name),
                 "norm": self.latent_norm(norms.get("q")),
                 "up": leaf(match.roles["q_up"].name),
             }
         node["kv_latent"] = {
-            "rank": leaf(self.size_text(rank, "kv_lora", "kv_rank")),
+            "rank": self.number("latent rank", match.size("kv_up")[1], MEANINGS["latent rank"].what),
             "down": leaf(match.roles["kv_down"].name),
             "norm": self.latent_norm(norms.get("kv")),
             "fused": leaf(match.roles["kv_up"].name),
             "layout": leaf("(num_heads part) in", "are the keys and values of each head adjacent?"),
-            "split": {"k": leaf(self.size_text(nope, "nope")), "v": leaf(self.size_text(value, "v_head", "value"))},
+            "split": {"k": leaf(nope.value), "v": leaf(value.value)},
         }
         node["bias"] = leaf(biased or match.roles["kv_down"].has_bias)
-        node["rotary"] = self.rotary(rope, self.keys.named("theta"))
+        node["rotary"] = self.rotary(self.latent_sizes()[1], self.named("theta", "the base"))
         node["output"] = self.linear(match, "output")
         return node
 

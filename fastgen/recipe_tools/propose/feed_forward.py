@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastgen.models.spec import MoeSpec
+from fastgen.recipe_tools.propose.keys import MEANINGS, Key
 from fastgen.recipe_tools.propose.matching import Match
 from fastgen.recipe_tools.propose.nodes import Leaf, Node, leaf
 from fastgen.recipe_tools.propose.sources import Sources
@@ -26,18 +27,21 @@ class FeedForwardNodes(Sources):
 
     def layers_of(self, dense: list[int]) -> tuple[Leaf, Leaf]:
         if dense == list(range(len(dense))):
-            first = self.keys.containing("dense", kind=int)
-            count = first if first and self.keys.values[first] == len(dense) else len(dense)
-            return leaf(f"layer < {count}"), leaf(f"layer >= {count}")
+            key = self.keys.of_value("dense layers", len(dense))
+            named = key is not None and (key.sure or "dense" in key.name)
+            count = key.name if key is not None and named else len(dense)
+            unsure = self.uncertainty(key, MEANINGS["dense layers"].what) if key is not None and named else None
+            return leaf(f"layer < {count}", unsure), leaf(f"layer >= {count}")
         return leaf(f"layer in {dense}"), leaf(f"not layer in {dense}")
 
-    def feed_forward(self, match: Match) -> Node:
+    def feed_forward(self, match: Match, *sizes: str) -> Node:
+        """Returns the node of one feed-forward, whose size is a key of one of the meanings ``sizes``."""
         size = match.size("down")[1]
         modules = list(match.roles.values())
         kind = "plain" if match.kind == "plain" else "gated"
         node: Node = {
             "kind": leaf(kind),
-            "size": self.size(size, "features between up and down"),
+            "size": self.size(size, *(sizes or ("intermediate_size",))),
             "activation": self.activation(kind),
         }
         ask = f"which is {' and which '.join(match.rivals)}? The shapes are the same" if match.rivals else None
@@ -50,7 +54,7 @@ class FeedForwardNodes(Sources):
         else:
             for role in ("gate", "up"):
                 if role in match.roles:
-                    node[role] = Leaf(match.roles[role].name, question=ask if role in match.rivals else None)
+                    node[role] = leaf(match.roles[role].name, ask if role in match.rivals else None)
             if match.transposed:
                 node["layout"] = leaf("in out")
         node["down"] = leaf(match.roles["down"].name)
@@ -58,12 +62,12 @@ class FeedForwardNodes(Sources):
         return node
 
     def activation(self, kind: str) -> Leaf:
-        key = self.keys.named("activation")
-        if key is not None and isinstance(self.keys.values[key], str):
-            return leaf(key)
+        named = self.named("activation", "the activation")
+        if named is not None and isinstance(self.keys.values[str(named.value)], str):
+            return named
         key = self.keys.containing("act", kind=str)
         if key is not None:
-            return leaf(key)
+            return leaf(key, self.uncertainty(Key(key, sure=False), "the activation"))
         near = next(
             (part.activation for part in (self.nearest.parts() if self.nearest else ()) if hasattr(part, "activation")),
             None,
@@ -74,18 +78,19 @@ class FeedForwardNodes(Sources):
     def moe(self) -> Node:
         mixture = self.structure.mixture
         assert mixture is not None
-        expert = self.feed_forward(mixture.forward)
-        key = self.keys.of_value("", mixture.experts.count, "num_experts", "experts")
-        count = leaf(key) if key else leaf(mixture.experts.count, "no key states the number of experts")
+        expert = self.feed_forward(mixture.forward, "expert size", "intermediate_size")
+        count = self.number("experts", mixture.experts.count, MEANINGS["experts"].what)
         node: Node = {
             "router": self.router(),
             "experts": {"at": leaf(mixture.experts.at), "count": count, **expert},
         }
         if mixture.shared is not None:
-            node["shared"] = self.feed_forward(mixture.shared)
+            node["shared"] = self.feed_forward(mixture.shared, "shared size", "expert size", "intermediate_size")
             size, whole = mixture.forward.size("down")[1], mixture.shared.size("down")[1]
-            if isinstance(node["shared"]["size"].value, int) and whole % size == 0:
-                node["shared"]["size"] = leaf(f"{expert['size'].value} * {self.size_text(whole // size, 'shared')}")
+            shared = self.keys.of_value("shared experts", whole // size) if whole % size == 0 else None
+            if node["shared"]["size"].question and shared is not None:
+                unsure = self.uncertainty(shared, MEANINGS["shared experts"].what)
+                node["shared"]["size"] = leaf(f"{expert['size'].value} * {shared.name}", unsure)
             if mixture.shared_gate is not None:
                 node["shared_gate"] = leaf(mixture.shared_gate.name)
         return node
@@ -94,32 +99,26 @@ class FeedForwardNodes(Sources):
         mixture = self.structure.mixture
         assert mixture is not None
         near = next((p.router for p in (self.nearest.parts() if self.nearest else ()) if isinstance(p, MoeSpec)), None)
-        top_k = next(
-            (key for parts in (("per_tok",), ("expert", "top"), ("selected", "expert"), ("moe", "k"))
-             if (key := self.keys.containing(*parts, kind=int))),
-            None,
-        )  # fmt: skip
-        scoring = near.scoring if near else "softmax"
-        if (key := self.keys.containing("scor", kind=str)) and self.keys.values[key] in ("softmax", "sigmoid"):
-            scoring = self.keys.values[key]
+        key = self.keys.find("scoring")
+        scoring, ask = near.scoring if near else "softmax", "softmax, softmax_top_k or sigmoid?"
+        if key is not None and self.keys.values[key.name] in ("softmax", "sigmoid"):
+            scoring, ask = self.keys.values[key.name], self.uncertainty(key, MEANINGS["scoring"].what) or ""
         elif mixture.correction is not None:
             scoring = "sigmoid"
-        normalize = self.keys.containing("norm", "topk", kind=bool) or self.keys.containing("norm", "top_k", kind=bool)
+        unstated = leaf(True, "are the chosen weights divided by their sum?")
         node: Node = {
             "weight": leaf(mixture.router.name),
-            "top_k": leaf(top_k) if top_k else leaf(2, "no key states how many experts a token goes to"),
-            "scoring": leaf(scoring, None if key else "softmax, softmax_top_k or sigmoid?"),
-            "normalize": leaf(normalize) if normalize else leaf(True, "are the chosen weights divided by their sum?"),
+            "top_k": self.found("top k") or leaf(2, "no key states how many experts a token goes to"),
+            "scoring": leaf(scoring, ask),
+            "normalize": self.found("normalize") or unstated,
         }
-        if scale := self.keys.containing("rout", "scal"):
-            node["scale"] = leaf(scale)
+        if scale := self.found("router scale"):
+            node["scale"] = scale
         if mixture.correction is not None:
             module, last = mixture.correction
             node["correction"] = leaf(f"{module.name}.{last}".lstrip("."))
-        if groups := self.keys.containing("n_group", kind=int):
-            chosen = self.keys.containing("topk_group", kind=int)
-            method = self.keys.containing("topk_method", kind=str)
-            plain = method is not None and "group" not in str(self.keys.values[method]) and mixture.correction is None
-            if chosen and not plain:
-                node |= {"num_groups": leaf(groups), "top_groups": leaf(chosen)}
+        groups, chosen, method = (self.keys.find(name) for name in ("expert groups", "chosen groups", "choice"))
+        plain = method is not None and "group" not in str(self.keys.values[method.name]) and mixture.correction is None
+        if groups is not None and chosen is not None and not plain:
+            node |= {"num_groups": leaf(groups.name), "top_groups": leaf(chosen.name)}
         return node

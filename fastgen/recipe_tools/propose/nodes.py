@@ -12,14 +12,14 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value of a recipe. It is ``sure`` if it follows from headers or configuration, else a default.
+    """A value of a recipe, with the ``question`` that a person has to answer here.
 
-    ``question`` is what a person has to answer here. An ``implied`` value is the default of the language; it is written
-    only if the inherited value differs. A ``commented`` value is only a suggestion, not part of the recipe.
+    Without a question the value follows from the checkpoint's names, shapes and configuration. An ``implied`` value is
+    the default of the language; it is written only if the inherited value differs. A ``commented`` value is only a
+    suggestion, not part of the recipe.
     """
 
     value: Scalar | tuple[Scalar, ...]
-    sure: bool = True
     question: str | None = None
     implied: bool = False
     commented: bool = False
@@ -29,18 +29,21 @@ class Leaf:
 Node = dict[str, Any]
 
 
-def leaf(value: Scalar | tuple[Scalar, ...], question: str | None = None) -> Leaf:
-    """Returns a value that follows from headers, or with a ``question`` one that they leave open."""
-    return Leaf(value, sure=question is None, question=question)
-
-
-def assumed(value: Scalar) -> Leaf:
-    """Returns a default that the nearest recipe may override and that needs no question otherwise."""
-    return Leaf(value, sure=False)
+def leaf(value: Scalar | tuple[Scalar, ...], *asked: str | None) -> Leaf:
+    """Returns a value with the questions of ``asked`` that are not ``None``."""
+    return Leaf(value, question=joined(*asked))
 
 
 def implied(value: Scalar) -> Leaf:
     return Leaf(value, implied=True)
+
+
+def joined(*asked: str | None) -> str | None:
+    """Returns several questions as one; ``None`` if there are none."""
+    whole = ""
+    for each in dict.fromkeys(each for each in asked if each):
+        whole += f"{' Also: ' if whole.endswith('?') else '; also: '}{each}" if whole else each
+    return whole or None
 
 
 def questions(node: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Turns a checkpoint's structure into a recipe: each module in its node, each number an expression over the config.
 
-What headers leave open is taken from the nearest known recipe if it has such a node, else it is the most common choice.
-In both cases the line has a question.
+What names, shapes and configuration leave open is taken from the nearest known recipe if it has such a node, else it is
+the most common choice. In both cases the line has a question.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from fastgen.recipe_tools.propose.attention import AttentionNodes
 from fastgen.recipe_tools.propose.evidence import Module
 from fastgen.recipe_tools.propose.feed_forward import FeedForwardNodes
 from fastgen.recipe_tools.propose.keys import Keys
-from fastgen.recipe_tools.propose.nodes import Leaf, Node, Scalar, assumed, implied, leaf
+from fastgen.recipe_tools.propose.nodes import Leaf, Node, Scalar, implied, joined, leaf
 from fastgen.recipe_tools.propose.structure import Structure
-from fastgen.recipe_tools.propose.words import is_after
+from fastgen.recipe_tools.propose.words import is_after, is_before
+
+_PLACE = "is this norm before its part (norm), after it (output_norm), or on the sum (sum_norm)?"
+_OFFSET = "is 1 added to the weights of the norms (offset: 1, in all)?"
 
 
 class Proposer(AttentionNodes, FeedForwardNodes):
@@ -24,11 +27,13 @@ class Proposer(AttentionNodes, FeedForwardNodes):
         self.num_layers, self.layers_at = num_layers, layers_at
 
     def tree(self) -> Node:
+        layers: Node = {"at": leaf(self.layers_at), "residual": self.residual()}
+        final_norm, head = self.final_norm(), self.head()
         model: Node = {
             "embedding": self.embedding(),
-            "layers": {"at": leaf(self.layers_at), "residual": self.residual()},
-            **self.optional("final_norm", self.final_norm()),
-            "head": self.head(),
+            "layers": layers,
+            **self.optional("final_norm", final_norm),
+            "head": head,
         }
         requires: Node = {"requires": leaf(tuple(self.requires))} if self.requires else {}
         return {"config": self.config(), **requires, "model": model}
@@ -36,8 +41,8 @@ class Proposer(AttentionNodes, FeedForwardNodes):
     def final_norm(self) -> Node | None:
         module = self.structure.final_norm
         node = self.norm(module, "final norm")
-        if node is not None and module is not None and not module.has_bias and node["offset"].implied:
-            node["weight"] = Leaf(module.name, question="is 1 added to the weights of the norms (offset: 1, in all)?")
+        if node is not None and module is not None and node["offset"].implied:
+            node["weight"] = leaf(module.name, _OFFSET)
         return node
 
     @staticmethod
@@ -48,21 +53,21 @@ class Proposer(AttentionNodes, FeedForwardNodes):
 
     def config(self) -> Node:
         structure = self.structure
-        heads = self.number("num_heads", structure.num_heads)
+        heads = self.number("num_heads", structure.num_heads, "the number of heads")
         if not structure.heads_known:
             heads = leaf(structure.num_heads, f"no key states the number of heads; {structure.head_dim} features each?")
-        limit = self.keys.named("max_positions")
+        limit = self.named("max_positions", "the trained length")
         unlimited = leaf("none", "no key states how many positions the model was trained on")
         if structure.positions is not None and limit is None:
             unlimited = leaf(structure.positions.weight[0])
         return {
-            "vocab_size": self.number("vocab_size", structure.vocab),
-            "hidden_size": self.number("hidden_size", structure.hidden),
-            "num_layers": self.number("num_layers", self.num_layers),
+            "vocab_size": self.number("vocab_size", structure.vocab, "the size of the vocabulary"),
+            "hidden_size": self.number("hidden_size", structure.hidden, "the width of the stream"),
+            "num_layers": self.number("num_layers", self.num_layers, "the number of layers"),
             "num_heads": heads,
             "num_kv_heads": self.kv_heads(heads),
             "head_dim": self.head_dim(heads),
-            "max_positions": leaf(limit) if limit else unlimited,
+            "max_positions": limit or unlimited,
         }
 
     def kv_heads(self, heads: Leaf) -> Leaf:
@@ -70,47 +75,62 @@ class Proposer(AttentionNodes, FeedForwardNodes):
         if structure.num_kv_heads == structure.num_heads:
             key = self.keys.named("num_kv_heads")
             same = key is not None and self.keys.values[key] == structure.num_heads
-            return Leaf(key if same else heads.value, sure=heads.sure)
+            return leaf(key if same else heads.value)
         if structure.num_kv_heads == 1 and self.keys.of_value("num_kv_heads", 1) is None:
             return leaf(1)
-        return self.number("num_kv_heads", structure.num_kv_heads)
+        return self.number("num_kv_heads", structure.num_kv_heads, "the number of KV heads")
 
     def head_dim(self, heads: Leaf) -> Leaf:
         structure = self.structure
         if structure.attention.kind == "latent":
-            nope, rope, _ = self.latent_sizes()
-            return leaf(f"{self.size_text(nope, 'nope')} + {self.size_text(rope, 'rope')}")
+            nope, rope = (self.latent_size(name) for name in ("nope", "rope"))
+            return leaf(f"{nope.value} + {rope.value}")
         key = self.keys.named("head_dim")
         if key is not None and self.keys.values[key] == structure.head_dim:
             return leaf(key)
         if structure.hidden == structure.num_heads * structure.head_dim:
-            hidden = self.number("hidden_size", structure.hidden)
-            return Leaf(f"{hidden.value} // {heads.value}", sure=heads.sure)
-        return self.number("head_dim", structure.head_dim)
+            hidden = self.number("hidden_size", structure.hidden, "")
+            return leaf(f"{hidden.value} // {heads.value}")
+        return self.number("head_dim", structure.head_dim, "the features of a head")
 
     # --------------------------------------------------------------------------------------------------------- ends
 
     def embedding(self) -> Node:
         structure = self.structure
         node: Node = {"tokens": leaf(structure.tokens.name), "scale": implied(1)}
-        multiplier = self.keys.containing("embedding", "mult") or self.keys.containing("embed", "scale")
-        if multiplier:
-            node["scale"] = leaf(multiplier)
+        if scale := self.found("embedding scale"):
+            node["scale"] = scale
         elif self.very_near is not None and self.very_near.embedding.scale != 1:
             root = abs(self.very_near.embedding.scale**2 - self.very_near.hidden_size) < 0.5
-            scale: Scalar = "sqrt(hidden_size)" if root else self.very_near.embedding.scale
-            node["scale"] = leaf(scale, "the nearest recipe scales the embedding; does this model? Else 1")
+            usual: Scalar = "sqrt(hidden_size)" if root else self.very_near.embedding.scale
+            node["scale"] = leaf(usual, "the nearest recipe scales the embedding; does this model? Else 1")
         if structure.project_in is not None:
             node["project"] = self.project(structure.project_in)
         if structure.positions is not None:
             node["positions"] = self.positions(structure.positions)
-        if node["scale"].implied:
-            ask = "no key states a scale of the embedding (scale: sqrt(hidden_size), …); is it scaled?"
-            node["tokens"] = Leaf(structure.tokens.name, question=ask)
+        node["tokens"] = leaf(structure.tokens.name, self.unstated(scaled=not node["scale"].implied))
         return node | self.optional("norm", self.norm(structure.embedding_norm, "norm of the embedding"))
 
+    def unstated(self, *, scaled: bool) -> str:
+        """Returns the question about what has no tensor: norms without weights, and what else no key states."""
+        factors = {
+            "the embedding (sqrt(hidden_size), …)": scaled or self.keys.states("embedding scale"),
+            "q·k (other than 1 / sqrt(head_dim))": self.keys.states("score scale", "score divisor"),
+            "branches": self.keys.states("residual scale"),
+            "logits": self.keys.states("logit scale", "logit divisor"),
+            "the weights of experts": self.structure.mixture is None or self.keys.states("router scale"),
+        }
+        limits = {"a soft cap": self.keys.states("score cap", "logit cap"), "a window": self.keys.states("window")}
+        factored = ", ".join(what for what, stated in factors.items() if not stated)
+        open_ = [f"a factor on {factored}"] if factored else []
+        open_ += [what for what, stated in limits.items() if not stated]
+        norm = "a norm without weights (affine: false)"
+        return (
+            f"no key states {', or '.join(open_)}; has the model any, or {norm}?" if open_ else f"has the model {norm}?"
+        )
+
     def project(self, module: Module) -> Node:
-        width = self.number("embedding_size", self.structure.width)
+        width = self.number("embedding size", self.structure.width, "the width of the embedding")
         return {"weight": leaf(module.name), "size": width, **self.bias(module)}
 
     def positions(self, module: Module) -> Node:
@@ -131,7 +151,7 @@ class Proposer(AttentionNodes, FeedForwardNodes):
         tied_key = self.keys.named("tied")
         if structure.head is None:
             stated = tied_key is not None and self.keys.values[tied_key] is True
-            node["weight"] = assumed("lm_head")
+            node["weight"] = leaf("lm_head")
             question = (
                 None if stated else "no tensor is the head, so it is assumed to be the embedding; or is it missing?"
             )
@@ -144,12 +164,11 @@ class Proposer(AttentionNodes, FeedForwardNodes):
             node |= self.bias(structure.head)
         if structure.project_out is not None:
             node["project"] = self.project(structure.project_out)
-        if scale := self.keys.containing("logit", "scaling", kind=(int, float)):
-            node["scale"] = leaf(f"1 / {scale}", "are the logits divided by this key, or multiplied?")
-        elif scale := self.keys.containing("logit", "scale") or self.keys.containing("logit", "mult"):
-            node["scale"] = leaf(scale)
-        if cap := self.keys.containing("final", "softcap") or self.keys.containing("logits", "softcap"):
-            node["softcap"] = leaf(cap)
+        divided = self.found("logit divisor", "1 / {}", "are the logits divided by this key, or multiplied?")
+        if scale := divided or self.found("logit scale"):
+            node["scale"] = scale
+        if cap := self.found("logit cap"):
+            node["softcap"] = cap
         return node
 
     # ------------------------------------------------------------------------------------------------------- layers
@@ -159,57 +178,63 @@ class Proposer(AttentionNodes, FeedForwardNodes):
         parallel, question = self.is_parallel()
         attention = self.attention()
         forwards = self.forwards()
-        scale = self.keys.containing("residual", "mult")
-        scaled: Node = {"scale": leaf(scale)} if scale else {}
-        attend_norm = self.norm(norms.attend, "norm of the attention", ask=question)
-        transform_norm = self.norm(norms.transform, "norm of the feed-forward")
+        scale = self.found("residual scale")
+        scaled = self.optional("scale", scale)
+        offset = _OFFSET if self.structure.final_norm is None else None
+        place = joined(self.ask_before(norms.attend), offset)
+        attend_norm = self.norm(norms.attend, "norm of the attention", place=place)
+        place = joined(None if norms.attend else self.ask_before(norms.transform), question)
+        transform_norm = self.norm(norms.transform, "norm of the feed-forward", place=place)
         if parallel:
             if transform_norm is None:
                 return {"both": self.optional("norm", attend_norm) | attention | forwards | scaled}
             inner = {kind: self.optional("norm", transform_norm) | part for kind, part in forwards.items()}
             ((kind, part),) = attention.items()
             return {"both": {kind: self.optional("norm", attend_norm) | part} | inner | scaled}
-        after = {
-            "attend": self.norm(norms.after_attend, "norm after the attention", ask=self.ask_after(norms.after_attend)),
-            "transform": self.norm(norms.after_transform, "norm after the feed-forward"),
-        }
+        attended = self.norm(norms.after_attend, "norm after the attention", place=self.ask_after(norms.after_attend))
+        transformed = self.norm(
+            norms.after_transform, "norm after the feed-forward", place=self.ask_after(norms.after_transform)
+        )
         return {
             "attend": {
                 **self.optional("norm", attend_norm),
                 **attention,
-                **self.optional("output_norm", after["attend"]),
+                **self.optional("output_norm", attended),
                 **scaled,
             },
             "transform": {
                 **self.optional("norm", transform_norm),
                 **forwards,
-                **self.optional("output_norm", after["transform"]),
+                **self.optional("output_norm", transformed),
                 **scaled,
             },
         }
 
     @staticmethod
     def ask_after(norm: Module | None) -> str | None:
-        if norm is None or is_after(norm.name):
-            return None
-        return "is this norm before its part (norm), after it (output_norm), or on the sum (sum_norm)?"
+        return _PLACE if norm is not None and not is_after(norm.name) else None
+
+    def ask_before(self, norm: Module | None) -> str | None:
+        """Returns the question about a norm that is taken to be before its part, unless a name says where it is."""
+        said = any(is_before(each.name) for each in self.structure.norms.stream)
+        return _PLACE if norm is not None and not said else None
 
     def is_parallel(self) -> tuple[bool, str | None]:
         """Returns whether attention and feed-forward read the same stream, and a question if nothing shows it."""
         norms = self.structure.norms
         if not norms.stream:
             return False, None
-        flag = self.keys.containing("parallel", kind=bool)
+        flag = self.keys.find("parallel")
         if len(norms.stream) == 1:
             return True, None
         if norms.after_attend or norms.after_transform:
             return False, None
         if flag is not None:
-            parallel = bool(self.keys.values[flag])
-            self.requires.append(flag if parallel else f"not {flag}")
-            return parallel, None
-        near = self.very_near.layers[0].branches if self.very_near is not None else ()
-        parallel = len(near) == 1 and len(near[0].parts) == 2
+            parallel = bool(self.keys.values[flag.name])
+            self.requires.append(flag.name if parallel else f"not {flag.name}")
+            return parallel, self.uncertainty(flag, "whether the parts of a layer run in parallel")
         ask = "one after the other (attend, transform), or in parallel (one branch, both)?"
-        sequential = any("post" in module.name or "input" in module.name for module in norms.stream)
-        return parallel, ask if parallel or not sequential else None
+        if any(is_after(module.name) for module in norms.stream):  # `post_attention` says that attention was before
+            return False, None
+        near = self.very_near.layers[0].branches if self.very_near is not None else ()
+        return len(near) == 1 and len(near[0].parts) == 2, ask

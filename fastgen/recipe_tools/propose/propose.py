@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
 from fastgen.errors import CheckpointError, RecipeError
+from fastgen.models.fingerprint import Fingerprint, fingerprint
 from fastgen.models.recipe.recipe import Recipe, load_recipe
 from fastgen.models.registry.nearest import Nearness, Shape, fold, nearest_recipes
-from fastgen.models.resolve.config_keys import check_config_keys
+from fastgen.models.resolve.config_keys import HARMLESS, check_config_keys
 from fastgen.models.resolve.resolve import mentioned_paths, resolve, stated_architectures, unread_keys
 from fastgen.models.spec import ModelSpec
 from fastgen.recipe_tools.propose.evidence import Evidence, gather
 from fastgen.recipe_tools.propose.keys import Keys
-from fastgen.recipe_tools.propose.nodes import Leaf, Node, leaf, questions, written
+from fastgen.recipe_tools.propose.nodes import Leaf, Node, joined, leaf, questions, written
 from fastgen.recipe_tools.propose.proposal import Proposer
 from fastgen.recipe_tools.propose.recipe_text import QUESTION_MARK, recipe_text, scalar
 from fastgen.recipe_tools.propose.structure import read_structure
@@ -31,13 +31,13 @@ from fastgen.recipe_tools.propose.variant import Difference
 # Last parts of the names of tensors that are not parameters: masks, frequencies.
 _BUFFERS: Final = ("inv_freq", "masked_bias", "attn.bias", "attention.bias", "embed_positions", "position_ids")
 _LIKE_THE_NEAREST: Final = 0.55  # smallest share of common folded tensors at which choices of the nearest recipe count
-_SAME_NAMES: Final = 0.99  # smallest share of structure and names at which its choices are not asked again
 _LISTED: Final = 12
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _UNREAD: Final = (
     "nothing reads these keys, so the model cannot be loaded; describe in the recipe what a key changes, and let this "
     "line ignore those that change nothing:"
 )
+_INHERITED: Final = "{} accounts for these keys; do they mean the same here, or change nothing?"
 _UNCLAIMED: Final = "{} tensors are not claimed by any node of this recipe; what are they for?"
 _MISSING: Final = "{} tensors that this recipe needs are missing or have another shape"
 
@@ -95,7 +95,7 @@ def propose(config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Seq
         ) from None
     best = whole
     for base in [each for each in measured[:3] if each.structure >= _LIKE_THE_NEAREST]:
-        variant = maker.variant(tree, base, evidence, whole)
+        variant = maker.variant(tree, base.recipe, evidence, whole)
         if variant is not None and variant.text.count("\n") < whole.text.count("\n"):
             best = variant
             break
@@ -117,18 +117,20 @@ class _Maker:
     def __init__(self, config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Sequence[Recipe], name: str):
         self.config, self.shapes, self.recipes, self.name = config, shapes, recipes, name
 
-    def variant(self, tree: Node, base: Nearness, evidence: Evidence, whole: _Made) -> _Made | None:
-        """Returns the proposal as a difference from ``base``, if the result claims every tensor in the same way."""
-        same_names = min(base.structure, base.names) >= _SAME_NAMES
-        difference = Difference(base.recipe, self.config, evidence.num_layers, keep_questions=not same_names)
+    def variant(self, tree: Node, base: Recipe, evidence: Evidence, whole: _Made) -> _Made | None:
+        """Returns the proposal as a difference from ``base``, if it describes the same model as the ``whole``."""
         try:
-            made = self.make(difference.of(tree), base.recipe)
+            made = self.make(Difference(base, self.config, evidence.num_layers).of(tree), base, whole.unread)
         except RecipeError:
             return None
-        return made if self._claims(made.spec) == self._claims(whole.spec) else None
+        return made if _computed(made.spec) == _computed(whole.spec) else None
 
-    def make(self, node: Node, base: Recipe | None) -> _Made:
-        """Makes ``node`` a recipe, loaded and resolved, with questions for keys that it does not account for."""
+    def make(self, node: Node, base: Recipe | None, unproposed: Sequence[str] = ()) -> _Made:
+        """Makes ``node`` a recipe, loaded and resolved, with questions for keys that it does not account for.
+
+        ``unproposed`` are keys that the proposal itself does not read. If the ``base`` accounts for them, that is a
+        question too.
+        """
         head: Node = {"name": leaf(self.name)}
         if base is not None:
             head["extends"] = leaf(base.name)
@@ -137,20 +139,12 @@ class _Maker:
         head["architectures"] = leaf(tuple(names) or ("Unknown",), ask)
         draft = self._load(recipe_text(head | node))
         unread = tuple(self._unread(draft))
-        inherited = base.schema.ignores if base is not None else None
         spec = resolve(draft, self.config, allow_config_keys=unread)
-        unclaimed = self._unclaimed(spec)
+        unclaimed = self._unclaimed(spec, ())
         buffers = sorted({f"*.{part}" for name in unclaimed for part in _BUFFERS if name.endswith(f".{part}")})
-        unclaimed = [name for name in unclaimed if not any(fnmatchcase(name, pattern) for pattern in buffers)]
+        unclaimed = self._unclaimed(spec, buffers)
         missing = self._missing(spec)
-        ignores: Node = {}
-        if unread:
-            everything = (*(inherited.config if inherited else ()), *unread)
-            listed = "; ".join(f"{key} = {_brief(_at(self.config, key))}" for key in unread)
-            ignores["config"] = Leaf(everything, question=f"{_UNREAD} {listed}", commented=True)
-        if buffers:
-            everything = (*(inherited.tensors if inherited else ()), *buffers)
-            ignores["tensors"] = leaf(everything, "masks and frequencies, which the model computes itself?")
+        ignores = self._ignores(base, unread, [key for key in unproposed if key not in unread], buffers)
         node = head | ({"ignores": ignores} if ignores else {}) | node
         text = recipe_text(node, self._comments(unclaimed, missing))
         recipe = self._load(text)
@@ -163,6 +157,30 @@ class _Maker:
             tuple(unclaimed),
             tuple(missing),
         )
+
+    def _ignores(
+        self, base: Recipe | None, unread: Sequence[str], inherited: Sequence[str], buffers: Sequence[str]
+    ) -> Node:
+        """Returns the questions about keys that nothing reads or only the ``base`` accounts for, and about buffers."""
+        node: Node = {}
+        ignored = base.schema.ignores if base is not None else None
+        stated = [key for key in inherited if _at(self.config, key) is not None]
+        asked = [f"{_UNREAD} {self._listed(unread)}"] if unread else []
+        if base is not None and stated:
+            asked.append(f"{_INHERITED.format(base.name)} {self._listed(stated)}")
+        if asked:
+            everything = (*(ignored.config if ignored else ()), *unread)
+            node["config"] = Leaf(everything, question=joined(*asked), commented=bool(unread))
+        if buffers:
+            everything = tuple(dict.fromkeys((*(ignored.tensors if ignored else ()), *buffers)))
+            node["tensors"] = leaf(everything, "masks and frequencies, which the model computes itself?")
+        return node
+
+    def _listed(self, keys: Sequence[str]) -> str:
+        return "; ".join(f"{key} = {_brief(_at(self.config, key))}{self._meaning(key)}" for key in keys)
+
+    def _meaning(self, key: str) -> str:
+        return f" ({HARMLESS[key][1]})" if key in HARMLESS else ""
 
     def proposal(self, made: _Made, nearest: Nearness | None) -> Proposal:
         lines = (number for number, line in enumerate(made.text.splitlines(), 1) if QUESTION_MARK in line)
@@ -221,13 +239,11 @@ class _Maker:
                 found.append(key)
         return found
 
-    def _unclaimed(self, spec: ModelSpec) -> list[str]:
+    def _unclaimed(self, spec: ModelSpec, ignored: Sequence[str]) -> list[str]:
+        """Returns the tensors that no node claims, except those that match a pattern of ``ignored``."""
         claimed = {name for each in spec.tensors() for name in each.names}
-        return [
-            name
-            for name in self.shapes
-            if name not in claimed and not any(fnmatchcase(name, pattern) for pattern in spec.ignored_tensors)
-        ]
+        left = (name for name in self.shapes if name not in claimed)
+        return [name for name in left if not any(fnmatchcase(name, pattern) for pattern in ignored)]
 
     def _missing(self, spec: ModelSpec) -> list[str]:
         return sorted(
@@ -238,13 +254,10 @@ class _Maker:
             }
         )
 
-    def _claims(self, spec: ModelSpec) -> Mapping[str, set[object]]:
-        """Returns the claimed shapes by the name of the tensor in the checkpoint, including missing tensors."""
-        found: dict[str, set[object]] = defaultdict(set)
-        for each in spec.tensors():
-            name = next((name for name in each.names if name in self.shapes), each.names[0])
-            found[name].add((each.stored_shape, each.shape))
-        return found
+
+def _computed(spec: ModelSpec) -> Fingerprint:
+    """Returns what ``spec`` computes, whatever tensors it ignores."""
+    return fingerprint(replace(spec, ignored_tensors=()))
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:

@@ -20,6 +20,8 @@ from fastgen.recipe_tools.propose.words import (
     words,
 )
 
+_ENCODER_KEYS: Final = ("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder")
+_LISTED: Final = 8  # tensors that an error names
 _USUAL_HEAD_DIMS: Final = (128, 64, 96, 80, 256, 32, 112, 160, 16, 8)
 
 
@@ -89,24 +91,48 @@ def read_structure(evidence: Evidence, keys: Keys) -> Structure:
         raise CheckpointError("the checkpoint contains no tensors")
     if not evidence.layers_at:
         raise CheckpointError("no tensors are numbered by layer (as in `layers.0.…`), so there is nothing to propose")
+    _refuse_encoders(evidence)
     hidden = _hidden(evidence, keys)
     tokens = _tokens(evidence, keys, hidden)
     mixture, others = _mixture(evidence, hidden)
     sizes = frozenset(module.weight[0] for module in evidence.layer if len(module.weight) == 1)
     attention, forward = match_layer(others, hidden, norm_sizes=sizes, needs_mlp=mixture is None)
     if attention is None:
-        listed = ", ".join(sorted({module.name for module in evidence.layer})[:8])
-        raise CheckpointError(
-            f"no modules of a layer fit an attention of the recipe language over {hidden} features; below "
-            f"{evidence.layers_at} are {listed or 'only indices'}"
-        )
+        raise CheckpointError(_no_part("attention", evidence, hidden))
     if forward is None and mixture is None:
-        raise CheckpointError(f"no modules below {evidence.layers_at} fit a feed-forward of {hidden} features")
+        raise CheckpointError(_no_part("feed-forward", evidence, hidden))
     structure = Structure(hidden, tokens.weight[0], tokens, attention, Norms(), forward, mixture)
     _heads(structure, evidence, keys)
     _norms(structure, others)
     _ends(structure, evidence)
     return structure
+
+
+def _refuse_encoders(evidence: Evidence) -> None:
+    """Raises :class:`CheckpointError` if the configuration says that the model has an encoder."""
+    for key in _ENCODER_KEYS:
+        if evidence.config.get(key) is True:
+            raise CheckpointError(
+                f"config.json says {key}: true. The recipe language describes decoders alone: it has no encoder, and "
+                "no attention to one"
+            )
+
+
+def _no_part(part: str, evidence: Evidence, hidden: int) -> str:
+    """Returns the error about layers without a recognised ``part``, with the tensors that are there."""
+    at = evidence.layers_at
+    shapes = {
+        f"{module.name}.{last}".lstrip("."): shape for module in evidence.layer for last, shape in module.shapes.items()
+    }
+    message = f"no modules below {at} fit {'an' if part[0] == 'a' else 'a'} {part} over {hidden} features"
+    deep = [f"{at}.{name} {list(shape)}" for name, shape in shapes.items() if len(shape) > 2]
+    if deep:
+        return (
+            f"{message}, and these have more than two axes: {', '.join(deep[:_LISTED])}. That is a convolution, or all "
+            "experts in one tensor. The recipe language has neither: each expert needs tensors of its own"
+        )
+    listed = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items())[:_LISTED])
+    return f"{message}; there are {listed or 'only indices'}"
 
 
 def _hidden(evidence: Evidence, keys: Keys) -> int:

@@ -28,16 +28,26 @@ _SECTIONS: Final = frozenset(
 _MODULES: Final = frozenset(
     ("q", "k", "v", "fused", "gate", "up", "split", "layout", "correction", "shared_gate", "fraction", "dim")
 )
-# Keys that a recipe may leave out, which the language then takes as absent.
-_OPTIONAL: Final = frozenset(("scale", "softcap", "sliding_window", "offset", "bias"))
+# Keys that a recipe may leave out, and the values that then hold.
+_OPTIONAL: Final[dict[str, tuple[Any, ...]]] = {
+    "scale": (1, None),
+    "softcap": (None,),
+    "sliding_window": (None,),
+    "offset": (0,),
+    "bias": (False,),
+}
 _MISSING: Final = object()
 
 
 class Difference:
-    """Finds the nodes of a proposal that differ from the recipe ``nearest`` for a model with this ``config``."""
+    """Finds the nodes of a proposal that differ from the recipe ``nearest`` for a model with this ``config``.
 
-    def __init__(self, nearest: Recipe, config: Mapping[str, Any], num_layers: int, *, keep_questions: bool):
-        self.recipe, self.num_layers, self.keep_questions = nearest, num_layers, keep_questions
+    The difference only shortens a proposal: nothing is inherited that the proposal does not say, and a line with a
+    question is always written.
+    """
+
+    def __init__(self, nearest: Recipe, config: Mapping[str, Any], num_layers: int):
+        self.recipe, self.num_layers = nearest, num_layers
         self.tree: Mapping[str, Any] = nearest.tree.plain()
         self.scope = Scope(config)
         numbers = {name: self._evaluate(self.tree["config"].get(name)) for name in Config.model_fields}
@@ -47,7 +57,8 @@ class Difference:
         self.scope = self.scope.with_names(**{name: value for name, value in defined.items() if value is not _MISSING})
 
     def of(self, proposal: Node) -> Node:
-        return self._below(proposal, self.tree, ())
+        aliases: Node = {"aliases": Leaf(None)} if self.tree.get("aliases") else {}
+        return aliases | self._below(proposal, self.tree, ())
 
     def _below(self, proposal: Node, known: Mapping[str, Any], path: Path) -> Node:
         found: Node = {}
@@ -73,22 +84,17 @@ class Difference:
     def _leaf(self, mine: Leaf, theirs: Any, path: Path) -> Leaf | None:
         if theirs is _MISSING:
             return None if mine.implied else mine
-        same = self._same(mine.value, theirs, path)
-        if same and (mine.question is None or not self.keep_questions):
+        if mine.question is None and self._same(mine.value, theirs, path):
             return None
         if path == ("requires",) and isinstance(mine.value, tuple):
             return Leaf(tuple(dict.fromkeys((*theirs, *mine.value))))
-        if (
-            not mine.sure and not isinstance(theirs, Mapping) and self._is_supported(theirs, path)
-        ):  # what headers leave open is taken from the nearest recipe
-            return Leaf(theirs, question=mine.question) if mine.question and self.keep_questions else None
         return mine
 
     def _is_gone(self, key: str, theirs: Any, path: Path) -> bool:
         if isinstance(theirs, Mapping) and "when" in theirs and self._is(theirs["when"], False):
             return False
-        if key in _OPTIONAL and path[:1] == ("model",) and not self._is_supported(theirs, (*path, key)):
-            return True
+        if key in _OPTIONAL and path[:1] == ("model",):
+            return any(value not in _OPTIONAL[key] for value in self._values(theirs))
         below_residual = len(path) == 3 and path[-1] == "residual"
         return path[:1] == ("model",) and (below_residual or key in _SECTIONS or key in _MODULES)
 

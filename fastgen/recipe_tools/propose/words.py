@@ -85,6 +85,11 @@ def comes_second(module: str) -> float:
     return second - first
 
 
+def is_before(module: str) -> bool:
+    """Returns whether a norm's name says that it is before the part that follows."""
+    return bool({"pre", "input", "before", "ante"} & set(words(module)))
+
+
 def is_after(module: str) -> bool:
     """Returns whether a norm's name says that it is after the part that it is named for."""
     return bool({"post", "after", "output", "out"} & set(words(module)))

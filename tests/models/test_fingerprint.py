@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from fastgen.models.fingerprint import fingerprint
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.registry.registry import named_recipe
 from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import Layout, MoeSpec
 from fastgen.verify.edits import replaced
-from fastgen.verify.fingerprint import fingerprint
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
