@@ -92,10 +92,16 @@ try_torch() {
     show_failure "pip install $*"
 }
 
+# The ordinary build names a version of Triton itself, which need not be the locked one.
+leave_triton_to_torch() {
+    grep -v '^triton==' tools/constraints.txt >"$locked"
+}
+
 install_torch() {
     # "==" alone would prefer +cpu to the ordinary build. macOS has no CUDA, and so no separate CPU build.
     if [ "$device" = gpu ] || [ "$(uname -s)" = Darwin ]; then
         say "installing torch $torch_version"
+        [ "$device" = cpu ] || leave_triton_to_torch
         quietly pip install "torch==$torch_version,!=$torch_version+cpu"
         return
     fi
@@ -104,6 +110,7 @@ install_torch() {
     say "the configured indexes do not have it; trying PyTorch's own CPU index"
     try_torch --timeout 30 --retries 2 --extra-index-url "$cpu_index" "torch==$torch_version+cpu" && return
     say "that cannot be had either; installing the ordinary build, which brings several GB of CUDA libraries"
+    leave_triton_to_torch
     quietly pip install "torch==$torch_version"
 }
 
@@ -123,14 +130,17 @@ else
     printf '%s' "$root" >"$venv/place"
 fi
 
+locked=$(mktemp)
+trap 'rm -f "$locked"' EXIT
 if [ -n "${NEWEST:-}" ]; then
     logged pip index versions torch || show_failure "pip index versions torch"
     torch_version=$(sed -n 's/^torch (\([0-9.]*\).*/\1/p' "$log")
 else
     torch_version=$(sed -n 's/^torch==//p' tools/constraints.txt)
+    cp tools/constraints.txt "$locked"
     # Named by the environment and not by an option, so that pip keeps to the file where it builds fastgen, too. The
-    # older pip reads the first for that, the newer the second. Both split at spaces, and this path has none.
-    export PIP_CONSTRAINT=tools/constraints.txt PIP_BUILD_CONSTRAINT=tools/constraints.txt
+    # older pip reads the first for that, the newer the second. Both split at spaces, and a temporary name has none.
+    export PIP_CONSTRAINT="$locked" PIP_BUILD_CONSTRAINT="$locked"
 fi
 install_torch
 say "installing fastgen and what its development needs${NEWEST:+, everything at its newest}"
