@@ -310,7 +310,7 @@ def loss(entry: Data, side: str) -> Figure | Lack:
 
     def lost(found: Data) -> float:
         ours, theirs = (float(found["sides"][each]["tokens_per_s"]) for each in (side, "library"))
-        return 100 * (1 - ours / theirs)
+        return 100 * (theirs - ours) / theirs
 
     return rounds.figure(lost)
 

@@ -94,7 +94,7 @@ try_torch() {
 
 # The ordinary build names a version of Triton itself, which need not be the locked one.
 leave_triton_to_torch() {
-    grep -v '^triton==' tools/constraints.txt >"$locked"
+    grep -v -e '^torch==' -e '^triton==' tools/constraints.txt >"$locked"
 }
 
 install_torch() {
@@ -137,7 +137,8 @@ if [ -n "${NEWEST:-}" ]; then
     torch_version=$(sed -n 's/^torch (\([0-9.]*\).*/\1/p' "$log")
 else
     torch_version=$(sed -n 's/^torch==//p' tools/constraints.txt)
-    cp tools/constraints.txt "$locked"
+    # Torch's own line would hide from pip's message that the indexes do not have the build that is asked for.
+    grep -v '^torch==' tools/constraints.txt >"$locked"
     # Named by the environment and not by an option, so that pip keeps to the file where it builds fastgen, too. The
     # older pip reads the first for that, the newer the second. Both split at spaces, and a temporary name has none.
     export PIP_CONSTRAINT="$locked" PIP_BUILD_CONSTRAINT="$locked"

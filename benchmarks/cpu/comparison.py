@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 from benchmarks.cpu.engines.protocol import ADAPTERS, BITS
@@ -43,7 +44,9 @@ def our_format(weight_format: str) -> str:
 
 
 def models_of(data: Data) -> list[str]:
-    return list(dict.fromkeys(each["model"] for kind in ("turns", "samples", "steps") for each in data.get(kind, ())))
+    """Returns the models that a file has something of, the smallest first."""
+    found = {each["model"] for kind in ("turns", "samples", "steps") for each in data.get(kind, ())}
+    return [model for model in SHAPES if model in found]
 
 
 def turns_of(data: Data, model: str, engine: str, weight_format: str, workload: str) -> Evidence | None:
@@ -56,22 +59,21 @@ def beside(data: Data, model: str, engine: str, weight_format: str, workload: st
     found = turns_of(data, model, engine, weight_format, workload)
     if found is None:
         return Lack(absence(data, model, engine, weight_format))
-    rate = RATES[workload]
-
-    def ratio(turn: Data) -> float | None:
-        ours, theirs = rate(turn["ours"]), rate(turn["theirs"])
-        return None if ours is None or theirs is None else ours / theirs
-
-    figure = found.figure(ratio)
+    figure = found.figure(lambda turn: ratio_of(turn, workload))
     return figure.beside(engine) if isinstance(figure, Figure) else figure
+
+
+def ratio_of(turn: Data, workload: str) -> float | None:
+    ours, theirs = (RATES[workload](turn[side]) for side in ("ours", "theirs"))
+    return None if ours is None or theirs is None else ours / theirs
 
 
 def absence(data: Data, model: str, engine: str, weight_format: str) -> str:
     """Returns why an engine has no turns at all."""
     facts = data["engines"].get(f"{model} / {engine} / {weight_format}")
     if facts is None:
-        return "not tried"
-    return str(facts.get("absent", "no turns"))
+        return "no run of it is recorded"
+    return str(facts.get("absent", "not run in turns"))
 
 
 def rows(data: Data, model: str, weight_format: str, workload: str) -> list[tuple[str, str, Figure | Lack]]:
@@ -96,13 +98,24 @@ def against_best(workload: str) -> Callable[[Data, str, str], Figure | Lack]:
         if figures:
             return min(figures, key=lambda each: each.value)
         counted = [
-            f"{engine} {len(found.steady)} of {found.num_measured}"
+            f"{engine}{'' if other == weight_format else f' in {other}'} {len(found.steady)} of {found.num_measured}"
             for engine, other, _ in every
             if (found := turns_of(data, model, engine, other, workload)) is not None
         ]
         return Lack(f"turns that were steady: {', '.join(counted)}" if counted else "no turns")
 
     return figure
+
+
+def looks_below(data: Data, model: str, weight_format: str, workload: str, floor: float) -> bool:
+    """Returns true if what turns there are, steady or not, are too few for a ratio and lie below the floor."""
+    for engine, other, found in rows(data, model, weight_format, workload):
+        turns = turns_of(data, model, engine, other, workload)
+        if turns is not None and isinstance(found, Lack):
+            ratios = [each for turn in turns.measured if (each := ratio_of(turn, workload)) is not None]
+            if ratios and statistics.median(ratios) < floor:
+                return True
+    return False
 
 
 def weight_bytes(model: str, engine: str, weight_format: str) -> float | None:

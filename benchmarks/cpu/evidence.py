@@ -54,12 +54,16 @@ class Lack:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Holds the steady measurements of one build, of which a figure may be made."""
+    """Holds the measurements of one build; a figure may be made of the steady ones."""
 
     build: str
+    measured: list[Data]
     steady: list[Data]
-    num_measured: int
     unit: str
+
+    @property
+    def num_measured(self) -> int:
+        return len(self.measured)
 
     @property
     def lack(self) -> Lack:
@@ -85,8 +89,7 @@ def evidence(measured: Iterable[Data], is_steady: Callable[[Data], bool], unit: 
     for each in sorted(measured, key=lambda each: str(each["date"]), reverse=True):
         builds.setdefault(build_of(each), []).append(each)
     found = [
-        Evidence(build, [each for each in every if is_steady(each)], len(every), unit)
-        for build, every in builds.items()
+        Evidence(build, every, [each for each in every if is_steady(each)], unit) for build, every in builds.items()
     ]
     enough = [each for each in found if len(each.steady) >= LEAST_STEADY]
     return enough[0] if enough else max(found, key=lambda each: len(each.steady), default=None)
