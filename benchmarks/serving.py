@@ -1,15 +1,22 @@
 """Measures what HTTP costs beside the library: throughput and the time to the first token of both, in one run.
 
-``python -m benchmarks.serving [--models MODELS] [--rounds N] [--output FILE]`` starts two processes in every round, for
-where in memory a process comes to lie makes it a little faster or slower for as long as it runs: ``LLM``, and ``fastgen
-serve``, called over bare sockets. They take turns while the other sleeps, in an order that each round draws anew, so
-that a change of the machine's speed affects both. Both get the same token ids and one thread for kernels, so that the
-server and its client have the other core of a small machine. Every answer of the one is compared with the other's.
+``python -m benchmarks.serving [--models MODELS] [--kinds KINDS] [--rounds N] [--output FILE]`` starts two processes in
+every round, for where in memory a process comes to lie makes it a little faster or slower for as long as it runs:
+``LLM``, and ``fastgen serve``, called over bare sockets. They take turns while the other sleeps, in an order that each
+round draws anew, so that a change of the machine's speed affects both. Both get the same token ids and one thread for
+kernels, so that the server and its client have the other core of a small machine. Every answer of the one is compared
+with the other's.
 
-Throughput is measured from the first request to the last answer. Each request has 64 tokens of prompt and 128 of
-answer, and 32 run at a time. There are 128 of them, or as many more as take ``LLM`` five seconds. The HTTP client keeps
-128 connections open. The time to the first token is that of single requests to an idle engine: ``LLM`` and the server
-get one each in turn. The printed throughput is the median over rounds of its ratio to the library's in the same round.
+Throughput is measured from the first request to the last answer. The cost of HTTP depends on the requests, so there are
+three kinds: *short* ones with 16 tokens of prompt and 16 of answer, *long* ones with 64 and 128, and a *burst* of 128
+long ones. Of short and long ones there are as many as take ``LLM`` five seconds, at least 128. 32 run at a time, and
+the HTTP client keeps 128 connections open.
+
+The machine's limits are measured before and after every run. A round is steady if they moved by at most 15 % during
+each run and from run to run. The printed loss is the median over at least six steady rounds of the throughput that HTTP
+loses in a round, with the least and the greatest.
+
+The time to the first token is that of single requests to an idle engine: ``LLM`` and the server get one each in turn.
 The printed first-token time is the median over rounds of the median over these pairs.
 """
 
@@ -38,13 +45,26 @@ from pathlib import Path
 from typing import Any
 
 import fastgen
+from benchmarks.cpu.calibration import Calibration
+from benchmarks.cpu.evidence import Data, Figure, Lack, around, evidence, is_close, was_steady
 from benchmarks.cpu.models import write_model
+from benchmarks.cpu.results import commit, now
 from benchmarks.scheduler import processor
 
-NUM_PROMPT, NUM_ANSWER = 64, 128
+
+@dataclass(frozen=True)
+class Kind:
+    """Describes the requests of a measurement."""
+
+    num_prompt: int
+    num_answer: int
+    # How long the library should take for all of them; as many as a client keeps open take no less.
+    least_s: float
+
+
+KINDS = {"short": Kind(16, 16, 5.0), "long": Kind(64, 128, 5.0), "burst": Kind(64, 128, 0.0)}
 # Requests that a client keeps open, and the fewest that throughput is measured with.
 NUM_AT_A_TIME = 128
-LEAST_S = 5.0
 # Pairs of requests whose first token is timed.
 NUM_SINGLE = 40
 LOAD: dict[str, Any] = {"max_num_seqs": 32, "prefix_caching": False, "num_threads": 1}
@@ -57,6 +77,7 @@ class Throughput:
     """Holds one measurement of one side."""
 
     num_requests: int
+    num_answer: int
     # The answers, for the gate.
     texts: list[str] = field(default_factory=list)
     # From the first request to the last answer.
@@ -64,13 +85,13 @@ class Throughput:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_requests * NUM_ANSWER / self.seconds
+        return self.num_requests * self.num_answer / self.seconds
 
 
-def prompts(number: int) -> list[list[int]]:
+def prompts(number: int, num_prompt: int) -> list[list[int]]:
     """Returns ``number`` prompts of ids that every model here has."""
     rng = random.Random(0)
-    return [[rng.randrange(10, 250) for _ in range(NUM_PROMPT)] for _ in range(number)]
+    return [[rng.randrange(10, 250) for _ in range(num_prompt)] for _ in range(number)]
 
 
 def serve_library(model: str) -> None:
@@ -78,12 +99,12 @@ def serve_library(model: str) -> None:
     fields: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     with fastgen.load(model, **LOAD) as llm:
 
-        def throughput(num_requests: int) -> dict[str, Any]:
-            llm.generate(prompts(NUM_AT_A_TIME), max_new_tokens=4, **fields)
+        def throughput(num_requests: int, num_prompt: int, num_answer: int) -> dict[str, Any]:
+            llm.generate(prompts(NUM_AT_A_TIME, num_prompt), max_new_tokens=4, **fields)
             began_s = time.perf_counter()
-            outputs = llm.generate(prompts(num_requests), max_new_tokens=NUM_ANSWER, **fields)
+            outputs = llm.generate(prompts(num_requests, num_prompt), max_new_tokens=num_answer, **fields)
             seconds = time.perf_counter() - began_s
-            return vars(Throughput(num_requests, [output.text for output in outputs], seconds))
+            return vars(Throughput(num_requests, num_answer, [output.text for output in outputs], seconds))
 
         def first_token_s(prompt: list[int]) -> float:
             began_s = time.perf_counter()
@@ -106,8 +127,8 @@ class Library:
     def __init__(self, process: subprocess.Popen[str]):
         self._process = process
 
-    def throughput(self, num_requests: int) -> Throughput:
-        return Throughput(**self._ask("throughput", num_requests))
+    def throughput(self, num_requests: int, kind: Kind) -> Throughput:
+        return Throughput(**self._ask("throughput", num_requests, kind.num_prompt, kind.num_answer))
 
     def first_token_s(self, prompt: list[int]) -> float:
         return float(self._ask("first_token_s", prompt))
@@ -138,11 +159,12 @@ def request_body(model: str, prompt: list[int], max_tokens: int, *, is_stream: b
     return json.dumps({"model": model} | fields).encode()
 
 
-def http_throughput(port: int, model: str, num_requests: int, *, is_stream: bool) -> Throughput:
+def http_throughput(port: int, model: str, num_requests: int, kind: Kind, *, is_stream: bool) -> Throughput:
     """Measures the server at ``port``, after the same prompts have warmed it up."""
-    measured = Throughput(num_requests)
-    bodies = [request_body(model, each, NUM_ANSWER, is_stream=is_stream) for each in prompts(num_requests)]
-    ask_all(port, [request_body(model, each, 4, is_stream=is_stream) for each in prompts(NUM_AT_A_TIME)])
+    measured = Throughput(num_requests, kind.num_answer)
+    body = partial(request_body, model, is_stream=is_stream)
+    bodies = [body(each, kind.num_answer) for each in prompts(num_requests, kind.num_prompt)]
+    ask_all(port, [body(each, 4) for each in prompts(NUM_AT_A_TIME, kind.num_prompt)])
     began_s = time.perf_counter()
     answers = ask_all(port, bodies)
     measured.seconds = time.perf_counter() - began_s
@@ -237,71 +259,103 @@ def served(model: str, flags: Sequence[str] = FLAGS, *, says: bool = False) -> I
             process.send_signal(signal.SIGTERM)
 
 
-def compare(model: str, name: str, num_rounds: int) -> dict[str, Any]:
+def compare(model: str, name: str, kind: Kind, num_rounds: int, calibration: Calibration) -> Data:
     """Measures all sides in turns. Raises ``RuntimeError`` where answers differ."""
-    rounds: list[dict[str, Throughput]] = []
-    # By round: the first-token times of the library and of HTTP.
-    pairs_s: list[list[tuple[float, float]]] = []
+    rounds: list[Data] = []
     with library(model) as llm:
-        rate = llm.throughput(NUM_AT_A_TIME).tokens_per_s / NUM_ANSWER
-    num_requests = max(NUM_AT_A_TIME, round(rate * LEAST_S))
+        rate = llm.throughput(NUM_AT_A_TIME, kind).tokens_per_s / kind.num_answer
+    num_requests = max(NUM_AT_A_TIME, round(rate * kind.least_s))
     for number in range(num_rounds):
         with library(model) as llm, served(model) as port:
             sides: dict[str, Callable[[], Throughput]] = {
-                "library": partial(llm.throughput, num_requests),
-                "http": partial(http_throughput, port, model, num_requests, is_stream=False),
-                "http stream": partial(http_throughput, port, model, num_requests, is_stream=True),
+                "library": partial(llm.throughput, num_requests, kind),
+                "http": partial(http_throughput, port, model, num_requests, kind, is_stream=False),
+                "http stream": partial(http_throughput, port, model, num_requests, kind, is_stream=True),
             }
             first = number % len(SIDES)
-            measured = {side: sides[side]() for side in SIDES[first:] + SIDES[:first]}
-            pairs_s.append(
-                [(llm.first_token_s(each), http_first_token_s(port, model, each)) for each in prompts(NUM_SINGLE)]
-            )
+            measured: dict[str, Throughput] = {}
+            found: Data = {"date": now(), "commit": commit(), "sides": {}}
+            before = calibration.measure()
+            for side in SIDES[first:] + SIDES[:first]:
+                measured[side], after = sides[side](), calibration.measure()
+                found["sides"][side] = {
+                    "tokens_per_s": round(measured[side].tokens_per_s, 1), "before": before, "after": after
+                }  # fmt: skip
+                before = after
+            found["first_token_ms"] = [
+                [round(1000 * each, 2) for each in (llm.first_token_s(prompt), http_first_token_s(port, model, prompt))]
+                for prompt in prompts(NUM_SINGLE, kind.num_prompt)
+            ]
         for side in SIDES:
             if measured[side].texts != measured["library"].texts:
                 raise RuntimeError(f"{side} answers otherwise than the library")
-        rounds.append(measured)
+        rounds.append(found)
         printed = ", ".join(f"{side} {measured[side].tokens_per_s:.0f}" for side in SIDES)
-        firsts = " and ".join(f"{1000 * statistics.median(each):.2f}" for each in zip(*pairs_s[-1], strict=True))
+        firsts = " and ".join(f"{statistics.median(each):.2f}" for each in zip(*found["first_token_ms"], strict=True))
         print(f"{name} round {number + 1}: tokens/s: {printed}; first token: {firsts} ms", file=sys.stderr, flush=True)
-    lost = {
-        side: [100 * (1 - each[side].tokens_per_s / each["library"].tokens_per_s) for each in rounds]
-        for side in SIDES[1:]
-    }
-    added = [1000 * statistics.median(http - ours for ours, http in pairs) for pairs in pairs_s]
-    return {
-        "model": name,
-        "requests": num_requests,
-        "tokens_per_s": {side: [round(each[side].tokens_per_s, 1) for each in rounds] for side in SIDES},
-        "throughput_loss_percent": {side: round(statistics.median(each), 2) for side, each in lost.items()},
-        "first_token_ms": [[[round(1000 * each, 2) for each in pair] for pair in pairs] for pairs in pairs_s],
-        "first_token_added_ms": [round(each, 2) for each in added],
-        "median_first_token_added_ms": round(statistics.median(added), 2),
-    }
+    return {"model": name, "requests": num_requests, "rounds": rounds}
+
+
+def is_steady_round(found: Data) -> bool:
+    """Returns true if the machine stayed the same during all runs of a round, and from run to run."""
+    runs = list(found["sides"].values())
+    speeds = [around(run, "read") for run in runs]
+    return all(was_steady(run) for run in runs) and is_close(min(speeds), max(speeds))
+
+
+def loss(entry: Data, side: str) -> Figure | Lack:
+    """Returns the percent of the library's throughput that a side loses, by the rule of all figures."""
+    rounds = evidence(entry["rounds"], is_steady_round, "rounds")
+    assert rounds is not None
+
+    def lost(found: Data) -> float:
+        ours, theirs = (float(found["sides"][each]["tokens_per_s"]) for each in (side, "library"))
+        return 100 * (theirs - ours) / theirs
+
+    return rounds.figure(lost)
+
+
+def first_token_added_ms(entry: Data) -> float:
+    """Returns by how much later first tokens come, as the median over rounds of the median over pairs."""
+    return statistics.median(
+        statistics.median(http - ours for ours, http in each["first_token_ms"]) for each in entry["rounds"]
+    )
+
+
+def shown(found: Figure | Lack) -> str:
+    if isinstance(found, Lack):
+        return f"– ({found.reason})"
+    return f"{found.value:.1f} % ({found.least:.1f} to {found.most:.1f}, {found.num_steady} rounds)"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="tiny-llama,llama-110m", help="built-in ones, or of benchmarks.cpu.models")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of requests: " + ", ".join(KINDS))
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--library", metavar="MODEL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.library is not None:
         serve_library(arguments.library)
         return
+    if unknown := set(arguments.kinds.split(",")) - KINDS.keys():
+        parser.error(f"--kinds {', '.join(sorted(unknown))}: expected of {', '.join(KINDS)}")
+    calibration = Calibration(os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as directory:
-        found = []
+        entries = []
         for name in arguments.models.split(","):
             model = str(write_model(name, Path(directory))) if name.startswith("llama-") else name
-            found.append(compare(model, name, arguments.rounds))
-            printed = {what: found[-1][what] for what in ("throughput_loss_percent", "median_first_token_added_ms")}
-            print(f"{name}: {printed}", flush=True)
+            for kind in arguments.kinds.split(","):
+                entry = compare(model, name, KINDS[kind], arguments.rounds, calibration)
+                entries.append({"kind": kind, **vars(KINDS[kind]), **entry})
+                printed = ", ".join(f"{side} loses {shown(loss(entry, side))}" for side in SIDES[1:])
+                print(f"{name}, {kind}: {printed}; first token {first_token_added_ms(entry):.2f} ms later", flush=True)
     if arguments.output is not None:
         machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
         about = {"machine": machine, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "fastgen": fastgen.__version__}
-        workload = {"at_a_time": NUM_AT_A_TIME, "prompt_tokens": NUM_PROMPT, "answer_tokens": NUM_ANSWER, "load": LOAD}
-        arguments.output.write_text(json.dumps(about | {"workload": workload, "models": found}, indent=1) + "\n")
+        about |= {"commit": commit(), "workload": {"at_a_time": NUM_AT_A_TIME, "load": LOAD}}
+        arguments.output.write_text(json.dumps(about | {"models": entries}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 
 continue_story() {
     printf '\n%s\n' "$1"
-    .venv/bin/fastgen generate "$1" "$2" --echo --stats --temperature 0.7 --seed "$3" --max-new-tokens 250
+    "${VENV:-.venv}/bin/fastgen" generate "$1" "$2" --echo --stats --temperature 0.7 --seed "$3" --max-new-tokens 250
 }
 
 continue_story tiny-llama "Once upon a time" 1

@@ -1,4 +1,4 @@
-"""Writes docs/status.md: ``python -m tools.status``.
+"""Writes docs/status.md, and the README's row on speed: ``python -m tools.status``.
 
 The words are in ``tools/status.md.j2``. Every measured figure in them is an expression over the files in
 ``benchmarks/results``, so that a new measurement changes the page and nobody copies numbers by hand.
@@ -7,16 +7,22 @@ The words are in ``tools/status.md.j2``. Every measured figure in them is an exp
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from benchmarks.cpu.targets import TARGETS, Figure, against_best
+from benchmarks import serving
+from benchmarks.cpu.comparison import FORMATS, against_best, looks_below, models_of
+from benchmarks.cpu.evidence import LEAST_STEADY, Figure, Lack
+from benchmarks.cpu.report import machine
+from benchmarks.cpu.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "status.md"
+README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 _WORKLOADS = {
     "W1": "one stream",
@@ -37,14 +43,28 @@ def render(results: Path = RESULTS) -> str:
     )
     environment.filters |= {"range": spread}
     template = environment.from_string((ROOT / "tools" / "status.md.j2").read_text())
-    return template.render(newest=lambda kind: newest(results, kind), losses=losses, speeds=speeds, misses=misses)
+    return template.render(
+        newest=lambda kind: newest(results, kind),
+        has=lambda kind: bool(files(results, kind)),
+        losses=losses,
+        speeds=speeds,
+        misses=misses,
+        doubts=doubts,
+        machine=machine,
+        http_loss=lambda entry, side: serving.shown(serving.loss(entry, side)),
+        first_token_added_ms=serving.first_token_added_ms,
+        least_steady=LEAST_STEADY,
+    )
+
+
+def files(results: Path, kind: str) -> list[Path]:
+    """Returns the files of a kind, such as ``scheduler``, the newest last."""
+    return sorted(each for each in results.glob(f"{kind}*.json") if each.stem[len(kind) :].lstrip("_0123456789-") == "")
 
 
 def newest(results: Path, kind: str) -> dict[str, Any]:
-    """Returns the last file of a kind, such as ``scheduler``, with its ``link`` in the page."""
-    (*_, path) = sorted(
-        each for each in results.glob(f"{kind}*.json") if each.stem[len(kind) :].lstrip("_0123456789-") == ""
-    )
+    """Returns the last file of a kind, with its ``link`` in the page."""
+    path = files(results, kind)[-1]
     data: dict[str, Any] = json.loads(path.read_text())
     return data | {"link": f"[{path.stem}](../benchmarks/results/{path.name})"}
 
@@ -59,46 +79,89 @@ def losses(http: Sequence[float], library: Sequence[float]) -> list[float]:
     return [100 * (1 - ours / theirs) for ours, theirs in zip(http, library, strict=True)]
 
 
+def compared(data: dict[str, Any]) -> list[tuple[str, str, dict[str, Figure | Lack]]]:
+    """Returns for each model and format, by workload, fastgen's speed over the best other engine."""
+    return [
+        (model, each, {name: against_best(name)(data, model, each) for name in _WORKLOADS})
+        for model in models_of(data)
+        for each in FORMATS
+    ]
+
+
 def speeds(data: dict[str, Any]) -> str:
     """Writes a table of fastgen's speed over the best other engine, for each model, format and workload."""
     lines = [
         "| model | format | " + " | ".join(f"{what} ({name})" for name, what in _WORKLOADS.items()) + " |",
         "|---" * (2 + len(_WORKLOADS)) + "|",
     ]
-    for model in dict.fromkeys(each["model"] for each in [*data["samples"], *data["turns"]]):
-        for weight_format in ("fp32", "bf16", "int8", "int4"):
-            cells = [_cell(against_best(each)(data, model, weight_format)) for each in _WORKLOADS]
-            lines.append(f"| {model} | {weight_format} | {' | '.join(cells)} |")
+    for model, weight_format, found in compared(data):
+        lines.append(f"| {model} | {weight_format} | {' | '.join(map(_cell, found.values()))} |")
     return "\n".join(lines)
 
 
-def _cell(figure: Figure | None) -> str:
-    if figure is None:
-        return "not measured"
-    engine, *_ = figure.basis.split(",")
-    return f"{engine} {figure.value:.2f}{' (uncertain)' if figure.uncertainty else ''}"
+def _cell(found: Figure | Lack) -> str:
+    if isinstance(found, Lack):
+        return f"– ({found.reason.removeprefix('turns that were steady: ')})"
+    return f"{found.engine} {found.value:.2f} ({found.least:.2f} to {found.most:.2f}, {found.num_steady} turns)"
 
 
 def misses(data: dict[str, Any]) -> list[str]:
-    """Writes every floor that was missed, and every figure that is uncertain."""
+    """Writes every floor that was missed."""
     return [
-        f"{model}, {weight_format}: {target.what}: {said}"
-        for model in dict.fromkeys(each["model"] for each in [*data["samples"], *data["turns"]])
+        f"{model}, {weight_format}: {target.what}: {found.value:.2f} of {floor:g}"
+        for model in models_of(data)
         for target in TARGETS
         for weight_format, floor in target.floors.items()
-        if (figure := target.figure(data, model, weight_format)) is not None
-        if (said := _shortfall(target.reached, figure, floor))
+        if isinstance(found := target.result(data, model, weight_format), Figure)
+        if not target.reached(found.value, floor)
     ]
 
 
-def _shortfall(reached: Callable[[float, float], bool], figure: Figure, floor: float) -> str:
-    if figure.uncertainty:
-        return f"uncertain, {figure.value:.2f} of {floor:g} ({figure.uncertainty})"
-    return "" if reached(figure.value, floor) else f"missed, {figure.value:.2f} of {floor:g}"
+def doubts(data: dict[str, Any]) -> list[str]:
+    """Writes every floor beside other engines that too few turns leave open, and that looks missed by what there is."""
+    return [
+        f"{model}, {weight_format}: {_WORKLOADS[name]} ({name}), floor {floor:g}"
+        for model in models_of(data)
+        for name in _WORKLOADS
+        for target in TARGETS
+        if f"({name}), over the best engine" in target.what
+        for weight_format, floor in target.floors.items()
+        if looks_below(data, model, weight_format, name, floor)
+    ]
+
+
+def headline(data: dict[str, Any]) -> str:
+    """Writes the README's words on speed: the least favourable of all ratios that there are, and what is missed."""
+    here = f"{data['about']['machine']}, {data['about']['threads']} threads"
+    cells = {
+        (model, weight_format, name): each
+        for model, weight_format, found in compared(data)
+        for name, each in found.items()
+    }
+    figures = {where: each for where, each in cells.items() if isinstance(each, Figure)}
+    open_ones = len(doubts(data))
+    doubt = f"; by too few turns {open_ones} of the floors look missed" if open_ones else ""
+    if not figures:
+        return f"no comparison with OpenVINO, llama.cpp, vLLM has {LEAST_STEADY} steady turns yet, on {here}{doubt}"
+    (model, weight_format, name), least = min(figures.items(), key=lambda each: each[1].value)
+    missed = [each for each in misses(data) if "over the best engine" in each]
+    return (
+        f"{least.value:.2f} times the best other engine and up on {here} (least: {model}, {weight_format}, {name},"
+        f" {least.engine}); {len(figures)} of {len(cells)} cells have a ratio, {len(missed)} floors missed{doubt}"
+    )
+
+
+def row_of_readme(text: str, words: str) -> str:
+    """Returns the README with other words on speed. Raises ``ValueError`` if it has no such row."""
+    changed, count = re.subn(r"^(\| CPU speed \|) .* \|$", lambda found: f"{found[1]} {words} |", text, flags=re.M)
+    if count != 1:
+        raise ValueError(f"README.md has {count} rows '| CPU speed |', not 1")
+    return changed
 
 
 def main() -> None:
     PAGE.write_text(render())
+    README.write_text(row_of_readme(README.read_text(), headline(newest(RESULTS, "cpu_models"))))
 
 
 if __name__ == "__main__":

@@ -5,209 +5,201 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.cpu.engines.protocol import BITS
-from benchmarks.cpu.targets import (
-    KERNELS_CHANGED,
+from benchmarks.cpu.comparison import (
+    FORMATS,
     RATES,
-    TARGETS,
-    Data,
-    Figure,
-    Target,
-    age_of,
-    around,
-    best_other,
-    in_rounds,
-    median_of,
-    outside_kernels,
-    rate,
-    ratios_in_turns,
-    read_by_stream,
-    samples_of,
-    step_seconds,
+    models_of,
+    our_format,
+    rows,
+    share_of_memory,
     turns_of,
+    weight_bytes,
 )
+from benchmarks.cpu.engines.protocol import ADAPTERS, BITS
+from benchmarks.cpu.evidence import LEAST_STEADY, Data, Figure, Lack, around
+from benchmarks.cpu.targets import TARGETS, Result, Target, outside_kernels, step_seconds
 
 _ABOUT_WORKLOADS = {
-    "W1": ("one request, prompt of 128 tokens, 128 new ones", "tokens a second while decoding"),
-    "W2": ("one request, prompt of 2048 tokens, one new one", "prompt tokens a second"),
+    "W1": ("one request, prompt of 128 tokens, 128 new ones", "tokens/s while decoding"),
+    "W2": ("one request, prompt of 2048 tokens, one new one", "prompt tokens/s"),
     "W3": ("32 requests at once, about 520 tokens of prompt and 26 new ones each", "seconds in all"),
-    "W4": ("16 requests at once, prompts of 32 tokens, 128 new ones each", "new tokens a second"),
+    "W4": ("16 requests at once, prompts of 32 tokens, 128 new ones each", "new tokens/s"),
 }
-_RULES = (
-    "How to read the figures:",
-    "",
-    "- A run is *steady* if the machine's own limits (read bandwidth, fp32 rate) moved by at most 15 % meanwhile."
-    " Medians are over steady runs. If no run was steady, they are over all runs.",
-    "- *In turns*, fastgen and one other engine are loaded side by side and run alternately. A turn is steady if both"
-    " runs were steady and the memory's speed beside them differs by at most 15 %.",
-    "- *In rounds*, engines run minutes apart. Ratios stand in brackets if the memory's speed beside the two engines"
-    " differs by more than 15 %, or a run was not steady.",
-    '- "Over the best engine" is the smallest ratio over any engine of as many bits a weight. If an engine was'
-    " measured in turns and in rounds, the less favourable figure counts, except that an uncertain figure never"
-    " replaces a sound one. An uncertain figure is called *uncertain*, whatever bound it reaches.",
-    f"- The kernels of {KERNELS_CHANGED[1]} changed at {KERNELS_CHANGED[0]} UTC. What was measured before is marked"
-    ' "older build".',
-    "",
-    "What the comparison leaves open:",
-    "",
-    "- OpenVINO runs with `INFERENCE_PRECISION_HINT=f32` in every format, so it has no 16-bit row. On a CPU with bf16"
-    " units its default would be bf16. The bf16 rows of fastgen and vLLM use these units.",
-    "- Equal bits are not equal bytes. By their tools' defaults, llama.cpp keeps the head in 6 bits and OpenVINO in 8"
-    " in their int4 files; fastgen's int4 rounds the head to 4 bits. For a token of the 110M model they read about 63"
-    " and 65 MB, fastgen 57 MB. This part of the int4 lead is format.",
-    "- Equal bits are not equal accuracy. The last table of each model has what the numeric gate found: in int8, for"
-    " example, fastgen's worst token of the 110M model lies 33 times as far below the best logit as llama.cpp's.",
-    '- "Not measured" names engines that have the format and lack a figure for the row.',
-)
+_RULES = f"""\
+How the figures are made:
+
+- Engines are compared *in turns*. fastgen and one other engine are loaded side by side and run alternately, A B and
+  B A. fastgen's speed over the other's is taken within each turn. Engines that ran minutes apart are not compared.
+- A turn is *steady* if the machine's own limits (read bandwidth, fp32 rate) moved by at most 15 % during each run, and
+  the memory's speed beside the two runs differs by at most 15 %. Other turns are left out.
+- A ratio is the median over at least {LEAST_STEADY} steady turns of one build, with the least and the greatest. Where
+  there are fewer, there is no ratio, and the page says how many there are.
+- Figures of fastgen alone follow the same rule: at least {LEAST_STEADY} steady runs or steps of one build, each between
+  two measurements of the machine's limits.
+- A build is a commit. Files made before 2026-11-23 do not record it; what they measured on one day counts as one build.
+- "Over the best engine" is the smallest ratio over any engine of as many bits a weight that has one. The tables of the
+  workloads say which engines have none, and why.
+- A figure that is not possible, such as reading faster than the memory, is left out and reaches nothing.
+
+What the comparison leaves open:
+
+- `openvino-genai` runs with `INFERENCE_PRECISION_HINT=f32` in every format, so it has no 16-bit row. On a CPU with bf16
+  units its default would be bf16. `openvino-genai default` leaves the precision to OpenVINO.
+- Equal bits are not equal bytes. Each model has a table of the bytes that a token reads.
+- Equal bits are not equal accuracy. The last table of each model has what the numeric gate found: in int8, for example,
+  fastgen's worst token of the 110M model lies 33 times as far below the best logit as llama.cpp's."""
 _CASES = {(1, 16): "1 request", (8, 16): "8 requests", (16, 16): "16 requests", (1, 4000): "1 request, 4,000 cached"}
 
 
 def render(files: Sequence[Data], names: Sequence[str]) -> str:
-    """Returns the page of results from ``benchmarks.cpu.whole_model``; ``names`` are those of the files."""
+    """Returns the page of results from ``benchmarks.cpu.in_turns`` and ``whole_model``; ``names`` are the files'."""
     lines = [
         "# Performance on a CPU",
         "",
         f"Written by `python -m benchmarks.cpu.report {' '.join(names)}`;"
         " [benchmarks/README.md](../benchmarks/README.md) says how to measure again. Models have random weights.",
         "",
-        *_RULES,
+        _RULES,
     ]
     for data in files:
-        every = [*data["samples"], *data.get("turns", ()), *data["steps"]]
-        for model in dict.fromkeys(each["model"] for each in every):
+        for model in models_of(data):
             lines += ["", f"## {model}", "", *_about(data), *_targets(data, model)]
             for workload in RATES:
                 lines += _workload(data, model, workload)
-            lines += [*_steps(data, model), *_memory(data, model), *_engines(data, model)]
+            lines += [*_sizes(model), *_steps(data, model), *_memory(data, model), *_engines(data, model)]
     return "\n".join(lines) + "\n"
 
 
 def _about(data: Data) -> list[str]:
     about = data["about"]
-    text = f"{about['machine']}, {about['threads']} threads, {about['date'][:10]}, Linux {about['kernel']}."
-    samples = data["samples"]
-    if samples:
+    runs = [*data["samples"], *(turn[side] for turn in data.get("turns", ()) for side in ("ours", "theirs"))]
+    text = f"Every figure of this section is of this machine: {machine(data)}."
+    if runs:
         read, fp32, int8, mkl = (
-            statistics.median(around(each, name) for each in samples) / 1e9 for name in ("read", "fp32", "int8", "mkl")
+            statistics.median(around(each, name) for each in runs) / 1e9 for name in ("read", "fp32", "int8", "mkl")
         )
         text += (
-            f" The machine's limits, medians beside all samples: {read:.1f} GB/s read, {fp32:.0f} GFLOP/s in fp32 and"
+            f" Its limits, medians beside all runs: {read:.1f} GB/s read, {fp32:.0f} GFLOP/s in fp32 and"
             f" {int8:.0f} GOP/s in int8 from registers, {mkl:.0f} GFLOP/s in MKL's fp32 product of 512 x 2048 x 2048."
         )
-    return [text]
+    return [f"{text} First measured on {about['date'][:10]}."]
+
+
+def machine(data: Data) -> str:
+    about = data["about"]
+    return f"{about['machine']}, {about['threads']} threads, Linux {about['kernel']}"
 
 
 def _targets(data: Data, model: str) -> list[str]:
-    lines = [
-        "",
-        "### What was to be reached",
-        "",
-        "| | format | measured | floor | goal | | taken from |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["", "### What was to be reached", ""]
+    lines += _table("", "format", "measured", "least to most", "floor", "goal", "", "taken from")
     for target in TARGETS:
         for weight_format, floor in target.floors.items():
-            figure, goal = target.figure(data, model, weight_format), target.goals[weight_format]
-            if figure is None:
-                shown, verdict, basis = "–", "not measured", ""
-            else:
-                shown, verdict, basis = f"{figure.value:.2f}", _verdict(target, figure, floor, goal), figure.basis
-                most = target.most and target.most(data, model, weight_format)
-                if verdict == "missed" and most and not target.reached(most, floor):
-                    verdict += f"; {most:.2f} at the memory's full speed"
-            lines.append(f"| {target.what} | {weight_format} | {shown} | {floor:g} | {goal:g} | {verdict} | {basis} |")
+            found, goal = target.result(data, model, weight_format), target.goals[weight_format]
+            shown, spread, basis = "–", "–", ""
+            if isinstance(found, Figure):
+                shown, spread, basis = f"{found.value:.2f}", _spread(found), found.basis
+            cells = (target.what, weight_format, shown, spread, f"{floor:g}", f"{goal:g}")
+            lines.append(_row(*cells, _verdict(target, found, floor, goal), basis))
     return lines
 
 
-def _verdict(target: Target, figure: Figure, floor: float, goal: float) -> str:
-    if figure.uncertainty:
-        return f"uncertain: {figure.uncertainty}"
-    return next(
-        (name for name, bound in (("goal", goal), ("floor", floor)) if target.reached(figure.value, bound)), "missed"
-    )
+def _spread(found: Figure) -> str:
+    return f"{found.least:.2f} to {found.most:.2f}"
+
+
+def _verdict(target: Target, found: Result, floor: float, goal: float) -> str:
+    if isinstance(found, Lack):
+        return f"no figure: {found.reason}"
+    reached = (name for name, bound in (("goal", goal), ("floor", floor)) if target.reached(found.value, bound))
+    return next(reached, "missed")
 
 
 def _workload(data: Data, model: str, name: str) -> list[str]:
-    """Lists engines of as many bits together, the best first, with how many times as fast fastgen is."""
-    rows = {(each["engine"], each["format"]) for each in data["samples"] if each["model"] == model}
-    found = [
-        (engine, each, value) for engine, each in rows if (value := rate(data, model, engine, each, name)) is not None
-    ]
-    if not found:
-        return _turns(data, model, name)
-    what, figure = _ABOUT_WORKLOADS[name]
-    heads = ["format", "engine", figure, "fastgen's over it", "first token, s", "gap p50 / p95 / p99, ms", "rounds"]
-    heads.append("memory, GB/s")
-    if name == "W1":
-        heads.append("of the memory's speed meanwhile")
-    lines = ["", f"### {name}: {what}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for engine, weight_format, value in sorted(found, key=lambda row: (-BITS[row[1]], -row[2])):
-        samples = samples_of(data, model, engine, weight_format, name)
-        shown = f"{1 / value:.2f}" if name == "W3" else f"{value:.1f}"
-        over = "" if engine == "fastgen" else _in_rounds(data, model, engine, weight_format, name)
-        first = median_of(samples, lambda each: each["first_token_s"].get("p50"))
-        gaps = [median_of(samples, lambda each, p=part: each["gap_s"].get(p)) for part in ("p50", "p95", "p99")]
-        shown_gaps = " / ".join("–" if gap is None else f"{1e3 * gap:.1f}" for gap in gaps)
-        shown_first = "–" if first is None else f"{first:.2f}"
-        speed = statistics.median(around(each, "read") for each in samples) / 1e9
-        cells = [weight_format, engine, shown, over, shown_first, shown_gaps, str(len(samples)), f"{speed:.0f}"]
-        if name == "W1":
-            share = read_by_stream(data, model, engine, weight_format)
-            cells.append("–" if share is None else f"{share:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    best = [best_other(data, model, each, name) for each in ("fp32", "bf16", "int8", "int4")]
-    if not any(best):
-        lines += ["", "No other engine was there to compare with."]
-    return lines + _turns(data, model, name)
-
-
-def _turns(data: Data, model: str, name: str) -> list[str]:
-    rows = {(each["engine"], each["format"]) for each in data.get("turns", ()) if each["model"] == model}
-    found = {row: ratios_in_turns(data, model, *row, name) for row in rows}
-    if not any(found.values()):
-        return []
-    lines = [
-        "",
-        f"{name} in turns, each engine and fastgen loaded side by side: fastgen's speed over it in the same turn",
-        "",
-    ]
-    heads = ["format", "engine", "median of steady turns", "of all", "least", "most", "steady", "turns", "taken"]
-    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for (engine, weight_format), ratios in sorted(found.items(), key=lambda row: (-BITS[row[0][1]], row[0])):
-        if ratios:
-            steady_ones = ratios_in_turns(data, model, engine, weight_format, name, steady_only=True)
-            median = f"{statistics.median(steady_ones):.2f}" if steady_ones else "–"
-            shown = " | ".join(f"{value:.2f}" for value in (statistics.median(ratios), min(ratios), max(ratios)))
-            dates = sorted(each["date"] for each in turns_of(data, model, engine, weight_format, name))
-            taken = f"{dates[0][:10]}{age_of(dates[0])}"
-            cells = (weight_format, engine, median, shown, str(len(steady_ones)), str(len(ratios)), taken)
-            lines.append(f"| {' | '.join(cells)} |")
+    """Lists for each format how many times as fast fastgen is as each engine, or why that is not known."""
+    what, unit = _ABOUT_WORKLOADS[name]
+    lines = ["", f"### {name}: {what}", ""]
+    heads = ["format", "engine", "fastgen's speed over it", "least to most", f"{unit}, both", "first token, s, both"]
+    heads += ["gap p99, ms, both", *(["of the memory's speed, both"] if name == "W1" else []), "steady turns", "build"]
+    lines += _table(*heads)
+    absent: dict[str, list[str]] = {}
+    for weight_format in FORMATS:
+        for engine, other, found in rows(data, model, weight_format, name):
+            turns = turns_of(data, model, engine, other, name)
+            if turns is None:
+                assert isinstance(found, Lack)
+                absent.setdefault(f"{engine}: {found.reason}", []).append(other)
+                continue
+            counts = (f"{len(turns.steady)} of {turns.num_measured}", turns.build)
+            if isinstance(found, Lack):
+                lines.append(_row(other, engine, *["–"] * (len(heads) - 4), *counts))
+                continue
+            cells = [f"{found.value:.2f}", _spread(found), *_both_sides(data, model, engine, other, name)]
+            lines.append(_row(other, engine, *cells, *counts))
+    if absent:
+        lines += ["", "Not compared:", ""]
+        lines += [f"- {why} ({', '.join(dict.fromkeys(formats))})" for why, formats in absent.items()]
     return lines
 
 
-def _in_rounds(data: Data, model: str, engine: str, weight_format: str, name: str) -> str:
-    figure = in_rounds(data, model, engine, weight_format, name)
-    if figure is None:
-        return ""
-    return f"({figure.value:.2f})" if figure.uncertainty else f"{figure.value:.2f}"
+def _both_sides(data: Data, model: str, engine: str, weight_format: str, name: str) -> list[str]:
+    """Writes medians of fastgen and of the engine over the same steady turns."""
+    turns = turns_of(data, model, engine, weight_format, name)
+    assert turns is not None
+
+    def both(shape: str, ours: Callable[[Data], float | None], theirs: Callable[[Data], float | None]) -> str:
+        found = [turns.figure(lambda turn: ours(turn["ours"])), turns.figure(lambda turn: theirs(turn["theirs"]))]
+        return " / ".join(shape.format(each.value) if isinstance(each, Figure) else "–" for each in found)
+
+    def seconds(run: Data) -> float:
+        return float(run["seconds"])
+
+    def first(run: Data) -> float | None:
+        return run["first_token_s"].get("p50")  # type: ignore[no-any-return]
+
+    def gap_ms(run: Data) -> float | None:
+        gap = run["gap_s"].get("p99")
+        return None if gap is None else 1e3 * float(gap)
+
+    speed = seconds if name == "W3" else RATES[name]
+    cells = [both("{:.2f}" if name == "W3" else "{:.1f}", speed, speed)]
+    cells += [both("{:.2f}", first, first), both("{:.1f}", gap_ms, gap_ms)]
+    if name == "W1":
+        ours = share_of_memory(model, "fastgen", our_format(weight_format))
+        cells.append(both("{:.2f}", ours, share_of_memory(model, engine, weight_format)))
+    return cells
+
+
+def _sizes(model: str) -> list[str]:
+    """Lists the bytes of weights that a token reads, by the formats of the engines' files."""
+    formats = list(BITS)
+    lines = ["", "### Weights that a token reads, MB", "", *_table("engine", *formats)]
+    for engine in ADAPTERS:
+        sizes = [weight_bytes(model, engine, each) for each in formats]
+        lines.append(_row(engine, *("–" if size is None else f"{size / 1e6:.0f}" for size in sizes)))
+    lines += ["", "By the definitions of the file formats, not by inspection. Vectors are left out: less than 1 %."]
+    return lines
 
 
 def _steps(data: Data, model: str) -> list[str]:
-    formats = [each for each in BITS if step_seconds(data, model, each, 1, 16) is not None]
-    if not formats:
-        return []
     lines = ["", "### Decode steps of fastgen: milliseconds, and the share during which no kernel runs", ""]
-    lines += [f"| format | {' | '.join(_CASES.values())} |", "|---" * (len(_CASES) + 1) + "|"]
+    lines += _table("format", *_CASES.values(), "build")
+    formats = [each for each in FORMATS if isinstance(step_seconds(data, model, each, 1, 16), Figure)]
     for weight_format in formats:
-        cells = []
+        cells, builds = [], []
         for case in _CASES:
             seconds, share = (figure(data, model, weight_format, *case) for figure in (step_seconds, outside_kernels))
-            cells.append("–" if seconds is None or share is None else f"{1e3 * seconds:.2f}, {share:.1%}")
-        lines.append(f"| {weight_format} | {' | '.join(cells)} |")
-    return lines
+            if isinstance(seconds, Lack) or isinstance(share, Lack):
+                cells.append("–")
+                continue
+            spread = f"{1e3 * seconds.least:.2f} to {1e3 * seconds.most:.2f}"
+            cells.append(f"{1e3 * seconds.value:.2f} ({spread}), {share.value:.1%}")
+            builds.append(seconds.build)
+        lines.append(_row(weight_format, *cells, ", ".join(dict.fromkeys(builds))))
+    return lines if formats else []
 
 
 def _memory(data: Data, model: str) -> list[str]:
@@ -216,31 +208,39 @@ def _memory(data: Data, model: str) -> list[str]:
     if not entries:
         return []
     lines = ["", "### Memory of loading, MB beyond what the process held before", ""]
-    lines += ["| format | weights a step reads | held after loading | most while loading |", "|---|---|---|---|"]
+    lines += _table("format", "weights a step reads", "held after loading", "most while loading")
     for weight_format, entry in entries.items():
         memory = entry["memory"]
         values = (entry["weight_bytes"], memory["after"] - memory["before"], memory["most"] - memory["before"])
-        lines.append(f"| {weight_format} | {' | '.join(f'{value / 1e6:.0f}' for value in values)} |")
+        lines.append(_row(weight_format, *(f"{value / 1e6:.0f}" for value in values)))
     lines += ["", "Held after loading: those weights, the embedding table, and what of the KV cache was touched."]
     return lines
 
 
 def _engines(data: Data, model: str) -> list[str]:
-    rows = {row: each for row, each in data["engines"].items() if row.startswith(f"{model} / ")}
-    if not rows:
+    found = {row: each for row, each in data["engines"].items() if row.startswith(f"{model} / ")}
+    if not found:
         return []
-    head = "| engine | format | worst token below the greatest logit | versions | set up with |"
-    lines = ["", "### Engines, and what the numeric gate found", "", head, "|---|---|---|---|---|"]
+    lines = ["", "### Engines, and what the numeric gate found", ""]
+    lines += _table("engine", "format", "worst token below the greatest logit", "versions", "set up with")
     absent = []
-    for row, facts in rows.items():
+    for row, facts in found.items():
         _, engine, weight_format = row.split(" / ")
         if "gate_below" not in facts:
             absent.append(f"- {engine} in {weight_format}: {facts.get('absent', 'not measured')}")
             continue
         versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
         options = ", ".join(f"{name} {value}" for name, value in facts["options"].items())
-        lines.append(f"| {engine} | {weight_format} | {facts['gate_below']:.3g} | {versions} | {options} |")
+        lines.append(_row(engine, weight_format, f"{facts['gate_below']:.3g}", versions, options))
     return [*lines, *(["", "Not measured:", "", *absent] if absent else [])]
+
+
+def _table(*heads: str) -> list[str]:
+    return [_row(*heads), "|---" * len(heads) + "|"]
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:

@@ -64,6 +64,11 @@ class Results:
     def num_turns(self, **fields: Any) -> int:
         return sum(fields.items() <= each.items() for each in self.data["turns"])
 
+    def turns_of_build(self, **fields: Any) -> list[dict[str, Any]]:
+        """Returns the turns with these fields that were measured with the commit that is measured now."""
+        wanted = {"commit": self._commit, **fields}
+        return [each for each in self.data["turns"] if wanted.items() <= each.items()]
+
     def add(self, kind: str, **fields: Any) -> None:
         """``kind`` is ``"samples"``, ``"turns"`` or ``"steps"``."""
         self.data[kind].append({"date": now(), "commit": self._commit, **fields})

@@ -31,6 +31,7 @@ from benchmarks.cpu import workloads
 from benchmarks.cpu.calibration import Calibration
 from benchmarks.cpu.engine_process import EngineError, EngineProcess
 from benchmarks.cpu.engines.protocol import ADAPTERS, BITS, Settings
+from benchmarks.cpu.evidence import Figure
 from benchmarks.cpu.figures import figures
 from benchmarks.cpu.gate import Gate, GateError
 from benchmarks.cpu.models import SHAPES
@@ -153,7 +154,8 @@ class Benchmark:
             self._results.add("steps", **key, **self._steps(weight_format))
             for requests in (1, 16):
                 share = outside_kernels(self._results.data, self._model.name, weight_format, requests)
-                print(f"  {share:.1%} of a decode step of {requests} is without a kernel", flush=True)
+                shown = f"{share.value:.1%}" if isinstance(share, Figure) else f"an unknown share ({share.reason})"
+                print(f"  {shown} of a decode step of {requests} is without a kernel", flush=True)
         missing = [
             name for name in self._options.workloads
             if name != STEPS and not self._results.has_sample(**key, workload=name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,25 @@ def test_workflows_run_nothing_but_make(path: Path) -> None:
 def test_the_workflows_cover_both_sizes_of_the_tests() -> None:
     commands = [step.get("run", "") for path in WORKFLOWS for step in steps(yaml.safe_load(path.read_text()))]
     assert {"check", "test", "test-all"} <= set().union(*(made_by(each) for each in commands if each))
+
+
+def test_the_workflows_run_every_python_that_is_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tested = {found[1] for each in project["classifiers"] if (found := re.fullmatch(r".* :: (3\.\d+)", each))}
+    matrices = [
+        set(job["strategy"]["matrix"]["python"])
+        for path in WORKFLOWS
+        for job in yaml.safe_load(path.read_text())["jobs"].values()
+        if "strategy" in job
+    ]
+    assert tested == {"3.11", "3.12", "3.13"}
+    assert matrices == [tested]
+    (setting_up,) = [
+        step["with"]["python-version"]
+        for step in steps(yaml.safe_load((ROOT / ".github" / "workflows" / "test-all.yml").read_text()))
+        if "python-version" in step.get("with", {})
+    ]
+    assert set(setting_up.split()) == tested
 
 
 def test_every_target_that_contributing_names_exists() -> None:

@@ -17,7 +17,7 @@ import fastgen
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 450
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".toml", ".sh", ".txt", ".json", ".j2", ".h", ".cfg", ""}
-SKIPPED = {".git", ".venv", ".hypothesis", "dist", "__pycache__", "unfinished"}
+SKIPPED = {".git", ".venv", ".venvs", ".hypothesis", "dist", "__pycache__", "unfinished"}
 
 
 def run_python(code: str, *flags: str) -> str:

@@ -13,15 +13,26 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 
-# Plays python3, and in the environment it "makes" python with pip. It writes down what pip is asked for, and has the
-# torch builds that the file "available" lists.
+# Plays a Python of the version that its second line says, and in the environment it "makes" python with pip. It writes
+# down what pip is asked for, and has the torch builds that the file "available" lists.
 PYTHON = r"""#!/bin/sh
+minor=MINOR
 case "$*" in
-  --version) echo "Python 3.12.0" ;;
-  "-m venv .venv")
-    echo venv >>calls
-    mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  --version) echo "Python 3.$minor.0" ;;
+  "-m venv "*)
+    echo "venv with 3.$minor" >>calls
+    mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  *"pip --disable-pip-version-check index versions torch")
+    echo "WARNING: pip index is currently an experimental command."
+    echo "torch (2.99.1+cpu)"
+    echo "Available versions: 2.99.1, 2.13.0" ;;
   *"pip --disable-pip-version-check install"*)
+    case "${PIP_CONSTRAINT-none}" in
+      none) echo none ;;
+      "$PIP_BUILD_CONSTRAINT")
+        grep '^torch==' "$PIP_CONSTRAINT" ||
+          echo "$(wc -l <"$PIP_CONSTRAINT")" "$(grep '^triton==' "$PIP_CONSTRAINT")" ;;
+    esac >>constraints
     requirement=${*#*install }
     echo "$requirement" >>calls
     case "$requirement" in *torch==*)
@@ -31,8 +42,7 @@ case "$*" in
         echo "ERROR: No matching distribution found for ${requirement##* }"
         exit 1 ;;
     esac ;;
-  -c*version_info*) exit "${UNSUITABLE:-0}" ;;
-  -c*metadata*) echo "torch==2.13.0+cpu" ;;
+  -c*version_info*) echo "3.$minor" ;;
 esac
 """
 
@@ -52,14 +62,27 @@ class Machine:
     def offers(self, *requirements: str) -> None:
         (self.project / "available").write_text("".join(f"{line}\n" for line in requirements))
 
+    def python(self, name: str, minor: int) -> None:
+        self.command(name, PYTHON.replace("MINOR", str(minor)))
+
     def set_up(self, **environment: str) -> subprocess.CompletedProcess[str]:
         (self.project / "calls").write_text("")
         path = f"{self.commands}:/usr/bin:/bin"
         command = [str(self.project / "tools" / "setup.sh")]
-        clean = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+        unset = {"PYTHON", "PYENV_ROOT", "VENV", "NEWEST", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"}
+        clean = {name: value for name, value in os.environ.items() if name not in unset}
         return subprocess.run(
-            command, env={**clean, "PATH": path, **environment}, cwd="/", capture_output=True, text=True, check=False
+            command,
+            env={**clean, "PATH": path, "HOME": str(self.commands), **environment},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
         )
+
+    def constraints(self) -> list[str]:
+        """Returns for each call of pip how many lines bind it, and the one that names Triton."""
+        return [line.strip() for line in (self.project / "constraints").read_text().splitlines()]
 
     def calls(self) -> list[str]:
         return (self.project / "calls").read_text().splitlines()
@@ -70,37 +93,58 @@ def machine(tmp_path: Path) -> Machine:
     made = Machine(tmp_path / "my own checkout", tmp_path / "bin")
     (made.project / "tools").mkdir(parents=True)
     made.commands.mkdir()
-    shutil.copy(ROOT / "tools" / "setup.sh", made.project / "tools")
+    for name in ("setup.sh", "pythons.sh", "constraints.txt"):
+        shutil.copy(ROOT / "tools" / name, made.project / "tools")
     shutil.copy(ROOT / "pyproject.toml", made.project)
-    for python in ("python3", "python3.11", "python3.12", "python3.13", "python3.14", "python"):
-        made.command(python, PYTHON)
+    for name in ("python3", "python"):
+        made.python(name, 12)
+    for minor in (11, 12, 13, 14):
+        made.python(f"python3.{minor}", minor)
     made.command("nvidia-smi", "#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
     made.command("uname", "#!/bin/sh\necho Linux\n")
     return made
 
 
-EDITABLE = "--constraint .venv/torch.txt --editable .[dev]"
+EDITABLE = "--editable .[dev]"
+VENV = "venv with 3.12"
 
 
 def test_without_a_gpu_the_cpu_build_is_taken(machine: Machine) -> None:
     machine.offers("torch==2.13.0+cpu", "torch==2.13.0")
     done = machine.set_up()
     assert (done.returncode, done.stderr) == (0, "")
-    assert machine.calls() == ["venv", "torch==2.13.0+cpu", EDITABLE]
+    assert machine.calls() == [VENV, "torch==2.13.0+cpu", EDITABLE]
     assert done.stdout.splitlines() == [
         "setup: making .venv with Python 3.12.0",
         "setup: installing torch 2.13.0, the CPU build, since there is no NVIDIA GPU here",
         "setup: installing fastgen and what its development needs",
         "setup: done",
     ]
-    assert (machine.project / ".venv" / "torch.txt").read_text() == "torch==2.13.0+cpu\n"
+
+
+def test_the_locked_versions_are_installed_also_where_fastgen_is_built(machine: Machine) -> None:
+    machine.offers("torch==2.13.0+cpu")
+    assert machine.set_up().returncode == 0
+    lines = (ROOT / "tools" / "constraints.txt").read_text().splitlines()
+    (triton,) = [line for line in lines if line.startswith("triton==")]
+    assert machine.constraints() == [f"{len(lines) - 1} {triton}"] * 2, "all but torch, whose version pip is asked for"
+
+
+def test_the_newest_versions_are_those_of_the_indexes(machine: Machine) -> None:
+    machine.offers("torch==2.99.1+cpu")
+    done = machine.set_up(NEWEST="yes", VENV=".venvs/newest")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert machine.calls() == [VENV, "torch==2.99.1+cpu", EDITABLE]
+    assert set(machine.constraints()) == {"none"}
+    assert (machine.project / ".venvs" / "newest" / "setup-done").exists()
+    assert not (machine.project / ".venv").exists()
 
 
 def test_then_the_cpu_build_of_pytorchs_own_index(machine: Machine) -> None:
     wanted = f"--timeout 30 --retries 2 {CPU_INDEX} torch==2.13.0+cpu"
     machine.offers(wanted, "torch==2.13.0")
     assert machine.set_up().returncode == 0
-    assert machine.calls() == ["venv", "torch==2.13.0+cpu", wanted, EDITABLE]
+    assert machine.calls() == [VENV, "torch==2.13.0+cpu", wanted, EDITABLE]
 
 
 def test_then_the_ordinary_build_after_saying_how_large_it_is(machine: Machine) -> None:
@@ -109,20 +153,23 @@ def test_then_the_ordinary_build_after_saying_how_large_it_is(machine: Machine) 
     assert done.returncode == 0
     assert machine.calls()[-2:] == ["torch==2.13.0", EDITABLE]
     assert "several GB of CUDA libraries" in done.stdout
+    assert len(set(machine.constraints()[-2:]) & set(machine.constraints()[:-2])) == 0
+    assert all("triton" not in each for each in machine.constraints()[-2:]), "that build names its own"
 
 
 def test_with_a_gpu_the_ordinary_build_and_never_the_cpu_one(machine: Machine) -> None:
     machine.command("nvidia-smi", "#!/bin/sh\n[ \"$*\" = -L ] && echo 'GPU 0: Some GPU (UUID: GPU-1)'\n")
     machine.offers("torch==2.13.0,!=2.13.0+cpu", "torch==2.13.0+cpu")
     assert machine.set_up().returncode == 0
-    assert machine.calls() == ["venv", "torch==2.13.0,!=2.13.0+cpu", EDITABLE]
+    assert machine.calls() == [VENV, "torch==2.13.0,!=2.13.0+cpu", EDITABLE]
+    assert all("triton" not in each for each in machine.constraints())
 
 
 def test_macos_has_but_one_build(machine: Machine) -> None:
     machine.command("uname", "#!/bin/sh\necho Darwin\n")
     machine.offers("torch==2.13.0,!=2.13.0+cpu")
     assert machine.set_up().returncode == 0
-    assert machine.calls() == ["venv", "torch==2.13.0,!=2.13.0+cpu", EDITABLE]
+    assert machine.calls() == [VENV, "torch==2.13.0,!=2.13.0+cpu", EDITABLE]
 
 
 def test_the_second_time_nothing_is_done(machine: Machine) -> None:
@@ -132,7 +179,7 @@ def test_the_second_time_nothing_is_done(machine: Machine) -> None:
     assert (done.returncode, done.stdout, machine.calls()) == (0, "", [])
 
 
-@pytest.mark.parametrize("changed", ["pyproject.toml", "tools/setup.sh"])
+@pytest.mark.parametrize("changed", ["pyproject.toml", "tools/setup.sh", "tools/pythons.sh", "tools/constraints.txt"])
 def test_a_change_brings_it_up_to_date_without_starting_over(machine: Machine, changed: str) -> None:
     machine.offers("torch==2.13.0+cpu")
     machine.set_up()
@@ -147,7 +194,7 @@ def test_a_moved_checkout_gets_a_new_environment(machine: Machine) -> None:
     machine.set_up()
     moved = Machine(machine.project.rename(machine.project.with_name("elsewhere")), machine.commands)
     assert moved.set_up().returncode == 0
-    assert moved.calls()[0] == "venv"
+    assert moved.calls()[0] == VENV
 
 
 def test_another_failure_is_shown_and_is_no_reason_for_another_build(machine: Machine) -> None:
@@ -155,7 +202,7 @@ def test_another_failure_is_shown_and_is_no_reason_for_another_build(machine: Ma
     (machine.project / "broken").touch()
     done = machine.set_up()
     assert done.returncode == 1
-    assert machine.calls() == ["venv", "torch==2.13.0+cpu"]
+    assert machine.calls() == [VENV, "torch==2.13.0+cpu"]
     assert "No space left on device" in done.stderr
     (machine.project / "broken").unlink()
     machine.offers("torch==2.13.0+cpu")
@@ -170,10 +217,34 @@ def test_what_no_index_has_is_told_without_pips_noise(machine: Machine) -> None:
     assert "is ignored" not in done.stderr
 
 
+def test_another_python_is_taken_where_python3_does_not_fit(machine: Machine) -> None:
+    machine.offers("torch==2.13.0+cpu")
+    for minor in (10, 14):
+        machine.python("python3", minor)
+        shutil.rmtree(machine.project / ".venv", ignore_errors=True)
+        assert machine.set_up().returncode == 0
+        assert machine.calls()[0] == "venv with 3.13", "the newest one that is tested"
+
+
+def test_a_python_of_pyenv_is_found_though_its_name_leads_nowhere(machine: Machine) -> None:
+    machine.offers("torch==2.13.0+cpu")
+    for name in ("python3", "python", "python3.11", "python3.12", "python3.13"):
+        machine.command(name, "#!/bin/sh\nexit 127\n")
+    place = machine.commands / "versions" / "3.12.1" / "bin"
+    place.mkdir(parents=True)
+    machine.python("versions/3.12.1/bin/python", 12)
+    assert machine.set_up(PYENV_ROOT=str(machine.commands)).returncode == 0
+    assert machine.calls()[0] == VENV
+
+
 def test_without_a_suitable_python_it_says_what_to_do(machine: Machine) -> None:
-    done = machine.set_up(UNSUITABLE="1")
+    for name in ("python", "python3.11", "python3.12", "python3.13"):
+        machine.command(name, "#!/bin/sh\nexit 127\n")  # a shim that leads nowhere
+    machine.python("python3", 14)
+    done = machine.set_up()
     assert done.returncode == 1
-    assert "no Python of version 3.11 or newer" in done.stderr
+    assert "found no Python of a tested version (3.11 3.12 3.13)" in done.stderr
+    assert "here, python3 is Python 3.14.0. Install one, or name it" in done.stderr
     assert not (machine.project / ".venv").exists()
 
 
@@ -182,7 +253,16 @@ def test_a_python_that_was_asked_for_is_taken_or_refused(machine: Machine) -> No
     done = machine.set_up(PYTHON="no-such-python")
     assert done.returncode == 1
     assert "PYTHON=no-such-python is not a Python of version 3.11" in done.stderr
-    for name in ("python3", "python"):
-        (machine.commands / name).unlink()
-    assert machine.set_up(PYTHON="python3.12").returncode == 0
-    assert machine.calls()[0] == "venv"
+    machine.python("old", 10)
+    assert "PYTHON=old is not a Python of version 3.11" in machine.set_up(PYTHON="old").stderr
+    assert machine.set_up(PYTHON="python3.11").returncode == 0
+    assert machine.calls()[0] == "venv with 3.11"
+
+
+def test_a_newer_python_that_was_asked_for_is_taken_with_a_warning(machine: Machine) -> None:
+    machine.offers("torch==2.13.0+cpu")
+    done = machine.set_up(PYTHON="python3.14")
+    assert done.returncode == 0
+    assert done.stderr == "setup: Python 3.14.0 is newer than what is tested: 3.11 3.12 3.13\n"
+    assert machine.calls()[0] == "venv with 3.14"
+    assert machine.set_up().stdout == "", "the environment stays"

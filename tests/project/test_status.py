@@ -9,11 +9,53 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from tools.status import PAGE, RESULTS, newest, render
+from tests.benchmarks.test_cpu_report import turn
+from tests.benchmarks.test_serving_benchmark import a_round
+from tools.status import PAGE, README, RESULTS, doubts, headline, newest, render, row_of_readme
 
 
 def test_the_page_is_made_of_the_results() -> None:
     assert PAGE.read_text() == render(), "run `python -m tools.status`"
+
+
+def test_the_readme_says_of_speed_what_the_results_say() -> None:
+    text = README.read_text()
+    assert row_of_readme(text, headline(newest(RESULTS, "cpu_models"))) == text, "run `python -m tools.status`"
+    with pytest.raises(ValueError, match="0 rows"):
+        row_of_readme("# fastgen\n", "fast")
+
+
+def test_the_readme_quotes_the_least_favourable_ratio_or_none() -> None:
+    cpu = {
+        "about": {"machine": "a CPU", "threads": 2, "kernel": "6"}, "engines": {}, "samples": [], "steps": [],
+        "turns": [turn("llama.cpp", each, 100) for each in (130, 140, 150, 160, 170)],
+    }  # fmt: skip
+    none = "no comparison with OpenVINO, llama.cpp, vLLM has 6 steady turns yet, on a CPU, 2 threads"
+    assert headline(cpu) == f"{none}; by too few turns 1 of the floors look missed"
+    assert doubts(cpu) == ["llama-110m, int8: one stream (W1), floor 1.6"]
+    cpu["turns"] += [turn("llama.cpp", 180, 100)]
+    cpu["turns"] += [turn("openvino-genai", 170, 100) | {"workload": "W4"} for _ in range(6)]
+    assert headline(cpu) == (
+        "1.00 times the best other engine and up on a CPU, 2 threads (least: llama-110m, int8, W4, openvino-genai);"
+        " 2 of 16 cells have a ratio, 2 floors missed"
+    )
+
+
+def test_what_http_costs_is_shown_for_short_and_long_requests_once_it_is_measured(tmp_path: Path) -> None:
+    shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True)
+    entry = {"model": "tiny-llama", "requests": 500, "rounds": [a_round(each) for each in (99, 98, 97, 96, 95, 94)]}
+    few = {**entry, "rounds": entry["rounds"][:5]}
+    kinds = {"short": (16, 16, few), "long": (64, 128, entry)}
+    models = [
+        {"kind": kind, "num_prompt": prompt, "num_answer": answer, **measured}
+        for kind, (prompt, answer, measured) in kinds.items()
+    ]
+    about = {"machine": {"processor": "a CPU", "cores": 2}, "commit": "abc"}
+    (tmp_path / "serving_http_2999-01-01.json").write_text(json.dumps({**about, "models": models}))
+    page = render(tmp_path)
+    assert "| tiny-llama | long, 500 | 64, 128 | 3.5 % (1.0 to 6.0, 6 rounds) |" in page
+    assert "| tiny-llama | short, 500 | 16, 16 | – (5 of 5 rounds steady, build abc) |" in page
+    assert "a CPU,\n2 cores, commit abc" in page
 
 
 def test_a_newer_measurement_changes_the_page(tmp_path: Path) -> None:

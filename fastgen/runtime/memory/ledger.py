@@ -122,7 +122,7 @@ class MemoryModel:
         yield LedgerRow("matrices", sizes.matrices, self.build.matrix_format)
         yield LedgerRow("norms", sizes.norms)
         yield LedgerRow("rotary tables", sizes.rotary * config.max_model_len, f"max_model_len={config.max_model_len}")
-        yield LedgerRow("rests of huge pages", sizes.page_rests)
+        yield LedgerRow("unused ends of huge pages", sizes.page_rests)
 
     def _held_rows(self, config: EngineConfig) -> Iterator[LedgerRow]:
         budget, seqs = f"token_budget={config.token_budget}", f"max_num_seqs={config.max_num_seqs}"

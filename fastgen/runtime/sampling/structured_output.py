@@ -326,7 +326,7 @@ def _new_threads() -> ThreadPoolExecutor:
 
 
 def _first_of(mask: Mask) -> int:
-    return int(np.unpackbits(mask.view(np.uint8), bitorder="little").argmax())
+    return int(np.argmax(np.unpackbits(mask.view(np.uint8), bitorder="little")))
 
 
 def optional_runs(schema: object) -> Iterator[list[str]]:

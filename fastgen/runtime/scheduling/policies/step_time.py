@@ -167,7 +167,7 @@ def _not_negative(fit: Features, information: Features, start: Features) -> Feat
     """Returns the coefficients at or above 0 that lose the least beside ``fit``, by coordinate descent from the last
     ones.
     """
-    if fit.min() >= 0:
+    if np.min(fit) >= 0:
         return fit
     found = start.copy()
     for _ in range(_SWEEPS):
