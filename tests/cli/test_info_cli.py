@@ -20,7 +20,7 @@ def test_versions_and_device(run) -> None:
     done = run("info", "--json", "--device", "cpu")
     facts = json.loads(done.out)
     assert set(facts) == {"versions", "device"}
-    assert facts["versions"]["fastgen"] == version("fastgen")
+    assert facts["versions"]["fastgen"] == fastgen.__version__
     assert facts["versions"]["torch"] == version("torch")
     cpu = current("cpu")
     assert facts["device"] == {

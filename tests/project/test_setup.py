@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ case "$*" in
   -c*metadata*) echo "torch==2.13.0+cpu" ;;
 esac
 """
+
+
+def test_the_readme_names_the_index_that_the_script_uses() -> None:
+    named = re.findall(r"--index-url (\S+)", (ROOT / "README.md").read_text())
+    assert [f"--extra-index-url {index}" for index in named] == [CPU_INDEX]
 
 
 @dataclass(frozen=True)
