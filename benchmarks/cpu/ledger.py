@@ -26,7 +26,7 @@ def held_bytes(engine: Engine) -> dict[str, int]:
         "matrices": weights.matrices,
         "norms": weights.norms,
         "rotary tables": weights.rotary,
-        "rests of huge pages": weights.page_rests,
+        "unused ends of huge pages": weights.page_rests,
         "KV cache": storage_bytes(each for pair in runner.kv_cache.storage for each in pair),
         "block tables": storage_bytes(inputs.buffers.tables()),
         "inputs": storage_bytes(inputs.buffers.inputs()),
