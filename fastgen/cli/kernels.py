@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastgen.cli import options
+from fastgen.cli.command import App
 from fastgen.cli.options import usage_error
 from fastgen.options import LoadOptions
 
@@ -19,12 +20,7 @@ if TYPE_CHECKING:
     from fastgen.compile.build.loader import KernelLoader
     from fastgen.compile.spec import KernelSpec
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    help="List, show, build and measure a model's generated kernels.",
-)
+app = App(help="List, show, build and measure a model's generated kernels.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Target = Annotated[
@@ -124,7 +120,7 @@ def report_command(
     load: options.Given,
     as_json: AsJson = False,
 ) -> None:
-    """Build all kernels of MODEL and report the cost of each: registers, spills, shared memory, occupancy …"""
+    """Build all kernels of MODEL and report what each costs: registers, spills, shared memory, occupancy."""
     from fastgen.runtime.progress import progress_bar
 
     loader, specs, _ = _needed(LoadOptions(model, **load), target)
