@@ -40,8 +40,8 @@ def load(options: LoadOptions) -> LLM:
         sealed_arch=sealed_arch,
         quantize=options.quantize,
     )
-    weight_format = parse_quantize(options.quantize, facts.name)
-    memory = MemoryModel(ModelBuild(source.spec, source.dtype, facts, weight_format), device)
+    described = ModelBuild(source.spec, source.dtype, facts, parse_quantize(options.quantize, facts.name))
+    memory = MemoryModel(described, device)
     config = resolve_engine_config(memory, options)
     policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(source.directory, source.checkpoint.config)
@@ -60,14 +60,12 @@ def load(options: LoadOptions) -> LLM:
     ledger = memory.ledger(config)
     with devices.being_current(device.torch_device):
         engine = build_engine(
-            source.spec,
+            described,
             config,
             source.checkpoint,
             codec,
-            source.dtype,
             device.torch_device,
             backend,
-            weight_format,
             ledger=ledger,
             policy=policy,
             aging_s=options.aging_s,
