@@ -31,7 +31,7 @@ _LOAD = options.only(
 
 @options.with_flags(load=_LOAD)
 def info(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Describe this model too.")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Describe this model too.")] = None,
     *,
     load: options.Given,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,

@@ -39,7 +39,7 @@ _SIZED = [*_LOAD, *options.only(options.LOAD_ARGUMENTS, "block_size", "max_num_s
 @options.with_flags(load=_LOAD)
 def list_command(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="List the kernels that this model needs.")
+        str | None, typer.Argument(metavar="MODEL", help="List the kernels that this model needs.")
     ] = None,
     target: Target = None,
     *,
@@ -61,7 +61,7 @@ def list_command(
 @options.with_flags(load=_LOAD)
 def show_command(
     model: options.Model,
-    name: Annotated[str | None, typer.Argument(metavar="[KERNEL]", help="Name of a kernel. Default: all.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="KERNEL", help="Name of a kernel. Default: all.")] = None,
     target: Target = None,
     *,
     load: options.Given,

@@ -16,7 +16,7 @@ from fastgen.cli import options
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help=options.MODEL_HELP),
+        typer.Argument(metavar="MODEL", help=options.MODEL_HELP),
     ] = None,
     properties: Annotated[
         str | None,

@@ -68,7 +68,7 @@ def deployments_directory() -> Path:
     """
     directory = Path(os.path.realpath(_named_directory()))
     if (reason := why_untrusted(directory)) is not None:
-        raise InvalidArgumentError(f"{directory} is not used for the list of servers: {reason}; or {_ADVICE}")
+        raise InvalidArgumentError(f"{directory} is not used for the list of servers: {reason}; {_ADVICE}")
     return directory
 
 
