@@ -12,6 +12,7 @@ import typer
 
 import fastgen
 from fastgen.cli.chat import chat
+from fastgen.cli.command import App
 from fastgen.cli.flight import replay, timeline, why
 from fastgen.cli.generate import generate
 from fastgen.cli.info import info
@@ -24,9 +25,7 @@ from fastgen.cli.serve import serve
 from fastgen.cli.verify import verify
 from fastgen.errors import FastgenError
 
-app = typer.Typer(
-    name="fastgen", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
-)
+app = App(name="fastgen", pretty_exceptions_enable=False)
 app.command()(generate)
 app.command()(chat)
 app.command()(serve)

@@ -31,7 +31,7 @@ _LOAD = options.only(
 
 @options.with_flags(load=_LOAD)
 def info(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Describe this model too.")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Describe this model too.")] = None,
     *,
     load: options.Given,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
@@ -45,7 +45,7 @@ def info(
         load_options = LoadOptions(model, **load)
         source = ModelSource.open(load_options)
         facts["model"] = _model_facts(source)
-        ledger = _ledger(load_options, source)
+        facts["engine"], ledger = _engine(load_options, source)
     if as_json:
         print(json.dumps(facts if ledger is None else facts | {"ledger": ledger.as_json()}))
         return
@@ -55,7 +55,7 @@ def info(
             if value not in (None, []):
                 print(f"  {name.replace('_bytes', '').replace('_', ' '):20} {_for_people(name, value)}")
     if ledger is not None:
-        print("memory", *str(ledger).splitlines(), sep="\n  ")
+        print("memory of the engine", *ledger.explained().splitlines(), sep="\n  ")
 
 
 def _versions() -> dict[str, str | None]:
@@ -71,10 +71,15 @@ def _installed(package: str) -> str | None:
 
 
 def _device_facts(name: str) -> dict[str, Any]:
-    from fastgen.compile.host.device import current
+    from fastgen.compile.host.device import current, free_memory_bytes
 
     device = current(name)
-    facts = {"device": str(device), "name": device.name, "memory_bytes": device.memory_bytes}
+    facts = {
+        "device": str(device),
+        "name": device.name,
+        "memory_bytes": device.memory_bytes,
+        "free_memory_bytes": free_memory_bytes(device),
+    }
     if device.kind == "cpu":
         return {**facts, "cores": device.num_cores, "instruction_sets": list(device.instruction_sets)}
     assert device.capability is not None
@@ -101,20 +106,31 @@ def _model_facts(source: ModelSource) -> dict[str, Any]:
     }
 
 
-def _ledger(load_options: LoadOptions, source: ModelSource) -> Ledger:
-    """Returns the memory of an engine that ``fastgen.load`` would make with these options."""
+def _engine(load_options: LoadOptions, source: ModelSource) -> tuple[dict[str, Any], Ledger]:
+    """Returns the sizes and the memory of an engine that ``fastgen.load`` would make with these options."""
     from fastgen.compile.backends.choose import target_facts
     from fastgen.compile.host.device import current
     from fastgen.models.measure import ModelBuild
     from fastgen.runtime.config import resolve_engine_config
+    from fastgen.runtime.memory.fit import blocks_of_sequence
     from fastgen.runtime.memory.ledger import MemoryModel
     from fastgen.runtime.targets import parse_quantize
 
     device = current(load_options.device)
-    target = target_facts(load_options.target, device, num_threads=load_options.num_threads)
-    weight_format = parse_quantize(load_options.quantize, target.name)
+    quantize = load_options.quantize
+    target = target_facts(load_options.target, device, num_threads=load_options.num_threads, quantize=quantize)
+    weight_format = parse_quantize(quantize, target.name)
     memory = MemoryModel(ModelBuild(source.spec, source.dtype, target, weight_format), device)
-    return memory.ledger(resolve_engine_config(memory, load_options))
+    config = resolve_engine_config(memory, load_options)
+    blocks = blocks_of_sequence(memory, config.max_model_len, config.token_budget, config.block_size)
+    sizes = {
+        "token_budget": config.token_budget,
+        "max_num_seqs": config.max_num_seqs,
+        "max_model_len": config.max_model_len,
+        # How many requests of max_model_len tokens, prompt and answer together, can run at once.
+        "full_length_requests": min(config.max_num_seqs, (config.num_blocks - 1) // blocks),
+    }
+    return sizes, memory.ledger(config)
 
 
 def _for_people(name: str, value: Any) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastgen.cli import options
+from fastgen.cli.command import App
 from fastgen.cli.options import usage_error
 from fastgen.options import LoadOptions
 
@@ -19,12 +20,7 @@ if TYPE_CHECKING:
     from fastgen.compile.build.loader import KernelLoader
     from fastgen.compile.spec import KernelSpec
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    help="List, show, build and measure a model's generated kernels.",
-)
+app = App(help="List, show, build and measure a model's generated kernels.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Target = Annotated[
@@ -43,7 +39,7 @@ _SIZED = [*_LOAD, *options.only(options.LOAD_ARGUMENTS, "block_size", "max_num_s
 @options.with_flags(load=_LOAD)
 def list_command(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="List the kernels that this model needs.")
+        str | None, typer.Argument(metavar="MODEL", help="List the kernels that this model needs.")
     ] = None,
     target: Target = None,
     *,
@@ -65,7 +61,7 @@ def list_command(
 @options.with_flags(load=_LOAD)
 def show_command(
     model: options.Model,
-    name: Annotated[str | None, typer.Argument(metavar="[KERNEL]", help="Name of a kernel. Default: all.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="KERNEL", help="Name of a kernel. Default: all.")] = None,
     target: Target = None,
     *,
     load: options.Given,
@@ -124,7 +120,7 @@ def report_command(
     load: options.Given,
     as_json: AsJson = False,
 ) -> None:
-    """Build all kernels of MODEL and report the cost of each: registers, spills, shared memory, occupancy …"""
+    """Build all kernels of MODEL and report what each costs: registers, spills, shared memory, occupancy."""
     from fastgen.runtime.progress import progress_bar
 
     loader, specs, _ = _needed(LoadOptions(model, **load), target)

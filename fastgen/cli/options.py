@@ -81,7 +81,7 @@ def with_flags(**groups: Iterable[Argument]) -> Callable[[Callable[..., None]], 
 def _flags(argument: Argument) -> list[inspect.Parameter]:
     """Returns the parameters by which typer reads ``argument``; each is ``None`` where the flag is not given."""
     option, kind, name = argument.option, argument.flag_type, argument.flag
-    default = "" if argument.default_text in ("off", "none") else f" Default: {argument.default_text}."
+    default = f" Default: {argument.default_text}."
     spellings = [f"{name}/--no-{name[2:]}" if kind is bool and argument.default is True else name]
     if option.short_flag is not None:
         spellings.append(option.short_flag)

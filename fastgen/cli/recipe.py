@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastgen.cli import options
+from fastgen.cli.command import App
 from fastgen.models.checkpoint.files import read_json_object
 from fastgen.models.recipe.schema import json_schema
 from fastgen.models.registry.registry import list_recipes, named_recipe
@@ -34,12 +35,7 @@ from fastgen.models.spec import (
     tensors_of,
 )
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    help="List and show recipes, and the models that they make of a configuration.",
-)
+app = App(help="List and show recipes, and the models that they make of a configuration.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

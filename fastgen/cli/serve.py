@@ -16,7 +16,7 @@ from fastgen.cli import options
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help=options.MODEL_HELP),
+        typer.Argument(metavar="MODEL", help=options.MODEL_HELP),
     ] = None,
     properties: Annotated[
         str | None,
@@ -76,6 +76,9 @@ def _list() -> None:
 
 
 def _stop(name: str) -> None:
-    from fastgen.serving.clients.client import client
+    from fastgen.serving.clients.client import client, is_address
+    from fastgen.serving.clients.deployments import find_deployment
 
+    if not is_address(name):
+        find_deployment(name, advice="`fastgen serve --list` lists the servers that run")
     client(name).terminate_server()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from fastgen.arguments import takes
 from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.host import device as devices
@@ -16,6 +18,8 @@ from fastgen.runtime.scheduling.policies import choose_policy
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 from fastgen.runtime.targets import bundle_flags, parse_quantize, sealed_loader, sealed_target
 from fastgen.runtime.text.codec import TextCodec
+
+_log = logging.getLogger(__name__)
 
 
 @takes(LoadOptions)
@@ -34,12 +38,14 @@ def load(options: LoadOptions) -> LLM:
         num_threads=options.num_threads,
         sealed=options.sealed is not False,
         sealed_arch=sealed_arch,
+        quantize=options.quantize,
     )
     described = ModelBuild(source.spec, source.dtype, facts, parse_quantize(options.quantize, facts.name))
     memory = MemoryModel(described, device)
     config = resolve_engine_config(memory, options)
     policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(source.directory, source.checkpoint.config)
+    _warn_of_unknown_ids(codec, source.spec.vocab_size)
     about = bundle_flags(options, source.dtype, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
     bundle = sealed_loader(options, source.directory, device, about)
     backend = choose_backend(
@@ -65,3 +71,12 @@ def load(options: LoadOptions) -> LLM:
             aging_s=options.aging_s,
         )
     return LLM(engine, codec, spec=source.spec, config=config, ledger=ledger, name=str(options.model))
+
+
+def _warn_of_unknown_ids(codec: TextCodec, vocab_size: int) -> None:
+    if num_unknown := codec.num_unknown(vocab_size):
+        _log.warning(
+            "the tokenizer knows %s of the model's %s token ids; the other %s have no text. This is harmless where "
+            "they only pad the vocabulary; otherwise the tokenizer belongs to another model",
+            *(f"{number:,}" for number in (vocab_size - num_unknown, vocab_size, num_unknown)),
+        )

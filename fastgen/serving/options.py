@@ -52,7 +52,7 @@ class Limits:
     itl_target_ms: Annotated[
         float | None,
         Option(
-            "--itl-target-ms, and refuse requests that would make all gaps between tokens longer, in ms.",
+            "Set --itl-target-ms, and refuse requests that would make all gaps between tokens longer, in ms.",
             check=ABOVE_0,
             name="itl_target",
         ),
@@ -164,7 +164,7 @@ class ServeOptions:
     log_format: Annotated[
         LogFormat,
         Option(
-            "text or json: log lines or objects.",
+            "Log lines of text, or a JSON object for each: text or json.",
             check=Check("'text' or 'json'", lambda value: value in ("text", "json")),
         ),
     ] = "text"

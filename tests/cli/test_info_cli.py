@@ -11,8 +11,16 @@ from safetensors import safe_open
 
 import fastgen
 from fastgen.cli.options import in_flags
+from fastgen.compile.backends import choose
 from fastgen.compile.host.device import current
-from fastgen.errors import FastgenError, InvalidArgumentError, KernelError, OutOfMemoryError, RecipeError
+from fastgen.errors import (
+    CompilerNotFoundError,
+    FastgenError,
+    InvalidArgumentError,
+    KernelError,
+    OutOfMemoryError,
+    RecipeError,
+)
 from fastgen.models.checkpoint.builtins import BUILTINS
 
 
@@ -20,9 +28,10 @@ def test_versions_and_device(run) -> None:
     done = run("info", "--json", "--device", "cpu")
     facts = json.loads(done.out)
     assert set(facts) == {"versions", "device"}
-    assert facts["versions"]["fastgen"] == version("fastgen")
+    assert facts["versions"]["fastgen"] == fastgen.__version__
     assert facts["versions"]["torch"] == version("torch")
     cpu = current("cpu")
+    assert 0 < facts["device"].pop("free_memory_bytes") <= cpu.memory_bytes
     assert facts["device"] == {
         "device": "cpu",
         "name": cpu.name,
@@ -36,6 +45,7 @@ def test_for_people(run) -> None:
     out = run("info").out
     assert f"  torch                {version('torch')}\n" in out
     assert "  memory " in out
+    assert "  free memory " in out
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral", "tiny-opt"])
@@ -63,13 +73,44 @@ def test_the_facts_of_a_model_are_those_of_its_checkpoint(run, name) -> None:
 def test_the_memory_of_an_engine_is_that_of_the_engine(run) -> None:
     sizes = {"token_budget": 40, "max_num_seqs": 3, "block_size": 8, "max_model_len": 100, "num_threads": 1}
     flags = [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    printed = json.loads(run("info", "tiny-llama", "--json", "--kv-cache-memory", "1MiB", *flags).out)["ledger"]
+    facts = json.loads(run("info", "tiny-llama", "--json", "--kv-cache-memory", "1MiB", *flags).out)
+    printed = facts["ledger"]
     with fastgen.load("tiny-llama", kv_cache_memory="1MiB", **sizes) as llm:
         assert printed == llm.ledger.as_json()
-        table = str(llm.ledger).splitlines()
+        table = llm.ledger.explained().splitlines()
+        engine = llm._engine
+        assert engine is not None
+        blocks_each = engine.scheduler.kv.capacity.blocks_needed(sizes["max_model_len"])
+        fits = min(sizes["max_num_seqs"], (llm.config.num_blocks - 1) // blocks_each)
+    assert facts["engine"] == {
+        **{name: sizes[name] for name in ("token_budget", "max_num_seqs", "max_model_len")},
+        "full_length_requests": fits,
+    }
     out = run("info", "tiny-llama", "--kv-cache-memory", "1MiB", *flags).out
-    assert out.endswith("memory\n" + "".join(f"  {line}\n" for line in table))
+    assert f"  full length requests {fits}\n" in out
+    assert out.endswith("memory of the engine\n" + "".join(f"  {line}\n" for line in table))
     assert sum(row["size_bytes"] for row in printed["rows"]) == printed["total_bytes"]
+
+
+def test_how_many_requests_of_full_length_fit(run) -> None:
+    """A small cache holds fewer than may run at once."""
+    sizes = (("--kv-cache-memory", "16MiB"), ("--kv-cache-memory", "32MiB"), ())
+    facts = [json.loads(run("info", "tiny-llama", "--json", *flags).out) for flags in sizes]
+    fits = [each["engine"]["full_length_requests"] for each in facts]
+    each_bytes = facts[0]["model"]["kv_bytes_per_token"] * facts[0]["model"]["context"]
+    assert fits == [((16 << 20) - 1) // each_bytes, ((32 << 20) - 1) // each_bytes, 64]
+
+
+def test_a_format_of_the_cpp_target_without_a_compiler(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_none() -> str:
+        raise CompilerNotFoundError("no C++ compiler: Install g++ or clang++")
+
+    monkeypatch.setattr(choose, "find_compiler", find_none)
+    done = run("info", "tiny-llama", "--quantize", "int8")
+    assert done.status == 1
+    assert "Install g++ or clang++; without one --quantize 'int8' cannot be computed, but torch computes" in done.err
+    assert "'int8_weight_only'" in done.err
+    assert "several times more slowly" not in done.err
 
 
 def test_an_engine_that_does_not_fit_is_an_error(run) -> None:

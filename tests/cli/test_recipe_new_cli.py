@@ -44,7 +44,7 @@ def test_a_key_that_nothing_reads_keeps_the_model_from_being_loaded(run: Run, di
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "config.json").write_text(json.dumps(config))
-    (copy / "model.safetensors").symlink_to(directory / "model.safetensors")
+    (copy / "model.safetensors").hardlink_to(directory / "model.safetensors")
     file = tmp_path / "herring.yaml"
     printed = run("recipe", "new", str(copy), "--output", str(file)).out
     line = next(each for each in printed.splitlines() if each.startswith("read by nothing, so the checkpoint cannot"))

@@ -113,7 +113,10 @@ def test_a_model_is_needed(run: Run, asked: Asked, tmp_path: Path) -> None:
         (("--header-timeout", "0"), "--header-timeout 0.0: expected"),
         (("--port", "70000"), "--port 70000: expected a port"),
         (("--tool-format", "none"), "--tool-format 'none' is not one of"),
-        (("--stop", "nothing"), "'nothing' is not served on this machine"),
+        (
+            ("--stop", "nothing"),
+            "'nothing' is not served on this machine; nothing is. `fastgen serve --list` lists the servers",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -135,7 +135,7 @@ def test_a_cause_tells_that_only_a_key_is_left(checkpoint: Path, run: Run, tmp_p
     directory.mkdir()
     config = json.loads((checkpoint / "config.json").read_text()) | {"warp_factor": 3}
     (directory / "config.json").write_text(json.dumps(config))
-    (directory / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
+    (directory / "model.safetensors").hardlink_to(checkpoint / "model.safetensors")
     file = tmp_path / "theirs.yaml"
     file.write_text(
         "name: theirs\nextends: qwen2\n"

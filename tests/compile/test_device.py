@@ -75,6 +75,21 @@ def test_a_container_limit_bounds_the_memory(machine: Path) -> None:
     assert device.current("cpu").memory_bytes == 1 << 28
 
 
+def test_free_memory_is_what_the_system_and_the_container_leave(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = device.current("cpu")
+    monkeypatch.setattr(device, "_MEMORY_INFO", machine / "meminfo")
+    assert device.free_memory_bytes(cpu) is None
+    (machine / "meminfo").write_text("MemTotal:  2097152 kB\nMemFree:   1 kB\nMemAvailable:   1048576 kB\n")
+    assert device.free_memory_bytes(cpu) == 1 << 30
+    (machine / "memory.current").write_text(f"{200 << 20}\n")
+    (machine / "memory.max").write_text("max\n")
+    assert device.free_memory_bytes(cpu) == 1 << 30
+    (machine / "memory.max").write_text(f"{256 << 20}\n")
+    assert device.free_memory_bytes(cpu) == 56 << 20
+    (machine / "memory.stat").write_text(f"anon 1\ninactive_file {10 << 20}\nactive_file 7\n")
+    assert device.free_memory_bytes(cpu) == 66 << 20
+
+
 @pytest.mark.parametrize("name", ["", "gpu", "CPU", "cpu:0", "cuda:", "cuda:-1", "cuda:x", "cpu\n", "cuda:99999999", 0])
 def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"device=.*: expected 'auto', 'cpu', 'cuda'"):

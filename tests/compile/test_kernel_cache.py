@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from fastgen import ownership
 from fastgen.compile.build import cache as module
 from fastgen.compile.build.cache import Entry, KernelCache, default_directory
 from fastgen.errors import KernelError
@@ -44,6 +45,7 @@ def make() -> Maker:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
+    (tmp_path / "spare").mkdir()
     monkeypatch.setattr(module, "_temporary_directory", lambda: tmp_path / "spare")
     return KernelCache(tmp_path / "kernels")
 
@@ -314,9 +316,9 @@ def test_a_file_where_the_cache_should_be(cache, make) -> None:
 
 @pytest.mark.parametrize("place", ["/proc/self/kernels", "long" * 100])
 def test_a_place_that_cannot_be_made(place, tmp_path, cache, make) -> None:
-    cache.directory = tmp_path / place
+    cache = KernelCache(tmp_path / place)
     assert (cache.find("norm", KEY), cache.entries(), cache.clean()) == (None, [], (0, 0))
-    with pytest.warns(UserWarning, match="kernels cannot be kept in .*(self/kernels|longlong)"):
+    with pytest.warns(UserWarning, match=r"kernels cannot be kept in .*(/proc/\d+/kernels|longlong)"):
         entry = build(cache, make)
     assert cache.find("norm", KEY) == entry
 
@@ -433,3 +435,89 @@ def test_the_directory_is_the_users_unless_named(monkeypatch, tmp_path) -> None:
 def test_no_other_user_may_write_into_it(cache, make) -> None:
     build(cache, make)
     assert cache.directory.stat().st_mode & 0o022 == 0
+
+
+def plant(entry: Entry) -> None:
+    """Puts another binary into an entry, with a manifest that fits it."""
+    (entry.directory / "norm.so").write_bytes(b"planted")
+    manifest = json.loads((entry.directory / "manifest.json").read_text())
+    manifest["files"]["norm.so"] = module.file_hash(entry.directory / "norm.so")
+    (entry.directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_a_directory_that_others_can_write_to_is_replaced_with_one_warning(cache, make, mode) -> None:
+    place = cache.directory
+    plant(build(cache, make))
+    place.chmod(mode)
+    shared = KernelCache(place)
+    with pytest.warns(UserWarning, match="other users may write to it; `chmod go-w .*; .*FASTGEN_CACHE") as warned:
+        assert shared.find("norm", KEY) is None
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        entry = build(shared, make)
+        assert shared.find("norm", KEY) == entry
+    assert len([each for each in warned if each.category is UserWarning]) == 1
+    assert not entry.directory.is_relative_to(place)
+    assert (entry.directory / "norm.so").read_bytes() == b"binary" * 100
+
+
+def test_a_directory_of_another_user_is_neither_read_nor_written(cache, make, monkeypatch) -> None:
+    place = cache.directory
+    build(cache, make)
+    before = sorted(place.rglob("*"))
+    somebody_else = frozenset((place.stat().st_uid + 1,))
+    monkeypatch.setattr(ownership, "trusted_users", lambda: somebody_else)
+    theirs = KernelCache(place)
+    with pytest.warns(UserWarning, match="it belongs to another user"):
+        assert (theirs.entries(), theirs.clean()) == ([], (0, 0))
+    left = theirs.failed("norm")
+    assert not left.is_relative_to(place)
+    assert not left.is_relative_to(theirs.directory), "a failure's files outlive the process"
+    left.rmdir()
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_directory_that_another_user_makes_first_is_replaced(cache, make, monkeypatch, tmp_path) -> None:
+    """It appears between the look at its place and the build."""
+    real = Path.mkdir
+
+    def mkdir(path: Path, *arguments, **keywords) -> None:
+        real(path, *arguments, **keywords)
+        if path == tmp_path / "kernels":
+            path.chmod(0o777)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.warns(UserWarning, match="other users may write to it"):
+        entry = build(cache, make)
+    assert not entry.directory.is_relative_to(tmp_path / "kernels")
+
+
+def test_a_directory_below_one_that_all_can_write_to_is_replaced_unless_that_is_sticky(tmp_path, make) -> None:
+    above = tmp_path / "above"
+    build(KernelCache(above / "kernels"), make)
+    above.chmod(0o1777)
+    assert KernelCache(above / "kernels").directory == above / "kernels"
+    above.chmod(0o777)
+    with pytest.warns(UserWarning, match=f"since all may write to {above}"):
+        assert KernelCache(above / "kernels").find("norm", KEY) is None
+
+
+def test_a_link_is_followed_once(cache, make, tmp_path) -> None:
+    entry = build(cache, make)
+    (tmp_path / "link").symlink_to(cache.directory)
+    linked = KernelCache(tmp_path / "link")
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert linked.find("norm", KEY) == entry
+
+
+def test_an_entry_that_another_user_left_is_built_again(cache, make, monkeypatch) -> None:
+    """The directory was open to all once, and is private now."""
+    entry = build(cache, make)
+    plant(entry)
+    planted = (entry.directory / "norm.so").stat().st_ino
+    monkeypatch.setattr(module, "is_foreign", lambda facts: facts.st_ino == planted)
+    assert cache.find("norm", KEY) is None
+    assert cache.entries() == []
+    rebuilt = build(cache, make)
+    assert (rebuilt.directory / "norm.so").read_bytes() == b"binary" * 100

@@ -317,8 +317,11 @@ def test_a_path_that_is_not_there(builtin: Path, model: str) -> None:
 
 
 def test_a_file_is_no_model(builtin: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="It is a file; give the directory"):
+    with pytest.raises(ModelNotFoundError, match="it is one file of a model; give the directory"):
         hub.locate(builtin / "config.json")
+    (builtin / "notes").touch()
+    with pytest.raises(ModelNotFoundError, match="It is a file; give the directory"):
+        hub.locate(builtin / "notes")
 
 
 @pytest.mark.parametrize("typed", ["tiny-lama", "tiny_llama", "Tiny-Llama", "tinyllama"])

@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import version
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import fastgen
+from fastgen.version import DISTRIBUTION, install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 450
@@ -116,7 +117,7 @@ assert not before & set(fastgen.__all__), before
 assert all(vars(fastgen)[name] is value for name, value in values.items())
 print(fastgen.__version__)
 """
-    assert run_python(code).strip() == version("fastgen")
+    assert run_python(code).strip() == fastgen.__version__
 
 
 def test_the_source_runs_where_nothing_is_installed() -> None:
@@ -126,7 +127,7 @@ from importlib import metadata
 sys.path.insert(0, {str(ROOT)!r})
 distribution = metadata.distribution
 def without_fastgen(name):
-    if name == "fastgen":
+    if name.startswith("fastgen"):
         raise metadata.PackageNotFoundError(name)
     return distribution(name)
 metadata.distribution = without_fastgen
@@ -135,7 +136,25 @@ with fastgen.load("tiny-llama", target="torch") as llm:
     llm.generate("a", max_new_tokens=1)
     print(llm.recording().header.fastgen)
 """
-    assert run_python(code).strip() == version("fastgen")
+    assert run_python(code).strip() == fastgen.__version__
+
+
+def test_the_distribution_is_named_right_everywhere() -> None:
+    """``pip install fastgen`` installs another project, and so does ``fastgen[extra]``."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION != "fastgen"
+    assert re.findall(r"'(.*)\[(.*)\]'", install_command("serve")) == [(DISTRIBUTION, "serve")]
+    name = r"(?<![\w./-])fastgen(?![\w/.-])"
+    wrong = re.compile(rf"{name}\[[a-z]|\b(?:pip|uv|pipx)\b.* (?:add|install)\b[^#\n]*{name}|{name} ?[=~>]=")
+    known = set(project["optional-dependencies"])
+    found, unknown = {}, set()
+    for path in repository_texts():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if path != Path(__file__).resolve() and (hits := [hit[0] for hit in wrong.finditer(text)]):
+            found[str(path.relative_to(ROOT))] = hits
+        unknown |= set(re.findall(rf"{DISTRIBUTION}\[([a-z]+)\]", text)) - known
+    assert found == {}
+    assert unknown == set()
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ case "$*" in
   -c*version_info*) echo "3.$minor" ;;
 esac
 """
+
+
+def test_the_readme_names_the_index_that_the_script_uses() -> None:
+    named = re.findall(r"--index-url (\S+)", (ROOT / "README.md").read_text())
+    assert [f"--extra-index-url {index}" for index in named] == [CPU_INDEX]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from fastgen.models.measure import MeasuredModel, ModelBuild
 from fastgen.runtime.config import parse_dtype
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.memory.ledger import Ledger, LedgerRow, MemoryModel
+from fastgen.runtime.memory.ledger import MEANINGS, Ledger, LedgerRow, MemoryModel
 from fastgen.runtime.memory.temporaries import Temporaries, demanding
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.step.forward import Forward
@@ -114,6 +114,7 @@ def test_every_part_is_what_the_engine_holds(find: Find, model: str, build: str)
         llm.generate([[7] * length for length in (3, 70, 31)], max_new_tokens=4)  # records steps of several sizes
         held = held_bytes(engine)
         told = {row.name: row.size_bytes for row in ledger.rows}
+        assert told.keys() <= MEANINGS.keys()
         phases = memory_model(llm, build).temporaries(llm.config)
         assert told.pop("temporaries") == max(phases.values())
         assert told == {name: size for name, size in held.items() if size}
@@ -202,11 +203,15 @@ def test_a_ledger_is_a_table_and_json() -> None:
     rows = (LedgerRow("matrices", 3 << 20, "int4"), LedgerRow("KV cache", 1 << 20))
     ledger = Ledger(rows, device_bytes=1 << 30)
     assert str(ledger).splitlines() == [
-        "matrices of int4        3.00 MiB",
-        "KV cache                1.00 MiB",
-        "total                   4.00 MiB",
-        "the device has      1,024.00 MiB",
+        "matrices of int4            3.00 MiB",
+        "KV cache                    1.00 MiB",
+        "total                       4.00 MiB",
+        "memory of the device    1,024.00 MiB",
     ]
+    plain, explained = str(ledger).splitlines(), ledger.explained().splitlines()
+    assert [line[: len(plain[0])].rstrip() for line in explained] == plain
+    assert explained[0].endswith("MiB  the weights of attention and feed-forward layers")
+    assert explained[-1].endswith("MiB  all of it, free or not")
     assert json.loads(json.dumps(ledger.as_json())) == {
         "rows": [
             {"name": "matrices", "size_bytes": 3 << 20, "of": "int4"},

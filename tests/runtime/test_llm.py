@@ -18,6 +18,7 @@ import torch
 import fastgen
 from fastgen import GenerationChunk, SamplingParams
 from fastgen.errors import CheckpointError, FastgenError, InvalidArgumentError, OutOfMemoryError, RequestTooLargeError
+from fastgen.runtime import loading
 from fastgen.runtime.answers.generation import Completion
 from fastgen.runtime.interrupts import interrupt_deferred
 from fastgen.runtime.llm import LLM, Stream
@@ -522,6 +523,24 @@ def test_without_a_tokenizer_token_ids_still_work(tmp_path: Path) -> None:
             llm.generate("text")
         with pytest.raises(InvalidArgumentError, match="use stop_token_ids"):
             llm.generate(PROMPT, stop="x")
+
+
+def test_a_tokenizer_smaller_than_the_vocabulary_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(loading._log, "warning", lambda text, *facts: said.append(text % facts))
+    directory = save_checkpoint("llama", tmp_path / "x")
+    with fastgen.load(directory, target="torch"):
+        assert said == [], "there is no tokenizer"
+    save_tokenizer(directory)
+    with fastgen.load(directory, target="torch") as llm:
+        num_known = len(llm.tokenizer)
+        llm.generate("the cat", max_new_tokens=2)
+    (sentence,) = said
+    assert f"{num_known} of the model's {VOCAB_SIZE} token ids; the other {VOCAB_SIZE - num_known} have" in sentence
+    with fastgen.load("tiny-llama", target="torch"):
+        assert len(said) == 1, "its tokenizer knows all ids"
 
 
 def test_a_broken_tokenizer_is_reported(tmp_path: Path) -> None:

@@ -8,16 +8,19 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 import fastgen
+from fastgen import ownership
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.scheduling.policies import DynamicBatching
+from fastgen.serving.clients import deployments as module
 from fastgen.serving.clients.deployments import (
+    MAX_FILE_BYTES,
     Deployment,
     deployment_at,
     deployments,
@@ -26,6 +29,7 @@ from fastgen.serving.clients.deployments import (
     registered,
 )
 from fastgen.serving.monitoring.log import set_up_logging
+from tests.runtime.checkpoints import save_checkpoint, save_tokenizer
 
 SCRIPT = """
 import sys, fastgen
@@ -92,6 +96,17 @@ def test_it_outlives_its_script_and_is_found_again(directory: Path) -> None:
             os.kill(found.pid, signal.SIGKILL)
 
 
+def test_a_tokenizer_smaller_than_the_vocabulary_is_reported_once(directory: Path, tmp_path: Path) -> None:
+    save_tokenizer(save_checkpoint("llama", tmp_path / "model"))
+    client = fastgen.serve(tmp_path / "model", port=0, target="torch")
+    (found,) = deployments()
+    try:
+        assert client.generate("the cat", max_new_tokens=2).token_ids
+    finally:
+        client.terminate_server()
+    assert Path(str(found.log)).read_text().count("the tokenizer knows") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -155,8 +170,6 @@ def test_an_address_of_this_machine_is_its_deployment_by_either_protocol(directo
         assert deployment_at(one.address) is None
         with pytest.raises(FastgenError, match=r"no server answers at 127\.0\.0\.1:2"):
             fastgen.client(two.address, protocol="grpc").generate("a")
-        (directory / "junk.json").write_text("{}")
-        assert deployment_at(one.address) is None
     with pytest.raises(InvalidArgumentError, match="http://here:1 is an address of HTTP; that of gRPC"):
         fastgen.client("http://here:1", protocol="grpc").generate("a")
 
@@ -175,3 +188,81 @@ def test_entries_of_dead_processes_are_removed(directory: Path, sleeper: subproc
 def test_where_nothing_is_served_that_is_said(directory: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="'tiny-llama' is not served on this machine; nothing is"):
         fastgen.client("tiny-llama")
+
+
+def as_text(**changes: object) -> str:
+    return json.dumps({**asdict(stand_in("two")), **changes})
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda file: file.write_text("{"), "Expecting property name"),
+        (lambda file: file.write_text("{}"), "its fields are not those of a server"),
+        (lambda file: file.write_text(as_text(more=1)), "its fields are not those of a server"),
+        (lambda file: file.write_text(as_text(pid="1")), "its field 'pid' is '1'"),
+        (lambda file: file.write_text(as_text(name=None)), "its field 'name' is None"),
+        (lambda file: file.write_text("[" * 60_000), "recursion"),
+        (lambda file: file.write_bytes(b"\xff\xfe\xff"), "decode"),
+        (lambda file: file.write_text(" " * MAX_FILE_BYTES + "{}"), "more than 65536 bytes"),
+        (lambda file: file.mkdir(), "not a regular file"),
+        (lambda file: os.mkfifo(file), "not a regular file"),
+        (lambda file: file.symlink_to("/proc/self/status"), "symbolic links"),
+    ],
+    ids=["cut", "empty", "surplus", "text", "nameless", "nested", "binary", "large", "directory", "fifo", "link"],
+)
+def test_a_file_that_is_not_a_servers_is_skipped_and_reported(
+    directory: Path,
+    capsys: pytest.CaptureFixture[str],
+    make: Callable[[Path], object],
+    reason: str,
+) -> None:
+    set_up_logging("text")
+    with registered(stand_in("one")):
+        junk = directory / "junk.json"
+        make(junk)
+        assert find_deployment("one").name == "one"
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"fastgen: warning: {junk} is not the file of a server and is skipped (")
+        assert reason in said
+        assert os.path.lexists(junk)
+
+
+def test_a_file_of_another_user_is_skipped(
+    directory: Path,
+    sleeper: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    set_up_logging("text")
+    theirs = stand_in("theirs", pid=sleeper.pid, birth=process_birth(sleeper.pid))
+    with registered(stand_in("one")), registered(theirs):
+        planted = (directory / f"{sleeper.pid}.json").stat().st_ino
+        monkeypatch.setattr(module, "is_foreign", lambda facts: facts.st_ino == planted)
+        assert [one.name for one in deployments()] == ["one"]
+        assert "(it belongs to another user)" in capsys.readouterr().err
+
+
+def test_a_directory_of_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its servers would get the prompts that are for one's own."""
+    with registered(stand_in("victim")):
+        somebody_else = frozenset((directory.stat().st_uid + 1,))
+        monkeypatch.setattr(ownership, "trusted_users", lambda: somebody_else)
+        for call in (lambda: fastgen.client("victim"), deployments, lambda: fastgen.serve("tiny-opt", port=0)):
+            with pytest.raises(InvalidArgumentError, match=r"belongs to another user, .*; set FASTGEN_DEPLOYMENTS"):
+                call()
+        assert deployment_at(stand_in("victim").address) is None, "an address needs no list"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
+def test_a_directory_that_others_can_write_to_is_refused(
+    directory: Path, capsys: pytest.CaptureFixture[str], mode: int
+) -> None:
+    directory.mkdir(parents=True)
+    directory.chmod(mode)
+    with pytest.raises(InvalidArgumentError, match="other users may write to it; `chmod go-w "):
+        fastgen.client("victim")
+    set_up_logging("text")
+    with registered(stand_in("one")):
+        assert "clients cannot find this server by its name" in capsys.readouterr().err
+    assert list(directory.iterdir()) == []

@@ -20,7 +20,7 @@ def without_msgspec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extra, "find_spec", lambda name: None if name == "msgspec" else found(name))
 
 
-SENTENCE = r"serving needs the package msgspec: pip install 'fastgen\[serve\]'"
+SENTENCE = r"serving needs the package msgspec: pip install 'fastgen-llm\[serve\]'"
 
 
 def test_from_python(without_msgspec: None) -> None:
@@ -37,7 +37,7 @@ def test_from_the_shell(
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 1
-    assert capsys.readouterr().err == "fastgen: serving needs the package msgspec: pip install 'fastgen[serve]'\n"
+    assert capsys.readouterr().err == "fastgen: serving needs the package msgspec: pip install 'fastgen-llm[serve]'\n"
 
 
 def test_every_package_of_the_extra_is_looked_for() -> None:

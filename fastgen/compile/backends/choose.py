@@ -17,6 +17,7 @@ from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch, find_com
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host.device import Device
 from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.weights.formats import QUANTIZED
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError
 
 _NAMES = ("auto", "torch", "cpp", "triton")
@@ -83,10 +84,19 @@ def backend_of(
 
 
 def target_facts(
-    name: str, device: Device, *, num_threads: int | None, sealed: bool = False, sealed_arch: str | None = None
+    name: str,
+    device: Device,
+    *,
+    num_threads: int | None,
+    sealed: bool = False,
+    sealed_arch: str | None = None,
+    quantize: str | None = None,
 ) -> TargetFacts:
     """Returns the facts of the target that :func:`choose_backend` chooses, with the same errors; nothing is built or
-    loaded. ``sealed`` kernels need no compiler, and on a CPU they may be for another ``sealed_arch`` than its own."""
+    loaded. ``sealed`` kernels need no compiler, and on a CPU they may be for another ``sealed_arch`` than its own.
+
+    Raises :class:`CompilerNotFoundError` also if ``quantize`` is a format that only ``"cpp"`` computes.
+    """
     if name not in _NAMES:
         raise InvalidArgumentError(f"target={name!r}: expected one of {', '.join(map(repr, _NAMES))}")
     if name == "cpp" and device.kind != "cpu":
@@ -103,6 +113,11 @@ def target_facts(
         except CompilerNotFoundError as error:
             if name == "cpp":
                 raise
+            if quantize in QUANTIZED["cpp"] and quantize not in QUANTIZED["torch"]:
+                raise CompilerNotFoundError(
+                    f"{error}; without one quantize={quantize!r} cannot be computed, but torch computes "
+                    f"{', '.join(map(repr, QUANTIZED['torch']))}"
+                ) from None
             _warn_once(f"{error}; until then torch computes, several times more slowly")
             return TargetFacts()
     arch = sealed_arch if sealed_arch in CPP_ARCHES else cpp_arch(device)

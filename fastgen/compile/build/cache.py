@@ -9,6 +9,8 @@
 
 The key is a hash of the rendered source and of everything else that decides the binaries (tool versions, flags, the
 architecture), so an entry never changes: one that differs from its manifest is damaged and is built again.
+
+Entries are code that runs. So a directory that another user of the machine could have written to is not used at all.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fastgen.errors import KernelError
+from fastgen.ownership import is_foreign, why_untrusted
 
 _MANIFEST = "manifest.json"
 _LOCKS = ".locks"
@@ -73,12 +76,30 @@ class Entry:
 
 
 class KernelCache:
-    """Entries below one directory, shared by any number of processes."""
+    """Entries below one directory, shared by any number of processes of one user."""
 
     def __init__(self, directory: Path | None = None):
-        self.directory = directory or default_directory()
+        # Without links, which another user may point elsewhere later.
+        self._wanted = Path(os.path.realpath(directory or default_directory()))
+        # A temporary directory in place of ``_wanted``, where another user could change what that holds.
+        self._replacement: Path | None = None
         # A temporary directory for what cannot be written to ``directory``.
         self._fallback: Path | None = None
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the entries.
+
+        A temporary directory of this process takes its place, with a warning, if another user of the machine could
+        change what it holds.
+        """
+        if self._replacement is None and (reason := why_untrusted(self._wanted)) is not None:
+            with _falling_back:
+                is_first = self._replacement is None
+                self._replacement = _temporary_directory()
+            if is_first:
+                self._warn(reason)
+        return self._replacement or self._wanted
 
     def find(self, name: str, key: Mapping[str, Any]) -> Entry | None:
         """Returns the entry of kernel ``name`` whose key has these parts, if it exists and is undamaged."""
@@ -94,6 +115,7 @@ class KernelCache:
         """
         if self._fallback is None:
             try:
+                self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)  # looked at again once it exists
                 return _build(self.directory, name, key, source, make)
             except OSError as error:
                 if error.errno not in _UNWRITABLE and os.path.isdir(self.directory):
@@ -107,10 +129,13 @@ class KernelCache:
             if self._fallback is not None:
                 return
             self._fallback = _temporary_directory()
+        self._warn(str(error.strerror))
+
+    def _warn(self, reason: str) -> None:
         warnings.warn(
-            f"kernels cannot be kept in {self.directory} ({error.strerror}), so they are built for this process alone; "
-            "the environment variable FASTGEN_CACHE names another directory",
-            stacklevel=2,
+            f"kernels cannot be kept in {self._wanted} ({reason}), so they are built for this process alone; the "
+            "environment variable FASTGEN_CACHE names another directory",
+            stacklevel=3,
         )
 
     def entries(self) -> list[Entry]:
@@ -165,7 +190,7 @@ class KernelCache:
     def failed(self, name: str) -> Path:
         """Returns a new directory for the files of a failure, which outlives the process. Raises ``OSError``."""
         place = self.directory / _FAILED / f"{name}-{uuid.uuid4().hex[:8]}"
-        if self._fallback is None:  # else this directory cannot be written
+        if self._fallback is None and self._replacement is None:  # a temporary directory ends with the process
             with contextlib.suppress(OSError):
                 place.mkdir(parents=True)
                 return place
@@ -179,7 +204,6 @@ def cache_of(source: Path) -> KernelCache:
 
 def _build(root: Path, name: str, key: Mapping[str, Any], source: str, make: Make) -> Entry:
     place = root / _place_name(name, key)
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _lock(root / _LOCKS / place.name) as is_held:
         if (entry := _read(place, key)) is not None:  # another process was faster
             return entry
@@ -187,7 +211,7 @@ def _build(root: Path, name: str, key: Mapping[str, Any], source: str, make: Mak
             for left_behind in root.glob(f".{place.name}.*"):  # by a process that was killed
                 remove(left_behind)
         draft = root / f".{place.name}.{uuid.uuid4().hex}"
-        draft.mkdir()
+        draft.mkdir(mode=0o700)
         try:
             (draft / f"{name}{key['suffix']}").write_text(source, encoding="utf-8")
             _seal(draft, name, key, make(draft))
@@ -214,8 +238,11 @@ def _place_name(name: str, key: Mapping[str, Any]) -> str:
 
 
 def _read(place: Path, key: Mapping[str, Any] | None) -> Entry | None:
-    """Returns the entry at ``place``, if its files are those of its manifest and its key (where given) is ``key``."""
+    """Returns the entry at ``place``. Its files must be those of its manifest, and none another user's; its key must be
+    ``key``, where that is given."""
     try:
+        if any(is_foreign(each.lstat()) for each in (place, *place.iterdir())):
+            return None
         manifest = json.loads((place / _MANIFEST).read_text(encoding="utf-8"))
         files, found = manifest["files"], manifest["key"]
         if manifest["format"] != _FORMAT or (key is not None and found != key):

@@ -25,6 +25,7 @@ _INSTRUCTION_SETS = (
     *("asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2"),
 )
 _CPU_INFO = Path("/proc/cpuinfo")
+_MEMORY_INFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -64,6 +65,22 @@ def current(device: str = "auto") -> Device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return _cpu()
     return _cuda(device, int(match[1] or 0))
+
+
+def free_memory_bytes(device: Device) -> int | None:
+    """Returns the memory that this process could take now, within its limits, in bytes; ``None`` if it is not known."""
+    if device.kind == "cuda":
+        return int(torch.cuda.mem_get_info(device.index)[0])
+    available = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(_MEMORY_INFO), re.MULTILINE)
+    if available is None:
+        return None
+    free_bytes = int(available[1]) << 10
+    limit, used = _read_cgroup("memory.max"), _read_cgroup("memory.current")
+    if limit.isdigit() and used.isdigit():
+        # Pages of files that were read count as used, but are given up when memory is needed.
+        files = re.search(r"^inactive_file (\d+)$", _read_cgroup("memory.stat"), re.MULTILINE)
+        free_bytes = min(free_bytes, int(limit) - int(used) + (int(files[1]) if files else 0))
+    return max(0, free_bytes)
 
 
 def return_freed_memory() -> None:
@@ -153,7 +170,12 @@ def _memory_bytes() -> int:
 
 
 def _read_cgroup(name: str) -> str:
+    return _read(_CGROUP / name)
+
+
+def _read(file: Path) -> str:
+    """Returns the text of ``file`` without white space around it; empty where there is none."""
     try:
-        return (_CGROUP / name).read_text(encoding="ascii").strip()
+        return file.read_text(encoding="ascii").strip()
     except OSError:
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fastgen.errors import CheckpointError
 from fastgen.models.checkpoint.files import WEIGHT_FILES, is_index, read_index, read_json_object, weights_entry
+from fastgen.models.checkpoint.kinds import other_format
 from fastgen.models.checkpoint.tensor_files import TensorHeader, read_headers, stream_tensors
 
 # Most names that an error lists of each kind.
@@ -72,9 +74,12 @@ class Checkpoint:
 
 
 def _no_weights(directory: Path) -> str:
-    patterns = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack")
-    others = sorted(file.name for pattern in patterns for file in directory.glob(pattern))
+    names = sorted(file.name for file in directory.iterdir())
+    patterns = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.h5", "*.msgpack")
+    others = [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
     message = f"{directory}: contains none of the weight files that fastgen reads ({', '.join(WEIGHT_FILES)})"
+    if (found := other_format(names, directory)) is not None:
+        return f"{message}; {found}"
     if not others:
         return message
     return f"{message}; files under other names are not read: {listing(others, ', ')}"

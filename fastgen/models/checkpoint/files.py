@@ -7,6 +7,7 @@ single file is the only one. No other file is read.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -21,6 +22,8 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
 )
 
+# The folder of further chat templates; no other folder of a checkpoint is read.
+_TEMPLATES = "additional_chat_templates"
 _MAX_DIGITS = 1000
 
 
@@ -31,6 +34,30 @@ def weights_entry(names: Collection[str]) -> str | None:
 
 def is_index(entry: str) -> bool:
     return entry.endswith(".index.json")
+
+
+def check_links(directory: Path) -> None:
+    """Raises :class:`CheckpointError` if a file of the checkpoint is a symbolic link to a file outside of it.
+
+    A downloaded directory may contain links to any file of this machine, whose content would reach clients as a chat
+    template or a vocabulary. In the hub's cache files are links to the blobs of their repository.
+    """
+    places = _own_places(Path(os.path.realpath(directory)))
+    for file in (*directory.iterdir(), *(directory / _TEMPLATES).glob("*")):
+        real = os.path.realpath(file)
+        is_outside = not any(Path(real).is_relative_to(place) for place in places)
+        if is_outside and os.path.exists(real) and not os.path.isdir(real):
+            raise CheckpointError(
+                f"{file}: is a link to {real}, outside of the checkpoint, where fastgen reads nothing. If that file "
+                "belongs to the model, put a copy or a hard link of it in this place"
+            )
+
+
+def _own_places(directory: Path) -> list[Path]:
+    """Returns the directories of a checkpoint's files: its own, and in the hub's cache that of the blobs."""
+    blobs = directory.parent.parent / "blobs"
+    is_snapshot = directory.parent.name == "snapshots" and not blobs.is_symlink()
+    return [directory, blobs] if is_snapshot else [directory]
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

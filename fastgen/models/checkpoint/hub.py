@@ -21,7 +21,8 @@ from huggingface_hub.errors import (
 
 from fastgen.errors import FastgenError, InvalidArgumentError, ModelNotFoundError
 from fastgen.models.checkpoint.builtins import BUILTINS
-from fastgen.models.checkpoint.files import WEIGHT_FILES, is_index, read_index, weights_entry
+from fastgen.models.checkpoint.files import WEIGHT_FILES, check_links, is_index, read_index, weights_entry
+from fastgen.models.checkpoint.kinds import other_file, other_format
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ def locate(model: str | Path, *, revision: str | None = None) -> Path:
     files needed are downloaded, with the user's own token; without a network the copy in the hub's cache is used.
     ``revision`` is a branch, tag or commit of a hub repository, and is refused for anything else.
 
-    Raises :class:`ModelNotFoundError`, which says what was tried and what to do.
+    Raises :class:`ModelNotFoundError`, which says what was tried and what to do, and :class:`CheckpointError` for a
+    file that is a link out of the directory.
     """
     if not isinstance(model, (str, Path)):
         raise InvalidArgumentError(f"model is a directory, a built-in name or a hub id, not {model!r:.60}")
@@ -50,14 +52,16 @@ def locate(model: str | Path, *, revision: str | None = None) -> Path:
     if name and os.path.isdir(directory):
         _refuse_revision(revision, f"{directory} is a local directory")
         if not (directory / "config.json").is_file():
-            hidden = f" It hides the built-in {name!r}; rename it or run elsewhere." if name in BUILTINS else ""
-            raise ModelNotFoundError(
-                f"{directory.absolute()}: the directory has no config.json, so it is not a model.{hidden}"
-            )
+            hidden = f". It hides the built-in {name!r}; rename it or run elsewhere" if name in BUILTINS else ""
+            found = other_format(os.listdir(directory), directory) or "so it is no model"
+            raise ModelNotFoundError(f"{directory.absolute()}: the directory has no config.json; {found}{hidden}")
+        check_links(directory)
         return directory
     if name in BUILTINS:
         _refuse_revision(revision, f"{name} is built in")
         return BUILTINS[name]
+    if name and os.path.isfile(directory) and (kind := other_file(directory)):
+        raise ModelNotFoundError(f"{directory.absolute()}: {kind}")
     return _from_hub(name, revision)
 
 
@@ -129,14 +133,15 @@ def _from_cache(repository: str, revision: str | None, error: Exception) -> Path
 def _files_needed(repository: str, revision: str | None) -> list[str]:
     siblings = HfApi().model_info(repository, revision=revision).siblings or []
     names = {sibling.rfilename for sibling in siblings}
+    page = f"{constants.ENDPOINT}/{repository}"
     if "config.json" not in names:
-        raise ModelNotFoundError(
-            f"{constants.ENDPOINT}/{repository} has no config.json, so it is not a model that fastgen can read."
-        )
+        found = other_format(names) or "so it is no model that fastgen reads"
+        raise ModelNotFoundError(f"{page} has no config.json; {found}.")
     entry = weights_entry(names)
     if entry is None:
+        kind = other_format(names)
         raise ModelNotFoundError(
-            f"{constants.ENDPOINT}/{repository} has no weights that fastgen reads ({', '.join(WEIGHT_FILES)})."
+            f"{page} has no weights that fastgen reads ({', '.join(WEIGHT_FILES)}){f'; {kind}' if kind else ''}."
         )
     weights = {entry}
     if is_index(entry):

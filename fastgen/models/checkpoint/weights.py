@@ -248,7 +248,10 @@ def _misfit(
         )
     title = f"{checkpoint.directory}: the checkpoint does not fit the model"
     if quantization:
-        title += f". It is quantized ({quantization}), but fastgen reads plain weights; use the unquantized checkpoint"
+        title += (
+            f". It is quantized ({quantization}), but fastgen reads plain weights. Take the checkpoint with unquantized"
+            " weights; quantize= quantizes it while it is loaded"
+        )
     return "\n".join(
         [title]
         + [f"- {len(names)} {what}:\n    " + listing(names, "\n    ") for what, names in problems.items() if names]

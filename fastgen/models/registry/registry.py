@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastgen.errors import RecipeError, UnknownArchitectureError
+from fastgen.models.checkpoint.kinds import other_model
 from fastgen.models.recipe.recipe import Recipe, load_recipe
 from fastgen.models.recipe.search_path import ENVIRONMENT_VARIABLE, SearchPlace, find_file_by_name, search_path
 from fastgen.models.recipe.spelling import close_to, one_of, quoted, shown
@@ -77,14 +78,14 @@ def find_recipe(
         known += recipes
     if own is not None and own.is_file():
         return _checkpoints_own(own, architectures)
+    claimed = f"no recipe is for {' or '.join(map(quoted, architectures))}"
+    if (found := other_model(config)) is not None:
+        raise UnknownArchitectureError(f"{claimed}: {found}")
     near = close_to(architectures[0], {name for each in known for name in each.architectures}, ending="ForCausalLM")
     advice = hint(config, checkpoint_dir, known) or (
         f"Write one (docs/recipes.md) and pass it with recipe=, or put it into a directory of {ENVIRONMENT_VARIABLE}."
     )
-    raise UnknownArchitectureError(
-        f"no recipe is for {' or '.join(map(quoted, architectures))}{near or '.'} {advice} `fastgen recipe list` lists "
-        f"all known recipes"
-    )
+    raise UnknownArchitectureError(f"{claimed}{near or '.'} {advice} `fastgen recipe list` lists all known recipes")
 
 
 def mismatch_note(found: Recipe, config: Mapping[str, Any], checkpoint_dir: Path) -> str:

@@ -66,6 +66,16 @@ HARMLESS: Final[dict[str, tuple[tuple[Any, ...], str]]] = {  # key: harmless val
     "scale_embeddings": ((False,), "token embeddings are scaled"),
 }
 
+# Keys that nobody should allow, and what to do instead.
+_INSTEAD: Final = {
+    "quantization_config": "Take the checkpoint with unquantized weights. quantize= quantizes it while it is loaded: "
+    "quantize='int4' or quantize='int8' on a CPU, quantize='int4_weight_only' on a GPU (docs/quantization.md)",
+}
+_ALLOW: Final = (
+    "If a key changes nothing for this model, list it in the recipe's `ignores.config`, or allow it once with "
+    "allow_config_keys="
+)
+
 # Most keys that an error lists.
 _MAX_LISTED: Final = 20
 
@@ -79,6 +89,7 @@ def check_config_keys(
     to a key inside it only for that key. ``ignored`` are names of keys, dotted for keys inside a mapping.
     """
     problems: list[str] = []
+    advice: dict[str, None] = {}
     num_left = 0
     used = {tuple(name.split(".")) for name in ignored} | {(name,) for name in ignored} | set(mentioned)
     for path, value in _unaccounted(config, used):
@@ -90,17 +101,18 @@ def check_config_keys(
             if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless):
                 wanted = " or ".join("null" if other is None else str(other).lower() for other in harmless)
                 problems.append(f"{quoted(key)} is {shown(value)}: {meaning}; only {wanted} is known to change nothing")
+                advice[_INSTEAD.get(key, _ALLOW)] = None
         elif key not in INERT:
             near = close_to(key, {".".join(path) for path in mentioned} - config.keys())
             problems.append(f"{quoted(key)} is not known to the recipe{near}")
+            advice[_ALLOW] = None
     if num_left:
         problems.append(f"and {num_left:,} more")
     if problems:
         raise RecipeError(
             f"recipe {recipe!r} does not account for the whole configuration:\n- "
             + "\n- ".join(problems)
-            + "\nIf a key changes nothing for this model, list it in the recipe's `ignores.config`, or allow it once "
-            "with allow_config_keys=",
+            + "".join(f"\n{each}" for each in advice),
             file=config_file,
         )
 

@@ -13,6 +13,7 @@ from fastgen.errors import InvalidArgumentError, RecordingError
 from fastgen.runtime.flight import timeline
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.timeline import BlockMap, Series
+from fastgen.version import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +40,7 @@ def draw(recording: Recording, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise InvalidArgumentError(
-            "drawing needs matplotlib, which is not installed; install fastgen's extra: pip install 'fastgen[bench]'"
+            f"drawing needs matplotlib, which is not installed; {install_command('bench')}"
         ) from None
     figure = Figure(figsize=(11, 9), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 from fastgen.compile.backends.ops import Ops
 from fastgen.compile.capture.allocations import META
@@ -26,6 +26,24 @@ from fastgen.runtime.memory.temporaries import Temporaries
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 
 _GIB = 2**30
+# What the rows are, for people who have not read this file.
+MEANINGS: Final = {
+    "embedding and head": "the tables from token ids to features and back",
+    "matrices": "the weights of attention and feed-forward layers",
+    "norms": "the weights of norms",
+    "rotary tables": "cosines and sines of all positions",
+    "unused ends of huge pages": "weights begin at pages of 2 MiB, so the last page of each is partly empty",
+    "KV cache": "keys and values of the tokens of running and cached requests",
+    "activations": "intermediate results of the largest step",
+    "results": "what steps leave for the host, and for the next step",
+    "block tables": "which block of the KV cache holds which tokens",
+    "inputs": "token ids, positions and lengths of a step",
+    "sampling": "parameters and state of sampling, for each sequence",
+    "kernels' workspaces": "scratch memory of kernels",
+    "attention's parts": "partial results of attention over long texts",
+    "temporaries": "comes and goes; the phase that takes most",
+}
+_FORMATS: Final = {"bf16_dot": "bf16, in pairs for dot products"}
 
 
 @dataclass(frozen=True)
@@ -64,9 +82,16 @@ class Ledger:
         rows = [asdict(row) for row in self.rows]
         return {"rows": rows, "total_bytes": self.total_bytes, "device_bytes": self.device_bytes}
 
+    def explained(self) -> str:
+        """Returns the table with a third column, which says what each row is."""
+        meanings = [MEANINGS.get(row.name, "") for row in self.rows] + ["", "all of it, free or not"]
+        return "\n".join(
+            f"{line}  {meaning}".rstrip() for line, meaning in zip(str(self).splitlines(), meanings, strict=True)
+        )
+
     def __str__(self) -> str:
         lines = [(str(row), row.size_bytes) for row in self.rows]
-        lines += [("total", self.total_bytes), ("the device has", self.device_bytes)]
+        lines += [("total", self.total_bytes), ("memory of the device", self.device_bytes)]
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:{width}}  {size / 2**20:10,.2f} MiB" for name, size in lines)
 
@@ -117,9 +142,9 @@ class MemoryModel:
         return self._temporaries.phases(config)
 
     def _weight_rows(self, config: EngineConfig) -> Iterator[LedgerRow]:
-        sizes = self.model.weights
+        sizes, matrix_format = self.model.weights, self.build.matrix_format
         yield LedgerRow("embedding and head", sizes.tables)
-        yield LedgerRow("matrices", sizes.matrices, self.build.matrix_format)
+        yield LedgerRow("matrices", sizes.matrices, _FORMATS.get(matrix_format, matrix_format))
         yield LedgerRow("norms", sizes.norms)
         yield LedgerRow("rotary tables", sizes.rotary * config.max_model_len, f"max_model_len={config.max_model_len}")
         yield LedgerRow("unused ends of huge pages", sizes.page_rests)

@@ -30,6 +30,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.constraint import Mask
 from fastgen.runtime.requests.response_format import JSON_OPTIONS, ResponseFormat
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.version import install_command
 
 _END = "<|fastgen: the answer may end|>"
 
@@ -367,7 +368,7 @@ def _import_library() -> ModuleType:
         import llguidance
     except ImportError:
         raise InvalidArgumentError(
-            'response_format needs llguidance, which is not installed; pip install "fastgen[grammar]"'
+            f"response_format needs llguidance, which is not installed; {install_command('grammar')}"
         ) from None
     return llguidance
 

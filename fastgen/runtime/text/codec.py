@@ -63,6 +63,10 @@ class TextCodec:
     def has_tokenizer(self) -> bool:
         return self._decoder is not None
 
+    def num_unknown(self, vocab_size: int) -> int:
+        """Returns how many of a model's ``vocab_size`` token ids the tokenizer does not know; 0 without a tokenizer."""
+        return 0 if self._decoder is None else len(frozenset(range(vocab_size)) - self._decoder.known_ids)
+
     @property
     def has_chat_template(self) -> bool:
         """Returns whether it can encode conversations."""

@@ -42,8 +42,10 @@ class TokenDecoder:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
+        # All ids that the tokenizer knows, special ones included.
+        self.known_ids = frozenset(vocabulary.values())
         special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._text_ids = frozenset(vocabulary.values()) - special - frozenset(tokenizer.all_special_ids)
+        self._text_ids = self.known_ids - special - frozenset(tokenizer.all_special_ids)
         spellings = ((_BYTE_TOKEN.fullmatch(token), token, token_id) for token, token_id in vocabulary.items())
         # Byte-fallback tokens ``<0x00>`` to ``<0xFF>``: id to byte. Empty where such spellings are ordinary text.
         self.byte_values: dict[int, int] = {

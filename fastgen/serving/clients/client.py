@@ -40,7 +40,7 @@ def client(model: str | Path, *, api_key: str | None = None, protocol: Protocols
 def async_client(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http") -> AsyncClient:
     """Returns a client for asyncio: like :func:`client`, with coroutines as methods."""
     name = str(model)
-    server = deployment_at(name) or name if _is_address(name) else find_deployment(name)
+    server = deployment_at(name) or name if is_address(name) else find_deployment(name)
     return connect(server, api_key=api_key, protocol=protocol)
 
 
@@ -66,7 +66,8 @@ def connect(server: Deployment | str, *, api_key: str | None, protocol: Protocol
     return AsyncClient(GrpcTransport(address, api_key, certificate), deployment)
 
 
-def _is_address(model: str) -> bool:
+def is_address(model: str) -> bool:
+    """Returns whether ``model`` is an address, rather than the name of a server or a model."""
     host, colon, port = model.rpartition(":")
     return model.startswith(("http://", "https://", "grpc://", "grpcs://")) or bool(host and colon and port.isdecimal())
 

@@ -1,7 +1,8 @@
 """The servers that run on this machine, so that clients find them: a file for each, which only its user can read.
 
 The files are in ``$FASTGEN_DEPLOYMENTS``, or ``fastgen/deployments`` in the user's state directory. Reading them
-removes the files of processes that are gone.
+removes the files of processes that are gone. A file that is not a server's is skipped, with a warning. A directory that
+another user of the machine could write to is refused: its servers would get prompts and keys that are not for them.
 """
 
 from __future__ import annotations
@@ -10,16 +11,22 @@ import contextlib
 import json
 import logging
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.ownership import is_foreign, why_untrusted
 from fastgen.serving.log_file import LOG_VARIABLE
 
 _POLL_S = 0.02
+# Most bytes in the file of a server; a real one has a few hundred.
+MAX_FILE_BYTES = 1 << 16
+_ADVICE = "set FASTGEN_DEPLOYMENTS to another directory"
+_HOW_TO_START = "Start it with fastgen.serve or `fastgen serve`, or give an address such as http://host:8000"
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +62,17 @@ class Deployment:
 
 
 def deployments_directory() -> Path:
-    """Returns the directory of the files."""
+    """Returns the directory of the files, without links, which another user may point elsewhere later.
+
+    Raises ``InvalidArgumentError`` if another user could write to it.
+    """
+    directory = Path(os.path.realpath(_named_directory()))
+    if (reason := why_untrusted(directory)) is not None:
+        raise InvalidArgumentError(f"{directory} is not used for the list of servers: {reason}; {_ADVICE}")
+    return directory
+
+
+def _named_directory() -> Path:
     if given := os.environ.get("FASTGEN_DEPLOYMENTS"):
         return Path(given).absolute()
     try:
@@ -68,15 +85,14 @@ def deployments_directory() -> Path:
 def make_deployments_directory() -> Path:
     """Returns the directory of the files, made where it is missing. Raises ``InvalidArgumentError`` where it cannot be
     written to."""
-    directory = deployments_directory()
-    advice = "set FASTGEN_DEPLOYMENTS to another directory"
+    directory = _named_directory()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidArgumentError(f"{directory} cannot be made: {error.strerror}; {advice}") from None
+        raise InvalidArgumentError(f"{directory} cannot be made: {error.strerror}; {_ADVICE}") from None
     if not os.access(directory, os.W_OK):
-        raise InvalidArgumentError(f"{directory} cannot be written to; {advice}")
-    return directory
+        raise InvalidArgumentError(f"{directory} cannot be written to; {_ADVICE}")
+    return deployments_directory()
 
 
 @contextmanager
@@ -113,12 +129,12 @@ def deployments() -> list[Deployment]:
     found = []
     for file in deployments_directory().glob("*.json"):
         try:
-            began_s = file.stat().st_mtime
-            deployment = Deployment(**json.loads(file.read_text()))
+            began_s, deployment = _read(file)
         except FileNotFoundError:
             continue  # the server has just ended
-        except (ValueError, TypeError):
-            raise InvalidArgumentError(f"{file}: is not the file of a server; remove it") from None
+        except (OSError, ValueError, RecursionError) as error:  # RecursionError: JSON that is nested too deep
+            _log.warning("%s is not the file of a server and is skipped (%s); remove it", file, _reason(error))
+            continue
         if deployment.is_alive:
             found.append((began_s, deployment.pid, deployment))
         else:
@@ -126,25 +142,56 @@ def deployments() -> list[Deployment]:
     return [deployment for *_, deployment in sorted(found, key=lambda one: one[:2])]
 
 
+def _read(file: Path) -> tuple[float, Deployment]:
+    """Returns when ``file`` was written, in seconds, and its deployment. Raises ``OSError``, ``ValueError`` or
+    ``RecursionError`` for anything that is not the file of a server."""
+    # Opening a FIFO would wait for a writer, and a link may lead to another user's file.
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError("it is not a regular file")
+        if is_foreign(facts):
+            raise ValueError("it belongs to another user")
+        text = os.read(descriptor, MAX_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(text) > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+    value = json.loads(text)
+    if not isinstance(value, dict) or value.keys() != {each.name for each in fields(Deployment)}:
+        raise ValueError("its fields are not those of a server")
+    optional = ("grpc_address", "certificate", "log")
+    for name, given in value.items():
+        is_missing = given is None and name in optional
+        if not is_missing and type(given) is not (int if name == "pid" else str):
+            raise ValueError(f"its field {name!r} is {given!r:.40}")
+    return facts.st_mtime, Deployment(**value)
+
+
+def _reason(error: Exception) -> str:
+    return str(error.strerror if isinstance(error, OSError) else error)
+
+
 def deployment_at(address: str) -> Deployment | None:
     """Returns the server of this machine with this HTTP or gRPC address, if there is one."""
-    with contextlib.suppress(InvalidArgumentError):  # of a file that is no deployment's: an address needs none
+    with contextlib.suppress(InvalidArgumentError):  # about the directory, which an address does not need
         for one in deployments():
             if address.rstrip("/") in (one.address, one.grpc_address):
                 return one
     return None
 
 
-def find_deployment(name: str) -> Deployment:
-    """Returns the server with this name, or of this model. Raises ``InvalidArgumentError`` for none, or several."""
+def find_deployment(name: str, *, advice: str = _HOW_TO_START) -> Deployment:
+    """Returns the server with this name, or of this model. Raises ``InvalidArgumentError`` for none, with the
+    ``advice``, or for several."""
     running = deployments()
     matching = [one for one in running if one.name == name] or [one for one in running if one.model == name]
     if len(matching) == 1:
         return matching[0]
     if not matching:
         raise InvalidArgumentError(
-            f"{name!r} is not served on this machine; {_listed(running) or 'nothing is'}. Start it with fastgen.serve "
-            "or `fastgen serve`, or give an address such as http://host:8000"
+            f"{name!r} is not served on this machine; {_listed(running) or 'nothing is'}. {advice}"
         )
     raise InvalidArgumentError(
         f"{name!r} is served {len(matching)} times: {_listed(matching)}. Say which by its address, or give each a name"

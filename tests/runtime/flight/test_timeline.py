@@ -126,5 +126,5 @@ def test_an_undrawable_recording_is_refused(tmp_path: Path, monkeypatch: pytest.
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(InvalidArgumentError, match=r"needs matplotlib.*pip install 'fastgen\[bench\]'"):
+    with pytest.raises(InvalidArgumentError, match=r"needs matplotlib.*pip install 'fastgen-llm\[bench\]'"):
         draw(recording, tmp_path / "flight.png")

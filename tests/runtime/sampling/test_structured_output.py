@@ -447,7 +447,7 @@ def test_without_the_library_the_extra_is_named(tokenizer: Any, monkeypatch: pyt
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(InvalidArgumentError, match=r"pip install \"fastgen\[grammar\]\""):
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'fastgen-llm\[grammar\]'"):
         matcher(Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[]), {"type": "json_object"})
 
 

@@ -1,0 +1,73 @@
+"""What stands for flags of vLLM, TGI and llama.cpp's server, for people who come from there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Final
+
+_ONE_DEVICE: Final = "fastgen runs a model on one device; --device chooses it."
+_NO_ADAPTERS: Final = "fastgen runs no adapters: merge them into the model's weights, and serve those."
+
+_FLAGS: Final[Mapping[tuple[str, ...], str]] = {
+    (
+        "--gpu-memory-utilization",
+        "--cuda-memory-fraction",
+    ): "--kv-cache-memory 4GiB sets the memory of the KV cache; by default the engine takes nine tenths of a GPU.",
+    ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size"): _ONE_DEVICE,
+    ("--num-shard", "--sharded", "--tensor-split", "--split-mode"): _ONE_DEVICE,
+    ("--gpu-layers", "--n-gpu-layers", "-ngl", "--main-gpu"): _ONE_DEVICE,
+    (
+        "--api-key",
+        "--api-keys",
+    ): "--api-key-file FILE has the keys, or the environment variable FASTGEN_API_KEY has "
+    "one: other users of the machine can read a command line.",
+    ("--model", "--model-id", "-m", "--hf-repo"): "The model is the first argument, such as `fastgen serve MODEL`.",
+    ("--served-model-name", "--alias"): "Use --name.",
+    ("--max-num-batched-tokens", "--max-batch-prefill-tokens", "--batch-size"): "Use --token-budget.",
+    ("--max-batch-size", "--parallel", "-np"): "Use --max-num-seqs.",
+    ("--max-batch-total-tokens", "--num-gpu-blocks-override"): "--kv-cache-memory says how many tokens are held.",
+    ("--max-total-tokens", "--ctx-size", "-c"): "Use --max-model-len.",
+    ("--max-input-tokens", "--max-input-length"): "Use --max-prompt-tokens.",
+    ("--max-concurrent-requests",): "--max-queued-requests limits what waits, --max-num-seqs what runs.",
+    ("--quantization", "-q"): "--quantize quantizes plain weights while they are loaded; quantized checkpoints are not "
+    "read.",
+    ("--kv-cache-dtype", "--cache-type-k", "--cache-type-v"): "The KV cache has the dtype of --dtype.",
+    ("--tokenizer", "--tokenizer-mode"): "The tokenizer is the checkpoint's own.",
+    ("--chat-template",): "The template is the checkpoint's own: chat_template.jinja, or in tokenizer_config.json.",
+    ("--trust-remote-code",): "fastgen runs no code of a checkpoint; --recipe names a description of the model.",
+    ("--enable-prefix-caching",): "Prefixes are cached unless --no-prefix-caching is given.",
+    ("--enable-chunked-prefill",): "Prompts are computed in chunks unless --policy says otherwise.",
+    ("--enforce-eager",): "--target torch computes without generated kernels.",
+    ("--speculative-config", "--speculative-model", "--speculate"): "Use --speculative ngram, and --num-draft-tokens.",
+    ("--num-speculative-tokens",): "Use --num-draft-tokens, with --speculative ngram.",
+    ("--enable-auto-tool-choice",): "Tools need no flag, if the model's chat template has them.",
+    ("--tool-call-parser",): "Use --tool-format.",
+    ("--guided-decoding-backend", "--structured-outputs-config"): "Formats of answers need no flag.",
+    ("--enable-lora", "--lora-modules", "--lora-adapters", "--lora"): _NO_ADAPTERS,
+    ("--ssl-keyfile",): "Use --tls-key.",
+    ("--ssl-certfile",): "Use --tls-cert.",
+    ("--allowed-origins", "--cors-allow-origin"): "Use --allow-origin.",
+    ("--hostname",): "Use --host.",
+    ("--download-dir", "--huggingface-hub-cache"): "The environment variable HF_HOME names the hub's cache.",
+    ("--disable-log-requests", "--disable-log-stats", "--enable-log-requests"): "Requests are logged only with "
+    "--log-requests.",
+    ("--threads", "-t"): "Use --num-threads.",
+    ("--swap-space", "--cpu-offload-gb"): "Nothing is swapped or offloaded: preempted requests are computed again.",
+}
+HINTS: Final = MappingProxyType({flag: advice for flags, advice in _FLAGS.items() for flag in flags})
+
+
+def hint(flag: str, own: Collection[str]) -> str | None:
+    """Returns what to use in place of another server's ``flag``, by a command that has the flags ``own``.
+
+    ``None`` for any other flag, and where the command lacks a flag that would be named.
+    """
+    advice = HINTS.get(flag)
+    return advice if advice is not None and all(named in own for named in named_flags(advice)) else None
+
+
+def named_flags(advice: str) -> list[str]:
+    """Returns the flags of this program that a hint names."""
+    return re.findall(r"(?<!\S)--[a-z-]+", advice)
