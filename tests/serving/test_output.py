@@ -67,6 +67,7 @@ def test_a_log_that_nobody_reads_stops_nothing_and_begins_with_what_is_loaded() 
 
 
 def test_closed_streams_are_the_null_device() -> None:
-    code = "from fastgen.serving.output import open_closed_streams as o; o(); import os; os.write(1, b'a'); os.write(2, b'b')"
+    code = "from fastgen.serving.output import open_closed_streams; open_closed_streams(); "
+    code += "import os; os.write(1, b'a'); os.write(2, b'b'); assert os.read(0, 1) == b''"
     done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code], check=False)
     assert done.returncode == 0
