@@ -124,6 +124,8 @@ def test_an_answer_makes_an_engine_useful(monkeypatch: pytest.MonkeyPatch) -> No
                 started[-1].die(3)
                 await until_ready(engine, started, number + 1)
             assert engine.state == "ready"
+            assert engine._directory is not None
+            assert [path.name for path in engine._directory.path.iterdir()] == [f"engine-{len(started)}"]
 
     asyncio.run(run())
 

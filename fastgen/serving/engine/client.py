@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Mapping
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -295,8 +296,11 @@ class EngineClient:
         return process
 
     def _address(self) -> str:
+        return f"ipc://{self._socket_path()}"
+
+    def _socket_path(self) -> Path:
         assert self._directory is not None
-        return f"ipc://{self._directory.path / f'engine-{self._num_processes}'}"
+        return self._directory.path / f"engine-{self._num_processes}"
 
     def _open_socket(self) -> None:
         if self._directory is None:
@@ -315,6 +319,7 @@ class EngineClient:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._socket.close()
             self._socket = None
+            self._socket_path().unlink(missing_ok=True)  # closing it leaves the file
 
     # --- messages
 
