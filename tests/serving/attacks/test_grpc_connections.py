@@ -17,7 +17,13 @@ from tests.serving.attacks.harness import Target
 from tests.serving.refusing import Refusing, served
 
 WAIT_S = 20.0
-SHORT = {"header_timeout_s": 0.5, "keep_alive_s": 0.5, "body_timeout_s": 0.5}
+SHORT_S = 0.5
+# The limit that ends each attack; the others are long.
+ENDED_BY = {
+    "silent_connections": "header_timeout_s",
+    "connections_without_calls": "keep_alive_s",
+    "calls_without_requests": "body_timeout_s",
+}
 
 
 def port_of(address: str) -> int:
@@ -33,7 +39,8 @@ async def until_open(port: int, number: int) -> None:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_asks_for_nothing_is_ended(name: str) -> None:
     async def run() -> None:
-        async with served(Refusing(), **SHORT) as address:
+        limits = {"header_timeout_s": 600.0, "keep_alive_s": 600.0, "body_timeout_s": 600.0, ENDED_BY[name]: SHORT_S}
+        async with served(Refusing(), **limits) as address:
             await ATTACKS[name].run(Target("", address), ATTACKS[name].small)
             await until_open(port_of(address), 0)
 
@@ -61,7 +68,7 @@ def test_connections_beyond_the_limit_are_closed_and_the_rest_is_counted() -> No
 
 def test_a_channel_whose_connection_was_closed_opens_another() -> None:
     async def run() -> None:
-        async with served(Refusing(), **SHORT) as address, grpc.aio.insecure_channel(address) as channel:
+        async with served(Refusing(), keep_alive_s=SHORT_S) as address, grpc.aio.insecure_channel(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             await health.Check(health_pb2.HealthCheckRequest())
             await until_open(port_of(address), 0)
