@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,11 +61,11 @@ def _serve(model: str | None, properties: str | None, given: options.Given) -> N
 def _translated(file: Path) -> dict[str, Any]:
     """Returns the arguments that ``file`` and the environment stand for, and prints what became of each key."""
     from fastgen.serving.compat.lmi.translate import translate
-    from fastgen.serving.output import STDERR, write_text
 
     translation = translate(file, os.environ)
     for note in translation.notes:
-        write_text(STDERR, note)
+        with contextlib.suppress(OSError):  # a full disk is no reason not to serve
+            print(note, file=sys.stderr)
     return translation.arguments
 
 

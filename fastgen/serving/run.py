@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import os
 import secrets
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,6 +28,7 @@ from fastgen.serving.monitoring.log import set_up_logging
 from fastgen.serving.monitoring.log_queue import LogQueue
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.output import STDOUT, write_text
+from fastgen.serving.process_end import end_process
 from fastgen.serving.service import Service
 
 # Threads that tokenize. They are more than the conversations that are tokenized at once, so that long ones leave some
@@ -45,26 +43,22 @@ def run(
     """Serves the model that ``fastgen.load`` would load with ``arguments``, until SIGTERM or Ctrl-C, or until a client
     ends the server. ``on_ready`` is called with the deployment once the model is served.
 
-    The first signal lets running requests finish, the second ends them. Raises ``FastgenError`` where the server cannot
-    start, or its engine cannot be restarted.
+    The first signal lets running requests finish, the second ends them. Then this process ends, with status 0. Raises
+    ``FastgenError`` where the server cannot start, or its engine cannot be restarted.
     """
     log = set_up_logging(options.log_format)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            has_ended = runner.run(_run(arguments, options, on_ready or (lambda deployment: None), log))
-            if not has_ended:
-                log.flush()
-                os._exit(0)  # any other way waits for the threads
+            runner.run(_run(arguments, options, on_ready or (lambda deployment: None), log))
+            end_process()
     finally:
         log.flush()
 
 
 async def _run(
     arguments: Mapping[str, Any], options: ServeOptions, on_ready: Callable[[Deployment], None], log: LogQueue
-) -> bool:
-    """Serves until the end. Returns whether nothing is left that runs."""
-    threads = ThreadPoolExecutor(_MAX_THREADS, "work")
-    asyncio.get_running_loop().set_default_executor(threads)
+) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS, "work"))
     endings = Endings()
     ending = Ending(secrets.token_urlsafe(32), options.api_keys, endings.first.set)
     service = Service(
@@ -106,9 +100,6 @@ async def _run(
     finally:
         await stop_all(service, by_grpc, http, serving, endings)
         closing.cancel()
-    with contextlib.suppress(TimeoutError):
-        return await endings.second_or(asyncio.wait_for(_end_of(threads), FLUSH_S))
-    return False
 
 
 async def stop_all(
@@ -160,19 +151,6 @@ async def _do_unless(work: Coroutine[Any, Any, object], event: asyncio.Event) ->
         for task in (doing, waiting):
             task.cancel()
         await asyncio.wait({doing, waiting})
-
-
-async def _end_of(threads: ThreadPoolExecutor) -> None:
-    """Lets the threads finish the texts that they are tokenizing, which nothing can interrupt."""
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def wait() -> None:
-        threads.shutdown(cancel_futures=True)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ended.set)
-
-    threading.Thread(target=wait, name="work-ends", daemon=True).start()
-    await ended.wait()
 
 
 async def _failure(service: Service) -> None:

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +185,18 @@ def test_the_second_signal_does_not_wait_for_what_is_being_stopped(stuck: str) -
     by_force = [name for name, timeout_s in calls if timeout_s == 0.0]
     assert by_force[:1] == ([] if stuck == "HTTP" else [stuck])
     assert ("engine", FLUSH_S) in calls
+
+
+def test_a_serving_process_ends_without_waiting_for_its_threads() -> None:
+    code = """
+import atexit, threading
+from fastgen.serving.process_end import end_process
+atexit.register(print, "registered", flush=True)
+threading.Thread(target=threading.Event().wait).start()
+end_process()
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
+    assert done.stdout == "registered\n"
 
 
 def _runs(pid: int) -> bool:
