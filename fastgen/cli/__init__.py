@@ -24,6 +24,7 @@ from fastgen.cli.recipe_reading import diff, explain
 from fastgen.cli.serve import serve
 from fastgen.cli.verify import verify
 from fastgen.errors import FastgenError
+from fastgen.serving.output import open_closed_streams
 
 app = App(name="fastgen", pretty_exceptions_enable=False)
 app.command()(generate)
@@ -58,10 +59,13 @@ def _fastgen(
 
 def main() -> None:
     """Runs the command line. The exit status is 1, with one message, for an error of fastgen, and 2 for wrong usage."""
+    open_closed_streams()
     if sys.stderr is None:  # closed; as print's file, None would mean stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
     if sys.stdout is None:
-        _fail("standard output is closed")
+        if sys.argv[1:2] != ["serve"]:  # a server has more to give than what it prints
+            _fail("standard output is closed")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" instead

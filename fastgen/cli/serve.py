@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -63,7 +64,8 @@ def _translated(file: Path) -> dict[str, Any]:
 
     translation = translate(file, os.environ)
     for note in translation.notes:
-        print(note, file=sys.stderr)
+        with contextlib.suppress(OSError):  # a full disk is no reason not to serve
+            print(note, file=sys.stderr)
     return translation.arguments
 
 

@@ -69,8 +69,8 @@ class ConnectionLimits:
     max_connections: Annotated[
         int,
         Option(
-            "Most HTTP connections that are open at once.",
-            "Those of gRPC are bounded by their requests.",
+            "Most connections that are open at once, by HTTP and by gRPC each.",
+            "gRPC takes at most a third of the files that the process may open.",
             check=AT_LEAST_1,
         ),
     ] = 1024
@@ -79,7 +79,12 @@ class ConnectionLimits:
     ] = 16 << 20
     # From the beginning of a connection or a request to the end of the request's head.
     header_timeout_s: Annotated[
-        float, Option("Seconds for the head of a request.", check=ABOVE_0, flag="--header-timeout")
+        float,
+        Option(
+            "Seconds for the head of a request, or until a gRPC connection is set up.",
+            check=ABOVE_0,
+            flag="--header-timeout",
+        ),
     ] = 10.0
     # From the end of the head to the end of the body.
     body_timeout_s: Annotated[

@@ -25,7 +25,10 @@ from fastgen.serving.http.connection import close_slow
 from fastgen.serving.http.generate import terminate_routes
 from fastgen.serving.http.server import FLUSH_S, HttpServer, listen
 from fastgen.serving.monitoring.log import set_up_logging
+from fastgen.serving.monitoring.log_queue import LogQueue
 from fastgen.serving.options import ServeOptions
+from fastgen.serving.output import STDOUT, write_text
+from fastgen.serving.process_end import end_process
 from fastgen.serving.service import Service
 
 # Threads that tokenize. They are more than the conversations that are tokenized at once, so that long ones leave some
@@ -40,17 +43,23 @@ def run(
     """Serves the model that ``fastgen.load`` would load with ``arguments``, until SIGTERM or Ctrl-C, or until a client
     ends the server. ``on_ready`` is called with the deployment once the model is served.
 
-    The first signal lets running requests finish, the second ends them. Raises ``FastgenError`` where the server cannot
-    start, or its engine cannot be restarted.
+    The first signal lets running requests finish, the second ends them. Then this process ends, with status 0. Raises
+    ``FastgenError`` where the server cannot start, or its engine cannot be restarted.
     """
-    set_up_logging(options.log_format)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(arguments, options, on_ready or (lambda deployment: None)))
+    log = set_up_logging(options.log_format)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(arguments, options, on_ready or (lambda deployment: None), log))
+            end_process()
+    finally:
+        log.flush()
 
 
-async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Callable[[Deployment], None]) -> None:
+async def _run(
+    arguments: Mapping[str, Any], options: ServeOptions, on_ready: Callable[[Deployment], None], log: LogQueue
+) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS, "work"))
-    endings = _Endings()
+    endings = Endings()
     ending = Ending(secrets.token_urlsafe(32), options.api_keys, endings.first.set)
     service = Service(
         arguments,
@@ -58,6 +67,7 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
         limits=options.limits,
         engine_timeout_s=options.engine_timeout_s,
     )
+    log.on_dropped = service.metrics.log_line_dropped
     listener = listen(options)
     app = create_app(service, options)
     app.include_router(terminate_routes(ending))
@@ -65,6 +75,8 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
     by_grpc = GrpcServer(service, options, ending)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     closing = asyncio.create_task(close_slow(http.server_state, options.connections))
+    if not sys.stderr.isatty():  # a terminal shows the progress of loading
+        _log.info("loading %s; its address is printed once it is served", arguments["model"])
     try:
         await by_grpc.start()
         if await endings.first_or(service.start()):
@@ -78,23 +90,37 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
                 token=ending.token,
             )
             with rarely_collected(), registered(deployment):
-                _announce(service, deployment, needs_key=bool(options.api_keys))
+                _log.info("memory of %s:\n%s", service.model_name, service.facts.ledger)
+                log.flush()
+                write_text(STDOUT, _announcement(deployment, needs_key=bool(options.api_keys)))
                 on_ready(deployment)
                 await endings.first_or(_failure(service))
                 _log.info("ending: running requests may take %g s to finish", options.drain_timeout_s)
                 await endings.second_or(service.drain(options.drain_timeout_s))
     finally:
-        await service.stop(0.0 if endings.second.is_set() else FLUSH_S)
-        await by_grpc.stop(0.0 if endings.second.is_set() else FLUSH_S)
-        http.should_exit = True
-        http.force_exit = endings.second.is_set()
-        await asyncio.wait({serving, asyncio.create_task(endings.second.wait())}, return_when=asyncio.FIRST_COMPLETED)
-        http.force_exit = True
-        await serving
+        await stop_all(service, by_grpc, http, serving, endings)
         closing.cancel()
 
 
-class _Endings:
+async def stop_all(
+    service: Service, by_grpc: GrpcServer, http: HttpServer, serving: asyncio.Task[None], endings: Endings
+) -> None:
+    """Ends the engine, then gRPC and HTTP. Each has ``FLUSH_S`` seconds, so that the last answers reach their clients.
+    The second signal ends at once what is left.
+    """
+    if not await endings.second_or(service.stop(FLUSH_S)):
+        await service.stop(0.0)
+    if not await endings.second_or(by_grpc.stop(FLUSH_S)):
+        await by_grpc.stop(0.0)
+    http.should_exit = True
+    if not await endings.second_or(asyncio.wait({serving})):
+        http.force_exit = True
+        for connection in list(http.server_state.connections):
+            connection.transport.abort()
+    await serving
+
+
+class Endings:
     """The signals that end a server: after the first, requests may finish; the second ends it at once."""
 
     def __init__(self) -> None:
@@ -139,13 +165,12 @@ def _address(options: ServeOptions, listener: socket.socket) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _announce(service: Service, deployment: Deployment, *, needs_key: bool) -> None:
-    """Prints the memory, the addresses and a command to try."""
-    print(service.facts.ledger, file=sys.stderr)
-    print(f"fastgen: {service.model_name} is served at {deployment.address}")
+def _announcement(deployment: Deployment, *, needs_key: bool) -> str:
+    """Returns the addresses and a command to try."""
+    lines = [f"{deployment.name} is served at {deployment.address}"]
     if deployment.grpc_address is not None:
-        print(f"fastgen: and by gRPC at {deployment.grpc_address}")
-    body = json.dumps({"model": service.model_name, "prompt": "Once upon a time", "max_tokens": 32})
+        lines.append(f"and by gRPC at {deployment.grpc_address}")
+    body = json.dumps({"model": deployment.name, "prompt": "Once upon a time", "max_tokens": 32})
     headers = "-H 'content-type: application/json'" + (" -H 'authorization: Bearer KEY'" if needs_key else "")
-    print(f"fastgen: try  curl {deployment.address}/v1/completions {headers} -d '{body}'")
-    sys.stdout.flush()
+    lines.append(f"try  curl {deployment.address}/v1/completions {headers} -d '{body}'")
+    return "\n".join(f"fastgen: {line}" for line in lines)

@@ -2,7 +2,8 @@
 
 Every request is drawn from a pool whose answers are known from the library. A client that waits must receive that
 answer, or an error that says what is wrong. Nothing may hang. When all clients have gone, the server must hold no block
-and no request, and as many files and processes as before.
+and no request, no more files than before and the same processes. Of a killed engine no shared memory and no socket may
+be left.
 
 ``python -m tests.serving.storm --seconds 120 --streams 200 --kills 20 --output FILE`` runs both and writes the results.
 """
@@ -26,6 +27,7 @@ from typing import Any
 
 import fastgen
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from tests.serving.held import Held, shared_memory, still_there
 from tests.serving.http_client import Answered, BrokenAnswerError, RawClient, ask, get
 from tests.serving.server_process import ServerProcess, served
 
@@ -254,21 +256,25 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+async def held(server: ServerProcess) -> Held:
+    """Returns what ``server`` holds once it is quiet."""
+    after = await until_quiet(server.address)
+    return Held.of(after["fastgen_server_process_open_fds"], children(server.process.pid))
+
+
 async def run_storm(server: ServerProcess, pool: list[Known], *, seconds: float, num_clients: int, seed: int) -> Storm:
     """Runs a storm of ``num_clients`` clients. Adds to ``wrong`` whatever the server has not released."""
     storm = Storm(server.address, pool, random.Random(seed))
     await asyncio.gather(*(ask(server.address, known.body) for known in pool))
-    before, processes = await until_quiet(server.address), children(server.process.pid)
+    before, pids = await held(server), children(server.process.pid)
     await storm.run(num_clients, time.monotonic() + seconds)
     after = await until_quiet(server.address)
     for name in ("fastgen_kv_blocks_held", "fastgen_requests_waiting", "fastgen_engine_restarts_total"):
         if after[name]:
             storm.wrong.append(f"{name} is {after[name]:g} when all have gone")
-    opened = after["fastgen_server_process_open_fds"] - before["fastgen_server_process_open_fds"]
-    if opened > 0:
-        storm.wrong.append(f"{opened:g} more files are open when all have gone")
-    if children(server.process.pid) != processes:
-        storm.wrong.append("there are other processes than before")
+    storm.wrong += (await held(server)).beyond(before)
+    if children(server.process.pid) != pids:
+        storm.wrong.append("a process was started again")
     return storm
 
 
@@ -285,9 +291,11 @@ async def run_kills(
     server: ServerProcess, pool: list[Known], *, num_kills: int, num_clients: int, seed: int, most_s: float = 2.0
 ) -> Kills:
     """Kills the engine at a random time, up to ``most_s`` seconds after it was ready, under the load of streams and of
-    requests for whole answers.
+    requests for whole answers. Adds to ``wrong`` whatever is left of the killed engines, in the server and outside.
     """
     kills = Kills(Storm(server.address, pool, random.Random(seed)))
+    await asyncio.gather(*(ask(server.address, known.body) for known in pool))
+    before, mapped = await held(server), set[str]()
     is_over = asyncio.Event()
 
     async def client() -> None:
@@ -313,6 +321,7 @@ async def run_kills(
     for _ in range(num_kills):
         await asyncio.sleep(kills.storm.rng.uniform(0.0, most_s))
         (engine,) = children(server.process.pid)
+        mapped |= shared_memory(engine)
         killed_s = time.monotonic()
         os.kill(engine, signal.SIGKILL)
         while children(server.process.pid) in ([engine], []):
@@ -332,6 +341,9 @@ async def run_kills(
         kills.storm.wrong.append(f"{after['fastgen_engine_restarts_total']:g} restarts after {num_kills} kills")
     if after["fastgen_kv_blocks_held"]:
         kills.storm.wrong.append("blocks are held when all have gone")
+    kills.storm.wrong += (await held(server)).beyond(before)
+    if left := still_there(mapped):
+        kills.storm.wrong.append(f"shared memory of killed engines is left: {sorted(left)}")
     return kills
 
 

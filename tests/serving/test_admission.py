@@ -17,16 +17,18 @@ from fastgen.serving.refusals import OverloadedError, TooLargeError
 ANSWER = SamplingParams(max_new_tokens=10)
 
 
-def engine(step_s: dict[int, float]) -> Metrics:
-    """Returns the metrics of an engine that has run a hundred steps of each size."""
+def engine(step_s: dict[int, float], *, looked_up: int = 0, hits: int = 0) -> Metrics:
+    """Returns the metrics of an engine that has run a hundred steps of each size. Its prefix cache held ``hits`` of the
+    tokens that were ``looked_up``.
+    """
     steps = {size: Histogram(bounds=(1.0,), counts=(100, 0), sum=100 * each_s) for size, each_s in step_s.items()}
     none = Histogram(bounds=(1.0,), counts=(0, 0), sum=0.0)
     totals = ("requests", "prompt_tokens", "generation_tokens", "computed_tokens", "padding_tokens", "preemptions")
     totals += ("itl_target_missed",)
-    caches = ("lookup_tokens", "hit_tokens", "evictions")
     gauges = ("requests_running", "requests_waiting", "sequences_running", "sequences_waiting")
     fields: dict[str, Any] = {f"{name}_total": 0 for name in totals}
-    fields |= {f"prefix_cache_{name}_total": 0 for name in caches} | dict.fromkeys(gauges, 0)
+    caches = {"lookup_tokens": looked_up, "hit_tokens": hits, "evictions": 0}
+    fields |= {f"prefix_cache_{name}_total": value for name, value in caches.items()} | dict.fromkeys(gauges, 0)
     fields |= dict.fromkeys(("kv_blocks", "kv_blocks_held", "kv_blocks_cached"), 0)
     fields |= dict.fromkeys(("queue_seconds", "ttft_seconds", "gap_seconds", "request_seconds"), none)
     return Metrics(**fields, sequences_finished_total={}, step_seconds=steps)
@@ -122,6 +124,23 @@ def test_the_more_urgent_is_not_refused_for_what_stands_behind_it() -> None:
     door.admission.admit(4608, ANSWER)
     door.refusal(1024)
     door.admission.admit(1024, SamplingParams(max_new_tokens=10, priority=-1))
+
+
+def test_prompts_are_expected_in_the_prefix_cache_as_much_as_those_of_late() -> None:
+    door = Door()
+    steps = {1: 0.01, 512: 0.1}
+
+    def predicted_s() -> float:
+        found = door.admission.predict(10 * 512)
+        assert found is not None
+        return found.ttft_s
+
+    door.admission.observe(engine(steps))
+    assert predicted_s() == pytest.approx(1.0, rel=0.03)
+    door.admission.observe(engine(steps, looked_up=10_000, hits=8_000))
+    assert predicted_s() == pytest.approx(0.2, rel=0.03), "a fifth is computed"
+    door.admission.observe(engine(steps, looked_up=20_000, hits=8_000))
+    assert predicted_s() == pytest.approx(1.0, rel=0.03), "none of the next 10,000 tokens was found"
 
 
 def test_nobody_is_refused_for_times_that_are_not_known_or_known_no_more() -> None:

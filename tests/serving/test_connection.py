@@ -530,16 +530,18 @@ def test_pages_of_other_sites_may_ask_only_where_that_was_said() -> None:
 
 @pytest.mark.parametrize(("log_requests", "log_prompts"), [(False, False), (True, False), (True, True)])
 def test_a_request_is_logged_where_that_is_asked_for_and_its_prompt_and_key_are_not(
-    log_requests: bool, log_prompts: bool, capsys: pytest.CaptureFixture[str]
+    log_requests: bool, log_prompts: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    log = set_up_logging("json")
+
     async def test(server: Served) -> None:
-        set_up_logging("json")
         await server.ask(post("/echo", b"a secret", "authorization: Bearer right", "x-request-id: r-1"))
         await server.ask(post("/echo", b"a secret", "authorization: Bearer wrong"))
 
     options = ServeOptions(port=0, api_keys=ApiKeys(("right",)), log_requests=log_requests, log_prompts=log_prompts)
     check(test, options)
-    told = capsys.readouterr().err
+    log.flush()
+    told = capfd.readouterr().err
     lines = [json.loads(line) for line in told.splitlines()]
     assert [line["status"] for line in lines] == ([200, 401] if log_requests else [])
     if log_requests:
@@ -550,13 +552,15 @@ def test_a_request_is_logged_where_that_is_asked_for_and_its_prompt_and_key_are_
     assert "wrong" not in told
 
 
-def test_a_path_cannot_make_a_line_of_its_own_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_cannot_make_a_line_of_its_own_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    log = set_up_logging("text")
+
     async def test(server: Served) -> None:
-        set_up_logging("text")
         await server.ask(b"GET /a%0Afastgen:%20GET%20/%20200%1b[1m HTTP/1.1\r\nhost: here\r\n\r\n")
 
     check(test, ServeOptions(port=0, log_requests=True))
-    told = capsys.readouterr().err
+    log.flush()
+    told = capfd.readouterr().err
     assert len(told.splitlines()) == 1
     assert told.isascii()
     assert told.rstrip("\n").isprintable()

@@ -138,13 +138,14 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
 
 def test_a_server_whose_entry_cannot_be_written_goes_on_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("FASTGEN_DEPLOYMENTS", str(tmp_path / "file" / "deployments"))
-    set_up_logging("text")
+    log = set_up_logging("text")
     with registered(stand_in("one")):
-        printed = capsys.readouterr().err
+        log.flush()
+        printed = capfd.readouterr().err
     assert "clients cannot find this server by its name" in printed
     assert "set FASTGEN_DEPLOYMENTS" in printed
     with pytest.raises(InvalidArgumentError, match="set FASTGEN_DEPLOYMENTS"):

@@ -7,13 +7,19 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import fastgen
 from fastgen.models.checkpoint import hub
+from fastgen.serving.http.server import FLUSH_S
+from fastgen.serving.run import Endings, stop_all
 from tests.serving.http_client import RawClient, get
 from tests.serving.server_process import ServerProcess, served
 from tests.serving.storm import children
@@ -131,6 +137,66 @@ def test_a_server_whose_engine_cannot_start_again_ends_with_the_reason(
     printed = capfd.readouterr().err
     assert "3 times in a row" in printed
     assert "config.json" in printed
+
+
+class Stuck:
+    """A service and a gRPC server that only end at once, and an HTTP server that ends when it is forced to."""
+
+    def __init__(self, name: str, stuck: str, calls: list[tuple[str, float]], waits: asyncio.Event):
+        self._name, self._is_stuck, self._calls, self._waits = name, name == stuck, calls, waits
+
+    async def stop(self, timeout_s: float) -> None:
+        self._calls.append((self._name, timeout_s))
+        if self._is_stuck and timeout_s:
+            self._waits.set()
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("stuck", ["engine", "gRPC", "HTTP"])
+def test_the_second_signal_does_not_wait_for_what_is_being_stopped(stuck: str) -> None:
+    async def run() -> list[tuple[str, float]]:
+        calls: list[tuple[str, float]] = []
+        waits, endings, is_aborted = asyncio.Event(), Endings(), asyncio.Event()
+        connection = SimpleNamespace(transport=SimpleNamespace(abort=is_aborted.set))
+        http: Any = SimpleNamespace(
+            should_exit=False, server_state=SimpleNamespace(connections={0: connection}.values())
+        )
+
+        async def serve() -> None:
+            while not http.should_exit:
+                await asyncio.sleep(0.001)
+            if stuck == "HTTP":
+                waits.set()
+                await is_aborted.wait()
+
+        async def second() -> None:
+            await waits.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        os.kill(os.getpid(), signal.SIGTERM)
+        await endings.first.wait()
+        parts: list[Any] = [Stuck(name, stuck, calls, waits) for name in ("engine", "gRPC")]
+        async with asyncio.timeout(WAIT_S):
+            serving = asyncio.create_task(serve())
+            await asyncio.gather(stop_all(*parts, http, serving, endings), second())
+        return calls
+
+    calls = asyncio.run(run())
+    by_force = [name for name, timeout_s in calls if timeout_s == 0.0]
+    assert by_force[:1] == ([] if stuck == "HTTP" else [stuck])
+    assert ("engine", FLUSH_S) in calls
+
+
+def test_a_serving_process_ends_without_waiting_for_its_threads() -> None:
+    code = """
+import atexit, threading
+from fastgen.serving.process_end import end_process
+atexit.register(print, "registered", flush=True)
+threading.Thread(target=threading.Event().wait).start()
+end_process()
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
+    assert done.stdout == "registered\n"
 
 
 def _runs(pid: int) -> bool:

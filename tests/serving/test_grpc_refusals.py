@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fastgen import SamplingParams
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.clients.grpc import GrpcTransport
@@ -19,7 +16,7 @@ from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.monitoring.prometheus import ServerMetrics
-from fastgen.serving.options import ConnectionLimits, ServeOptions
+from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
@@ -29,37 +26,7 @@ from fastgen.serving.refusals import (
     UnauthorizedError,
     UnavailableError,
 )
-
-
-class Refusing:
-    """A service that refuses everything with ``error``, in ``state``."""
-
-    state = "draining"
-    error: RefusedError
-
-    class codec:  # noqa: N801
-        default_sampling = SamplingParams()
-
-        @staticmethod
-        def encode(prompt: Any) -> list[int]:
-            return [1]
-
-    async def submit(self, *arguments: Any, **more: Any) -> Any:
-        raise self.error
-
-
-@asynccontextmanager
-async def served(service: Any, api_keys: ApiKeys | None = None, **limits: Any) -> AsyncIterator[str]:
-    """Returns the address of ``service``."""
-    connections = ConnectionLimits(**limits)
-    options = ServeOptions(grpc_port=0, api_keys=api_keys or ApiKeys(), connections=connections)
-    server = GrpcServer(service, options, Ending("token", ApiKeys(), lambda: None))
-    await server.start()
-    try:
-        yield str(server.address)
-    finally:
-        await server.stop(0.0)
-
+from tests.serving.refusing import Refusing, served
 
 REFUSALS: list[tuple[RefusedError, grpc.StatusCode, type[FastgenError], int | None]] = [
     (BadRequestError("no"), grpc.StatusCode.INVALID_ARGUMENT, InvalidArgumentError, None),

@@ -72,7 +72,7 @@ def _start(request: str, title: str) -> Deployment:
             [sys.executable, "-m", "fastgen.serving.clients.detached", str(writing)],
             stdin=subprocess.PIPE,
             stdout=out,
-            stderr=None if sys.stderr.isatty() else out,
+            stderr=None if sys.stderr is not None and sys.stderr.isatty() else out,
             env={**os.environ, LOG_VARIABLE: log},
             pass_fds=(writing,),
             start_new_session=True,

@@ -101,9 +101,7 @@ class GrpcTransport:
                 raise UnauthorizedError(message) from None
             case grpc.StatusCode.NOT_FOUND:
                 raise UnknownModelError(message) from None
-            case grpc.StatusCode.RESOURCE_EXHAUSTED if (
-                "retry-after-ms" not in trailing
-            ):  # a status of the protocol itself
+            case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in message:  # gRPC itself says so
                 raise TooLargeError(message) from None
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise OverloadedError(message, retry_after_s=retry_after_s) from None

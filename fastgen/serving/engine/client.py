@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -49,6 +48,8 @@ from fastgen.serving.engine.messages import (
     to_server,
 )
 from fastgen.serving.engine.request import EngineRequest, EngineWatcher
+from fastgen.serving.engine.restarts import Restarts
+from fastgen.serving.engine.socket_directory import SocketDirectory
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, UnavailableError
 
 State = Literal["starting", "ready", "restarting", "stopped", "failed"]
@@ -85,7 +86,8 @@ class EngineClient:
         self._will_receive = False
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Future[int] | None = None
-        self._directory = tempfile.TemporaryDirectory(prefix="fastgen-")
+        self._directory: SocketDirectory | None = None
+        self._restarts = Restarts()
         self._keeper: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
 
@@ -181,10 +183,12 @@ class EngineClient:
                     self._send(Stop())
                 await asyncio.wait({self._ended}, timeout=timeout_s)
             self._process.kill()
-            await self._ended
+            await asyncio.wait({self._ended})  # cancelling this wait must not cancel the shared future
         self._close_socket()
         self._context.term()
-        self._directory.cleanup()
+        if self._directory is not None:
+            self._directory.remove()
+            self._directory = None
 
     # --- the process
 
@@ -204,6 +208,7 @@ class EngineClient:
             raise FastgenError(f"the engine's process {_ending_text(self._ended.result())} while it loaded")
         self.facts = self._ready.result()
         self._heard_s = time.monotonic()
+        self._restarts.ready(self._heard_s)
         self._watcher.engine_ready(self.facts)
         self.state = "ready"
         return self.facts
@@ -212,11 +217,19 @@ class EngineClient:
         """Watches the process, and restarts it when it ends, until restarting fails too often."""
         while True:
             why = await self._end_of_process()
-            _log.error("the engine's process %s; starting another", why)
             self.state = "restarting"
             self._process_ended(
                 EngineDiedError(f"the engine's process {why} while this request was in it; send it again")
             )
+            delay_s = self._restarts.died(time.monotonic())
+            _log.error("the engine's process %s%s", why, _what_follows(delay_s))
+            if delay_s is None:
+                self._fail(
+                    f"the engine ended {self._restarts.num_useless} times in a row before it had answered a request; "
+                    f"the last one {why}"
+                )
+                return
+            await asyncio.sleep(delay_s)
             for attempt in range(1, _MAX_STARTS + 1):
                 self.num_restarts += 1
                 try:
@@ -226,10 +239,14 @@ class EngineClient:
                     self._process_ended(EngineDiedError(str(error)))
                     _log.error("the engine did not start, attempt %d of %d: %s", attempt, _MAX_STARTS, error)
                     if attempt == _MAX_STARTS:
-                        self.state = "failed"
-                        assert self.failure is not None
-                        self.failure.set_result(f"the engine did not start {_MAX_STARTS} times in a row: {error}")
+                        self._fail(f"the engine did not start {_MAX_STARTS} times in a row: {error}")
                         return
+
+    def _fail(self, why: str) -> None:
+        """Gives up the engine."""
+        self.state = "failed"
+        assert self.failure is not None
+        self.failure.set_result(why)
 
     async def _end_of_process(self) -> str:
         """Waits until the process has ended, and ends it if it is silent for too long. Returns how it ended.
@@ -279,9 +296,15 @@ class EngineClient:
         return process
 
     def _address(self) -> str:
-        return f"ipc://{Path(self._directory.name) / f'engine-{self._num_processes}'}"
+        return f"ipc://{self._socket_path()}"
+
+    def _socket_path(self) -> Path:
+        assert self._directory is not None
+        return self._directory.path / f"engine-{self._num_processes}"
 
     def _open_socket(self) -> None:
+        if self._directory is None:
+            self._directory = SocketDirectory()
         self._num_processes += 1  # each process has its own address, so it receives no message for the previous one
         socket = self._context.socket(zmq.PAIR)
         socket.setsockopt(zmq.LINGER, 0)
@@ -296,6 +319,7 @@ class EngineClient:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._socket.close()
             self._socket = None
+            self._socket_path().unlink(missing_ok=True)  # closing it leaves the file
 
     # --- messages
 
@@ -349,6 +373,8 @@ class EngineClient:
                     self._start(request)
                 if progress.end is not None:
                     request.num_open -= 1
+                    if progress.end.reason in ("stop", "length"):
+                        self._restarts.answered()
                     self._watcher.completion_ended(request, progress)
                     if not request.num_open:
                         self._watcher.request_gone(request)
@@ -388,6 +414,12 @@ def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
 
     threading.Thread(target=wait, name="engine-process", daemon=True).start()
     return ended
+
+
+def _what_follows(delay_s: float | None) -> str:
+    if delay_s is None:
+        return "; no more are started"
+    return f"; starting another in {delay_s:g} s" if delay_s else "; starting another"
 
 
 def _ending_text(status: int) -> str:

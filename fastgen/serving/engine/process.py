@@ -55,6 +55,8 @@ from fastgen.serving.engine.messages import (
 )
 from fastgen.serving.log_file import move_output_to_log
 from fastgen.serving.monitoring.live import live_view
+from fastgen.serving.monitoring.log import set_up_logging_of_engine
+from fastgen.serving.process_end import end_process
 
 # The longest time between two status reports, and the longest sleep of an idle engine.
 STATUS_S = 0.25
@@ -281,6 +283,7 @@ def main() -> None:
     # A terminal's Ctrl-C and a service manager's SIGTERM reach this process too, but the server decides when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    set_up_logging_of_engine()
     arguments: dict[str, Any] = json.load(sys.stdin)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.setsockopt(zmq.LINGER, 1000)
@@ -298,6 +301,7 @@ def main() -> None:
         with rarely_collected():
             socket.send(encoder.encode(Ready(_facts(llm, str(directory), time.monotonic() - began_s))))
             EngineLoop(llm.release_engine(), socket, is_orphan=lambda: os.getppid() != parent).run()
+    end_process()
 
 
 def _end_with(parent: int) -> None:

@@ -18,12 +18,14 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.api_keys import ApiKeys, bearer
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc import messages
+from fastgen.serving.grpc.connections import connection_options, max_calls, num_connections
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
     OverloadedError,
     RefusedError,
+    RequestTimeoutError,
     TooLargeError,
     UnauthorizedError,
     UnavailableError,
@@ -38,6 +40,7 @@ _STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
     TooLargeError: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
     UnauthorizedError: grpc.StatusCode.UNAUTHENTICATED,
+    RequestTimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     EngineDiedError: grpc.StatusCode.ABORTED,
@@ -47,10 +50,29 @@ _WATCH_S = 0.1
 
 
 class GenerationServicer:
-    """The methods of ``fastgen.v1.Generation``, for clients with one of ``keys``."""
+    """The methods of ``fastgen.v1.Generation``. :meth:`receive` gives them their requests."""
 
-    def __init__(self, service: Service, keys: ApiKeys, ending: Ending):
-        self._service, self._keys, self._ending = service, keys, ending
+    def __init__(self, service: Service, keys: ApiKeys, ending: Ending, *, timeout_s: float):
+        self._service, self._keys, self._ending, self._timeout_s = service, keys, ending, timeout_s
+
+    async def receive(self, requests: AsyncIterator[bytes], kind: Any, context: ServicerContext) -> Any:
+        """Returns the request of a call, a message of ``kind``, once the call has shown its API key.
+
+        Raises ``UnauthorizedError``, ``RequestTimeoutError`` and ``InvalidArgumentError``.
+        """
+        try:
+            if kind is not messages.TerminateRequest:  # which takes another token too
+                self._keys.check(_bearer(context))
+            async with asyncio.timeout(self._timeout_s):
+                async for request in requests:
+                    return _decoded(request, kind)
+        except UnauthorizedError:
+            self._service.metrics.refused("api_key")
+            raise
+        except TimeoutError:
+            self._service.metrics.refused("body_time")
+            raise RequestTimeoutError(f"the request did not come within {self._timeout_s:g} s") from None
+        raise InvalidArgumentError("the call has no request")
 
     async def generate(self, request: Any, context: ServicerContext) -> Any:
         async with await self._submit(request, self._encode_prompt, context, is_stream=False) as running:
@@ -69,7 +91,6 @@ class GenerationServicer:
             yield chunk
 
     async def check(self, request: Any, context: ServicerContext) -> Any:
-        self._check_key(context)
         asked = [(each, self._encode_prompt) for each in request.prompts]
         asked += [(each, self._encode_chat) for each in request.chats]
         if len(asked) > MAX_CHECKED:
@@ -84,7 +105,6 @@ class GenerationServicer:
             return str(error)
 
     async def model_info(self, request: Any, context: ServicerContext) -> Any:
-        self._check_key(context)
         return messages.ModelInfoResponse(**self._service.info())
 
     async def terminate(self, request: Any, context: ServicerContext) -> Any:
@@ -115,17 +135,9 @@ class GenerationServicer:
     async def _submit(
         self, request: Any, encode: Callable[[Any], list[int]], context: ServicerContext, *, is_stream: bool
     ) -> Running:
-        self._check_key(context)
         arrived_s = time.monotonic()
         prompt_ids, sampling = await self._read(request, encode)
         return await self._service.submit(prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s)
-
-    def _check_key(self, context: ServicerContext) -> None:
-        try:
-            self._keys.check(_bearer(context))
-        except UnauthorizedError:
-            self._service.metrics.refused("api_key")
-            raise
 
     async def _read(self, request: Any, encode: Callable[[Any], list[int]]) -> tuple[list[int], SamplingParams]:
         messages.refuse_unknown_fields(request)
@@ -190,11 +202,13 @@ class GrpcServer:
             return
         limits = self._options.connections
         self._server = server = grpc.aio.server(
-            options=(("grpc.max_receive_message_length", limits.max_body_bytes), ("grpc.so_reuseport", 0))
+            options=(*connection_options(limits), ("grpc.so_reuseport", 0)),
+            maximum_concurrent_rpcs=max_calls(self._options.limits),
         )
-        server.add_generic_rpc_handlers(
-            (_handlers(GenerationServicer(self._service, self._options.api_keys, self._ending)),)
+        servicer = GenerationServicer(
+            self._service, self._options.api_keys, self._ending, timeout_s=limits.body_timeout_s
         )
+        server.add_generic_rpc_handlers((_handlers(servicer),))
         health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(self._service), server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = (messages.SERVICE, health, reflection.SERVICE_NAME)
@@ -206,6 +220,7 @@ class GrpcServer:
         except RuntimeError as error:
             raise InvalidArgumentError(f"cannot listen on {asked} for gRPC: {error}") from None
         await server.start()
+        self._service.metrics.grpc_connections.set_function(lambda: num_connections(port))
         self.address = f"{host}:{port}" if self._options.tls_cert is None else f"grpcs://{host}:{port}"
 
     def _listen(self, server: grpc.aio.Server, address: str) -> int:
@@ -216,9 +231,11 @@ class GrpcServer:
         return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
 
     async def stop(self, timeout_s: float) -> None:
-        """Accepts no more calls, and cuts off the open ones after ``timeout_s``."""
+        """Accepts no more calls, and cuts off the open ones after ``timeout_s``. After it is cancelled, another call
+        may set a shorter time.
+        """
         if self._server is not None:
-            await self._server.stop(timeout_s)
+            await asyncio.shield(self._server.stop(timeout_s))
 
 
 def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:
@@ -234,25 +251,28 @@ def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:
     handlers = {}
     for method in messages.pool.FindServiceByName(messages.SERVICE).methods:
         behaviour = behaviours[method.name]
-        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
         kind = messages.message_class(method.input_type.full_name)
-        handlers[method.name] = make(  # the handler decodes requests itself, so that a malformed one also gets a status
-            _stream_in_statuses(behaviour, kind) if method.server_streaming else _in_statuses(behaviour, kind),
+        # Handlers read the one request of a call themselves, as if it were a stream of requests: first they check the
+        # key, and they know how long it takes and whether it can be decoded.
+        is_stream = method.server_streaming
+        make = grpc.stream_stream_rpc_method_handler if is_stream else grpc.stream_unary_rpc_method_handler
+        handlers[method.name] = make(
+            _stream_in_statuses(servicer, behaviour, kind) if is_stream else _in_statuses(servicer, behaviour, kind),
             response_serializer=messages.message_class(method.output_type.full_name).SerializeToString,
         )
     return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)
 
 
 def _in_statuses(
-    behaviour: Callable[[Any, ServicerContext], Awaitable[Any]], kind: Any
-) -> Callable[[bytes, ServicerContext], Awaitable[Any]]:
-    """Returns a handler that decodes requests of ``kind`` for ``behaviour`` and turns the errors that it raises on
+    servicer: GenerationServicer, behaviour: Callable[[Any, ServicerContext], Awaitable[Any]], kind: Any
+) -> Callable[[AsyncIterator[bytes], ServicerContext], Awaitable[Any]]:
+    """Returns a handler that receives requests of ``kind`` for ``behaviour`` and turns the errors that it raises on
     purpose into statuses.
     """
 
-    async def run(request: bytes, context: ServicerContext) -> Any:
+    async def run(requests: AsyncIterator[bytes], context: ServicerContext) -> Any:
         try:
-            return await behaviour(_decoded(request, kind), context)
+            return await behaviour(await servicer.receive(requests, kind, context), context)
         except FastgenError as error:
             await _abort(context, error)
 
@@ -260,11 +280,11 @@ def _in_statuses(
 
 
 def _stream_in_statuses(
-    behaviour: Callable[[Any, ServicerContext], AsyncIterator[Any]], kind: Any
-) -> Callable[[bytes, ServicerContext], AsyncIterator[Any]]:
-    async def run(request: bytes, context: ServicerContext) -> AsyncIterator[Any]:
+    servicer: GenerationServicer, behaviour: Callable[[Any, ServicerContext], AsyncIterator[Any]], kind: Any
+) -> Callable[[AsyncIterator[bytes], ServicerContext], AsyncIterator[Any]]:
+    async def run(requests: AsyncIterator[bytes], context: ServicerContext) -> AsyncIterator[Any]:
         try:
-            async for response in behaviour(_decoded(request, kind), context):
+            async for response in behaviour(await servicer.receive(requests, kind, context), context):
                 yield response
         except FastgenError as error:
             await _abort(context, error)

@@ -5,6 +5,7 @@ in the log.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import time
@@ -48,13 +49,15 @@ class Guard:
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
-        status, body = 0, b""
+        status, body, error_body = 0, b"", b""
 
         async def named_send(message: Message) -> None:
-            nonlocal status
+            nonlocal status, error_body
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            elif status >= 400:
+                error_body = message.get("body", b"")
             await send(message)
 
         try:
@@ -74,7 +77,8 @@ class Guard:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.http_request(route, method, status or CLIENT_LEFT)
             if self._options.log_requests:
-                self._note(scope, method, request_id, status, time.monotonic() - began_s, body)
+                reason = _reason(error_body)
+                self._note(scope, method, request_id, status, time.monotonic() - began_s, body, reason)
 
     def _check_key(self, path: str, headers: Headers) -> None:
         if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
@@ -103,7 +107,16 @@ class Guard:
         except TimeoutError:
             raise RequestTimeoutError(f"the body did not come within {limits.body_timeout_s:g} s") from None
 
-    def _note(self, scope: Scope, method: str, request_id: str, status: int, took_s: float, body: bytes) -> None:
+    def _note(
+        self,
+        scope: Scope,
+        method: str,
+        request_id: str,
+        status: int,
+        took_s: float,
+        body: bytes,
+        reason: str | None,
+    ) -> None:
         facts = {
             "request_id": request_id,
             "client": scope["client"][0] if scope.get("client") else None,
@@ -112,6 +125,8 @@ class Guard:
             "status": status or None,
             "took_s": round(took_s, 6),
         }
+        if reason is not None:
+            facts["error"] = reason
         if self._options.log_prompts:
             facts["body"] = body.decode("utf-8", "replace")
         path = (
@@ -129,6 +144,14 @@ _REASONS: dict[type[RefusedError], Refusal] = {
 
 def _too_large(limit: int) -> TooLargeError:
     return TooLargeError(f"the body of a request may have {limit} bytes")
+
+
+def _reason(error_body: bytes) -> str | None:
+    """Returns the message of an error in OpenAI's format, or ``None`` if the body is none."""
+    try:
+        return str(json.loads(error_body)["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _request_id(headers: Headers) -> str:

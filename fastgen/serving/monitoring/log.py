@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
+import os
 import time
 from typing import Any, Literal
 
+from fastgen.serving.monitoring.log_queue import LogQueue
+from fastgen.serving.output import STDERR
 
-def set_up_logging(log_format: Literal["text", "json"]) -> None:
-    """Writes all log messages of the server to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
+# The environment variable with the log format, for the processes that a server starts.
+FORMAT_VARIABLE = "FASTGEN_LOG_FORMAT"
+
+
+def set_up_logging(log_format: Literal["text", "json"]) -> LogQueue:
+    """Writes all log messages of the server to standard error, and hands the format to the processes that it starts."""
+    os.environ[FORMAT_VARIABLE] = log_format
     # uvicorn's warnings are about mistakes of clients, and the clients receive them as errors.
-    for name, level in (("fastgen", logging.INFO), ("uvicorn", logging.ERROR)):
+    return _log_to_stderr(log_format, fastgen=logging.INFO, uvicorn=logging.ERROR)
+
+
+def set_up_logging_of_engine() -> None:
+    """Writes the warnings and errors of the engine's process to standard error, in the server's format."""
+    _log_to_stderr(os.environ.get(FORMAT_VARIABLE, "text"), fastgen=logging.WARNING)
+
+
+def _log_to_stderr(log_format: str, **levels: int) -> LogQueue:
+    queue = LogQueue(STDERR)
+    queue.setFormatter(JsonLines() if log_format == "json" else TextLines())
+    for name, level in levels.items():
         logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
+        for old in logger.handlers:
+            old.close()
+        logger.handlers[:] = [queue]
         logger.setLevel(level)
         logger.propagate = False
+    return queue
 
 
 class TextLines(logging.Formatter):
@@ -45,4 +64,4 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return json.dumps(line, default=str)  # in ASCII: some readers split lines at U+2028 and the like

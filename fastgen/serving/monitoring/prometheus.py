@@ -82,8 +82,12 @@ class ServerMetrics:
         ProcessCollector(namespace="fastgen_server", registry=self.registry)
         Gauge("fastgen_up", "Whether requests are taken.", registry=self.registry).set_function(lambda: float(is_up()))
         self.engine_restarts = self._counter("engine_restarts", "Times the engine was started again.")
-        self.connections = Gauge("fastgen_connections", "Connections that are open.", registry=self.registry)
+        self.connections = Gauge("fastgen_connections", "HTTP connections that are open.", registry=self.registry)
+        self.grpc_connections = Gauge(
+            "fastgen_grpc_connections", "Connections to the gRPC port that are open.", registry=self.registry
+        )
         self._refused = self._counter("refused", "Requests not taken, by why.", "reason")
+        self._log_lines_dropped = self._counter("log_lines_dropped", "Lines of the log that could not be written.")
         self._http_requests = self._counter("http_requests", "HTTP requests.", "route", "method", "status")
         self._answers = self._counter("answers", "Answers that were given whole; one a sequence.")
         self._good_answers = self._counter("good_answers", "Those that came at this rate; see goodput.", "tokens_per_s")
@@ -124,6 +128,10 @@ class ServerMetrics:
     def refused(self, reason: Refusal) -> None:
         """Counts a refused request."""
         self._refused.labels(reason).inc()
+
+    def log_line_dropped(self) -> None:
+        """Counts a line of the log that was not written. May be called in any thread."""
+        self._log_lines_dropped.inc()
 
     def http_request(self, route: str, method: str, status: int) -> None:
         """Counts an answered HTTP request. ``route`` is a path of the application, or ``other``."""

@@ -1,0 +1,70 @@
+"""Connections to the gRPC port: how many there may be, how long each may idle, and how many there are."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+from fastgen.serving.options import ConnectionLimits, Limits
+
+# Most open calls of one connection. A client's further calls wait in the client.
+_MAX_STREAMS = 1024
+# Calls of all connections together that may be open beside the queued ones.
+_MAX_CALLS_BESIDE_QUEUED = 1024
+# Most of the files that this process may open which connections to this port may take. HTTP has the rest.
+_SHARE_OF_FILES = 1 / 3
+_LISTENING = "0A"
+
+
+def connection_options(limits: ConnectionLimits) -> tuple[tuple[str, int], ...]:
+    """Returns the options of a gRPC server that keep to ``limits``.
+
+    A connection is counted from the moment it is accepted. It is closed if TLS and HTTP/2 are not agreed on within
+    ``header_timeout_s``, if it has no call for ``keep_alive_s``, and if its client does not answer pings.
+    """
+    return (
+        ("grpc.max_receive_message_length", limits.max_body_bytes),
+        ("grpc.max_allowed_incoming_connections", _max_connections(limits)),
+        ("grpc.server_handshake_timeout_ms", _in_ms(limits.header_timeout_s)),
+        ("grpc.max_connection_idle_ms", _in_ms(limits.keep_alive_s)),
+        ("grpc.keepalive_time_ms", _in_ms(limits.write_timeout_s)),
+        ("grpc.max_concurrent_streams", _MAX_STREAMS),
+    )
+
+
+def max_calls(limits: Limits) -> int:
+    """Returns how many calls may be open, of all connections together."""
+    return limits.max_queued_requests + _MAX_CALLS_BESIDE_QUEUED
+
+
+def num_connections(port: int) -> int:
+    """Returns how many connections to ``port`` processes of this machine hold, where Linux reports it; otherwise 0."""
+    found, suffix = 0, f":{port:04X}"
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(OSError), open(table) as rows:
+            next(rows)
+            for row in rows:
+                fields = row.split()
+                local, state, inode = fields[1], fields[3], fields[9]
+                found += local.endswith(suffix) and state != _LISTENING and inode != "0"
+    return found
+
+
+def _max_connections(limits: ConnectionLimits) -> int:
+    """Raises this process's limit of open files by the connections, as far as the system allows. Returns how many there
+    may be.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return limits.max_connections
+    wanted = soft + limits.max_connections
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (ValueError, OSError):
+        allowed = soft
+    return max(1, min(limits.max_connections, int(_SHARE_OF_FILES * allowed)))
+
+
+def _in_ms(seconds: float) -> int:
+    return max(1, round(1000 * seconds))

@@ -1,0 +1,85 @@
+"""Small instances of the attacks on the gRPC port that ask for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from itertools import islice
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fastgen.serving.grpc.connections import connection_options, num_connections
+from fastgen.serving.options import ConnectionLimits
+from tests.serving.attacks.grpc_connections import ATTACKS
+from tests.serving.attacks.harness import Target
+from tests.serving.refusing import Refusing, served
+
+WAIT_S = 20.0
+SHORT_S = 0.5
+# The limit that ends each attack; the others are long.
+ENDED_BY = {
+    "silent_connections": "header_timeout_s",
+    "connections_without_calls": "keep_alive_s",
+    "calls_without_requests": "body_timeout_s",
+}
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+async def until_open(port: int, number: int) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while num_connections(port) != number:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_asks_for_nothing_is_ended(name: str) -> None:
+    async def run() -> None:
+        limits = {"header_timeout_s": 600.0, "keep_alive_s": 600.0, "body_timeout_s": 600.0, ENDED_BY[name]: SHORT_S}
+        async with served(Refusing(), **limits) as address:
+            await ATTACKS[name].run(Target("", address), ATTACKS[name].small)
+            await until_open(port_of(address), 0)
+
+    asyncio.run(run())
+
+
+def test_connections_beyond_the_limit_are_closed_and_the_rest_is_counted() -> None:
+    service, limit = Refusing(), 5
+
+    async def run() -> None:
+        async with asyncio.timeout(WAIT_S), served(service, max_connections=limit) as address:
+            port = port_of(address)
+            clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4 * limit)]
+            ends = [asyncio.create_task(reader.read()) for reader, _ in clients]
+            for end in islice(asyncio.as_completed(ends), 3 * limit):
+                assert await end == b""
+            await until_open(port, limit)
+            assert b"fastgen_grpc_connections 5.0" in service.metrics.text()
+            for _, writer in clients:
+                writer.transport.abort()
+            await asyncio.wait(ends)
+
+    asyncio.run(run())
+
+
+def test_a_channel_whose_connection_was_closed_opens_another() -> None:
+    async def run() -> None:
+        async with served(Refusing(), keep_alive_s=SHORT_S) as address, grpc.aio.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            await health.Check(health_pb2.HealthCheckRequest())
+            await until_open(port_of(address), 0)
+            await health.Check(health_pb2.HealthCheckRequest())
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("most_files", "expected"), [(200, 66), (3000, 1000), (resource.RLIM_INFINITY, 1000)])
+def test_http_keeps_two_thirds_of_the_files(monkeypatch: pytest.MonkeyPatch, most_files: int, expected: int) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (most_files, most_files))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    options = dict(connection_options(ConnectionLimits(max_connections=1000)))
+    assert options["grpc.max_allowed_incoming_connections"] == expected

@@ -1,0 +1,164 @@
+"""The log: it delays nobody, says what it dropped, and gives every message one line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+
+from fastgen.serving.http.guard import Guard
+from fastgen.serving.monitoring.log import JsonLines, TextLines, set_up_logging
+from fastgen.serving.monitoring.log_queue import MAX_WAITING_BYTES, LogQueue
+from fastgen.serving.monitoring.prometheus import ServerMetrics
+from fastgen.serving.options import ServeOptions
+from tests.serving.scripted import ScriptedService, application, scripted_codec
+
+LINE = "x" * 1000
+
+
+class Pipe:
+    """A pipe into which a log is written, and that is read when the test says so."""
+
+    def __init__(self) -> None:
+        self.reading, self.writing = os.pipe()
+        self.num_dropped = 0
+        self.queue = LogQueue(self.writing, self._drop)
+        self.queue.setFormatter(TextLines())
+
+    def _drop(self) -> None:
+        self.num_dropped += 1
+
+    def log(self, text: str) -> None:
+        self.queue.handle(logging.LogRecord("fastgen", logging.INFO, __file__, 0, text, (), None))
+
+    def read_until(self, last: str) -> list[str]:
+        """Returns all lines up to the one that ends with ``last``."""
+        with open(self.reading, closefd=False) as lines:
+            found = []
+            for line in lines:
+                found.append(line.rstrip("\n"))
+                if found[-1].endswith(last):
+                    return found
+        raise AssertionError("the pipe was closed")
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    pipe = Pipe()
+    yield pipe
+    os.close(pipe.reading)
+    end(pipe.queue)
+    os.close(pipe.writing)
+
+
+def end(queue: LogQueue) -> None:
+    """Waits for the thread, which would otherwise write to the next file with its descriptor."""
+    queue.close()
+    if queue._thread is not None:
+        queue._thread.join()
+
+
+def test_a_reader_that_stands_still_delays_nothing_and_hears_later_what_was_dropped(pipe: Pipe) -> None:
+    num_lines = 2 * MAX_WAITING_BYTES // len(LINE)
+    for number in range(num_lines):  # would wait for ever at the pipe's 64 KiB
+        pipe.log(f"{number} {LINE}")
+    assert 0 < pipe.num_dropped < num_lines
+    found = pipe.read_until("could not be written in time")
+    assert found.pop() == (
+        f"fastgen: warning: {pipe.num_dropped} lines of the log were dropped, because they could not be written in time"
+    )
+    assert found == [f"fastgen: {number} {LINE}" for number in range(num_lines - pipe.num_dropped)]
+    pipe.log("again")
+    assert pipe.read_until("again") == ["fastgen: again"]
+
+
+def test_one_line_may_be_longer_than_all_that_may_wait(pipe: Pipe) -> None:
+    text = "y" * (MAX_WAITING_BYTES + 1)
+    pipe.log(text)
+    assert pipe.read_until("y") == [f"fastgen: {text}"]
+    assert pipe.num_dropped == 0
+
+
+def test_flush_waits_for_lines_but_not_for_a_reader_that_stands_still(pipe: Pipe) -> None:
+    pipe.log("short")
+    pipe.queue.flush()
+    assert os.read(pipe.reading, 1000) == b"fastgen: short\n"
+    for _ in range(200):
+        pipe.log(LINE)
+    pipe.queue.flush()  # gives up; a second time at once
+    pipe.queue.flush()
+    assert len(pipe.read_until("x")) == 1, "and nothing was lost"
+    assert pipe.num_dropped == 0
+
+
+def test_lines_that_a_full_disk_does_not_take_are_counted() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    dropped = threading.Semaphore(0)
+    queue = LogQueue(full, dropped.release)
+    try:
+        for _ in range(3):
+            queue.handle(logging.LogRecord("fastgen", logging.INFO, __file__, 0, "lost", (), None))
+        for _ in range(3):
+            assert dropped.acquire(timeout=20)
+    finally:
+        end(queue)
+        os.close(full)
+
+
+def test_the_server_and_uvicorn_log_by_the_queue(capfd: pytest.CaptureFixture[str]) -> None:
+    queue = set_up_logging("text")
+    for name in ("fastgen", "fastgen.serving.requests", "uvicorn.error"):
+        logging.getLogger(name).error("of %s", name)
+        logger = logging.getLogger(name.partition(".")[0])
+        assert logger.handlers == [queue]
+    queue.flush()
+    printed = capfd.readouterr().err
+    assert printed.splitlines() == [
+        f"fastgen: error: of {name}" for name in ("fastgen", "fastgen.serving.requests", "uvicorn.error")
+    ]
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\u202e", "\x0b", "\x1c", "\n", "\ud800"])
+def test_a_json_line_is_one_line_for_every_reader(mark: str) -> None:
+    record = logging.LogRecord("fastgen", logging.INFO, __file__, 0, f"a{mark}b", (), None)
+    record.facts = {"body": f"c{mark}d"}
+    line = JsonLines().format(record)
+    assert line.splitlines() == [line]
+    assert line.isascii()
+    assert line.isprintable()
+    assert (json.loads(line)["message"], json.loads(line)["body"]) == (f"a{mark}b", f"c{mark}d")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+        ({"prompt": "a", "no_such_field": 1}, 400, "no_such_field: this field is not known"),
+        ({"prompt": "a", "model": "other"}, 404, "other"),
+    ],
+)
+def test_the_log_of_requests_says_why_one_was_refused(
+    capfd: pytest.CaptureFixture[str], body: dict[str, object], status: int, reason: str
+) -> None:
+    queue = set_up_logging("json")
+    service = ScriptedService(scripted_codec(), lambda prompt_ids, sampling: ([5], "stop"))
+    app = Guard(application(service), ServeOptions(log_requests=True), ServerMetrics(lambda: True))
+
+    async def run() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://scripted") as client:
+            return await client.post("/v1/completions", json={"model": "scripted"} | body)
+
+    answer = asyncio.run(run())
+    assert answer.status_code == status
+    queue.flush()
+    (line,) = capfd.readouterr().err.splitlines()
+    logged = json.loads(line)
+    assert (logged["status"], logged["error"]) == (status, answer.json()["error"]["message"])
+    assert reason in logged["error"]

@@ -1,0 +1,73 @@
+"""A server whose standard streams are closed, full, or a pipe that nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastgen.serving.clients.deployments import deployments
+from tests.serving.http_client import get
+
+WAIT_S = 120.0
+SERVE = [sys.executable, "-m", "fastgen", "serve", "tiny-llama", "--port", "0"]
+
+
+@contextmanager
+def serving(redirection: str, *flags: str, stderr: int | None = None) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Runs a server whose streams a shell redirects: only that can close them. Yields it with its address."""
+    command = ["bash", "-c", f'exec "$@" {redirection}', "bash", *SERVE, *flags]
+    with subprocess.Popen(command, stderr=stderr) as process:
+        try:
+            end_s = time.monotonic() + WAIT_S
+            while not (found := [one for one in deployments() if one.pid == process.pid]):
+                assert process.poll() is None, f"the server ended with status {process.returncode}"
+                assert time.monotonic() < end_s
+                time.sleep(0.05)
+            yield process, found[0].address
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+
+
+def test_a_server_whose_output_is_full_serves_and_counts_what_is_lost() -> None:
+    with serving(">/dev/full 2>/dev/full", "--log-requests") as (_, address):
+        for _ in range(3):
+            assert asyncio.run(get(address, "/health"))[0] == 200
+        metrics = asyncio.run(get(address, "/metrics"))[1].decode()
+    num_lost = re.search(r"^fastgen_log_lines_dropped_total (\S+)", metrics, re.MULTILINE)
+    assert num_lost is not None
+    assert float(num_lost[1]) > 0
+
+
+def test_a_log_that_nobody_reads_stops_nothing_and_begins_with_what_is_loaded() -> None:
+    """Standard input and output are closed, too."""
+    reading, writing = os.pipe()
+    path = "/" + "x" * 500  # so that fewer lines fill the pipe
+
+    async def ask(address: str) -> None:
+        for _ in range(300):
+            async with asyncio.timeout(WAIT_S):
+                assert (await get(address, path))[0] == 404
+
+    with serving("<&- >&-", "--log-requests", stderr=writing) as (process, address):
+        os.close(writing)
+        asyncio.run(ask(address))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0, "nor does it wait for ever for its last lines"
+    with open(reading) as log:
+        assert log.readline() == "fastgen: loading tiny-llama; its address is printed once it is served\n"
+
+
+def test_closed_streams_are_the_null_device() -> None:
+    code = "from fastgen.serving.output import open_closed_streams; open_closed_streams(); "
+    code += "import os; os.write(1, b'a'); os.write(2, b'b'); assert os.read(0, 1) == b''"
+    done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code], check=False)
+    assert done.returncode == 0
