@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import uvloop
@@ -23,7 +24,8 @@ from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.http.app import create_app
 from fastgen.serving.http.connection import close_slow
 from fastgen.serving.http.generate import terminate_routes
-from fastgen.serving.http.server import FLUSH_S, HttpServer, listen
+from fastgen.serving.http.hosts import warn_if_open
+from fastgen.serving.http.server import FLUSH_S, HttpServer, listen, within_file_limit
 from fastgen.serving.monitoring.log import set_up_logging
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
@@ -51,6 +53,7 @@ def run(
 async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Callable[[Deployment], None]) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS, "work"))
     endings = _Endings()
+    options = replace(options, connections=within_file_limit(options.connections))
     ending = Ending(secrets.token_urlsafe(32), options.api_keys, endings.first.set)
     service = Service(
         arguments,
@@ -59,6 +62,7 @@ async def _run(arguments: Mapping[str, Any], options: ServeOptions, on_ready: Ca
         engine_timeout_s=options.engine_timeout_s,
     )
     listener = listen(options)
+    warn_if_open(options)
     app = create_app(service, options)
     app.include_router(terminate_routes(ending))
     http = HttpServer(app, options, service.metrics)
