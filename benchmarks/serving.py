@@ -188,7 +188,9 @@ class Answer:
         self._pieces: list[bytes] = []
         # When the first piece of its body was there.
         self.first_s = 0.0
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: here\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        )
         self.socket.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
 
     def take(self) -> bool:

@@ -18,6 +18,7 @@ from fastgen.serving.tools.formats import tool_format_named
 
 LogFormat = Literal["text", "json"]
 # The Origin that browsers send for a page; a site in another form would never match one.
+_HOST_NAME = re.compile(r"\*|[A-Za-z0-9_.-]+")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
 
 
@@ -70,7 +71,6 @@ class ConnectionLimits:
         int,
         Option(
             "Most connections that are open at once, by HTTP and by gRPC each.",
-            "gRPC takes at most a third of the files that the process may open.",
             check=AT_LEAST_1,
         ),
     ] = 1024
@@ -154,6 +154,17 @@ class ServeOptions:
             convert=tuple,
         ),
     ] = ()
+    allow_hosts: Annotated[
+        tuple[str, ...],
+        Option(
+            "Name under which clients may call a server of this machine that has no keys. Repeatable.",
+            "localhost and addresses in numbers may always be used; * is every name.",
+            flag="--allow-host",
+            metavar="NAME",
+            type=Sequence[str],
+            convert=tuple,
+        ),
+    ] = ()
     drain_timeout_s: Annotated[
         float,
         Option(
@@ -187,6 +198,12 @@ class ServeOptions:
                 raise InvalidArgumentError(
                     f"allow_origins={origin!r}: expected a site as browsers write it, such as https://example.org or "
                     "http://localhost:3000, in small letters and with nothing after the port, or * for all"
+                )
+        for host in self.allow_hosts:
+            if not _HOST_NAME.fullmatch(host):
+                raise InvalidArgumentError(
+                    f"allow_hosts={host!r}: expected a name such as models.example.org, without a scheme or a port, or "
+                    "* for all"
                 )
         if self.log_prompts and not self.log_requests:
             raise InvalidArgumentError("log_prompts needs log_requests: prompts are part of its lines")

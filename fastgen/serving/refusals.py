@@ -29,6 +29,14 @@ class UnauthorizedError(RefusedError):
     """There is no API key, or it is not known."""
 
 
+class ForbiddenError(RefusedError):
+    """The request names a host that this server does not answer for."""
+
+
+class UnsupportedMediaError(RefusedError):
+    """The body is encoded in a way that is not read here."""
+
+
 class TooLargeError(RefusedError):
     """The request has more bytes or tokens than this server accepts."""
 

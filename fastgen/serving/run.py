@@ -23,9 +23,11 @@ from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.http.app import create_app
 from fastgen.serving.http.connection import close_slow
 from fastgen.serving.http.generate import terminate_routes
+from fastgen.serving.http.hosts import warn_if_open
 from fastgen.serving.http.server import FLUSH_S, HttpServer, listen
 from fastgen.serving.monitoring.log import set_up_logging
 from fastgen.serving.monitoring.log_queue import LogQueue
+from fastgen.serving.open_files import within_file_limit
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.output import STDOUT, write_text
 from fastgen.serving.process_end import end_process
@@ -60,6 +62,7 @@ async def _run(
 ) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS, "work"))
     endings = Endings()
+    options = within_file_limit(options)
     ending = Ending(secrets.token_urlsafe(32), options.api_keys, endings.first.set)
     service = Service(
         arguments,
@@ -69,6 +72,7 @@ async def _run(
     )
     log.on_dropped = service.metrics.log_line_dropped
     listener = listen(options)
+    warn_if_open(options)
     app = create_app(service, options)
     app.include_router(terminate_routes(ending))
     http = HttpServer(app, options, service.metrics)

@@ -37,7 +37,7 @@ class RawClient:
         return cls(*await asyncio.open_connection(place.hostname, place.port))
 
     def send(self, body: bytes, *headers: str, path: str = "/v1/completions") -> None:
-        lines = [f"POST {path} HTTP/1.1", "host: here", "content-type: application/json", "connection: close"]
+        lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", "connection: close"]
         if not any(header.startswith(("content-length", "transfer-encoding")) for header in headers):
             lines.append(f"content-length: {len(body)}")
         self.writer.write("\r\n".join([*lines, *headers, "", ""]).encode() + body)
@@ -109,7 +109,7 @@ async def get(address: str, path: str) -> tuple[int, bytes]:
     """Returns status and body."""
     client = await RawClient.connect(address)
     try:
-        client.writer.write(f"GET {path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n".encode())
+        client.writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         status, headers = await client.head()
         return status, await client._exactly(int(headers["content-length"]))
     finally:

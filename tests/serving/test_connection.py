@@ -6,152 +6,22 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import uvicorn
-import uvloop
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.api_keys import ApiKeys
-from fastgen.serving.http.connection import LimitedConnection, close_slow
+from fastgen.serving.http.connection import LimitedConnection
 from fastgen.serving.http.server import HttpServer, listen
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.monitoring.log import set_up_logging
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ConnectionLimits, ServeOptions
-
-# Longer than anything here takes.
-WAIT_S = 20.0
-
-
-@dataclass
-class Application:
-    """``/echo`` returns the body, ``/endless`` sends as much as the client reads, ``/never`` sends nothing."""
-
-    bodies: list[bytes] = field(default_factory=list)
-    num_sent: int = 0
-    # Set when the client of ``/endless`` or ``/never`` has gone.
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = (await receive())["body"]
-        self.bodies.append(body)
-        leaving = asyncio.create_task(self._leave(receive))
-        try:
-            if scope["path"] == "/never":
-                await leaving
-            headers = [(b"content-type", b"text/plain")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            while scope["path"] == "/endless" and not self.gone.is_set():
-                await send({"type": "http.response.body", "body": bytes(4096), "more_body": True})
-                self.num_sent += 4096
-                await asyncio.sleep(0)
-            await send({"type": "http.response.body", "body": body})
-        finally:
-            leaving.cancel()
-
-    async def _leave(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.gone.set()
-
-
-@dataclass
-class Served:
-    app: Application
-    http: HttpServer
-    metrics: ServerMetrics
-    port: int
-
-    async def connect(self) -> Client:
-        return Client(*await asyncio.open_connection("127.0.0.1", self.port))
-
-    async def ask(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
-        client = await self.connect()
-        client.writer.write(request)
-        try:
-            return await client.response()
-        finally:
-            client.writer.close()
-
-    async def until_closed(self) -> None:
-        while self.http.server_state.connections:
-            await asyncio.sleep(0.01)
-
-
-@dataclass
-class Client:
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    async def response(self) -> tuple[int, dict[str, str], bytes]:
-        """Returns status, headers and body of a response with a length."""
-        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().splitlines()
-        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
-        if "content-length" in headers:
-            body = await self.reader.readexactly(int(headers["content-length"]))
-        else:
-            body = b""
-            while size := int(await self.reader.readline(), 16):
-                body += await self.reader.readexactly(size)
-                await self.reader.readline()
-            await self.reader.readline()
-        return int(head[0].split()[1]), headers, body
-
-
-@asynccontextmanager
-async def serving(options: ServeOptions) -> AsyncIterator[Served]:
-    app, metrics = Application(), ServerMetrics(lambda: True)
-    listener = listen(options)
-    http = HttpServer(app, options, metrics)
-    tasks = [asyncio.create_task(http.serve(sockets=[listener]))]
-    tasks.append(asyncio.create_task(close_slow(http.server_state, options.connections)))
-    try:
-        while not http.started:
-            await asyncio.sleep(0.01)
-        yield Served(app, http, metrics, listener.getsockname()[1])
-    finally:
-        app.gone.set()
-        http.should_exit = http.force_exit = True
-        tasks[1].cancel()
-        await asyncio.wait(tasks)
-
-
-def on_uvloop(work: Coroutine[Any, Any, None]) -> None:
-    """Runs ``work`` on the event loop that a server uses."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(work)
-
-
-def check(test: Callable[[Served], Awaitable[None]], options: ServeOptions | None = None, **limits: Any) -> None:
-    """Runs ``test`` against a server with these options or limits, within a time limit."""
-
-    async def run() -> None:
-        nonlocal options
-        options = options or ServeOptions(port=0, connections=ConnectionLimits(**limits))
-        async with asyncio.timeout(WAIT_S), serving(options) as server:
-            await test(server)
-
-    on_uvloop(run())
-
-
-def post(path: str, body: bytes, *headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: here", f"content-length: {len(body)}", *headers]
-    return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-def error_of(body: bytes) -> str:
-    error = json.loads(body)["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    message: str = error["message"]
-    return message
+from tests.serving.local_server import WAIT_S, Application, Served, check, error_of, on_uvloop, post
 
 
 def test_a_body_comes_whole() -> None:
@@ -161,7 +31,7 @@ def test_a_body_comes_whole() -> None:
         assert (status, answer) == (200, body)
         assert len(headers["x-request-id"]) == 32
         chunked = (
-            b"POST /echo HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+            b"POST /echo HTTP/1.1\r\nhost: [::1]\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
         )
         assert (await server.ask(chunked))[2] == b"abcde"
 
@@ -192,7 +62,7 @@ def test_a_body_that_says_it_is_too_large_is_refused_unread() -> None:
 def test_a_body_without_a_length_is_refused_once_it_is_too_large() -> None:
     async def test(server: Served) -> None:
         client = await server.connect()
-        client.writer.write(b"POST /echo HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
+        client.writer.write(b"POST /echo HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
         for _ in range(11):
             client.writer.write(b"64\r\n" + bytes(100) + b"\r\n")
         status, _, body = await client.response()
@@ -261,7 +131,7 @@ def test_another_protocol_that_is_offered_is_not_taken_and_the_request_is_answer
             await client.writer.drain()
         assert [(await client.response())[2] for _ in range(2)] == [b"body", b"next"]
         client.writer.close()
-        assert (await server.ask(b"CONNECT here:1 HTTP/1.1\r\nhost: here\r\nupgrade: h2c\r\n\r\n"))[0] >= 400
+        assert (await server.ask(b"CONNECT here:1 HTTP/1.1\r\nhost: localhost\r\nupgrade: h2c\r\n\r\n"))[0] >= 400
 
     check(test)
 
@@ -512,7 +382,7 @@ def test_pages_of_other_sites_may_ask_only_where_that_was_said() -> None:
         for origin, allowed in [("https://a.example", "https://a.example"), ("https://b.example", None)]:
             _, headers, _ = await server.ask(post("/echo", b"", f"origin: {origin}"))
             assert headers.get("access-control-allow-origin") == allowed
-        preflight = b"OPTIONS /echo HTTP/1.1\r\nhost: here\r\norigin: https://a.example\r\n"
+        preflight = b"OPTIONS /echo HTTP/1.1\r\nhost: localhost\r\norigin: https://a.example\r\n"
         preflight += b"access-control-request-method: POST\r\naccess-control-request-headers: authorization\r\n\r\n"
         status, headers, _ = await server.ask(preflight)
         assert (status, headers["access-control-allow-origin"]) == (200, "https://a.example"), "asked without a key"
@@ -556,7 +426,7 @@ def test_a_path_cannot_make_a_line_of_its_own_in_the_log(capfd: pytest.CaptureFi
     log = set_up_logging("text")
 
     async def test(server: Served) -> None:
-        await server.ask(b"GET /a%0Afastgen:%20GET%20/%20200%1b[1m HTTP/1.1\r\nhost: here\r\n\r\n")
+        await server.ask(b"GET /a%0Afastgen:%20GET%20/%20200%1b[1m HTTP/1.1\r\nhost: localhost\r\n\r\n")
 
     check(test, ServeOptions(port=0, log_requests=True))
     log.flush()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import descriptor_pb2
+from google.protobuf import descriptor_pb2, message_factory
 from grpc_tools import protoc
 
 from fastgen import GenerationOutput, SamplingParams
@@ -16,6 +17,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import RequestMetrics
 from fastgen.serving.clients.records import OutputRecord
 from fastgen.serving.grpc import messages
+from fastgen.serving.refusals import TooLargeError
 
 
 def test_the_shipped_descriptors_are_those_of_the_proto_file(tmp_path: Path) -> None:
@@ -143,3 +145,15 @@ def test_an_output_arrives_as_it_was_sent(name: str) -> None:
     for arrived in (by_grpc, by_json):
         assert arrived == output
         assert [list(entry) for entry in arrived.logprobs or ()] == [list(entry) for entry in output.logprobs or ()]
+
+
+def test_what_messages_hold_beside_their_text_is_bounded_for_all_of_them() -> None:
+    request = messages.pool.FindMessageTypeByName(f"{messages.PACKAGE}.ChatRequest")
+    chat = message_factory.GetMessageClass(request)()
+    lists = json.dumps({"x": [[]] * 50_000})
+    for _ in range(5):
+        chat.messages.add(role="user", content="a", more=lists)
+    assert len(messages.conversation(chat)) == 5
+    chat.messages.add(role="user", content="a", more=lists)
+    with pytest.raises(TooLargeError, match="lists, objects, names and fractions"):
+        messages.conversation(chat)

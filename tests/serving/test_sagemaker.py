@@ -161,5 +161,35 @@ def test_what_is_wrong_is_a_400_that_says_so(http: httpx2.Client, body: Any, par
 
 @pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b'{"inputs": "\xff"}'])
 def test_what_is_no_json_is_a_400(http: httpx2.Client, body: bytes) -> None:
-    response = http.post("/invocations", content=body)
+    response = http.post("/invocations", content=body, headers={"content-type": "application/json"})
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("body", [{"inputs": PROMPT}, {"prompt": PROMPT, "max_tokens": 1}])
+def test_only_what_is_said_to_be_json_is_read(http: httpx2.Client, body: Any) -> None:
+    """A page of any site may send the other types to a server on its reader's own machine."""
+    content = json.dumps(body)
+    for kind in (
+        None,
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=b",
+        "a/json",
+    ):
+        headers = {} if kind is None else {"content-type": kind}
+        response = http.post("/invocations", content=content, headers={**headers, "origin": "https://evil.example"})
+        assert response.status_code == 400, kind
+        assert "content-type: application/json" in response.json()["error"]["message"]
+    for kind in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
+        assert http.post("/invocations", content=content, headers={"content-type": kind}).status_code == 200, kind
+
+
+@pytest.mark.parametrize("field", ["inputs", "prompt"])
+def test_half_a_character_is_named(http: httpx2.Client, field: str) -> None:
+    body = f'{{"{field}": "a \\ud800 b"}}'.encode()
+    response = http.post("/invocations", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert "truncated" not in error["message"]
+    assert "surrogate" in error["message"]
+    assert error["param"] == field

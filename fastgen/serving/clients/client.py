@@ -14,7 +14,7 @@ from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_conversations, as_prompts, name_prompt
 from fastgen.serving.clients.deployments import Deployment, deployment_at, find_deployment
-from fastgen.serving.clients.requests import ClientRequest, Transport, as_requests, of_messages, of_prompt
+from fastgen.serving.clients.requests import ClientRequest, Transport, as_requests, batches, of_messages, of_prompt
 from fastgen.serving.extra import need_extra
 from fastgen.serving.refusals import OverloadedError
 
@@ -171,13 +171,14 @@ class AsyncClient:
         await self.close()
 
     async def _check(self, requests: list[ClientRequest]) -> None:
-        for start in range(0, len(requests), _MAX_CHECKED):
-            errors = await self._transport.check(requests[start : start + _MAX_CHECKED])
-            for index, why in enumerate(errors, start):
+        num_checked = 0
+        for batch in batches(requests, _MAX_CHECKED):
+            for index, why in enumerate(await self._transport.check(batch), num_checked):
                 if why is not None:
                     error = InvalidArgumentError(why)
                     name_prompt(error, index, len(requests))
                     raise error
+            num_checked += len(batch)
 
     async def _run(self, requests: list[ClientRequest]) -> list[GenerationOutput]:
         if len(requests) > 1:

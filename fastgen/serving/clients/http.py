@@ -18,6 +18,7 @@ from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.refusals import (
     EngineDiedError,
+    ForbiddenError,
     OverloadedError,
     TooLargeError,
     UnauthorizedError,
@@ -138,6 +139,8 @@ def _fail(status: int, body: Any, headers: Mapping[str, str]) -> NoReturn:
             raise InvalidArgumentError(message)
         case 401:
             raise UnauthorizedError(message)
+        case 403:
+            raise ForbiddenError(message)
         case 404:
             raise UnknownModelError(message)
         case 413:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,9 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_token_ids
+
+# Token ids in the requests that are sent in one message.
+_MAX_WEIGHT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,25 @@ def as_requests(
             )
         each = [dict(vars(one)) for one in samplings]
     return [make(item, fields) for item, fields in zip(items, each, strict=True)]
+
+
+def batches(requests: Sequence[ClientRequest], max_requests: int) -> Iterator[list[ClientRequest]]:
+    """Yields ``requests`` in batches of at most ``max_requests``, each of which a server takes as one body of JSON."""
+    batch, weight = list[ClientRequest](), 0
+    for request in requests:
+        more = _weight(request)
+        if len(batch) == max_requests or (batch and weight + more > _MAX_WEIGHT):
+            yield batch
+            batch, weight = [], 0
+        batch.append(request)
+        weight += more
+    yield batch
+
+
+def _weight(request: ClientRequest) -> int:
+    """Returns the number of token ids in the prompt. A bias counts as sixteen, since it takes longer to read."""
+    num_ids = len(request.prompt) if isinstance(request.prompt, list) else 0
+    return num_ids + 16 * len(request.fields.get("logit_bias") or ())
 
 
 def of_prompt(prompt: Prompt, fields: Mapping[str, Any]) -> ClientRequest:

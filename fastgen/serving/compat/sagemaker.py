@@ -6,10 +6,10 @@ request of the LMI and TGI containers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field, ValidationError
 from starlette.responses import Response
@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.serving.http.errors import ERRORS, invalid_request
+from fastgen.serving.http.errors import ERRORS, NOT_JSON, invalid_request, is_json
 from fastgen.serving.http.generate import naming_the_field
 from fastgen.serving.http.openai.answers import finish_of
 from fastgen.serving.http.openai.requests import FewErrors
@@ -118,15 +118,17 @@ def sagemaker_routes(service: Service) -> APIRouter:
     )
     async def invocations(request: Request) -> Response:
         """Answers a request of OpenAI, or of LMI and TGI."""
+        if not is_json(request.headers.get("content-type")):
+            raise BadRequestError(NOT_JSON)
         try:
-            body = msgspec.json.decode(await request.body())
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            body = await request.json()
+        except (ValueError, RecursionError) as error:
             raise BadRequestError(f"the body is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise BadRequestError("the body must be a JSON object")
         for field, path in _OPENAI.items():
             if field in body:
-                return _Forwarded(request, path, {"model": service.model_name, **body})
+                return _Forwarded(request, path, json.dumps({"model": service.model_name, **body}).encode())
         try:
             invocation = Invocation.model_validate(body)
         except ValidationError as error:
@@ -140,9 +142,9 @@ def sagemaker_routes(service: Service) -> APIRouter:
 class _Forwarded(Response):
     """The response of ``path`` of the same application to ``body``."""
 
-    def __init__(self, request: Request, path: str, body: Any):
+    def __init__(self, request: Request, path: str, body: bytes):
         super().__init__()
-        self._app, self._path, self._json = request.app.router, path, msgspec.json.encode(body)
+        self._app, self._path, self._json = request.app.router, path, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         unread: list[Message] = [{"type": "http.request", "body": self._json, "more_body": False}]

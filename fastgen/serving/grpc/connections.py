@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 
 from fastgen.serving.options import ConnectionLimits, Limits
 
@@ -11,8 +10,6 @@ from fastgen.serving.options import ConnectionLimits, Limits
 _MAX_STREAMS = 1024
 # Calls of all connections together that may be open beside the queued ones.
 _MAX_CALLS_BESIDE_QUEUED = 1024
-# Most of the files that this process may open which connections to this port may take. HTTP has the rest.
-_SHARE_OF_FILES = 1 / 3
 _LISTENING = "0A"
 
 
@@ -24,7 +21,7 @@ def connection_options(limits: ConnectionLimits) -> tuple[tuple[str, int], ...]:
     """
     return (
         ("grpc.max_receive_message_length", limits.max_body_bytes),
-        ("grpc.max_allowed_incoming_connections", _max_connections(limits)),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
         ("grpc.server_handshake_timeout_ms", _in_ms(limits.header_timeout_s)),
         ("grpc.max_connection_idle_ms", _in_ms(limits.keep_alive_s)),
         ("grpc.keepalive_time_ms", _in_ms(limits.write_timeout_s)),
@@ -48,22 +45,6 @@ def num_connections(port: int) -> int:
                 local, state, inode = fields[1], fields[3], fields[9]
                 found += local.endswith(suffix) and state != _LISTENING and inode != "0"
     return found
-
-
-def _max_connections(limits: ConnectionLimits) -> int:
-    """Raises this process's limit of open files by the connections, as far as the system allows. Returns how many there
-    may be.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return limits.max_connections
-    wanted = soft + limits.max_connections
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    except (ValueError, OSError):
-        allowed = soft
-    return max(1, min(limits.max_connections, int(_SHARE_OF_FILES * allowed)))
 
 
 def _in_ms(seconds: float) -> int:

@@ -20,6 +20,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
 from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.serving.json_limits import check_json_size
 
 PACKAGE = "fastgen.v1"
 SERVICE = f"{PACKAGE}.Generation"
@@ -134,7 +135,10 @@ _READERS: dict[str, Any] = {
 
 
 def conversation(request: Any) -> list[dict[str, Any]]:
-    """Returns the messages of a ``ChatRequest`` in the form that ``LLM.chat`` takes."""
+    """Returns the messages of a ``ChatRequest`` in the form that ``LLM.chat`` takes. Raises ``InvalidArgumentError`` or
+    ``TooLargeError``.
+    """
+    check_json_size("".join(message.more for message in request.messages).encode())
     messages = []
     for index, message in enumerate(request.messages):
         try:

@@ -20,7 +20,7 @@ from fastgen.version import __version__
 
 def create_app(service: Service, options: ServeOptions) -> FastAPI:
     """Returns the whole HTTP application for ``service``, which may still be starting."""
-    app = FastAPI(title="fastgen", docs_url=None, redoc_url=None)
+    app = FastAPI(title="fastgen", docs_url=None, redoc_url=None, redirect_slashes=False)
     add_error_handlers(app)
 
     @app.get("/health")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httptools
 from starlette.responses import JSONResponse
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -20,7 +21,11 @@ from fastgen.serving.monitoring.prometheus import Refusal
 from fastgen.serving.options import ConnectionLimits
 from fastgen.serving.refusals import BadRequestError, OverloadedError, RequestTimeoutError, TooLargeError
 
+# Most bytes in the head of a request, and in what follows a body.
 _MAX_HEAD_BYTES = 64 << 10
+# Most requests of one connection that wait for the answer before theirs, and most bytes in their heads.
+_MAX_PIPELINED = 256
+_MAX_PIPELINED_BYTES = 256 << 10
 
 
 class LimitedConnection(HttpToolsProtocol):
@@ -43,14 +48,22 @@ class LimitedConnection(HttpToolsProtocol):
         self._limits, self._on_refused = limits, on_refused
         self._gone = Gone()
         self._is_one_too_many = False
-        # The time since which the head of a request is awaited.
+        # The time since which the head of a request is awaited, and whether some of it is here.
         self._head_since_s: float | None = None
-        self._num_head_bytes = 0
+        self._has_head_begun = False
+        # Whether the bytes received last completed a head or brought something of a body, and how many bytes came since
+        # some that did.
+        self._has_progressed = False
+        self._num_idle_bytes = 0
+        # Bytes in the heads of requests that wait for the answer before theirs, and whether such requests are too many.
+        self._num_pipelined_bytes = 0
+        self._is_full = False
         # The time since which the client reads too slowly, or a closing connection still has output.
         self._stuck_since_s: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, self.pipeline)
         self._head_since_s = time.monotonic()
         num_more = len(self.connections) - self._limits.max_connections
         self._is_one_too_many = num_more > 0
@@ -64,31 +77,39 @@ class LimitedConnection(HttpToolsProtocol):
             error = OverloadedError(f"{limit} connections are open, no more are taken", retry_after_s=1.0)
             self._refuse(error, "connections")
             return
-        self._parse(data)
-        if self._head_since_s is not None:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > _MAX_HEAD_BYTES:
-                self._refuse(_head_too_large(), "head_size")
+        if self._is_full:
+            return
+        self._has_progressed = False
+        rest: bytes | None = data
+        while rest is not None:
+            rest = self._parse(rest)
+        self._num_idle_bytes = 0 if self._has_progressed else self._num_idle_bytes + len(data)
+        if self._num_idle_bytes > _MAX_HEAD_BYTES:
+            self._refuse(_head_too_large(), "head_size")
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: bytes) -> bytes | None:
+        """Parses ``data``. Returns what is to be parsed next, if a request offers another protocol.
+
+        A server may ignore such an offer. But the parser stops there, and would take the request's body for the other
+        protocol. So the request, and all after its head, is parsed again without the offer. Java's client offers HTTP/2
+        in this way, and curl does with a flag.
+        """
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stopped:
             if self._offers_another_protocol:  # a CONNECT request has none
-                self._ignore_upgrade(data[stopped.args[0] :])
+                return self._without_offer() + data[stopped.args[0] :]
         except httptools.HttpParserError:
-            self._refuse(BadRequestError("this is not HTTP/1.1"), "not_http")
+            if not self._is_full:
+                self._refuse(BadRequestError("this is not HTTP/1.1"), "not_http")
+        return None
 
-    def _ignore_upgrade(self, rest: bytes) -> None:
-        """Parses the request, and the ``rest`` after its head, as if it had not offered another protocol.
-
-        A server may ignore such an offer. But the parser stops there, and would take the request's body for the other
-        protocol. Java's client offers HTTP/2 in this way, and curl does with a flag.
-        """
+    def _without_offer(self) -> bytes:
+        """Returns the head of the present request without its offer of another protocol, for a new parser."""
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
-        self._parse(b"\r\n".join([*lines, b"", rest]))
+        return b"\r\n".join([*lines, b"", b""])
 
     @property
     def _offers_another_protocol(self) -> bool:
@@ -96,24 +117,48 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._unset_keepalive_if_required()
-        self._head_since_s = time.monotonic()
+        self._head_since_s, self._has_head_begun = time.monotonic(), True
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a field of the head. Fields after the body are dropped: they are no fields of the head (RFC 9110,
+        section 6.5.1), and the head may have been acted on already.
+        """
+        if self._head_since_s is not None:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._offers_another_protocol:
             return
-        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > _MAX_HEAD_BYTES:
+        num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if num_bytes > _MAX_HEAD_BYTES:
             self._refuse(_head_too_large(), "head_size")
             raise httptools.HttpParserCallbackError  # ends the parsing
+        self._num_pipelined_bytes = self._num_pipelined_bytes + num_bytes if self.pipeline else 0
+        if len(self.pipeline) == _MAX_PIPELINED or self._num_pipelined_bytes > _MAX_PIPELINED_BYTES:
+            self._close_after_answers()
+            raise httptools.HttpParserCallbackError
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
+            self._refuse(BadRequestError(f"a request needs one Host field, and has {num_hosts}"), "not_http")
+            raise httptools.HttpParserCallbackError
         self._unset_keepalive_if_required()
-        self._head_since_s, self._num_head_bytes = None, 0
+        self._head_since_s, self._has_head_begun, self._has_progressed = None, False, True
         self.scope["state"]["gone"] = self._gone
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             _speak_http_1_0(self.cycle)
 
+    def on_chunk_header(self) -> None:
+        self._has_progressed = True
+
+    def on_body(self, body: bytes) -> None:
+        self._has_progressed = True
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         if not self._offers_another_protocol:
+            self._has_progressed = True
             super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -143,10 +188,16 @@ class LimitedConnection(HttpToolsProtocol):
             self.transport.abort()
         elif self._head_since_s is not None and now_s - self._head_since_s > self._limits.header_timeout_s:
             self._head_since_s = None
-            if self._num_head_bytes:
+            if self._has_head_begun:
                 self._refuse(RequestTimeoutError("the head of the request did not come in time"), "head_time")
             else:
                 self.transport.close()
+
+    def _close_after_answers(self) -> None:
+        """Takes no more requests. The connection is closed after the answer to the last one taken."""
+        self._is_full = True
+        self.cycle.keep_alive = False
+        self._on_refused("pipelined")
 
     @property
     def _is_answering(self) -> bool:
@@ -179,6 +230,18 @@ class LimitedConnection(HttpToolsProtocol):
         self.transport.close()
 
 
+class _Flow(FlowControl):
+    """Reads the body of a request that waits for the answer before its own up to a limit only."""
+
+    def __init__(self, transport: asyncio.Transport, pipeline: Sequence[tuple[RequestResponseCycle, object]]):
+        super().__init__(transport)
+        self._pipeline = pipeline  # the request that came last is the first
+
+    def resume_reading(self) -> None:
+        if not self._pipeline or len(self._pipeline[0][0].body) <= HIGH_WATER_LIMIT:
+            super().resume_reading()
+
+
 def _speak_http_1_0(cycle: RequestResponseCycle) -> None:
     """Adapts answers to HTTP/1.0: an answer of unknown length is sent without chunks and ends with the connection, and
     no interim answer (100 Continue) is sent.
@@ -199,7 +262,7 @@ def _speak_http_1_0(cycle: RequestResponseCycle) -> None:
 
 
 def _head_too_large() -> TooLargeError:
-    return TooLargeError(f"the head of a request may have {_MAX_HEAD_BYTES} bytes")
+    return TooLargeError(f"the head of a request may have {_MAX_HEAD_BYTES} bytes, and so may what follows its body")
 
 
 async def close_slow(server_state: ServerState, limits: ConnectionLimits) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from fastgen.errors import FastgenError, GenerationError
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
+    ForbiddenError,
     OverloadedError,
     RefusedError,
     RequestTimeoutError,
@@ -25,6 +27,7 @@ from fastgen.serving.refusals import (
     UnauthorizedError,
     UnavailableError,
     UnknownModelError,
+    UnsupportedMediaError,
 )
 
 _log = logging.getLogger("fastgen.serving")
@@ -46,9 +49,11 @@ class ErrorBody(TypedDict):
 _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (BadRequestError, 400, "invalid_request_error", None),
     (UnauthorizedError, 401, "authentication_error", "invalid_api_key"),
+    (ForbiddenError, 403, "permission_error", "host_not_allowed"),
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (RequestTimeoutError, 408, "invalid_request_error", "request_timeout"),
     (TooLargeError, 413, "invalid_request_error", "request_too_large"),
+    (UnsupportedMediaError, 415, "invalid_request_error", "unsupported_encoding"),
     (OverloadedError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (UnavailableError, 503, "server_error", "unavailable"),
     (EngineDiedError, 500, "server_error", "engine_died"),
@@ -60,17 +65,29 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, description in (
         (400, "The request is malformed, out of range, or cannot be honoured"),
         (401, "No API key, or one that is not known"),
+        (403, "The server does not answer for the host that the request names"),
         (404, "The model is not served here"),
         (408, "The request itself took too long to come"),
         (413, "More than this server takes"),
+        (415, "The body is compressed"),
         (429, "The server has as much to do as it takes; Retry-After says when to come again"),
         (500, "The request failed while it ran"),
         (503, "The server is starting, or ending"),
     )
 }
+NOT_JSON = "the body was not read: send JSON, with 'content-type: application/json'"
+_JSON = re.compile(r"application/(?:[^/]+\+)?json")
 # The status, in logs and metrics only, of a request whose client disconnected before the answer.
 CLIENT_LEFT = 499
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def is_json(content_type: str | None) -> bool:
+    """Returns whether a body of this type is read.
+
+    A browser sends this type to another site only if that site allows it, unlike plain text, forms, or no type at all.
+    """
+    return _JSON.fullmatch((content_type or "").partition(";")[0].strip().lower()) is not None
 
 
 def error_body(error: Exception) -> tuple[int, ErrorBody]:
@@ -125,9 +142,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     if isinstance(error.body, bytes):
-        return error_response(
-            BadRequestError("the body was not read: send JSON, with 'content-type: application/json'")
-        )
+        return error_response(BadRequestError(NOT_JSON))
     return error_response(invalid_request(error.errors(), error.body))
 
 

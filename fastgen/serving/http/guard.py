@@ -1,5 +1,5 @@
-"""Checks every HTTP request before the application sees it: a request id, the API key, the size of the body, and a line
-in the log.
+"""Checks every HTTP request before the application sees it: its id, the host that it names, the API key and the body.
+It writes a line to the log.
 """
 
 from __future__ import annotations
@@ -15,10 +15,21 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastgen.serving.api_keys import bearer
+from fastgen.serving.http.bodies import Bodies, Body
 from fastgen.serving.http.errors import CLIENT_LEFT, error_response
+from fastgen.serving.http.hosts import Hosts
+from fastgen.serving.json_limits import check_json_size, is_surely_small
 from fastgen.serving.monitoring.prometheus import Refusal, ServerMetrics
 from fastgen.serving.options import ServeOptions
-from fastgen.serving.refusals import RefusedError, RequestTimeoutError, TooLargeError, UnauthorizedError
+from fastgen.serving.refusals import (
+    ForbiddenError,
+    OverloadedError,
+    RefusedError,
+    RequestTimeoutError,
+    TooLargeError,
+    UnauthorizedError,
+    UnsupportedMediaError,
+)
 
 # Paths that need no key, as does everything below :data:`OPEN_FOLDER`: the health checks, the page, which asks for the
 # key itself, and paths that accept another token too.
@@ -38,6 +49,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
         self._app, self._options, self._metrics = app, options, metrics
+        self._hosts, self._bodies = Hosts(options), Bodies(options.connections)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,7 +61,7 @@ class Guard:
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
-        status, body, error_body = 0, b"", b""
+        status, error_body = 0, b""
 
         async def named_send(message: Message) -> None:
             nonlocal status, error_body
@@ -60,52 +72,30 @@ class Guard:
                 error_body = message.get("body", b"")
             await send(message)
 
-        try:
-            self._check_key(scope["path"], headers)
-            found = await self._body(headers, receive)
-            if found is None:
-                return
-            body = found
-            scope["state"]["arrived_s"] = time.monotonic()
-            await self._app(scope, _whole(body, receive), named_send)
-        except RefusedError as error:
-            response = error_response(error)
-            response.headers["connection"] = "close"  # the rest of the body is not read
-            self._metrics.refused(_REASONS[type(error)])
-            await response(scope, receive, named_send)
-        finally:
-            route = getattr(scope.get("route"), "path", "other")
-            self._metrics.http_request(route, method, status or CLIENT_LEFT)
-            if self._options.log_requests:
-                reason = _reason(error_body)
-                self._note(scope, method, request_id, status, time.monotonic() - began_s, body, reason)
-
-    def _check_key(self, path: str, headers: Headers) -> None:
-        if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
-            self._options.api_keys.check(bearer(headers.get("authorization")))
-
-    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
-        """Returns the whole body of the request, or ``None`` if the client disconnected before it was complete."""
-        limits = self._options.connections
-        length = headers.get("content-length")
-        if length is None and "transfer-encoding" not in headers:
-            return b""
-        if length is not None and length.isdecimal() and int(length) > limits.max_body_bytes:
-            raise _too_large(limits.max_body_bytes)
-        body = bytearray()
-        try:
-            async with asyncio.timeout(limits.body_timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    body += message.get("body", b"")
-                    if len(body) > limits.max_body_bytes:
-                        raise _too_large(limits.max_body_bytes)
-                    if not message.get("more_body", False):
-                        return bytes(body)
-        except TimeoutError:
-            raise RequestTimeoutError(f"the body did not come within {limits.body_timeout_s:g} s") from None
+        is_open = _is_open(scope["path"])
+        with Body(self._bodies, is_open=is_open) as body:
+            try:
+                self._hosts.check(headers.get("host"))
+                if not is_open:
+                    self._options.api_keys.check(bearer(headers.get("authorization")))
+                _check_encoding(headers)
+                if not await body.read(headers, receive):
+                    return
+                if not is_surely_small(body.content):
+                    await asyncio.to_thread(check_json_size, body.content)
+                scope["state"]["arrived_s"] = time.monotonic()
+                await self._app(scope, _whole(body.content, receive), named_send)
+            except RefusedError as error:
+                response = error_response(error)
+                response.headers["connection"] = "close"  # the rest of the body is not read
+                self._metrics.refused(_REASONS[type(error)])
+                await response(scope, receive, named_send)
+            finally:
+                route = getattr(scope.get("route"), "path", "other")
+                self._metrics.http_request(route, method, status or CLIENT_LEFT)
+                if self._options.log_requests:
+                    reason = _reason(error_body)
+                    self._note(scope, method, request_id, status, time.monotonic() - began_s, body.content, reason)
 
     def _note(
         self,
@@ -137,13 +127,24 @@ class Guard:
 
 _REASONS: dict[type[RefusedError], Refusal] = {
     UnauthorizedError: "api_key",
+    ForbiddenError: "host",
+    UnsupportedMediaError: "encoding",
     TooLargeError: "body_size",
     RequestTimeoutError: "body_time",
+    OverloadedError: "bodies",
 }
 
 
-def _too_large(limit: int) -> TooLargeError:
-    return TooLargeError(f"the body of a request may have {limit} bytes")
+def _is_open(path: str) -> bool:
+    """Returns whether requests for ``path`` need no key."""
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
+def _check_encoding(headers: Headers) -> None:
+    """Raises ``UnsupportedMediaError`` for a compressed body: a small one could become very large."""
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("identity", ""):
+        raise UnsupportedMediaError(f"content-encoding {encoding[:200]!r} is not read here: send the body as it is")
 
 
 def _reason(error_body: bytes) -> str | None:

@@ -22,13 +22,17 @@ from fastgen.serving.monitoring.goodput import RATES, good_rates
 # The reasons for which a request is refused whatever it asks for.
 Refusal = Literal[
     "api_key",
+    "bodies",
     "body_size",
     "body_time",
     "connections",
+    "encoding",
     "head_size",
     "head_time",
+    "host",
     "itl_target",
     "not_http",
+    "pipelined",
     "prompt_tokens",
     "queued_requests",
     "queued_tokens",

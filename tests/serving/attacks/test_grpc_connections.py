@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 from itertools import islice
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fastgen.serving.grpc.connections import connection_options, num_connections
-from fastgen.serving.options import ConnectionLimits
+from fastgen.serving.grpc.connections import num_connections
 from tests.serving.attacks.grpc_connections import ATTACKS
 from tests.serving.attacks.harness import Target
 from tests.serving.refusing import Refusing, served
@@ -75,11 +73,3 @@ def test_a_channel_whose_connection_was_closed_opens_another() -> None:
             await health.Check(health_pb2.HealthCheckRequest())
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize(("most_files", "expected"), [(200, 66), (3000, 1000), (resource.RLIM_INFINITY, 1000)])
-def test_http_keeps_two_thirds_of_the_files(monkeypatch: pytest.MonkeyPatch, most_files: int, expected: int) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (most_files, most_files))
-    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
-    options = dict(connection_options(ConnectionLimits(max_connections=1000)))
-    assert options["grpc.max_allowed_incoming_connections"] == expected

@@ -1,0 +1,69 @@
+"""The names under which clients may call a server without API keys on this machine.
+
+A web page whose name is made to mean 127.0.0.1 after it was loaded (DNS rebinding) is of the same origin as such a
+server. So the browser lets it send requests and read the answers. The ``Host`` field then has the page's name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+
+from fastgen.serving.api_keys import API_KEY_VARIABLE
+from fastgen.serving.options import ServeOptions
+from fastgen.serving.refusals import ForbiddenError
+
+_log = logging.getLogger(__name__)
+_HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")
+
+
+class Hosts:
+    """Checks the ``Host`` field of requests: if ``--allow-host`` is given, and without API keys on a loopback address.
+
+    ``localhost`` and addresses in numbers are always taken, since no page of another machine can have such a name.
+    """
+
+    def __init__(self, options: ServeOptions):
+        self._names = {name.lower() for name in options.allow_hosts}
+        is_checked = bool(self._names) or (not options.api_keys and is_loopback(options.host))
+        self._is_checked = is_checked and "*" not in self._names
+
+    def check(self, host: str | None) -> None:
+        """Raises ``ForbiddenError`` if requests for ``host`` are not taken. Old clients of HTTP/1.0 send none."""
+        if not self._is_checked or host is None:
+            return
+        found = _HOST.fullmatch(host.strip())
+        name = found[1].lower().rstrip(".") if found is not None else ""
+        if name not in self._names and not _is_here(name):
+            raise ForbiddenError(
+                f"this server takes requests for localhost only, not for {host[:200]!r}; --allow-host NAME adds a name"
+            )
+
+
+def warn_if_open(options: ServeOptions) -> None:
+    """Logs a warning if other machines may use the server without a key."""
+    if not options.api_keys and not is_loopback(options.host):
+        _log.warning(
+            "there is no API key, so every machine that reaches %s may use this server; --api-key-file FILE or %s sets "
+            "one",
+            options.host or "this one",
+            API_KEY_VARIABLE,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only programs on this machine reach the address ``host``, as far as its text tells."""
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_here(name: str) -> bool:
+    return name == "localhost" or name.endswith(".localhost") or _is_address(name.strip("[]"))
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,95 @@
+"""Attacks by JSON that takes long to parse, and JSON sent by pages of other sites."""
+
+from __future__ import annotations
+
+from tests.serving.attacks.harness import MODEL, Attack, Target
+from tests.serving.http_client import RawClient
+
+_LARGE = ("/v1/completions", "/generate", "/invocations")
+_PATHS = (*_LARGE, "/v1/chat/completions", "/tokenize", "/check")
+_SMALL_BYTES = 256 << 10
+
+
+async def many_lists(target: Target, size: int) -> None:
+    """Sends ``size`` bytes of empty lists to each path. They must be refused as too many."""
+    await _refused(target, b'{"x":[', b"[],", b"1]}", size)
+
+
+async def many_names(target: Target, size: int) -> None:
+    """Sends ``size`` bytes of fields that no request has. They must be refused as too many."""
+    fields = b",".join(b'"%d":1' % number for number in range(size // 12))
+    for path in _LARGE:
+        assert await _status(target, path, b"{" + fields + b"}") == (413 if len(fields) > 4 << 20 else 400), path
+
+
+async def many_biases(target: Target, size: int) -> None:
+    """Sends ``size`` bytes of ``logit_bias``. They must be refused as too many."""
+    biases = b",".join(b'"%d":-1.5' % number for number in range(size // 14))
+    body = b'{"model":"%b","prompt":"a","logit_bias":{%b}}' % (MODEL.encode(), biases)
+    for path in _LARGE:
+        assert await _status(target, path, body) == (413 if len(biases) > 4 << 20 else 400), path
+
+
+async def many_fractions(target: Target, size: int) -> None:
+    """Sends a prompt of ``size`` bytes of fractions. They must be refused."""
+    await _refused(target, b'{"prompt":[', b"1e5,", b"1]}", size)
+
+
+async def short_bodies(target: Target, size: int) -> None:
+    """Sends ``size`` bodies that are just too short to be measured. They must be refused, for what is in them."""
+    body = b'{"x":[' + b"[]," * (_SMALL_BYTES // 3 - 10) + b"1]}"
+    for number in range(size):
+        assert await _status(target, _PATHS[number % len(_PATHS)], body) == 400
+
+
+async def pages_of_other_sites(target: Target, size: int) -> None:
+    """Sends ``size`` requests of each kind that a page of another site may send without being asked. None may run."""
+    body = b'{"prompt":"a","max_tokens":1}'
+    for _ in range(size):
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", ""):
+            for path in _PATHS:
+                client = await RawClient.connect(target.http)
+                lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
+                lines += ["origin: https://evil.example", "sec-fetch-site: cross-site"]
+                lines += [f"content-type: {kind}"] if kind else []
+                client.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+                status, _ = await client.head()
+                client.leave()
+                assert status == 400, (kind, path)
+
+
+async def half_characters(target: Target, size: int) -> None:
+    """Sends ``size`` texts with a lone surrogate to each path. They must be refused."""
+    for _ in range(size):
+        for path, field in (("/v1/completions", "prompt"), ("/generate", "prompt"), ("/invocations", "inputs")):
+            body = b'{"model":"%b","%b":"a\\ud800"}' % (MODEL.encode(), field.encode())
+            if path != "/v1/completions":
+                body = b'{"%b":"a\\ud800"}' % field.encode()
+            assert await _status(target, path, body) == 400
+
+
+async def _refused(target: Target, head: bytes, unit: bytes, end: bytes, size: int) -> None:
+    body = head + unit * (size // len(unit)) + end
+    for path in _LARGE:
+        assert await _status(target, path, body) == 413, path
+
+
+async def _status(target: Target, path: str, body: bytes) -> int:
+    client = await RawClient.connect(target.http)
+    try:
+        client.send(body, path=path)
+        status, _ = await client.head()
+        return status
+    finally:
+        client.leave()
+
+
+ATTACKS = {
+    "many_lists": Attack(many_lists, 8 << 20, 15 << 20),
+    "many_names": Attack(many_names, 8 << 20, 15 << 20),
+    "many_biases": Attack(many_biases, 8 << 20, 15 << 20),
+    "many_fractions": Attack(many_fractions, 8 << 20, 15 << 20),
+    "short_bodies": Attack(short_bodies, 6, 60),
+    "pages_of_other_sites": Attack(pages_of_other_sites, 1, 10),
+    "half_characters": Attack(half_characters, 1, 10),
+}

@@ -1,0 +1,234 @@
+"""Fields behind a body, hosts, and requests that are sent before the answer to the last one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.serving.api_keys import ApiKeys
+from fastgen.serving.http.connection import LimitedConnection
+from fastgen.serving.http.hosts import is_loopback, warn_if_open
+from fastgen.serving.options import ServeOptions
+from tests.serving.local_server import Served, check, error_of, post
+
+CHUNKED = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
+
+
+def get(path: str, *hosts: str, version: str = "1.1") -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/{version}", *(f"host: {host}" for host in hosts), "", ""]).encode()
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.1])
+def test_a_field_behind_the_body_is_no_field_of_the_head(pause_s: float) -> None:
+    async def test(server: Served) -> None:
+        async def ask(head: bytes, field: bytes) -> tuple[int, dict[str, str], bytes]:
+            client = await server.connect()
+            client.writer.write(head)
+            if pause_s:
+                await client.writer.drain()
+                await asyncio.sleep(pause_s)
+            client.writer.write(field + b"\r\n\r\n")
+            try:
+                return await client.response()
+            finally:
+                client.writer.close()
+
+        assert (await ask(CHUNKED, b"authorization: Bearer right"))[0] == 401
+        with_key = CHUNKED.replace(b"\r\n\r\n", b"\r\nauthorization: Bearer right\r\n\r\n", 1)
+        status, headers, body = await ask(with_key, b"x-request-id: injected")
+        assert (status, body) == (200, b"abc")
+        assert headers["x-request-id"] != "injected"
+
+    check(test, ServeOptions(port=0, api_keys=ApiKeys(("right",))))
+
+
+@pytest.mark.parametrize("piece", [b"x-1: a\r\n" * 1000, b"a" * 8000], ids=["many", "long"])
+def test_fields_behind_the_body_may_be_as_long_as_a_head(piece: bytes) -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(CHUNKED + b"x: ")
+        for _ in range(7):
+            client.writer.write(piece)
+            await client.writer.drain()
+            await asyncio.sleep(0.01)
+        client.writer.write(b"\r\n\r\n")
+        assert (await client.response())[2] == b"abc"
+        client.writer.write(CHUNKED + b"x: ")
+        answer = asyncio.create_task(client.response())
+        while not answer.done():
+            client.writer.write(piece)
+            await asyncio.sleep(0.001)
+        status, _, body = await answer
+        assert status == 413
+        assert "what follows its body" in error_of(body)
+        await server.until_closed()
+
+    check(test)
+
+
+def test_a_body_in_small_chunks_may_be_long() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(CHUNKED.partition(b"3\r\n")[0])
+        for _ in range(300):
+            client.writer.write(b"1;extension\r\na\r\n" * 30)
+            await asyncio.sleep(0)
+        client.writer.write(b"0\r\n\r\n")
+        assert (await client.response())[2] == b"a" * 9000
+
+    check(test)
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (get("/echo"), 400),
+        (get("/echo", "localhost", "localhost"), 400),
+        (get("/echo", "localhost", "attacker.example"), 400),
+        (get("/echo", "localhost", "localhost", version="1.0"), 400),
+        (get("/echo", version="1.0"), 200),
+        (get("/echo", "localhost"), 200),
+    ],
+)
+def test_a_request_names_one_host(request_: bytes, status: int) -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(request_)
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        assert int(head.split()[1]) == status
+        if status != 200:
+            assert b"one Host field" in await client.reader.read()
+        client.writer.close()
+
+    check(test)
+
+
+HERE = ["localhost", "LOCALHOST:8000", "localhost.", "a.localhost:1", "127.0.0.1:80", "[::1]", "[::1]:80", "10.0.0.7"]
+ELSEWHERE = [
+    "attacker.example",
+    "attacker.example:8000",
+    "localhost.attacker.example",
+    "127.0.0.1.example",
+    "a:b",
+    "[",
+    "",
+]
+
+
+@pytest.mark.parametrize("host", HERE + ELSEWHERE)
+def test_a_server_without_keys_answers_for_this_machine_alone(host: str) -> None:
+    async def test(server: Served) -> None:
+        status, _, body = await server.ask(get("/echo", host))
+        assert status == (200 if host in HERE else 403)
+        if status == 403:
+            assert "--allow-host" in error_of(body)
+
+    check(test)
+
+
+@pytest.mark.parametrize(
+    ("options", "answered"),
+    [
+        (ServeOptions(port=0, allow_hosts=("models.example.org",)), {"models.example.org:80", "Models.Example.ORG"}),
+        (ServeOptions(port=0, allow_hosts=("*",)), {"models.example.org:80", "Models.Example.ORG", "other.example"}),
+        (ServeOptions(port=0, host="0.0.0.0"), {"models.example.org:80", "Models.Example.ORG", "other.example"}),
+        (ServeOptions(port=0, host="0.0.0.0", allow_hosts=("other.example",)), {"other.example"}),
+        (ServeOptions(port=0, api_keys=ApiKeys(("right",)), allow_hosts=("other.example",)), {"other.example"}),
+    ],
+)
+def test_other_names_are_allowed_by_flag_by_key_and_by_address(options: ServeOptions, answered: set[str]) -> None:
+    async def test(server: Served) -> None:
+        for host in ("models.example.org:80", "Models.Example.ORG", "other.example"):
+            request = get("/echo", host).replace(b"\r\n\r\n", b"\r\nauthorization: Bearer right\r\n\r\n")
+            assert (await server.ask(request))[0] == (200 if host in answered else 403), host
+
+    check(test, options)
+
+
+def test_with_a_key_every_name_is_taken() -> None:
+    async def test(server: Served) -> None:
+        request = get("/echo", "any.example").replace(b"\r\n\r\n", b"\r\nauthorization: Bearer right\r\n\r\n")
+        assert (await server.ask(request))[0] == 200
+        assert (await server.ask(get("/echo", "any.example")))[0] == 401
+
+    check(test, ServeOptions(port=0, api_keys=ApiKeys(("right",))))
+
+
+@pytest.mark.parametrize("host", ["http://a.example", "a.example:80", "a example", "", "*.example"])
+def test_a_host_that_is_no_name_is_refused(host: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^allow_hosts=.*without a scheme or a port"):
+        ServeOptions(allow_hosts=("b.example", host))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "localhost", "::1"])
+def test_addresses_that_only_this_machine_reaches(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "", "models.example.org"])
+def test_addresses_that_others_reach(host: str) -> None:
+    assert not is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_open"),
+    [
+        (ServeOptions(host="0.0.0.0"), True),
+        (ServeOptions(host="10.0.0.7"), True),
+        (ServeOptions(host="0.0.0.0", api_keys=ApiKeys(("right",))), False),
+        (ServeOptions(), False),
+    ],
+)
+def test_a_server_that_other_machines_may_use_without_a_key_warns(
+    options: ServeOptions, is_open: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_open(options)
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == is_open
+    assert all("no API key" in line and options.host in line for line in logged)
+
+
+@pytest.mark.parametrize("upgrade", [b"", b"connection: upgrade\r\nupgrade: h2c\r\n"], ids=["plain", "upgrade"])
+def test_many_requests_at_once_are_answered_up_to_a_limit(upgrade: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(server: Served) -> None:
+        one = b"GET /echo HTTP/1.1\r\nhost: localhost\r\n" + upgrade + b"\r\n"
+        client = await server.connect()
+        client.writer.write(one * 200)
+        assert [(await client.response())[0] for _ in range(200)] == [200] * 200
+        client.writer.write(one * 2000)
+        found = await client.reader.read()
+        assert 200 < found.count(b"HTTP/1.1 200 ") < 300
+        assert b"connection: close" in found
+        assert 'refused_total{reason="pipelined"} 1.0' in server.metrics.text().decode()
+
+    check(test)
+    assert caplog.records == []
+
+
+def test_requests_that_wait_may_have_so_many_bytes() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(post("/echo", b"", "x: " + "a" * 60_000) * 40)
+        found = await client.reader.read()
+        assert 1 < found.count(b"HTTP/1.1 200 ") < 40
+        assert b"HTTP/1.1 4" not in found
+
+    check(test)
+
+
+def test_a_body_behind_requests_that_are_answered_is_read_up_to_a_limit() -> None:
+    """After each answer more is read, and the last request but one is never answered."""
+
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(post("/echo", b"") * 60 + post("/never", b"") + post("/echo", bytes(16 << 20)))
+        while len(server.app.bodies) < 61:
+            await asyncio.sleep(0.01)
+        (connection,) = server.http.server_state.connections
+        assert isinstance(connection, LimitedConnection)
+        assert len(connection.cycle.body) < 1 << 20
+        server.app.gone.set()
+
+    check(test)

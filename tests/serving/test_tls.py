@@ -1,0 +1,161 @@
+"""TLS handshakes: how many, how long, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+from pathlib import Path
+
+import pytest
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.serving.http.tls import tls_context
+from fastgen.serving.options import ConnectionLimits, ServeOptions
+from tests.serving.attacks.connections import idle_connections
+from tests.serving.attacks.harness import Target
+from tests.serving.local_server import Served, check, post
+
+CERTIFICATE = Path(__file__).with_name("tls") / "certificate.pem"  # for 127.0.0.1
+KEY = CERTIFICATE.with_name("key.pem")
+
+
+def options(**limits: float) -> ServeOptions:
+    return ServeOptions(port=0, tls_cert=CERTIFICATE, tls_key=KEY, connections=ConnectionLimits(**limits))  # type: ignore[arg-type]
+
+
+def trusting() -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(CERTIFICATE))
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+def refused(server: Served) -> dict[str, str]:
+    counted = re.findall(r'^fastgen_refused_total{reason="(\w+)"} ([1-9].*)$', server.metrics.text().decode(), re.M)
+    return dict(counted)
+
+
+def test_requests_are_answered_over_one_connection_and_several() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect(trusting())
+        body = bytes(range(256)) * 4000
+        for _ in range(3):
+            client.writer.write(post("/echo", body))
+            assert (await client.response())[2] == body
+        client.writer.close()
+        answers = await asyncio.gather(*(server.ask(post("/echo", body), trusting()) for _ in range(8)))
+        assert [answer[2] for answer in answers] == [body] * 8
+        assert len(server.http.server_state.connections) <= 9
+        await server.until_closed()
+
+    check(test, options())
+
+
+def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered() -> None:
+    """The last message of the client's handshake and its request are one write."""
+
+    async def test(server: Served) -> None:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = trusting().wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+        plain = await server.connect()
+        while True:
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                plain.writer.write(outgoing.read())
+                incoming.write(await plain.reader.read(65_536))
+        client.write(post("/echo", b"early"))
+        plain.writer.write(outgoing.read())
+        answer = b""
+        while b"early" not in answer:
+            try:
+                answer += client.read(65_536)
+            except ssl.SSLWantReadError:
+                incoming.write(await plain.reader.read(65_536))
+        plain.writer.close()
+        await server.until_closed()
+
+    check(test, options())
+
+
+def test_handshakes_that_do_not_end_are_counted_and_limited_in_time() -> None:
+    async def test(server: Served) -> None:
+        clients = [await server.connect() for _ in range(10)]
+        while len(server.http.server_state.connections) < 10:
+            await asyncio.sleep(0.01)
+        assert "fastgen_connections 10.0" in server.metrics.text().decode()
+        began_s = asyncio.get_running_loop().time()
+        for client in clients:
+            assert await client.reader.read() == b""
+        assert asyncio.get_running_loop().time() - began_s < 10, "the loop's own limit is a minute"
+        await server.until_closed()
+        assert refused(server) == {"head_time": "10.0"}
+        assert (await server.ask(post("/echo", b"abc"), trusting()))[2] == b"abc"
+
+    check(test, options(header_timeout_s=0.5))
+
+
+def test_handshakes_beyond_the_limit_are_closed_at_once() -> None:
+    async def test(server: Served) -> None:
+        clients = [await server.connect() for _ in range(30)]
+        ended = [asyncio.create_task(client.reader.read()) for client in clients]
+        done, waiting = await asyncio.wait(ended, timeout=1.0)
+        assert (len(done), len(waiting)) == (20, 10)
+        assert len(server.http.server_state.connections) == 10
+        assert refused(server) == {"connections": "20.0"}
+        for task in waiting:
+            task.cancel()
+
+    check(test, options(max_connections=5, header_timeout_s=15))
+
+
+def test_connections_beyond_the_limit_get_an_error() -> None:
+    async def test(server: Served) -> None:
+        clients = [await server.connect(trusting()) for _ in range(3)]
+        for client in clients:
+            client.writer.write(post("/echo", b"abc"))
+            assert (await client.response())[0] == 200
+        assert (await server.ask(post("/echo", b"abc"), trusting()))[0] == 429
+        for client in clients:
+            client.writer.close()
+
+    check(test, options(max_connections=3))
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n", b"\x16\x03\x01", bytes(300)])
+def test_what_is_no_handshake_ends_the_connection(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(sent)
+        client.writer.write_eof()
+        assert b"HTTP" not in await client.reader.read()
+        await server.until_closed()
+
+    check(test, options())
+    assert [record.levelname for record in caplog.records if record.levelno > 30] == []
+
+
+def test_the_attack_of_idle_connections() -> None:
+    async def test(server: Served) -> None:
+        await idle_connections(Target(f"http://127.0.0.1:{server.port}"), 40)
+        await server.until_closed()
+
+    check(test, options(max_connections=10, header_timeout_s=0.5))
+
+
+def test_a_server_that_ends_waits_for_no_handshake() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        while not server.http.server_state.connections:
+            await asyncio.sleep(0.01)
+        server.http.should_exit = True
+        assert await client.reader.read() == b""
+
+    check(test, options())
+
+
+@pytest.mark.parametrize("key", ["key_with_passphrase.pem", "none.pem", "certificate.pem"])
+def test_a_key_that_cannot_be_used_is_refused_and_no_passphrase_is_asked_for(key: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="without a passphrase"):
+        tls_context(CERTIFICATE, CERTIFICATE.with_name(key))
