@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.sampling.matcher import lower_priority
 from fastgen.runtime.sampling.structured_output import Grammars
 from fastgen.serving.grammars.trial import MAX_CPU_S, MAX_MEMORY_BYTES, Model, Trial
 from fastgen.serving.helper_processes import answer_all
@@ -40,4 +41,5 @@ def begin(beginning: bytes) -> Callable[[bytes], bytes]:
 
 
 if __name__ == "__main__":
+    lower_priority()  # the engine's kernels come first
     answer_all(begin, max_cpu_s=MAX_CPU_S, max_memory_bytes=MAX_MEMORY_BYTES)
