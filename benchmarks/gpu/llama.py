@@ -182,7 +182,8 @@ def llama_engine(
     """Returns an engine of that model, whose KV cache has room for ``kv_tokens``. Raises what building one raises."""
     spec = llama_spec(shape)
     per_token = spec.kv_bytes_per_token(shape.dtype.itemsize)
-    memory = MemoryModel(ModelBuild(spec, shape.dtype, target_facts(target, device, num_threads=None), None), device)
+    described = ModelBuild(spec, shape.dtype, target_facts(target, device, num_threads=None))
+    memory = MemoryModel(described, device)
     options = LoadOptions(
         "a Llama with random weights",
         token_budget=token_budget,
@@ -193,11 +194,10 @@ def llama_engine(
     )
     config = resolve_engine_config(memory, options)
     return build_engine(
-        spec,
+        described,
         config,
         RandomWeights.of(spec, shape.dtype, device.torch_device),
         TextCodec(None, eos_token_ids=frozenset(), default_sampling=SamplingParams()),
-        shape.dtype,
         device.torch_device,
         choose_backend(
             target,
@@ -207,7 +207,6 @@ def llama_engine(
             max_prompt_rows=PROMPT_LOGITS_ROWS,
             num_threads=None,
         ),
-        None,
         ledger=memory.ledger(config),
         policy=SplitFuse(),
         aging_s=options.aging_s,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from fastgen.compile.backends.backend import Backend
-from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import build, kv_groups, kv_shapes, kv_windows
 from fastgen.models.causal_lm import CausalLM
 from fastgen.models.checkpoint.checkpoint import Checkpoint
 from fastgen.models.checkpoint.weights import load_weights
-from fastgen.models.spec import ModelSpec
+from fastgen.models.measure import ModelBuild
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.memory.ledger import Ledger
@@ -33,23 +32,22 @@ from fastgen.runtime.text.codec import TextCodec
 
 
 def build_engine(
-    spec: ModelSpec,
+    described: ModelBuild,
     config: EngineConfig,
     checkpoint: Checkpoint,
     codec: TextCodec,
-    dtype: torch.dtype,
     device: torch.device,
     backend: Backend,
-    weight_format: QuantizedFormat | None,
     *,
     ledger: Ledger,
     policy: Policy,
     aging_s: float,
 ) -> Engine:
-    """Builds the engine of the model in ``checkpoint``.
+    """Builds the engine of the model ``described``, with the weights in ``checkpoint``.
 
     Its ops run on ``backend``, and it takes the memory in ``ledger``. Progress is shown on a terminal.
     """
+    spec, dtype = described.spec, described.dtype
     model, slots = build(
         spec,
         dtype=dtype,
@@ -57,7 +55,7 @@ def build_engine(
         max_model_len=config.max_model_len,
         block_size=config.block_size,
         backend=backend,
-        weight_format=weight_format,
+        weight_format=described.weight_format,
     )
     input_batch = InputBatch(
         token_budget=config.token_budget,

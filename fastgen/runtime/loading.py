@@ -35,8 +35,8 @@ def load(options: LoadOptions) -> LLM:
         sealed=options.sealed is not False,
         sealed_arch=sealed_arch,
     )
-    weight_format = parse_quantize(options.quantize, facts.name)
-    memory = MemoryModel(ModelBuild(source.spec, source.dtype, facts, weight_format), device)
+    described = ModelBuild(source.spec, source.dtype, facts, parse_quantize(options.quantize, facts.name))
+    memory = MemoryModel(described, device)
     config = resolve_engine_config(memory, options)
     policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(source.directory, source.checkpoint.config)
@@ -54,14 +54,12 @@ def load(options: LoadOptions) -> LLM:
     ledger = memory.ledger(config)
     with devices.being_current(device.torch_device):
         engine = build_engine(
-            source.spec,
+            described,
             config,
             source.checkpoint,
             codec,
-            source.dtype,
             device.torch_device,
             backend,
-            weight_format,
             ledger=ledger,
             policy=policy,
             aging_s=options.aging_s,

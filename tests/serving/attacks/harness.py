@@ -1,0 +1,138 @@
+"""What an attack does to a server and to its other clients, watched from outside.
+
+An attack is one ill-behaved client, or many of one kind. A module of this folder holds the attacks of one kind, and
+lists them in ``ATTACKS``. The test beside it runs a small instance of each; ``storm.py`` runs all of them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from tests.serving.http_client import BrokenAnswerError, RawClient, get
+from tests.serving.server_process import ServerProcess
+from tests.serving.storm import children
+
+MODEL = "tiny-llama"
+HONEST = {"model": MODEL, "prompt": "once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+PROBE_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True)
+class Target:
+    """The addresses that an attack is sent to. An example of ``grpc`` is ``127.0.0.1:40124``."""
+
+    http: str
+    grpc: str | None = None
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One kind of ill-behaved client."""
+
+    # Sends so much of it, and raises AssertionError if the server answers otherwise than it should.
+    run: Callable[[Target, int], Awaitable[None]]
+    # The sizes for a test of some seconds and for the storm.
+    small: int
+    large: int
+
+
+@dataclass
+class Seen:
+    """What was observed during a block. Times are those of a machine that runs the attackers too."""
+
+    # Resident memory of the server and the processes below it, before the block and at most in it.
+    memory_before: int
+    memory_peak: int
+    # How long each ``GET /health`` took, from the connection to the answer.
+    health_s: list[float] = field(default_factory=list)
+    # Between the tokens of honest streams.
+    gaps_s: list[float] = field(default_factory=list)
+    # The texts of honest streams; all of them are equal, because they sample greedily.
+    texts: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def memory_growth(self) -> int:
+        """Returns the bytes between the peak and the memory before."""
+        return self.memory_peak - self.memory_before
+
+
+@contextmanager
+def observed(server: ServerProcess) -> Iterator[Seen]:
+    """Watches memory, ``/health`` and one honest stream after the other, in a thread, until the block is left.
+
+    The block begins after a first honest stream, and ends when the last one has ended. Raises :class:`AssertionError`
+    if an honest stream failed or two of them differ.
+    """
+    memory = resident_bytes(server.process.pid)
+    seen = Seen(memory, memory)
+    is_begun, is_over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(_watch(server, seen, is_begun, is_over)), daemon=True)
+    thread.start()
+    try:
+        assert is_begun.wait(60), "no honest stream was answered before the attack"
+        yield seen
+    finally:
+        is_over.set()
+        thread.join(120)
+    assert not thread.is_alive(), "honest clients wait for ever"
+    assert seen.wrong == []
+    assert len(set(seen.texts)) == 1, "honest streams differ"
+
+
+def resident_bytes(pid: int) -> int:
+    """Returns the resident memory of a process and of all below it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        below = children(pid)
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return 0
+    own = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:")), 0)
+    return own + sum(resident_bytes(child) for child in below)
+
+
+async def _watch(server: ServerProcess, seen: Seen, is_begun: threading.Event, is_over: threading.Event) -> None:
+    try:
+        seen.texts.append(await _stream(server.address, []))
+        seen.memory_before = seen.memory_peak = resident_bytes(server.process.pid)
+    finally:
+        is_begun.set()
+
+    async def stream() -> None:
+        while not is_over.is_set():
+            seen.texts.append(await _stream(server.address, seen.gaps_s))
+
+    async def look() -> None:
+        while not is_over.is_set():
+            began_s = time.perf_counter()
+            status, _ = await get(server.address, "/health")
+            seen.health_s.append(time.perf_counter() - began_s)
+            if status != 200:
+                seen.wrong.append(f"/health answered {status}")
+            seen.memory_peak = max(seen.memory_peak, resident_bytes(server.process.pid))
+            await asyncio.sleep(PROBE_PAUSE_S)
+
+    for failed in await asyncio.gather(stream(), look(), return_exceptions=True):
+        if isinstance(failed, BaseException):
+            seen.wrong.append(f"an honest client met {failed!r}")
+
+
+async def _stream(address: str, gaps_s: list[float]) -> str:
+    client = await RawClient.connect(address)
+    try:
+        client.send(json.dumps(HONEST | {"stream": True}).encode())
+        answered = await client.answer()
+    finally:
+        client.leave()
+    if answered.error is not None:
+        raise BrokenAnswerError(answered.error)
+    gaps_s += [later - earlier for earlier, later in pairwise(answered.arrivals_s[:-1])]
+    return answered.text
