@@ -4,9 +4,11 @@ and the logits leave, and is the same alone, beside any requests, in any chunks,
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from fastgen.runtime.flight.replay import first_difference
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.requests.constraint import Mask
 from fastgen.runtime.requests.sampling_params import resolve_seed
+from fastgen.runtime.sampling import kept_formats
 from fastgen.runtime.sampling.matcher import CompiledFormat, Matcher
 from fastgen.runtime.step import late_masks
 from fastgen.runtime.step.step import Step
@@ -200,6 +203,23 @@ def test_the_same_when_masks_come_late(
             llm._engine.check_integrity()
         assert sum(len(step.postponed) for step in recording.steps) > 100
         assert first_difference(recording) is None
+
+
+def test_the_format_of_an_answer_that_has_ended_is_let_go(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flight recorder keeps requests, but not what their formats take."""
+    compiled: list[weakref.ref[CompiledFormat]] = []
+    init = CompiledFormat.__init__
+
+    def noted(each: CompiledFormat, start: Any) -> None:
+        init(each, start)
+        compiled.append(weakref.ref(each))
+
+    monkeypatch.setattr(CompiledFormat, "__init__", noted)
+    monkeypatch.setattr(kept_formats, "MAX_KEPT", 1)
+    for letter in "ab":
+        asked(llm, {"type": "regex", "pattern": f"{letter}{{7}}"}, max_new_tokens=20, n=2)
+    gc.collect()
+    assert [each() is None for each in compiled] == [True, False]
 
 
 def test_a_slow_mask_delays_no_other_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
+import threading
 from dataclasses import replace
 from typing import Any
 
 import httpx2
 import msgspec
 import pytest
+from starlette.responses import Response
 
 import fastgen
 from fastgen import SamplingParams
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.clients.client import Protocols
 from fastgen.serving.clients.deployments import Deployment
-from fastgen.serving.http.openai.run import in_pieces
+from fastgen.serving.http.openai.run import in_pieces, json_response
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.request_limits import (
     MANY_LOGPROBS,
@@ -102,6 +106,14 @@ def test_an_answer_with_many_log_probabilities_is_the_same_in_pieces(deployment:
 def test_pieces_make_the_same_json() -> None:
     body = {"a": [{"b": [None, 1.5, "é\u2028", -math.inf]}] * 200, "c": [[1, 2], {3: 4.0}], "d": {"e": ()}}
     assert msgspec.json.encode(in_pieces(body)) == msgspec.json.encode(body)
+
+
+def test_a_large_answer_is_made_on_another_thread() -> None:
+    def response(*, is_large: bool) -> Response:
+        return asyncio.run(json_response(lambda: [threading.current_thread().name] * 100, is_large=is_large))
+
+    (large,), (small,) = (set(json.loads(response(is_large=each).body)) for each in (True, False))
+    assert small == threading.current_thread().name != large
 
 
 def test_every_way_to_ask_has_the_limits(deployment: Deployment) -> None:

@@ -201,6 +201,10 @@ class Answers:
         if generation.left_queue_s is None:
             generation.left_queue_s = now_s
         is_last = generation.finished
+        # The recorder keeps requests, and a compiled format is large.
+        completion.sequence.matcher = None
+        if is_last:
+            generation.request.constraint = None
         self._observer.finished(completion.sequence, reason, now_s, completion.token_times_s, is_last)
         if is_last:
             del self.open[generation.request.request_id]

@@ -27,7 +27,7 @@ def begin(beginning: bytes) -> Callable[[bytes], bytes]:
 
     def refusal(response_format: ResponseFormat) -> str | None:
         try:
-            grammars.compile(response_format)
+            grammars.compiled(response_format)  # it is not kept: the server remembers what was found
         except InvalidArgumentError as error:
             return str(error)
         return None

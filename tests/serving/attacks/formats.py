@@ -7,9 +7,8 @@ import json
 from itertools import count
 from typing import Any
 
-from tests.serving.attacks.harness import HONEST, Attack, Target
-
-from tests.serving.http_client import Answered, RawClient, ask
+from tests.serving.attacks.harness import Attack, Target
+from tests.serving.http_client import Answered, RawClient
 
 # Formats are kept, so each is sent once only.
 _NUMBERS = count()
@@ -48,7 +47,7 @@ async def slow_trials(target: Target, size: int) -> None:
     clients = [asyncio.create_task(refused()) for _ in range(size)]
     await asyncio.sleep(0.5)
     num_before = num_tried
-    answered = await ask(target.http, HONEST | {"max_tokens": 4})
+    answered = await _generate(target, {"prompt": "a", "max_new_tokens": 4})
     assert answered.status == 200, answered.error
     assert num_tried <= num_before + 4, "an ordinary request waited for the formats of others"
     await asyncio.gather(*clients)
@@ -82,7 +81,10 @@ async def _in_turn(target: Target, formats: list[dict[str, Any]]) -> None:
 
 
 async def _constrained(target: Target, response_format: dict[str, Any]) -> Answered:
-    body = {"prompt": "a", "max_new_tokens": 8, "response_format": response_format}
+    return await _generate(target, {"prompt": "a", "max_new_tokens": 8, "response_format": response_format})
+
+
+async def _generate(target: Target, body: dict[str, Any]) -> Answered:
     client = await RawClient.connect(target.http)
     try:
         client.send(json.dumps(body).encode(), path="/generate")
@@ -95,6 +97,6 @@ async def _constrained(target: Target, response_format: dict[str, Any]) -> Answe
 ATTACKS = {
     "slow_trials": Attack(slow_trials, 48, 200),
     "abandoned_trials": Attack(abandoned_trials, 16, 64),
-    "large_formats": Attack(large_formats, 48, 100),
+    "large_formats": Attack(large_formats, 96, 200),
     "wide_formats": Attack(wide_formats, 8, 24),
 }
