@@ -21,8 +21,7 @@ async def many_logprobs(target: Target, size: int) -> None:
     """Asks for 8 answers of ``size`` tokens, each with 128 log-probabilities."""
     status, answer = await _generate(target, n=8, logprobs=127, max_new_tokens=size, ignore_eos=True)
     assert status == 200, answer[:500]
-    completions = json.loads(answer)["completions"]
-    assert [len(completion["logprobs"]) for completion in completions] == [size] * 8
+    assert answer.count(b'"finish_reason":"length"') == 8  # parsing so much would delay the clients of this process
 
 
 async def _generate(target: Target, **fields: Any) -> tuple[int, bytes]:
