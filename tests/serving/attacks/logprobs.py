@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 from tests.serving.attacks.harness import Attack, Target
-
 from tests.serving.http_client import RawClient
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.serving.attacks.harness import Target, observed
 
 from tests.serving.attacks.formats import ATTACKS
+from tests.serving.attacks.harness import Target, observed
 from tests.serving.server_process import ServerProcess
 
 # Of an honest stream beside the attack. The promise is 0.1 s; without the threads it is 3 to 7 s. The machine may have

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from tests.serving.attacks.harness import Target, observed
-
 from tests.serving.attacks.logprobs import ATTACKS
 from tests.serving.server_process import ServerProcess
 
