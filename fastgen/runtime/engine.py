@@ -61,7 +61,8 @@ class Engine:
     ):
         self.runner, self.scheduler = runner, scheduler
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
-        self.clock, self._grammars, self._drafter, self._runs_ahead = clock, grammars, drafter, runs_ahead
+        self.grammars = grammars
+        self.clock, self._drafter, self._runs_ahead = clock, drafter, runs_ahead
         self._checks = RequestChecks(vocab_size, max_model_len, eos_token_ids, new_detokenizer is not None, grammars)
         self.recorder = Recorder(engine_facts(scheduler, runs_ahead=runs_ahead), clock)
         self.metrics = EngineMetrics(scheduler)
@@ -102,7 +103,7 @@ class Engine:
         scheduled.
         """
         self.check(prompt_ids, sampling)
-        constraint = self._grammars.constraint(sampling) if self._grammars is not None else None
+        constraint = self.grammars.constraint(sampling) if self.grammars is not None else None
         request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self.clock(), constraint)
         generation = self.answers.begin(request)
         self.observers.arrived(request)
@@ -167,7 +168,7 @@ class Engine:
             self._attempt(Phase.RUN, step, self.runner.sample, step)
             step.counts = step.counts or not step.has_failed
         if step.counts:
-            self._attempt(Phase.RUN, step, self.scheduler.commit, step.schedule)
+            self._attempt(Phase.RUN, step, self.scheduler.commit, step.schedule, step.postponed)
         if step.has_failed:
             self._give_up(step)
             return None
@@ -202,7 +203,7 @@ class Engine:
             return None
         began_s = self.clock()
         may_draft = self._drafter.may_draft if self._drafter is not None else lambda sequence: False
-        ready, held_back = awaited(before.schedule, may_draft)
+        ready, held_back = awaited(before, may_draft)
         with tokens_to_come(ready):
             schedule = self._attempt(Phase.SCHEDULE_AHEAD, None, self.scheduler.schedule_ahead, began_s)
             return self._launch(self._begin(schedule, began_s, held_back))

@@ -6,14 +6,16 @@ import contextlib
 import os
 import queue
 import resource
+import select
 import signal
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from fastgen.errors import FastgenError
 from fastgen.serving.api_keys import environment_without_keys
@@ -21,11 +23,20 @@ from fastgen.serving.refusals import UnavailableError
 
 # How long work waits for a process before another is started, which takes about ten times as long.
 _PATIENCE_S = 0.05
+# Seconds by the wall clock that a process may take for an answer. Work is limited by its processor time, which is far
+# shorter; this ends a process that does not run, because something has stopped it.
+MAX_WALL_S = 30.0
+# The same for its start, which imports libraries.
+MAX_START_S = 120.0
+# How often work is given to another process if something else has ended the one that did it.
+_MAX_TRIES = 2
+# The exit statuses of a process that something else has ended.
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 _LENGTH = struct.Struct("<I")
 
 
 class HelperEndedError(Exception):
-    """The process ended, with ``status``, before it had an answer."""
+    """The process ended, with ``status``, because of the work that it was given."""
 
     def __init__(self, status: int):
         super().__init__(f"the process ended with status {status}")
@@ -60,17 +71,23 @@ class HelperProcesses:
         self._put_another()
 
     def ask(self, request: bytes) -> bytes:
-        """Returns the answer of one process. Raises ``HelperEndedError``, and ``UnavailableError`` after
-        :meth:`close`.
+        """Returns the answer of one process.
+
+        Raises ``HelperEndedError`` if the work itself ends the process. A process that was killed from outside, as by
+        the system for want of memory, or that gave no answer for ``MAX_WALL_S`` seconds, says nothing of the work: then
+        another process tries. Raises ``UnavailableError`` if that one ends the same way, and after :meth:`close`.
         """
-        process = self._take()
-        answer = process.ask(request)
-        if answer is None:
+        for _ in range(_MAX_TRIES):
+            process = self._take()
+            answer = process.ask(request, MAX_WALL_S)
+            if answer is not None:
+                self._idle.put(process)
+                return answer
             status = self._drop(process)
             self._put_another()  # this call is late already, but the next ones need not be
-            raise HelperEndedError(status)
-        self._idle.put(process)
-        return answer
+            if status not in _FROM_OUTSIDE:
+                raise HelperEndedError(status)
+        raise UnavailableError(f"{_MAX_TRIES} helper processes were killed while they worked on this request")
 
     def close(self) -> None:
         """Ends all processes; their work fails."""
@@ -103,7 +120,7 @@ class HelperProcesses:
                 return
             process = _Process(self._command)
             self._processes.add(process)
-        if process.ask(self._beginning) is None:
+        if process.ask(self._beginning, MAX_START_S) is None:
             status = self._drop(process)
             raise FastgenError(f"{' '.join(self._command[1:])} ended with status {status} before it was ready")
         self._idle.put(process)
@@ -125,6 +142,7 @@ class _Process:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout
+        os.set_blocking(self._to.fileno(), False)
 
     @property
     def pid(self) -> int:
@@ -134,11 +152,15 @@ class _Process:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, request: bytes) -> bytes | None:
-        """Returns its answer, or ``None`` if it ends before it has one."""
+    def ask(self, request: bytes, timeout_s: float) -> bytes | None:
+        """Returns its answer, or ``None`` if it ends before it has one. It is killed after ``timeout_s`` seconds."""
+        deadline_s = time.monotonic() + timeout_s
         try:
-            _write_message(self._to, request)
-            return _read_message(self._from)
+            _write_message(_Until(self._to, select.POLLOUT, deadline_s), request)
+            return _read_message(_Until(self._from, select.POLLIN, deadline_s))
+        except TimeoutError:
+            self.kill()
+            return None
         except OSError:
             return None
 
@@ -153,6 +175,36 @@ class _Process:
         self._to.close()
         self._from.close()
         return status
+
+
+class _Stream(Protocol):
+    """A binary file."""
+
+    def read(self, size: int, /) -> bytes | None: ...
+
+    def write(self, data: memoryview, /) -> int | None: ...
+
+
+class _Until:
+    """A pipe that is waited for until ``deadline_s`` of ``time.monotonic``; then it raises ``TimeoutError``."""
+
+    def __init__(self, pipe: IO[bytes], event: int, deadline_s: float):
+        self._pipe, self._deadline_s = pipe, deadline_s
+        self._poll = select.poll()
+        self._poll.register(pipe.fileno(), event)
+
+    def read(self, size: int) -> bytes | None:
+        self._wait()
+        return self._pipe.read(size)
+
+    def write(self, data: memoryview) -> int | None:
+        self._wait()
+        return self._pipe.write(data)
+
+    def _wait(self) -> None:
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0 or not self._poll.poll(1000 * left_s):
+            raise TimeoutError
 
 
 def answer_all(begin: Callable[[bytes], Callable[[bytes], bytes]], *, max_cpu_s: float, max_memory_bytes: int) -> None:
@@ -185,20 +237,20 @@ def _limit_memory(max_more_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size_bytes + max_more_bytes,) * 2)
 
 
-def _write_message(stream: IO[bytes], message: bytes) -> None:
+def _write_message(stream: _Stream, message: bytes) -> None:
     """Writes the length of ``message``, then ``message``."""
     left = memoryview(_LENGTH.pack(len(message)) + message)
     while left:
-        left = left[stream.write(left) :]
+        left = left[stream.write(left) or 0 :]
 
 
-def _read_message(stream: IO[bytes]) -> bytes | None:
+def _read_message(stream: _Stream) -> bytes | None:
     """Returns the next message, or ``None`` if the other end has closed."""
     head = _read_exactly(stream, _LENGTH.size)
     return None if head is None else _read_exactly(stream, _LENGTH.unpack(head)[0])
 
 
-def _read_exactly(stream: IO[bytes], size: int) -> bytes | None:
+def _read_exactly(stream: _Stream, size: int) -> bytes | None:
     found = bytearray()
     while len(found) < size:
         piece = stream.read(size - len(found))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.refusals import BadRequestError
 
@@ -16,6 +18,13 @@ MAX_STOP_CHARACTERS = 1000
 MAX_STOP_TOKEN_IDS = 1024
 # Alternatives for each token, of the answer or of the prompt.
 MAX_LOGPROBS = 128
+# Log-probabilities of one request, if its answers get as long as they may. Each takes about 100 bytes in the engine's
+# process and 160 in the server's, until the request ends.
+MAX_REQUEST_LOGPROBS = 1 << 21
+# The same for all requests that have not ended.
+MAX_OPEN_LOGPROBS = 1 << 23
+# With more of them, a request's log-probabilities are sent, collected and encoded in pieces.
+MANY_LOGPROBS = 1 << 14
 
 
 def check_limits(sampling: SamplingParams) -> None:
@@ -31,6 +40,36 @@ def check_limits(sampling: SamplingParams) -> None:
     _check("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     _check("logprobs", sampling.logprobs or 0, MAX_LOGPROBS, "alternatives")
     _check("prompt_logprobs", sampling.prompt_logprobs or 0, MAX_LOGPROBS, "alternatives")
+
+
+def num_logprobs(num_prompt_tokens: int, sampling: SamplingParams) -> int:
+    """Returns the most log-probabilities that the answers to a request hold: for each token of an answer and of the
+    prompt its own and those of the alternatives, as far as they are requested.
+    """
+    return sum(count * (1 + alternatives) for count, alternatives, _ in _logprob_terms(num_prompt_tokens, sampling))
+
+
+def check_num_logprobs(num_prompt_tokens: int, sampling: SamplingParams) -> None:
+    """Raises ``BadRequestError`` with the arithmetic if a request may hold more than ``MAX_REQUEST_LOGPROBS``."""
+    found = num_logprobs(num_prompt_tokens, sampling)
+    if found > MAX_REQUEST_LOGPROBS:
+        terms = list(_logprob_terms(num_prompt_tokens, sampling))
+        sums = " + ".join(f"{text} × (1 + {alternatives})" for _, alternatives, text in terms)
+        raise BadRequestError(
+            f"logprobs: the answer may hold {sums} = {found} log-probabilities; this server takes at most "
+            f"{MAX_REQUEST_LOGPROBS} in one request: ask for fewer tokens, alternatives or completions",
+            param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
+        )
+
+
+def _logprob_terms(num_prompt_tokens: int, sampling: SamplingParams) -> Iterator[tuple[int, int, str]]:
+    """Yields for answers and prompt: how many tokens, how many alternatives for each, and the tokens as text."""
+    num_seqs = max(sampling.n, sampling.beam_width)
+    if sampling.logprobs is not None:
+        text = f"{num_seqs} answers × {sampling.max_new_tokens} tokens"
+        yield num_seqs * sampling.max_new_tokens, sampling.logprobs, text
+    if sampling.prompt_logprobs is not None:
+        yield num_prompt_tokens, sampling.prompt_logprobs, f"{num_prompt_tokens} tokens of the prompt"
 
 
 def _check(name: str, found: int, most: int, unit: str) -> None:

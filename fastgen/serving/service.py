@@ -18,12 +18,13 @@ from fastgen.serving.answers import Answers, Update
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.engine.request import EngineRequest
+from fastgen.serving.grammars.queue import TrialQueue
 from fastgen.serving.grammars.trial import FormatTrials
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.monitoring.watch import Watch
 from fastgen.serving.options import Limits
-from fastgen.serving.refusals import BadRequestError, UnavailableError
-from fastgen.serving.request_limits import check_limits
+from fastgen.serving.refusals import BadRequestError, OverloadedError, UnavailableError
+from fastgen.serving.request_limits import MANY_LOGPROBS, check_limits, check_num_logprobs, num_logprobs
 from fastgen.serving.templates.renderer import TemplateRenderer
 from fastgen.version import __version__
 
@@ -53,7 +54,7 @@ class Service:
         self.engine = EngineClient(arguments, self._watch, timeout_s=engine_timeout_s)
         self._codec: TextCodec | None = None
         self._templates: TemplateRenderer | None = None
-        self._formats: FormatTrials | None = None
+        self._formats: TrialQueue | None = None
         self._is_draining = False
 
     @property
@@ -105,7 +106,7 @@ class Service:
             codec.render_chat = self._templates.render
         codec.max_tokens = facts.max_model_len
         if hasattr(codec.tokenizer, "backend_tokenizer"):  # only formats need it; the engine reports the error
-            self._formats = FormatTrials(codec.tokenizer, facts.vocab_size)
+            self._formats = TrialQueue(FormatTrials(codec.tokenizer, facts.vocab_size))
         self._codec = codec
 
     async def submit(
@@ -127,12 +128,14 @@ class Service:
         try:
             self._check_taking()
             check_limits(sampling)
+            check_num_logprobs(len(prompt_ids), sampling)
             if reason := await self._format_refusal(sampling):
                 raise BadRequestError(reason)
             self._check_taking()
             answers = Answers(prompt_ids, sampling, self.codec, spelled)
             admitted = self._watch.admission.admit(len(prompt_ids), sampling)
-            request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s)
+            is_large = num_logprobs(len(prompt_ids), sampling) > MANY_LOGPROBS
+            request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream or is_large, arrived_s=arrived_s)
         except Exception as error:
             if isinstance(error, UnavailableError):
                 self.metrics.refused("unavailable")
@@ -140,7 +143,7 @@ class Service:
                 admitted.ended()
             raise
         self._watch.submitted(request, admitted)
-        return Running(self, request, answers)
+        return Running(self, request, answers, is_large=is_large)
 
     def _check_taking(self) -> None:
         if self._is_draining:
@@ -151,9 +154,11 @@ class Service:
         """Returns why the required answer format cannot be compiled, or not fast enough; ``None`` if it can."""
         if sampling.response_format is None or self._formats is None:
             return None
-        if self._formats.knows(sampling.response_format):
-            return self._formats.refusal(sampling.response_format)
-        return await asyncio.to_thread(self._formats.refusal, sampling.response_format)
+        try:
+            return await self._formats.refusal(sampling.response_format)
+        except OverloadedError:
+            self.metrics.refused("queued_formats")
+            raise
 
     async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
         """Returns why such a request would be refused, or ``None``. Nothing is run.
@@ -161,6 +166,7 @@ class Service:
         Raises ``RefusedError``, as :meth:`submit` does, if the engine need not be asked.
         """
         check_limits(sampling)
+        check_num_logprobs(len(prompt_ids), sampling)
         if reason := await self._format_refusal(sampling):
             return reason
         return await self.engine.refusal(prompt_ids, sampling)
@@ -187,9 +193,10 @@ class Service:
         """Ends the engine, by force after ``timeout_s``. Its unfinished requests fail."""
         self._is_draining = True
         await self.engine.stop(timeout_s)
-        for helper in (self._templates, self._formats):
-            if helper is not None:
-                helper.processes.close()
+        if self._templates is not None:
+            self._templates.processes.close()
+        if self._formats is not None:
+            self._formats.close()
 
 
 class Running:
@@ -197,8 +204,10 @@ class Running:
     is left.
     """
 
-    def __init__(self, service: Service, request: EngineRequest, answers: Answers):
+    def __init__(self, service: Service, request: EngineRequest, answers: Answers, *, is_large: bool = False):
         self._service, self._request, self._answers = service, request, answers
+        # Whether the answer may be so large that it must not be encoded in one piece.
+        self.is_large = is_large
 
     async def __aenter__(self) -> Self:
         return self

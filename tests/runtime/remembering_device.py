@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import zlib
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 from typing import cast
@@ -62,12 +62,13 @@ def build_engine(
     token_budget: int,
     max_num_seqs: int,
     loses_step: Callable[[], bool] = lambda: False,
+    postpones: Callable[[], bool] = lambda: False,
     runs_ahead: bool = False,
     policy: Policy | None = None,
     drafter: NgramDrafter | None = None,
 ) -> Engine:
-    """An engine on a :class:`Device`; ``loses_step`` is asked at least twice a step."""
-    device, ticks = Device(kv, loses_step), count()
+    """An engine on a :class:`Device`; ``loses_step`` is asked at least twice a step, ``postpones`` for each token."""
+    device, ticks = Device(kv, loses_step, postpones), count()
     scheduler = Scheduler(
         kv,
         token_budget=token_budget,
@@ -125,12 +126,13 @@ class AheadDevice:
             assert TO_COME not in entry.seq.token_ids
             if (token_id := self._taken[step].get(entry.seq)) is not None:
                 assert entry.seq.token_ids[-1] == token_id, "the host has another token"
+        step.postponed = self.device.postponed(live)
         self.num_unused += len(step.schedule.entries) - len(live)
         if self.device.loses_step():
             raise self.device.error
         sampled, num_accepted = [], {}
         for entry in live:
-            if entry.samples:
+            if entry.samples and entry.seq not in step.postponed:
                 tokens = self.device.tokens(entry)
                 sampled += [(entry.seq, token) for token in tokens]
                 if entry.drafts:
@@ -150,8 +152,9 @@ class Device:
 
     error: type[BaseException] = LostStepError
 
-    def __init__(self, kv: KVCacheManager, loses_step: Callable[[], bool]) -> None:
+    def __init__(self, kv: KVCacheManager, loses_step: Callable[[], bool], postpones: Callable[[], bool]) -> None:
         self.windows, self.block_size, self.loses_step = kv.windows, kv.block_size, loses_step
+        self._postpones = postpones
         self.num_computed = 0
         self._tables: dict[tuple[int, int, int], int] = {}
         self._written: dict[tuple[int, int, int], int] = {}
@@ -165,12 +168,19 @@ class Device:
             raise self.error
 
     def sample(self, step: Step) -> None:
-        found = [(entry, self.tokens(entry)) for entry in step.schedule.entries if entry.samples]
+        step.postponed = self.postponed(step.schedule.entries)
+        sampled = [entry for entry in step.schedule.entries if entry.samples and entry.seq not in step.postponed]
+        found = [(entry, self.tokens(entry)) for entry in sampled]
         step.sampled = [(entry.seq, token) for entry, tokens in found for token in tokens]
         step.num_accepted = {entry.seq: len(tokens) - 1 for entry, tokens in found if entry.drafts}
 
     def collect(self, step: Step) -> None:
         pass
+
+    def postponed(self, entries: Iterable[ScheduledTokens]) -> frozenset[Sequence]:
+        """Sequences for which no token is sampled, as if their mask were late."""
+        may = [entry.seq for entry in entries if entry.samples and not entry.drafts and not entry.seq.request.has_beams]
+        return frozenset(seq for seq in may if self._postpones())
 
     def write(self, schedule: Schedule, unknown: Mapping[Sequence, int]) -> None:
         """The forward pass, with the newest tokens that the host does not know."""

@@ -13,6 +13,7 @@ class ScriptedMatcher:
     """Allows the tokens of ``allowed``, the same at every step."""
 
     error = ""
+    is_complete = is_late = False
 
     def __init__(self, allowed: Iterable[int], vocab_size: int):
         words = [0] * -(-vocab_size // 32)
@@ -21,6 +22,12 @@ class ScriptedMatcher:
         self._mask = np.array(words, np.uint32).view(np.int32)
 
     def prepare(self) -> None:
+        pass
+
+    def is_ready(self, deadline_s: float) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> None:
         pass
 
     def mask(self) -> Mask:

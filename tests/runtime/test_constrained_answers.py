@@ -4,8 +4,11 @@ and the logits leave, and is the same alone, beside any requests, in any chunks,
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,13 @@ import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.compile.ops.sampling.reference import gumbel_noise
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.flight.replay import first_difference
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.requests.constraint import Mask
 from fastgen.runtime.requests.sampling_params import resolve_seed
-from fastgen.runtime.sampling.structured_output import Matcher
+from fastgen.runtime.sampling import kept_formats
+from fastgen.runtime.sampling.matcher import CompiledFormat, Matcher
+from fastgen.runtime.step import late_masks
 from fastgen.runtime.step.step import Step
 from tests.runtime.checkpoints import save_checkpoint
 from tests.runtime.constrained import (
@@ -142,6 +148,97 @@ def test_a_step_that_was_interrupted_is_made_again(directory: Path, alone: list[
                 except KeyboardInterrupt:
                     continue
             assert result_of(stream.output) == result_of(alone[index])
+
+
+class _BusyLock:
+    """A lock that a thread gets only if it waits for as long as it takes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def acquire(self, timeout: float = -1) -> bool:
+        return timeout < 0 and self._lock.acquire()
+
+    def __enter__(self) -> bool:
+        return self._lock.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+def with_late_end(output: GenerationOutput) -> GenerationOutput:
+    sampling = SAMPLINGS[PROMPTS.index(output.prompt_token_ids)]
+    is_last = output.finish_reason == "stop" and len(output.token_ids) == sampling.max_new_tokens
+    reason = "length" if is_last and sampling.response_format is not None else output.finish_reason
+    return replace(output, finish_reason=reason, others=tuple(map(with_late_end, output.others)))
+
+
+def test_the_same_when_masks_come_late(
+    directory: Path, alone: list[GenerationOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps leave out what is late, and parsers get their tokens late. So ends are noticed late, too: an answer that
+    its last token completes says "length".
+    """
+    rng, find, init = random.Random(0), Matcher._next_mask, CompiledFormat.__init__
+
+    def begin(compiled: CompiledFormat, start: Any) -> None:
+        init(compiled, start)
+        monkeypatch.setattr(compiled, "lock", _BusyLock())
+
+    def find_late(matcher: Matcher) -> Mask:
+        time.sleep(rng.choice((0.0, 0.001, 0.01)))
+        return find(matcher)
+
+    monkeypatch.setattr(Matcher, "_next_mask", find_late)
+    monkeypatch.setattr(CompiledFormat, "__init__", begin)
+    monkeypatch.setattr(late_masks, "MAX_WAIT_S", 0.001)
+    for options in ({"token_budget": 48, "max_num_seqs": 40}, {"token_budget": 7, "max_num_seqs": 6, "block_size": 4}):
+        with fastgen.load(directory, target="cpp", **options) as llm:
+            assert_same(list(map(with_late_end, alone)), list(map(with_late_end, llm.generate(PROMPTS, SAMPLINGS))))
+            recording = llm.recording()
+            assert llm._engine is not None
+            llm._engine.check_integrity()
+        assert sum(len(step.postponed) for step in recording.steps) > 100
+        assert first_difference(recording) is None
+
+
+def test_the_format_of_an_answer_that_has_ended_is_let_go(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flight recorder keeps requests, but not what their formats take."""
+    compiled: list[weakref.ref[CompiledFormat]] = []
+    init = CompiledFormat.__init__
+
+    def noted(each: CompiledFormat, start: Any) -> None:
+        init(each, start)
+        compiled.append(weakref.ref(each))
+
+    monkeypatch.setattr(CompiledFormat, "__init__", noted)
+    monkeypatch.setattr(kept_formats, "MAX_KEPT", 1)
+    for letter in "ab":
+        asked(llm, {"type": "regex", "pattern": f"{letter}{{7}}"}, max_new_tokens=20, n=2)
+    gc.collect()
+    assert [each() is None for each in compiled] == [True, False]
+
+
+def test_a_slow_mask_delays_no_other_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    find, may_end = Matcher._next_mask, threading.Event()
+
+    def find_when_allowed(matcher: Matcher) -> Mask:
+        assert may_end.wait(60)
+        return find(matcher)
+
+    monkeypatch.setattr(Matcher, "_next_mask", find_when_allowed)
+    constrained = {"type": "regex", "pattern": "a{20}"}
+    slow = [llm.stream([5, 6], max_new_tokens=30, response_format=constrained) for _ in range(3)]
+    try:
+        assert len(llm.generate([7, 8, 9], max_new_tokens=20, ignore_eos=True).token_ids) == 20
+    finally:
+        may_end.set()
+    for stream in slow:
+        list(stream)
+        assert stream.output.text == "a" * 20
 
 
 # By definition

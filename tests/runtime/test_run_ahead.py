@@ -25,9 +25,16 @@ class StepFailedError(Exception):
     """What a launch or a transfer raises that fails."""
 
 
-def history(seed: int, *, error: type[BaseException] | None = None, max_recorded: int | None = None) -> Counter[str]:
+def history(
+    seed: int,
+    *,
+    error: type[BaseException] | None = None,
+    max_recorded: int | None = None,
+    postponed_share: float = 0.0,
+    runs_ahead: bool = True,
+) -> Counter[str]:
     """One history, checked all along; returns how often things happened. Now and then a part of a step raises
-    ``error``. The recorder keeps ``max_recorded`` steps."""
+    ``error``. The recorder keeps ``max_recorded`` steps. A ``postponed_share`` of the tokens come a step later."""
     rng = random.Random(seed)
     requests = [drawn_request(rng) for _ in range(rng.randint(2, 14))]
     requests = [(prompt, replace(sampling, priority=rng.choice([0, 0, 1]))) for prompt, sampling in requests]
@@ -39,15 +46,17 @@ def history(seed: int, *, error: type[BaseException] | None = None, max_recorded
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
         loses_step=lambda: error is not None and rng.random() < 0.02,
-        runs_ahead=True,
+        postpones=lambda: postponed_share > 0 and rng.random() < postponed_share,
+        runs_ahead=runs_ahead,
         policy=random_policy(rng),
         drafter=NgramDrafter(3) if rng.random() < 0.3 else None,
     )
     if max_recorded is not None:
         engine.recorder.max_steps = max_recorded
     device = engine.runner
-    assert isinstance(device, AheadDevice)
-    device.device.error = error or LostStepError
+    assert isinstance(device, AheadDevice) is runs_ahead
+    if isinstance(device, AheadDevice):
+        device.device.error = error or LostStepError
     happened: Counter[str] = Counter()
     generations: list[Generation] = []
     cancelled = set()
@@ -82,10 +91,13 @@ def history(seed: int, *, error: type[BaseException] | None = None, max_recorded
         assert first_difference(recording) is None
     if error is None:
         happened["held back"] += sum(len(step.held_back or ()) for step in recording.steps)
+        if postponed_share:
+            happened["postponed"] += sum(len(step.postponed) for step in recording.steps)
         happened["steps"] += len(recording.steps)
-    happened["ahead"] += device.num_ahead
-    happened["taken"] += device.num_taken
-    happened["unused"] += device.num_unused
+    if isinstance(device, AheadDevice):
+        happened["ahead"] += device.num_ahead
+        happened["taken"] += device.num_taken
+        happened["unused"] += device.num_unused
     happened["cancelled"] += len(cancelled)
     return happened
 
@@ -115,6 +127,16 @@ def test_a_sequence_that_ends_by_its_length_has_no_row_in_the_step_ahead() -> No
     assert device.num_unused == 0
     steps = engine.recorder.recording("m").steps
     assert sum(len(step.held_back or ()) for step in steps) == 3  # at the very end nothing is launched
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_answers_are_the_same_where_tokens_are_postponed(runs_ahead: bool) -> None:
+    happened = Counter[str]()
+    for seed in range(40):
+        happened += history(seed, postponed_share=0.3 if seed % 2 else 0.9, runs_ahead=runs_ahead)
+    assert happened["postponed"] > 500
+    assert not happened["failed"]
+    assert happened["preemptions"] > 20
 
 
 def test_a_ring_that_wrapped_is_replayed() -> None:

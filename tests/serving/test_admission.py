@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from fastgen.serving.admission.admission import Admission
 from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.options import Limits
 from fastgen.serving.refusals import OverloadedError, TooLargeError
+from fastgen.serving.request_limits import MAX_OPEN_LOGPROBS
 
 ANSWER = SamplingParams(max_new_tokens=10)
 
@@ -101,6 +103,23 @@ def test_a_prompt_may_have_so_many_tokens() -> None:
     with pytest.raises(TooLargeError, match="101 tokens"):
         door.admission.admit(101, ANSWER)
     assert door.reasons == ["prompt_tokens"]
+
+
+def test_so_many_log_probabilities_may_be_held_at_once_but_one_request_is_always_let_in() -> None:
+    door = Door()
+    large = SamplingParams(n=4, max_new_tokens=MAX_OPEN_LOGPROBS // 16, logprobs=3)
+    held = door.admission.admit(1, large)
+    held.started()
+    door.admission.admit(1, ANSWER)
+    refusal = door.refusal(1, replace(ANSWER, logprobs=0))
+    assert f"{MAX_OPEN_LOGPROBS} log-probabilities and this one 10;" in str(refusal)
+    held.ended()
+    held.ended()
+    door.admission.admit(1, replace(ANSWER, logprobs=0))
+    door.refusal(1, large)
+    door.admission.begin(FACTS)
+    door.admission.admit(1, large)
+    assert door.reasons == ["logprobs"] * 2
 
 
 def test_what_would_come_too_late_is_refused_and_told_when_it_would_have_come() -> None:

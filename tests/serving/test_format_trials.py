@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 
-from fastgen.runtime.requests.response_format import parse_response_format
-from fastgen.serving.grammars.trial import FormatTrials
+from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
+from fastgen.serving.grammars.queue import MAX_WAITING, TrialQueue
+from fastgen.serving.grammars.trial import MAX_PROCESSES, FormatTrials
+from fastgen.serving.refusals import OverloadedError
 from tests.serving.scripted import scripted_codec
 
 
@@ -47,3 +53,81 @@ def test_any_object_needs_no_trial(trials: FormatTrials) -> None:
     response_format = parse_response_format({"type": "json_object"})
     assert response_format is not None
     assert trials.knows(response_format)
+
+
+class _SlowTrials:
+    """Refuses every format, once ``may_end`` is set."""
+
+    def __init__(self) -> None:
+        self.may_end, self.begun = threading.Event(), list[ResponseFormat]()
+        self._tried: set[ResponseFormat] = set()
+
+    def knows(self, response_format: ResponseFormat) -> bool:
+        return response_format in self._tried
+
+    def refusal(self, response_format: ResponseFormat) -> str | None:
+        if response_format not in self._tried:
+            self.begun.append(response_format)
+            assert self.may_end.wait(60)
+            self._tried.add(response_format)
+        return f"{response_format.text} is refused"
+
+
+async def _queued(trials: _SlowTrials, num: int) -> tuple[TrialQueue, list[asyncio.Task[str | None]]]:
+    """Returns a queue of ``num`` different formats. As many as possible are being tried."""
+    queue: Any = TrialQueue(cast(FormatTrials, trials))
+    tasks = [asyncio.create_task(queue.refusal(ResponseFormat("regex", f"{number}"))) for number in range(num)]
+    while len(trials.begun) < min(num, MAX_PROCESSES):
+        await asyncio.sleep(0)
+    return queue, tasks
+
+
+def test_formats_that_wait_for_their_trial_hold_no_thread() -> None:
+    async def run() -> None:
+        trials = _SlowTrials()
+        with ThreadPoolExecutor(1) as threads:
+            asyncio.get_running_loop().set_default_executor(threads)
+            _, tasks = await _queued(trials, 8)
+            try:
+                async with asyncio.timeout(30):
+                    assert await asyncio.to_thread(lambda: "tokens") == "tokens"
+            finally:
+                trials.may_end.set()
+            assert await asyncio.gather(*tasks) == [f"{number} is refused" for number in range(8)]
+
+    asyncio.run(run())
+
+
+def test_only_so_many_formats_wait_and_one_whose_client_leaves_makes_room() -> None:
+    async def run() -> None:
+        trials = _SlowTrials()
+        queue, tasks = await _queued(trials, MAX_PROCESSES + MAX_WAITING)
+        try:
+            with pytest.raises(OverloadedError, match=f"at most {MAX_WAITING} wait"):
+                await queue.refusal(ResponseFormat("regex", "one more"))
+            tasks.pop().cancel()
+            await asyncio.sleep(0)
+            tasks.append(asyncio.create_task(queue.refusal(ResponseFormat("regex", "one more"))))
+            tasks.pop(0).cancel()  # its trial has begun: its place is free when that ends
+        finally:
+            trials.may_end.set()
+        found = await asyncio.gather(*tasks)
+        assert found[-1] == "one more is refused"
+        async with asyncio.timeout(60):
+            for _ in range(MAX_PROCESSES):  # every place is free again
+                await queue._free.acquire()
+        assert queue._num_waiting == 0
+
+    asyncio.run(run())
+
+
+def test_a_format_that_several_requests_wait_for_is_tried_once() -> None:
+    async def run() -> None:
+        trials = _SlowTrials()
+        trials.may_end.set()
+        queue: Any = TrialQueue(cast(FormatTrials, trials))
+        same = ResponseFormat("regex", "a")
+        assert set(await asyncio.gather(*(queue.refusal(same) for _ in range(5)))) == {"a is refused"}
+        assert len(trials.begun) <= MAX_PROCESSES
+
+    asyncio.run(run())

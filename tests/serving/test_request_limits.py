@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import math
+import threading
+from dataclasses import replace
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
+from starlette.responses import Response
 
 import fastgen
 from fastgen import SamplingParams
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.clients.client import Protocols
 from fastgen.serving.clients.deployments import Deployment
+from fastgen.serving.http.openai.run import in_pieces, json_response
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.request_limits import (
+    MANY_LOGPROBS,
     MAX_BEAMS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_REQUEST_LOGPROBS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     check_limits,
+    check_num_logprobs,
+    num_logprobs,
 )
 
 
@@ -44,6 +56,64 @@ def test_what_is_beyond_a_limit_is_refused_by_name(most: dict[str, Any], too_muc
     with pytest.raises(BadRequestError, match=f"^{name}: this server takes at most") as refused:
         check_limits(SamplingParams(**too_much))
     assert refused.value.param == name
+
+
+def test_the_log_probabilities_of_a_request_are_bounded_as_a_product() -> None:
+    answers = SamplingParams(n=2, max_new_tokens=8191, logprobs=127)
+    assert num_logprobs(8, answers) == MAX_REQUEST_LOGPROBS - 256
+    check_num_logprobs(8, answers)
+    check_num_logprobs(2, replace(answers, prompt_logprobs=127))
+    sums = r"2 answers × 8191 tokens × \(1 \+ 127\) \+ 3 tokens of the prompt × \(1 \+ 127\) = 2097280"
+    with pytest.raises(BadRequestError, match=sums) as refused:
+        check_num_logprobs(3, replace(answers, prompt_logprobs=127))
+    assert refused.value.param == "logprobs"
+    beams = SamplingParams(beam_width=4, max_new_tokens=10, logprobs=0)
+    assert num_logprobs(8, beams) == 40
+    assert num_logprobs(8, SamplingParams(max_new_tokens=10)) == 0
+    with pytest.raises(BadRequestError, match=f"at most {MAX_REQUEST_LOGPROBS} in one request") as refused:
+        check_num_logprobs(MAX_REQUEST_LOGPROBS // 128 + 1, SamplingParams(prompt_logprobs=127))
+    assert refused.value.param == "prompt_logprobs"
+
+
+def test_too_many_log_probabilities_are_refused_by_every_protocol(deployment: Deployment) -> None:
+    much = {"n": MAX_N, "logprobs": MAX_LOGPROBS, "max_tokens": 512}
+    answer = httpx2.post(deployment.address + "/v1/completions", json={"model": deployment.name, "prompt": "a"} | much)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
+    protocols: tuple[Protocols, ...] = ("http", "grpc")
+    for protocol in protocols:
+        with (
+            fastgen.client(deployment.address, protocol=protocol) as client,
+            pytest.raises(InvalidArgumentError, match=r"128 answers × 512 tokens × \(1 \+ 128\) = 8454144"),
+        ):
+            client.generate("a", n=MAX_N, logprobs=MAX_LOGPROBS, max_new_tokens=512)
+
+
+def test_an_answer_with_many_log_probabilities_is_the_same_in_pieces(deployment: Deployment, llm: fastgen.LLM) -> None:
+    asked: dict[str, Any] = {"n": 2, "logprobs": 120, "max_new_tokens": 80, "temperature": 0.5, "seed": 1}
+    assert num_logprobs(1, SamplingParams(**asked)) > MANY_LOGPROBS
+    expected = llm.generate("Once", **asked)
+    protocols: tuple[Protocols, ...] = ("http", "grpc")
+    for protocol in protocols:
+        with fastgen.client(deployment.address, protocol=protocol) as client:
+            with client.stream("Once", **asked) as stream:
+                assert len(list(stream)) > 2
+            for found in (client.generate("Once", **asked), stream.output):
+                for one, other in zip(found.completions, expected.completions, strict=True):
+                    assert one.token_ids == other.token_ids
+                    assert one.logprobs == other.logprobs
+
+
+def test_pieces_make_the_same_json() -> None:
+    body = {"a": [{"b": [None, 1.5, "é\u2028", -math.inf]}] * 200, "c": [[1, 2], {3: 4.0}], "d": {"e": ()}}
+    assert msgspec.json.encode(in_pieces(body)) == msgspec.json.encode(body)
+
+
+def test_a_large_answer_is_made_on_another_thread() -> None:
+    def response(*, is_large: bool) -> Response:
+        return asyncio.run(json_response(lambda: [threading.current_thread().name] * 100, is_large=is_large))
+
+    (large,), (small,) = (set(json.loads(response(is_large=each).body)) for each in (True, False))
+    assert small == threading.current_thread().name != large
 
 
 def test_every_way_to_ask_has_the_limits(deployment: Deployment) -> None:

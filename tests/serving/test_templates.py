@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
+from fastgen.serving import helper_processes
 from fastgen.serving.refusals import UnavailableError
 from fastgen.serving.templates.renderer import TemplateRenderer
 
@@ -98,6 +101,68 @@ def test_a_process_that_ended_is_started_again(renderer: TemplateRenderer) -> No
     process._process.wait()
     assert renderer.render(MESSAGES[:2], None) == expected
     assert process not in renderer.processes._processes
+
+
+def _end_each(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> list[int]:
+    """Sends a signal to each process that takes work, just before it gets it. Returns the list of their ids."""
+    ended: list[int] = []
+    take = renderer.processes._take
+
+    def take_and_signal() -> Any:
+        process = take()
+        os.kill(process.pid, number)
+        ended.append(process.pid)
+        return process
+
+    monkeypatch.setattr(renderer.processes, "_take", take_and_signal)
+    return ended
+
+
+def test_a_conversation_whose_process_is_killed_is_rendered_by_another(
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = renderer.render(MESSAGES[:2], None)
+    take, ended = renderer.processes._take, []
+
+    def take_and_kill_once() -> Any:
+        process = take()
+        if not ended:
+            ended.append(process.pid)
+            process.kill()
+        return process
+
+    monkeypatch.setattr(renderer.processes, "_take", take_and_kill_once)
+    assert renderer.render(MESSAGES[:2], None) == expected
+    assert ended
+    assert ended[0] not in renderer.processes.pids
+
+
+def test_a_conversation_whose_processes_are_killed_is_not_called_wrong(
+    renderer: TemplateRenderer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = TextCodec(tokenizer, eos_token_ids=frozenset(), default_sampling=SamplingParams())
+    codec.render_chat = renderer.render
+    with monkeypatch.context() as patch:
+        killed = _end_each(renderer, patch, signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="2 helper processes were killed"):
+            codec.encode_chat(MESSAGES[:2])
+    assert len(set(killed)) == 2
+    assert codec.encode_chat(MESSAGES[:2])
+
+
+def test_a_process_that_stands_still_is_ended_after_some_time(
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = renderer.render(MESSAGES[:2], None)
+    with monkeypatch.context() as patch:
+        patch.setattr(helper_processes, "MAX_WALL_S", 0.2)
+        stopped = _end_each(renderer, patch, signal.SIGSTOP)
+        long = [{"role": "user", "content": "x" * (1 << 20)}]  # more than a pipe holds
+        with pytest.raises(UnavailableError):
+            renderer.render(long, None)
+    assert len(set(stopped)) == 2
+    assert not set(stopped) & set(renderer.processes.pids)
+    assert renderer.render(MESSAGES[:2], None) == expected
 
 
 def test_who_would_wait_for_a_conversation_that_takes_long_is_rendered_by_another_process(

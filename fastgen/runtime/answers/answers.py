@@ -89,6 +89,10 @@ class Answers:
             # A step gives a second token only behind a draft.
             attempt(Phase.UPDATE, sequence, take, sequence, token, step, sequence is previous)
             previous = sequence
+        for sequence in step.postponed:
+            matcher = sequence.matcher
+            if sequence.status is SequenceStatus.RUNNING and matcher is not None and matcher.is_complete:
+                attempt(Phase.UPDATE, sequence, self._end, sequence)
         for sequence, num_drafts in step.num_accepted.items() if step.num_accepted else ():
             if sequence.status is SequenceStatus.RUNNING and num_drafts:
                 attempt(Phase.UPDATE, sequence, self._scheduler.accept, sequence, num_drafts)
@@ -154,6 +158,10 @@ class Answers:
         if reason is not None:
             self._finish(completion, reason)
 
+    def _end(self, sequence: Sequence) -> None:
+        """Ends the answer of ``sequence``, whose format allows nothing more."""
+        self._finish(self.open[sequence.request.request_id].completions[sequence.index], "stop")
+
     def _take_candidates(self, beams: BeamGroup, sequence: Sequence, token: SampledToken, step: Step) -> None:
         assert token.candidates is not None
         assert step.ran_s is not None
@@ -193,6 +201,10 @@ class Answers:
         if generation.left_queue_s is None:
             generation.left_queue_s = now_s
         is_last = generation.finished
+        # The recorder keeps requests, and a compiled format is large.
+        completion.sequence.matcher = None
+        if is_last:
+            generation.request.constraint = None
         self._observer.finished(completion.sequence, reason, now_s, completion.token_times_s, is_last)
         if is_last:
             del self.open[generation.request.request_id]

@@ -57,6 +57,7 @@ class Completion:
         matcher = self.sequence.matcher
         if matcher is not None and matcher.advance(token.token_id):
             return "stop"
+        # An answer that this token completes may say so here: where its parser is late, nothing waits for it.
         return "length" if len(self.token_ids) >= sampling.max_new_tokens else None
 
     def adopt(self, found: Hypothesis, stop_ids: frozenset[int], times_s: list[float]) -> FinishReason | None:

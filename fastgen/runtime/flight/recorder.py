@@ -71,6 +71,7 @@ class StepRecord:
         "num_waiting",
         "number",
         "positions",
+        "postponed",
         "preempted",
         "ran_s",
         "sampled",
@@ -100,6 +101,7 @@ class StepRecord:
         self.preempted = list(map(_key_of, schedule.preempted))
         self.admitted: list[tuple[_Key, int, int, int]] = []
         self.sampled: list[_Key] = []
+        self.postponed: list[_Key] = []
         self.num_running, self.num_waiting = len(scheduler.running), scheduler.num_waiting
         self.blocks_free, self.blocks_cached = scheduler.kv.num_free, scheduler.kv.pool.num_cached
 
@@ -130,6 +132,7 @@ class StepRecord:
             blocks_free=self.blocks_free,
             blocks_cached=self.blocks_cached,
             held_back=None if self.held_back is None else tuple(map(_name, self.held_back)),
+            postponed=tuple(map(_name, self.postponed)),
         )
 
     @property
@@ -276,6 +279,8 @@ class Recorder(Observer):
         """Attributes every end of a sequence to the tokens of ``step``, from now until ``step`` has ended."""
         record = self._ran = self._records[step]
         record.build_s, record.num_padding, record.ran_s = step.build_s, step.num_padding, step.ran_s
+        if step.postponed:
+            record.postponed = sorted(seq.key for seq in step.postponed)
 
     def ended(self, step: EngineStep) -> None:
         record = self._records.pop(step)

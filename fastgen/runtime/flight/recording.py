@@ -188,6 +188,8 @@ class Step:
     # Set if the step was scheduled before the previous step's tokens were known: the sequences that had to wait for
     # theirs. The two forward passes run one after the other, so the times of the two steps overlap.
     held_back: tuple[str, ...] | None = None
+    # Sequences whose last token did not count, because it was not known in time what their format allows next.
+    postponed: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:

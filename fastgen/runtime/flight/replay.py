@@ -260,7 +260,7 @@ class _Player:
         """Marks the tokens of ``step`` as computed, if it ran."""
         if step.event.ran_s is None:
             return
-        self.scheduler.commit(step.schedule)
+        self.scheduler.commit(step.schedule, [self.sequences[name] for name in step.event.postponed])
         self._last = step
         if not self._runs_ahead:
             self._give_tokens(step)

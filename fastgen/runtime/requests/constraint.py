@@ -18,6 +18,16 @@ class Matcher(Protocol):
     """Follows one sequence through the grammar of its answer."""
 
     @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow the tokens so far."""
+        ...
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the present step leaves the sequence out, because its mask was not ready."""
+        ...
+
+    @property
     def error(self) -> str:
         """Why no token is allowed any more, if the grammar's library gave up; empty otherwise."""
         ...
@@ -26,12 +36,22 @@ class Matcher(Protocol):
         """Starts to compute the mask of the next token on another thread, unless that has started."""
         ...
 
+    def is_ready(self, deadline_s: float) -> bool:
+        """Waits for the mask until ``deadline_s`` of ``time.monotonic``, unless the last one took long. Returns whether
+        it is there. If not, the sequence is late until the next call.
+        """
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for the mask for at most ``timeout_s`` seconds."""
+        ...
+
     def mask(self) -> Mask:
-        """Returns the tokens that may come next; waits for them."""
+        """Returns the tokens that may come next; waits for them. Every token, for a sequence that is late."""
         ...
 
     def advance(self, token_id: int) -> bool:
-        """Takes the next token, which the mask allows. Returns whether the answer is complete."""
+        """Takes the next token, which the mask allows. Returns whether the answer is known to be complete."""
         ...
 
 

@@ -88,7 +88,8 @@ class SlotSampler:
         a slot has ended since the step was launched.
         """
         for sequence in sequences:
-            if isinstance(sequence, Sequence) and sequence.slot is not None:
+            is_late = sequence.matcher is not None and sequence.matcher.is_late
+            if isinstance(sequence, Sequence) and sequence.slot is not None and not is_late:
                 self._synced[sequence.slot] = (sequence, sequence.num_preemptions, sequence.num_tokens + 1)
         return self._kernels.buffer("token_ids")[: len(sequences)]
 

@@ -11,15 +11,9 @@ whether token ``i`` is allowed.
 from __future__ import annotations
 
 import json
-import os
-import threading
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import groupby
 from types import ModuleType
 from typing import Any
@@ -30,13 +24,11 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.constraint import Mask
 from fastgen.runtime.requests.response_format import JSON_OPTIONS, ResponseFormat
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.sampling.kept_formats import KeptFormats
+from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint, MaskThreads, message_of
 from fastgen.version import install_command
 
 _END = "<|fastgen: the answer may end|>"
-
-# Compiled formats that are kept for later requests; the least recently used one is dropped first.
-MAX_KEPT = 64
-MAX_THREADS = 4
 
 # The most that a grammar may cost, in the library's own units. A grammar that takes more is refused, or its request
 # ends with an error. The comments give the time or memory that the library says each limit takes.
@@ -46,24 +38,15 @@ _LIMITS = {
     "max_items_in_row": 2_000,  # branches of the parser at one place
     "step_lexer_fuel": 200_000,  # for one mask: 15 ms
     "step_max_items": 50_000,  # for one mask: 3 ms
-    "max_lexer_states": 100_000,  # 200 MB at worst
+    "max_lexer_states": 32_768,  # 64 MB at worst, for all answers in the format together
 }
-MAX_MASK_CPU_S = 0.1
-# Masks of one answer that may take longer than that. One more, and the answer fails, since the whole step waits for its
-# mask. The cost of a token grows with the square of the parser's branches, which no limit of the library covers.
-MAX_SLOW_MASKS = 3
-# Processor time after which nothing waits for a mask any more, and its answer fails.
-MAX_AWAITED_CPU_S = 0.3
-# Processor time that the engine itself may spend to feed the tokens of one answer to the parser; with more it fails.
-# Only tokens count that take longer than any token of an ordinary grammar.
-MAX_TAKEN_CPU_S = 0.5
-SLOW_TAKE_CPU_S = 0.005
 # Optional properties of an object; with fewer no limit is near.
 _MANY_PROPERTIES = 300
 
 
 class Grammars:
-    """Compiles formats for one model, and keeps the most recent ones. Not thread-safe.
+    """Compiles formats for one model, and keeps the most recent ones. Not thread-safe, except for :meth:`compiled`
+    after :meth:`prepare`.
 
     ``tokenizer`` is transformers' own; ``vocab_size`` is ``V``; ``eos_token_ids`` end an answer where its grammar may
     end. The library is imported and gets the tokenizer when the first format is compiled.
@@ -72,174 +55,54 @@ class Grammars:
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Iterable[int]):
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, frozenset(eos_token_ids)
         self._vocabulary: _Vocabulary | None = None
-        self._kept: OrderedDict[ResponseFormat, Any] = OrderedDict()
+        self._kept = KeptFormats()
+        self._threads = MaskThreads()
+
+    def prepare(self) -> None:
+        """Imports the library and gives it the tokenizer. Raises ``InvalidArgumentError`` if that is not possible."""
+        if self._vocabulary is None:
+            self._vocabulary = _Vocabulary(self._tokenizer, self._vocab_size)
 
     def compile(self, response_format: ResponseFormat) -> None:
         """Compiles a format, so that :meth:`constraint` has it ready. Raises ``InvalidArgumentError`` for a format that
         cannot be followed.
         """
-        self._compiled(response_format)
+        self._kept_or_compiled(response_format)
+
+    def compiled(self, response_format: ResponseFormat) -> CompiledFormat:
+        """Returns a compiled format, which is not kept. Raises as :meth:`compile` does."""
+        self.prepare()
+        assert self._vocabulary is not None
+        return CompiledFormat(self._vocabulary.compile(response_format))
+
+    def is_kept(self, response_format: ResponseFormat) -> bool:
+        """Returns whether the format is compiled."""
+        return self._kept.get(response_format) is not None
+
+    def keep(self, response_format: ResponseFormat, compiled: CompiledFormat) -> None:
+        """Keeps a compiled format for later requests."""
+        self._kept.keep(response_format, compiled)
 
     def constraint(self, sampling: SamplingParams) -> Constraint | None:
         """Returns the constraint of each answer to a request with ``sampling``; ``None`` if it has no format."""
         if sampling.response_format is None:
             return None
-        start = self._compiled(sampling.response_format)
+        compiled = self._kept_or_compiled(sampling.response_format)
         assert self._vocabulary is not None
         ending_ids = self._eos_token_ids.union(sampling.stop_token_ids)
-        return Constraint(start, self._vocabulary, self._vocabulary.mask_of(ending_ids), sampling.min_new_tokens)
+        ending = self._vocabulary.mask_of(ending_ids)
+        return Constraint(compiled, self._vocabulary, self._threads, ending, sampling.min_new_tokens)
 
-    def _compiled(self, response_format: ResponseFormat) -> Any:
-        if response_format in self._kept:
-            self._kept.move_to_end(response_format)
-            return self._kept[response_format]
-        if self._vocabulary is None:
-            self._vocabulary = _Vocabulary(self._tokenizer, self._vocab_size)
-        self._kept[response_format] = start = self._vocabulary.compile(response_format)
-        if len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-        return start
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """A request's compiled format. Each sequence of the request has a :class:`Matcher` of it."""
-
-    # The library's matcher before the first token; it is copied, never advanced.
-    start: Any
-    vocabulary: _Vocabulary
-    # The tokens that end an answer.
-    ending: Mask
-    min_new_tokens: int
-
-    def matcher(self) -> Matcher:
-        return Matcher(self)
-
-
-class Matcher:
-    """The tokens that one sequence may have next. It stays with the sequence, running or not, and knows nothing of
-    steps.
-
-    A token that ends the request is allowed exactly where the grammar may end, and not before ``min_new_tokens``,
-    unless no other token is. Tokens that the tokenizer does not know, and special ones, have no text and are allowed
-    only where a grammar names them.
-    """
-
-    def __init__(self, constraint: Constraint):
-        self._constraint = constraint
-        self._state: Any = None
-        self._num_tokens = 0
-        self._mask: Future[Mask] | None = None
-        self._threads = constraint.vocabulary.threads
-        # The processor clock of the thread that computes the mask, and its value when that started.
-        self._began: tuple[int, float] | None = None
-        self._failure = ""
-        self._num_slow = 0
-        self._taken_s = 0.0
-
-    def prepare(self) -> None:
-        """Starts to compute the mask of the next token on another thread, unless that has started."""
-        if self._mask is not None:
-            return
-        self._began = None
-        self._threads = self._constraint.vocabulary.threads
-        try:
-            self._mask = self._threads.submit(self._compute)
-        except RuntimeError as error:  # no thread can start: only this sequence fails
-            self._mask = self._fail(error)
-
-    def mask(self) -> Mask:
-        """Returns the mask of the next token. No bit is set if the grammar can neither continue nor end, or on failure;
-        see :attr:`error`.
-        """
-        while True:
-            self.prepare()
-            assert self._mask is not None
-            try:
-                return self._mask.result(MAX_MASK_CPU_S)
-            except TimeoutError:
-                if self._mask.cancel():  # not started: all threads are busy with slow masks
-                    self._mask = None
-                elif self._spent_s() > MAX_AWAITED_CPU_S and not self._mask.done():
-                    why = f"a token took more than {MAX_AWAITED_CPU_S:g} s of processor time"
-                    self._mask = self._fail(TimeoutError(why))
-                else:
-                    continue
-                self._constraint.vocabulary.replace_threads(self._threads)
-
-    def _spent_s(self) -> float:
-        """Returns the processor time of the thread since it started with the mask; 0 if the system does not report
-        it.
-        """
-        if self._began is None:
-            return 0.0
-        clock, began_s = self._began
-        try:
-            return time.clock_gettime(clock) - began_s
-        except OSError:  # the mask is complete, and the thread has just ended
-            return 0.0
-
-    @property
-    def error(self) -> str:
-        """Returns the library's message if it reached a limit, or what else failed; empty otherwise."""
-        self.mask()  # from here on no other thread uses the state, unless its mask was abandoned
-        return self._failure or _message(self._state.get_error())
-
-    def advance(self, token_id: int) -> bool:
-        """Takes the next token, one that :meth:`mask` allows and that does not end the request. Returns whether the
-        answer is complete, so that nothing can follow. Otherwise starts the next mask.
-        """
-        self.mask()
-        self._mask = None
-        began_s = time.thread_time()
-        is_taken: bool = self._state.consume_token(token_id)
-        took_s = time.thread_time() - began_s
-        self._num_tokens += 1
-        if is_taken and self._state.is_stopped():
-            return True
-        if took_s > SLOW_TAKE_CPU_S:
-            self._taken_s += took_s
-        if self._taken_s > MAX_TAKEN_CPU_S:
-            why = f"its tokens took more than {MAX_TAKEN_CPU_S:g} s of processor time beside their masks"
-            self._mask = self._fail(TimeoutError(why))
-        self.prepare()
-        return False
-
-    def _compute(self) -> Mask:
-        try:
-            began_s = time.thread_time()
-            if hasattr(time, "pthread_getcpuclockid"):
-                self._began = time.pthread_getcpuclockid(threading.get_ident()), began_s
-            mask = self._next_mask()
-            self._num_slow += time.thread_time() - began_s > MAX_MASK_CPU_S
-            if self._num_slow > MAX_SLOW_MASKS:
-                raise TimeoutError(
-                    f"of {MAX_SLOW_MASKS + 1} tokens each took more than {MAX_MASK_CPU_S:g} s of processor time"
-                )
-            return mask
-        except BaseException as error:  # a panic of the library is no ``Exception``; interrupts do not reach here
-            return self._fail(error).result()
-
-    def _fail(self, error: BaseException) -> Future[Mask]:
-        """Notes the failure, and returns a mask that allows no token."""
-        self._failure = f"{type(error).__name__}: {error}"
-        mask: Future[Mask] = Future()
-        mask.set_result(self._constraint.vocabulary.mask_of(()))
-        return mask
-
-    def _next_mask(self) -> Mask:
-        constraint, vocabulary = self._constraint, self._constraint.vocabulary
-        if self._state is None:
-            self._state = constraint.start.deep_copy()
-        allowed, may_end = vocabulary.next_tokens(self._state)
-        allowed &= ~constraint.ending
-        if may_end and (self._num_tokens >= constraint.min_new_tokens or not allowed.any()):
-            allowed |= constraint.ending
-        return allowed
+    def _kept_or_compiled(self, response_format: ResponseFormat) -> CompiledFormat:
+        found = self._kept.get(response_format)
+        if found is None:
+            found = self.compiled(response_format)
+            self.keep(response_format, found)
+        return found
 
 
 class _Vocabulary:
-    """The model's tokens as the library knows them, and the threads that compute masks."""
+    """The model's tokens as the library knows them."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self._library = _import_library()
@@ -261,13 +124,7 @@ class _Vocabulary:
             ) from error
         self._in_head = self.mask_of(token_id for token_id in range(vocab_size) if token_id != self._end_id)
         self._limits = self._library.LLParserLimits(**_LIMITS, verbose_errors=False)
-        self.threads = _new_threads()
-
-    def replace_threads(self, busy: ThreadPoolExecutor) -> None:
-        """Replaces the threads if ``busy`` are the current ones: some of these compute what cannot be stopped."""
-        if self.threads is busy:
-            self.threads = _new_threads()
-            busy.shutdown(wait=False)
+        self.all_tokens = self.mask_of(range(vocab_size))
 
     def mask_of(self, token_ids: Iterable[int]) -> Mask:
         """Returns a mask with the bits of ``token_ids`` set, except ids that the model's head does not have."""
@@ -285,11 +142,11 @@ class _Vocabulary:
             raise InvalidArgumentError(f"{refused}: {error}") from None
         start = matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if start.is_error():
-            raise InvalidArgumentError(f"{refused}: {_message(start.get_error())}")
+            raise InvalidArgumentError(f"{refused}: {message_of(start.get_error())}")
         first = start.deep_copy()
         allowed, may_end = self.next_tokens(first)
         if not (may_end or allowed.any()):
-            reason = _message(first.get_error()) or "none of the model's tokens can begin such an answer"
+            reason = message_of(first.get_error()) or "none of the model's tokens can begin such an answer"
             raise InvalidArgumentError(f"{refused}: {reason}")
         if response_format.kind == "json_schema":
             for names in optional_runs(json.loads(response_format.text)):
@@ -310,7 +167,7 @@ class _Vocabulary:
             if not allowed.any():
                 break
             state.consume_token(_first_of(allowed))
-        return _message(state.get_error())
+        return message_of(state.get_error())
 
     def next_tokens(self, state: Any) -> tuple[Mask, bool]:
         """Returns the mask of the library's tokens after ``state``, and whether the grammar may end there."""
@@ -320,10 +177,6 @@ class _Vocabulary:
             return np.zeros(self._num_words, np.int32), False
         may_end = bool(words[self._end_id // 32] >> self._end_id % 32 & 1)
         return words[: self._num_words] & self._in_head, may_end
-
-
-def _new_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="fastgen-mask")
 
 
 def _first_of(mask: Mask) -> int:
@@ -353,14 +206,6 @@ def optional_runs(schema: object) -> Iterator[list[str]]:
         longest = max(runs, key=len, default=[])
         if len(longest) >= _MANY_PROPERTIES:
             yield longest
-
-
-def _message(error: str) -> str:
-    """Returns the library's message without its note that more could be said; empty if it only means that no token
-    fits.
-    """
-    message = error.removesuffix("<non-verbose/>").strip()
-    return "" if message == "NoExtensionBias" else message
 
 
 def _import_library() -> ModuleType:

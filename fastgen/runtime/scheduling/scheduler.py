@@ -26,6 +26,7 @@ waiting sequence reaches the head of the most urgent class at some time, so ever
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from operator import attrgetter
@@ -227,11 +228,12 @@ class Scheduler:
         if schedule.block_copies:
             self.kv.copies_done(schedule.block_copies)
 
-    def commit(self, schedule: Schedule) -> None:
+    def commit(self, schedule: Schedule, postponed: Collection[Sequence] = ()) -> None:
         """Marks ``schedule`` as run: its tokens are computed. How many drafts are right is reported later, by
         :meth:`accept`.
 
-        A sequence that was finished in the meantime is ignored.
+        A sequence that was finished in the meantime is ignored. The last token of one that is ``postponed`` does not
+        count: a later step computes it again, since nothing was sampled after it.
         """
         assert schedule is self._scheduled, "only the schedule made last can be committed, and only once"
         if not self._is_launched:
@@ -240,7 +242,7 @@ class Scheduler:
         running, block_size = SequenceStatus.RUNNING, self.kv.block_size
         full: list[Sequence] = []
         for seq, position in zip(schedule.decodes, schedule.positions, strict=True):
-            if seq.status is running:
+            if seq.status is running and seq not in postponed:
                 seq.num_computed_tokens = end = position + 1
                 if not end % block_size:
                     full.append(seq)
@@ -248,7 +250,7 @@ class Scheduler:
         for chunk in schedule.chunks:
             seq = chunk.seq
             if seq.status is running:
-                seq.num_computed_tokens = chunk.end - len(chunk.drafts)
+                seq.num_computed_tokens = chunk.end - len(chunk.drafts) - (seq in postponed)
                 self.kv.advance(seq)
                 if not chunk.drafts and seq.num_computed_tokens >= seq.num_prompt_tokens:
                     self._note_prompt(seq)

@@ -24,6 +24,7 @@ from fastgen.runtime.scheduling.drafts import SampledSequence, owner
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step.forward import Forward
 from fastgen.runtime.step.input_batch import InputBatch
+from fastgen.runtime.step.late_masks import without_mask
 from fastgen.runtime.step.steady_decodes import SteadyDecodes
 from fastgen.runtime.step.step import Step
 
@@ -107,6 +108,8 @@ class ModelRunner:
         """Waits for the tokens of ``step``, and puts them into it."""
         if step.tokens is not None:
             step.sampled, step.num_accepted = accept(step.rows, step.tokens())
+            if step.postponed:
+                step.sampled = [(seq, token) for seq, token in step.sampled if seq not in step.postponed]
 
     @staticmethod
     def _continue(steady: SteadyDecodes, step: Step) -> bool:
@@ -134,13 +137,18 @@ class ModelRunner:
         rows = [row for row in step.rows if owner(row).slot is not None]  # a sequence without a slot has finished
         if step.is_ahead:
             self.sampler.prepare(rows)
+        slots = self.sampler.slots
+        if slots is not None:
+            step.postponed = without_mask(rows)
         self.sampler.constrain(rows)
         self.input_batch.forget_sampled(rows)
         logits = self.forward.logits(step.hidden, batch)
+        if slots is None:
+            step.postponed = without_mask(rows)
         step.tokens = self.sampler.launch(logits, step.rows)
-        if self.sampler.slots is not None:
-            drafted = {owner(row) for row in rows if not isinstance(row, Sequence)}
-            self.input_batch.note_sampled([row for row in rows if isinstance(row, Sequence) and row not in drafted])
+        if slots is not None:
+            unknown = {owner(row) for row in rows if not isinstance(row, Sequence)} | step.postponed
+            self.input_batch.note_sampled([row for row in rows if isinstance(row, Sequence) and row not in unknown])
         step.prompt_logprobs = self._prompt_logprobs(step.schedule, batch.cu_seqlens_q, step.hidden)
         if self.steady is not None:
             self.steady.note(step.schedule)

@@ -10,12 +10,12 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 from fastgen.runtime.requests.request import TO_COME, Sequence, SequenceStatus
-from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.step.step import Step
 
 
-def awaited(schedule: Schedule, may_draft: Callable[[Sequence], bool]) -> tuple[list[Sequence], list[Sequence]]:
-    """Splits the running sequences that a step samples for into those that can continue and those that are held back
-    until their token is known.
+def awaited(step: Step, may_draft: Callable[[Sequence], bool]) -> tuple[list[Sequence], list[Sequence]]:
+    """Splits the running sequences that ``step`` samples for into those that can continue and those that are held back
+    until their token is known. Those that it has postponed are neither: they get no token.
 
     Held back are sequences whose inputs the host makes, and those that are certain to end with this token. The host
     makes the inputs of beams, which replace one another, and of drafted sequences, which get an unknown number of
@@ -23,9 +23,10 @@ def awaited(schedule: Schedule, may_draft: Callable[[Sequence], bool]) -> tuple[
     """
     ready: list[Sequence] = []
     held_back: list[Sequence] = []
+    schedule = step.schedule
     drafted = {chunk.seq for chunk in schedule.chunks if chunk.drafts}
     for seq in (*schedule.decodes, *(chunk.seq for chunk in schedule.chunks if chunk.samples)):
-        if seq.status is not SequenceStatus.RUNNING:
+        if seq.status is not SequenceStatus.RUNNING or seq in step.postponed:
             continue
         num_generated = seq.num_tokens + 1 - seq.num_prompt_tokens
         needs_host = seq.request.has_beams or seq in drafted or num_generated >= seq.request.sampling.max_new_tokens

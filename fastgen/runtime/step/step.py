@@ -40,6 +40,8 @@ class Step:
     # Sample. Waits for the tokens of the rows, and returns them.
     tokens: Callable[[], list[SampledToken]] | None = None
     prompt_logprobs: SequenceOf[PromptLogprobs] = ()
+    # Sequences whose token is dropped, because it was not known in time what their format allows.
+    postponed: frozenset[Sequence] = frozenset()
 
     # Collect: a token for every sequence that caught up, and one more for each of its drafts that was accepted.
     sampled: SequenceOf[tuple[Sequence, SampledToken]] = ()

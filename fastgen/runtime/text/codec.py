@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastgen.errors import CheckpointError, InvalidArgumentError, PromptTooLongError
+from fastgen.errors import CheckpointError, FastgenError, InvalidArgumentError, PromptTooLongError
 from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.requests.sampling_params import SamplingParams, default_sampling
 from fastgen.runtime.text.detokenizer import Detokenizer, TokenDecoder
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_token_ids
 from fastgen.runtime.text.token_bytes import TokenBytes
+from fastgen.runtime.text.tokenizer_checks import check_tokenizer
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -111,6 +112,8 @@ class TextCodec:
                     raise
                 text = self.render_chat([*map(_with_arguments_as_text, plain)], tools)
         except Exception as error:  # the template is the checkpoint's: division by zero, endless recursion, anything
+            if isinstance(error, FastgenError) and not isinstance(error, InvalidArgumentError):
+                raise  # the renderer failed, not the template
             raise InvalidArgumentError(f"the model's chat template refuses this conversation: {error}") from error
         return self.encode_text(text, add_special_tokens=False)
 
@@ -198,9 +201,11 @@ def _load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        check_tokenizer(tokenizer)
     except Exception as error:  # the library raises anything from KeyError to its Rust part's own exceptions
         raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
+    return tokenizer
 
 
 def _plain_message(index: int, message: object) -> dict[str, Any]:

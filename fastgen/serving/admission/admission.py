@@ -16,6 +16,7 @@ from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.monitoring.prometheus import Refusal
 from fastgen.serving.options import Limits
 from fastgen.serving.refusals import OverloadedError, TooLargeError
+from fastgen.serving.request_limits import MAX_OPEN_LOGPROBS, num_logprobs
 
 # How long refusals reuse one prediction, because a refusal must be cheap.
 _PREDICTION_S = 0.1
@@ -44,7 +45,7 @@ class Admission:
     """Knows the engine's load, and admits or refuses each request.
 
     ``on_refused`` is called with the reason for each refusal: ``queued_requests``, ``queued_tokens``,
-    ``prompt_tokens``, ``ttft_slo`` or ``itl_target``.
+    ``prompt_tokens``, ``logprobs``, ``ttft_slo`` or ``itl_target``.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class Admission:
         self.limits = limits
         self._on_refused, self._clock = on_refused, clock
         self._load: Load | None = None
-        self._open: set[Pending] = set()
+        # The open requests, each with the most log-probabilities that it may hold.
+        self._open: dict[Pending, int] = {}
+        self._num_logprobs = 0
         self._last_prediction: tuple[float, Prediction | None] = (-math.inf, None)
 
     def begin(self, facts: EngineFacts) -> None:
@@ -61,6 +64,7 @@ class Admission:
         num_kv_tokens = facts.num_blocks * facts.block_size
         self._load = Load(EngineSize(facts.token_budget, facts.max_num_seqs, num_kv_tokens))
         self._open.clear()
+        self._num_logprobs = 0
 
     def observe(self, metrics: Metrics) -> None:
         """Takes the engine's counters up to now."""
@@ -86,10 +90,20 @@ class Admission:
             raise self._full("queued_requests", f"{load.num_waiting} requests wait for their first token")
         if load.num_waiting and load.num_waiting_tokens + num_prompt_tokens > limits.max_queued_tokens:
             raise self._full("queued_tokens", f"{load.num_waiting_tokens} prompt tokens wait")
+        found = num_logprobs(num_prompt_tokens, sampling)
+        if self._num_logprobs and found and self._num_logprobs + found > MAX_OPEN_LOGPROBS:
+            self._on_refused("logprobs")
+            raise OverloadedError(
+                f"the running requests may hold {self._num_logprobs} log-probabilities and this one {found}; this "
+                f"server takes at most {MAX_OPEN_LOGPROBS} at once; try again later, or ask for fewer tokens or "
+                "alternatives",
+                retry_after_s=1.0,
+            )
         if limits.ttft_slo_s is not None or limits.itl_target_ms is not None:
             self._check_times(self.predict(num_prompt_tokens, num_seqs=num_seqs, priority=sampling.priority))
         pending = load.submitted(num_prompt_tokens, sampling.max_new_tokens, num_seqs, sampling.priority, self._clock())
-        self._open.add(pending)
+        self._open[pending] = found
+        self._num_logprobs += found
         return Admitted(self, pending)
 
     def started(self, pending: Pending) -> None:
@@ -100,7 +114,7 @@ class Admission:
     def ended(self, pending: Pending, num_generated: int, *, is_whole: bool) -> None:
         """See :class:`Admitted`."""
         if pending in self._open and self._load is not None:
-            self._open.remove(pending)
+            self._num_logprobs -= self._open.pop(pending)
             self._load.ended(pending, num_generated, is_whole=is_whole, now_s=self._clock())
 
     def _check_times(self, found: Prediction | None) -> None:

@@ -21,7 +21,7 @@ from fastgen.serving.http.errors import ERRORS, NOT_JSON, invalid_request, is_js
 from fastgen.serving.http.generate import naming_the_field
 from fastgen.serving.http.openai.answers import finish_of
 from fastgen.serving.http.openai.requests import FewErrors
-from fastgen.serving.http.openai.run import Batch, arrival_of, encode_prompts, event_stream, json_line, json_response
+from fastgen.serving.http.openai.run import Batch, encode_prompts, event_stream, json_line, json_response
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
@@ -166,10 +166,10 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
     prompts = await encode_prompts(service, texts, param="inputs")
     batch = await Batch.submit(
         service,
+        request,
         prompts,
         [sampling] * len(prompts),
         is_stream=invocation.stream,
-        arrived_s=arrival_of(request),
     )
     lmi = _LmiFormat(service, invocation.parameters)
     if invocation.stream:
@@ -183,8 +183,12 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
         return response
     async with batch, unless_gone(request):
         outputs = await batch.outputs()
-    answers = [lmi.answer(text, output) for text, output in zip(texts, outputs, strict=True)]
-    return json_response(answers[0] if isinstance(invocation.inputs, str) else answers)
+
+    def answer() -> Any:
+        answers = [lmi.answer(text, output) for text, output in zip(texts, outputs, strict=True)]
+        return answers[0] if isinstance(invocation.inputs, str) else answers
+
+    return await json_response(answer, is_large=batch.is_large)
 
 
 class _LmiFormat:

@@ -177,9 +177,14 @@ def pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
     return fields
 
 
+def format_of(message: Submit | Check) -> ResponseFormat | None:
+    """Returns the format that a request's answer must have."""
+    fields = message.sampling.get("response_format")
+    return None if fields is None else ResponseFormat(**fields)
+
+
 def unpack_sampling(fields: dict[str, Any]) -> SamplingParams:
     """Returns the argument of :func:`pack_sampling`."""
-    response_format = fields.get("response_format")
-    if response_format is not None:
+    if (response_format := fields.get("response_format")) is not None:
         fields = fields | {"response_format": ResponseFormat(**response_format)}
     return SamplingParams(**fields)

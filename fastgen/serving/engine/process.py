@@ -31,6 +31,7 @@ from fastgen.runtime.llm import LLM
 from fastgen.runtime.loading import load
 from fastgen.runtime.scheduling.policies import make_policy
 from fastgen.runtime.step.faults import cause_of
+from fastgen.serving.engine.formats import FormatThread
 from fastgen.serving.engine.garbage import rarely_collected
 from fastgen.serving.engine.messages import (
     Ask,
@@ -49,6 +50,7 @@ from fastgen.serving.engine.messages import (
     Submit,
     ToServer,
     encoder,
+    format_of,
     has_come,
     to_engine,
     unpack_sampling,
@@ -63,6 +65,8 @@ STATUS_S = 0.25
 # Steps shorter than this are not reported one by one, because a report would cost as much as a step. The later tokens
 # of a stream may wait this long, and for the end of a step. First tokens and ends never wait.
 PACE_S = 0.005
+# The longest sleep of an idle engine while a format is compiled.
+_FORMAT_S = 0.002
 
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
@@ -143,6 +147,7 @@ class EngineLoop:
         self._ended: list[Generation] = []
         engine.answers.on_end = self._ended.append
         engine.answers.gives_text = False  # the server decodes tokens, so that no step waits for it
+        self._formats = FormatThread(engine.grammars)
         self._num_steps, self._reported_s, self._streamed_s, self._is_stopped = 0, 0.0, 0.0, False
 
     def run(self) -> None:
@@ -153,25 +158,30 @@ class EngineLoop:
                 self._engine.step()
                 self._num_steps += 1
             self._report()
+        self._formats.close()
 
     def _receive(self) -> None:
         """Takes all messages that have arrived. If the engine has no work, waits for one."""
         if not self._engine.has_work or self._engine.idle_s:
             idle_s = min(self._engine.idle_s, STATUS_S) if self._engine.has_work else STATUS_S
+            if self._formats.is_busy:
+                idle_s = min(idle_s, _FORMAT_S)
             self._socket.poll(math.ceil(1000 * idle_s))
         while not self._is_stopped and has_come(self._socket):
             message = to_engine.decode(self._socket.recv())
             match message:
                 case Submit():
-                    self._submit(message)
+                    self._formats.when_compiled(message.number, format_of(message), partial(self._submit, message))
                 case Cancel():
                     self._cancel(message.number)
                 case Ask():
                     self._reply(message.number, partial(ANSWERS[message.what], self._engine))
                 case Check():
-                    self._reply(message.number, partial(self._refusal, message))
+                    then = partial(self._reply, message.number, partial(self._refusal, message))
+                    self._formats.when_compiled(message.number, format_of(message), then)
                 case Stop():
                     self._is_stopped = True
+        self._formats.proceed()
 
     def _submit(self, message: Submit) -> None:
         try:
@@ -215,6 +225,7 @@ class EngineLoop:
         self._without_token.pop(request_id, None)
 
     def _cancel(self, number: int) -> None:
+        self._formats.cancel(number)
         opened = self._open.get(number)
         if opened is not None:
             self._drop(opened)

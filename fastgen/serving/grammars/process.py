@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.sampling.matcher import lower_priority
 from fastgen.runtime.sampling.structured_output import Grammars
 from fastgen.serving.grammars.trial import MAX_CPU_S, MAX_MEMORY_BYTES, Model, Trial
 from fastgen.serving.helper_processes import answer_all
@@ -26,7 +27,7 @@ def begin(beginning: bytes) -> Callable[[bytes], bytes]:
 
     def refusal(response_format: ResponseFormat) -> str | None:
         try:
-            grammars.compile(response_format)
+            grammars.compiled(response_format)  # it is not kept: the server remembers what was found
         except InvalidArgumentError as error:
             return str(error)
         return None
@@ -40,4 +41,5 @@ def begin(beginning: bytes) -> Callable[[bytes], bytes]:
 
 
 if __name__ == "__main__":
+    lower_priority()  # the engine's kernels come first
     answer_all(begin, max_cpu_s=MAX_CPU_S, max_memory_bytes=MAX_MEMORY_BYTES)

@@ -11,7 +11,7 @@ import msgspec
 from fastgen.runtime.requests.response_format import Kind, ResponseFormat
 from fastgen.serving.helper_processes import HelperEndedError, HelperProcesses
 
-# Processor time to compile a format. The engine runs no step while it compiles one.
+# Processor time to compile a format.
 MAX_CPU_S = 0.5
 # Memory of the process beyond what it has at its start.
 MAX_MEMORY_BYTES = 1 << 30

@@ -21,7 +21,7 @@ from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.openai.requests import MAX_TOKEN_IDS, FewErrors, at_most
-from fastgen.serving.http.openai.run import arrival_of, event_of, event_stream, json_response
+from fastgen.serving.http.openai.run import arrival_of, event_of, event_stream, in_pieces, json_response
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.request_limits import MAX_BEAMS, MAX_CHECKED, MAX_N
@@ -127,16 +127,19 @@ def generate_routes(service: Service) -> APIRouter:
 
     async def answer(body: GenerateBody, request: Request) -> Response:
         prompt_ids, sampling = await asyncio.to_thread(_read, service, body)
-        running = await service.submit(prompt_ids, sampling, is_stream=body.stream, arrived_s=arrival_of(request))
+        async with unless_gone(request):
+            running = await service.submit(prompt_ids, sampling, is_stream=body.stream, arrived_s=arrival_of(request))
         if body.stream:
             return await event_stream(request, running, _events(running))
         async with running, unless_gone(request):
-            return json_response(OutputRecord.of(await running.output()))
+            output = await running.output()
+        return await json_response(lambda: OutputRecord.of(output), is_large=running.is_large)
 
     @router.post("/check")
-    async def check(body: CheckBody) -> CheckedBody:
+    async def check(body: CheckBody, request: Request) -> CheckedBody:
         """Check whether requests of ``/generate`` could be served; nothing is run."""
-        return CheckedBody(errors=[await refusal(each) for each in body.requests])
+        async with unless_gone(request):
+            return CheckedBody(errors=[await refusal(each) for each in body.requests])
 
     async def refusal(body: GenerateBody) -> str | None:
         try:
@@ -197,7 +200,12 @@ async def _events(running: Running) -> AsyncGenerator[bytes, None]:
         async for updates in running:
             *earlier, last = updates
             output = OutputRecord.of(await running.output()) if running.finished else None
-            yield b"".join([event_of(_record(update)) for update in earlier] + [event_of(_record(last, output))])
+            record = _record(last, output)
+            if output is not None and running.is_large:
+                event = await asyncio.to_thread(lambda body: event_of(in_pieces(body)), record)
+            else:
+                event = event_of(record)
+            yield b"".join([*(event_of(_record(update)) for update in earlier), event])
 
 
 def _record(update: Update, output: OutputRecord | None = None) -> ChunkRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -39,7 +40,7 @@ class Gone:
 
 class unless_gone:  # noqa: N801 (used as a statement, like asyncio.timeout)
     """``async with unless_gone(request):`` cancels its block and raises ``ClientDisconnect`` if the client disconnects
-    meanwhile.
+    meanwhile. A block that has ended by then keeps its result, and the next such block raises at its beginning.
     """
 
     def __init__(self, request: Request):
@@ -68,8 +69,16 @@ class unless_gone:  # noqa: N801 (used as a statement, like asyncio.timeout)
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.wait({self._listening})
-        if self._was_called and self._task.uncancel() <= self._num_cancelled and kind is asyncio.CancelledError:
+        if not self._was_called:
+            return
+        if kind is None:  # the block ended before the cancellation reached it
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+        is_ours = self._task.uncancel() <= self._num_cancelled
+        if is_ours and kind is asyncio.CancelledError:
             raise ClientDisconnect from error
+        if not is_ours and kind is None:
+            raise asyncio.CancelledError
 
     def _cancel(self) -> None:
         self._was_called = True

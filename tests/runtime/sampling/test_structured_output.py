@@ -16,10 +16,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.checkpoint.builtins import BUILTINS
+from fastgen.runtime.requests.constraint import Mask
 from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.runtime.sampling import structured_output
-from fastgen.runtime.sampling.structured_output import Grammars, Matcher
+from fastgen.runtime.sampling import kept_formats, structured_output
+from fastgen.runtime.sampling import matcher as matching
+from fastgen.runtime.sampling.matcher import Matcher
+from fastgen.runtime.sampling.structured_output import Grammars
 from fastgen.runtime.text.detokenizer import TokenDecoder
 from tests.runtime.constrained import (
     EOS,
@@ -376,10 +379,10 @@ def test_an_object_as_wide_as_is_taken_can_be_written(grammars: Grammars, tokeni
 def test_an_answer_whose_masks_take_too_long_fails(
     grammars: Grammars, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structured_output, "MAX_MASK_CPU_S", -1.0)
+    monkeypatch.setattr(matching, "MAX_MASK_CPU_S", -1.0)
     subject = matcher(grammars, {"type": "regex", "pattern": "aaaaaaaa"})
     token_id = next(token_id for token_id, text in texts_of(tokenizer).items() if text == b"a")
-    for _ in range(structured_output.MAX_SLOW_MASKS):
+    for _ in range(matching.MAX_SLOW_MASKS):
         assert token_id in allowed(subject)
         subject.advance(token_id)
     assert allowed(subject) == set()
@@ -390,27 +393,27 @@ def test_an_answer_whose_masks_take_too_long_fails(
 def test_an_answer_whose_tokens_take_too_long_to_be_read_fails(
     grammars: Grammars, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, counted_from_s: float, fails: bool
 ) -> None:
-    monkeypatch.setattr(structured_output, "SLOW_TAKE_CPU_S", counted_from_s)
-    monkeypatch.setattr(structured_output, "MAX_TAKEN_CPU_S", 0.0)
+    monkeypatch.setattr(matching, "SLOW_TAKE_CPU_S", counted_from_s)
+    monkeypatch.setattr(matching, "MAX_TAKEN_CPU_S", 0.0)
     subject = matcher(grammars, {"type": "regex", "pattern": "aaaaaaaa"})
     subject.advance(next(token_id for token_id, text in texts_of(tokenizer).items() if text == b"a"))
     assert (allowed(subject) == set()) is fails
-    assert ("its tokens took more than 0 s" in subject.error) is fails
+    assert ("the tokens of answers took more than 0 s" in subject.error) is fails
 
 
 @pytest.mark.parametrize("is_asked_first", [True, False])
 def test_a_mask_that_takes_too_long_is_abandoned_and_delays_no_other(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, is_asked_first: bool
 ) -> None:
-    monkeypatch.setattr(structured_output, "MAX_THREADS", 1)
-    monkeypatch.setattr(structured_output, "MAX_MASK_CPU_S", 0.01)
-    monkeypatch.setattr(structured_output, "MAX_AWAITED_CPU_S", 0.05)
+    monkeypatch.setattr(matching, "MAX_THREADS", 1)
+    monkeypatch.setattr(matching, "MAX_MASK_CPU_S", 0.01)
+    monkeypatch.setattr(matching, "MAX_AWAITED_CPU_S", 0.05)
     endless, honest = (matcher(grammars, {"type": "regex", "pattern": each}) for each in ("aaaa", "bbbb"))
-    vocabulary = endless._constraint.vocabulary
-    vocabulary.replace_threads(vocabulary.threads)
+    vocabulary, threads = endless._constraint.source, endless._constraint.threads
+    threads.replace(threads.threads)
     find, is_over = vocabulary.next_tokens, threading.Event()
 
-    def find_or_never(state: Any) -> tuple[structured_output.Mask, bool]:
+    def find_or_never(state: Any) -> tuple[Mask, bool]:
         while state is endless._state and not is_over.is_set():
             pass
         return find(state)
@@ -451,15 +454,51 @@ def test_without_the_library_the_extra_is_named(tokenizer: Any, monkeypatch: pyt
         matcher(Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[]), {"type": "json_object"})
 
 
+def test_formats_are_kept_up_to_a_number_of_bytes(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[])
+    grown = [0, 50, 150, 80]
+    monkeypatch.setattr(kept_formats, "MAX_KEPT_BYTES", 100)
+    monkeypatch.setattr(kept_formats, "heap_bytes", lambda: grown.pop(0))
+    formats = [pattern(text).format for text in "abcd"]
+    parsed = [parse_response_format(each) for each in formats]
+    for each in parsed[:3]:
+        assert each is not None
+        grammars.compile(each)
+    # The third format found the heap too large, and small enough without the first.
+    assert [each is not None and grammars.is_kept(each) for each in parsed] == [False, True, True, False]
+
+
+def test_what_the_heap_holds_is_known() -> None:
+    before = kept_formats.heap_bytes()
+    held = bytearray(1 << 24)
+    assert kept_formats.heap_bytes() - before > len(held) // 2
+
+
+def test_a_format_whose_lexer_reached_a_limit_is_compiled_again(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(structured_output._LIMITS, "max_lexer_states", 60)
+    grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[])
+    limited = pattern("(a|b){0,500}c").format
+    subject = matcher(grammars, limited)
+    token_id = next(token_id for token_id, text in texts_of(tokenizer).items() if text == b"a")
+    for _ in range(400):
+        if token_id not in allowed(subject):
+            break
+        subject.advance(token_id)
+    assert "too many states" in subject.error
+    assert allowed(matcher(grammars, limited))
+
+
 def test_the_formats_used_last_are_kept(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[])
-    monkeypatch.setattr(structured_output, "MAX_KEPT", 2)
+    monkeypatch.setattr(kept_formats, "MAX_KEPT", 2)
     formats = [SamplingParams(response_format=pattern(text).format) for text in "abc"]  # type: ignore[arg-type]
 
     def start(index: int) -> Any:
         constraint = grammars.constraint(formats[index])
         assert constraint is not None
-        return constraint.start
+        return constraint.format
 
     first, second = start(0), start(1)
     assert start(0) is first

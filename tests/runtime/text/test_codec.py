@@ -12,6 +12,7 @@ import pytest
 from fastgen.errors import CheckpointError, InvalidArgumentError, PromptTooLongError
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
+from fastgen.runtime.text.tokenizer_checks import growth_of
 from tests.runtime.checkpoints import save_tokenizer
 
 USER = [{"role": "user", "content": "the cat"}]
@@ -161,3 +162,51 @@ def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(
     with pytest.raises(PromptTooLongError, match="4000000 characters has more than 10 tokens"):
         codec.encode("the " * 1_000_000)
     assert max(lengths) < 2000
+
+
+def replace(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("rules", "growth"),
+    [
+        ([], 1),
+        ([replace("a", "a" * 16)] * 6, 16**6),
+        ([replace(" ", "▁"), replace("``", '"'), replace(" {2,}", " ", "Regex")], 1),
+        ([replace("ab", "abcde"), replace("", "x")], 3 * 2),
+        ([replace("x*", "yy", "Regex")], 3),
+        ([replace(r"\p{L}", "yy", "Regex")], 3),  # Python does not read it
+        ([{"type": "Sequence", "normalizers": [replace("a", "aaaa")] * 2}, replace("a", "")], 16),
+        ([{"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAB4AHl5eQA="}, {"type": "NFKC"}], 3),
+    ],
+)
+def test_how_much_longer_the_rules_of_a_tokenizer_make_a_text(rules: list[dict[str, Any]], growth: int) -> None:
+    assert growth_of({"type": "Sequence", "normalizers": rules}) == growth
+
+
+@pytest.mark.parametrize("name", ["normalizer", "decoder"])
+def test_a_tokenizer_that_makes_texts_far_longer_is_refused(tmp_path: Path, name: str) -> None:
+    save_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer[name] = {"type": "Sequence", f"{name}s": [replace("a", "aa")] * 5}
+    file.write_text(json.dumps(tokenizer))
+    assert codec_of(tmp_path).encode("a")
+    tokenizer[name][f"{name}s"] = [replace("a", "a" * 16)] * 6
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(
+        CheckpointError, match=f"{name} of its tokenizer may make 16777216 characters of one; at most 32"
+    ):
+        codec_of(tmp_path)
+
+
+def test_a_tokenizer_with_a_token_of_a_huge_text_is_refused(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["x" * 5000] = len(vocabulary) + len(tokenizer["added_tokens"])
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match="has 5000 characters; at most 4096"):
+        codec_of(tmp_path)

@@ -32,7 +32,6 @@ from fastgen.serving.http.openai.requests import ChatRequest
 from fastgen.serving.http.openai.run import (
     Batch,
     StreamUsage,
-    arrival_of,
     check_model,
     check_prompt,
     code_of,
@@ -77,17 +76,17 @@ def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
         with _about_tools(tools is not None and body.response_format is None):
             batch = await Batch.submit(
                 service,
+                request,
                 [prompt_ids],
                 [sampling],
                 is_stream=bool(body.stream),
-                arrived_s=arrival_of(request),
                 spelled=tools.spelled if tools is not None else None,
             )
             if body.stream:
                 return await event_stream(request, batch, _events(batch, writer, body))
             async with batch, unless_gone(request):
                 (output,) = await batch.outputs()
-        return json_response(writer.whole(output))
+        return await json_response(lambda: writer.whole(output), is_large=batch.is_large)
 
     return router
 

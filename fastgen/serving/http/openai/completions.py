@@ -24,7 +24,6 @@ from fastgen.serving.http.openai.requests import CompletionRequest
 from fastgen.serving.http.openai.run import (
     Batch,
     StreamUsage,
-    arrival_of,
     check_model,
     encode_prompts,
     event_of,
@@ -63,12 +62,12 @@ def completion_routes(service: Service) -> APIRouter:
             for ids in prompt_ids
         ]
         writer = _Writer(service, body, prompts, prompt_ids, f"cmpl-{request_id_of(request)}")
-        arrived_s = arrival_of(request)
-        batch = await Batch.submit(service, prompt_ids, samplings, is_stream=bool(body.stream), arrived_s=arrived_s)
+        batch = await Batch.submit(service, request, prompt_ids, samplings, is_stream=bool(body.stream))
         if body.stream:
             return await event_stream(request, batch, _events(batch, writer, body))
         async with batch, unless_gone(request):
-            return json_response(writer.whole(await batch.outputs()))
+            outputs = await batch.outputs()
+        return await json_response(lambda: writer.whole(outputs), is_large=batch.is_large)
 
     return router
 

@@ -27,6 +27,8 @@ from fastgen.serving.service import Running, Service
 
 # Texts from this length on are encoded on another thread, so that other streams do not wait.
 _LONG_CHARACTERS = 20_000
+# Items of a long list that are encoded at once; each may have log-probabilities of 129 tokens.
+_PIECE_ITEMS = 64
 DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
 
@@ -41,29 +43,35 @@ class Batch:
     async def submit(
         cls,
         service: Service,
+        request: Request,
         prompts: Sequence[list[int]],
         samplings: Sequence[SamplingParams],
         *,
         is_stream: bool,
-        arrived_s: float | None,
         spelled: Mapping[int, str] | None = None,
     ) -> Self:
-        """Queues all of them; ``arrived_s`` and ``spelled`` are as in :meth:`Service.submit`. Raises ``RefusedError``
-        if one of them is refused; then none is queued.
+        """Queues all of them; ``spelled`` is as in :meth:`Service.submit`. Raises ``RefusedError`` if one of them is
+        refused; then none is queued.
         """
-        batch = cls([])
+        batch, arrived_s = cls([]), arrival_of(request)
         try:
-            with _in_openai_names():
-                for prompt_ids, sampling in zip(prompts, samplings, strict=True):
-                    batch._running.append(
-                        await service.submit(
-                            prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s, spelled=spelled
+            async with unless_gone(request):  # a format may wait for its trial
+                with _in_openai_names():
+                    for prompt_ids, sampling in zip(prompts, samplings, strict=True):
+                        batch._running.append(
+                            await service.submit(
+                                prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s, spelled=spelled
+                            )
                         )
-                    )
         except BaseException:
             batch.cancel()
             raise
         return batch
+
+    @property
+    def is_large(self) -> bool:
+        """Returns whether the answers may be so large that they must not be encoded in one piece."""
+        return any(running.is_large for running in self._running)
 
     async def __aenter__(self) -> Self:
         return self
@@ -220,8 +228,33 @@ def json_line(body: Any) -> bytes:
     return line
 
 
-def json_response(body: Any) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
+async def json_response(make: Callable[[], Any], *, is_large: bool) -> Response:
+    """Returns a response with the value of ``make()`` as JSON. A large one is made on another thread, in pieces, so
+    that other requests do not wait.
+    """
+
+    def encode() -> bytes:
+        return msgspec.json.encode(in_pieces(make()) if is_large else make())
+
+    content = await asyncio.to_thread(encode) if is_large else encode()
+    return Response(content, media_type="application/json")
+
+
+def in_pieces(body: Any) -> Any:
+    """Returns ``body`` with its long lists encoded as JSON, a few items at a time. The encoder itself lets no other
+    thread run.
+    """
+    if isinstance(body, msgspec.Struct):
+        body = msgspec.structs.asdict(body)
+    if isinstance(body, dict):
+        return {name: in_pieces(value) for name, value in body.items()}
+    if not isinstance(body, list):
+        return body
+    if len(body) <= _PIECE_ITEMS:
+        return [in_pieces(item) for item in body]
+    encode = msgspec.json.encode
+    pieces = [encode(body[start : start + _PIECE_ITEMS])[1:-1] for start in range(0, len(body), _PIECE_ITEMS)]
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
 async def encode_prompts(

@@ -1,0 +1,332 @@
+"""Follows one sequence through the grammar of its answer, and computes its masks on other threads.
+
+A mask is computed while the device computes the logits that it is for. A step waits a short time for those that take
+longer (:meth:`Matcher.is_ready`) and then leaves their sequences out. From then on they are computed at low priority,
+so that they take little from the kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastgen.runtime.requests.constraint import Mask
+
+MAX_THREADS = 4
+# Processor time for a mask with which a step may wait for the next one, too.
+FAST_MASK_CPU_S = 0.01
+MAX_MASK_CPU_S = 0.1
+# Masks of one answer that may take longer than that. One more, and the answer fails. The cost of a token grows with the
+# square of the parser's branches, which no limit of the library covers.
+MAX_SLOW_MASKS = 3
+# Processor time after which nothing waits for a mask any more, and its answer fails.
+MAX_AWAITED_CPU_S = 0.3
+# Processor time that the engine itself spends to feed tokens to the parsers of all answers: so much at once, and
+# ``MAX_TAKEN_SHARE`` of the time that passes. An answer whose token exceeds that fails. Only tokens count that take
+# longer than any token of an ordinary grammar.
+MAX_TAKEN_CPU_S = 0.1
+MAX_TAKEN_SHARE = 0.1
+SLOW_TAKE_CPU_S = 0.005
+# Seconds that the engine waits to feed a token to a parser whose lexer computes another mask.
+MAX_TAKE_WAIT_S = 0.002
+# How much lower than the engine's the priority of work is that no step waits for, as in ``nice``.
+LOW_PRIORITY = 10
+
+
+class MaskSource(Protocol):
+    """Computes masks of one vocabulary."""
+
+    # Allows every token.
+    all_tokens: Mask
+
+    def next_tokens(self, state: Any) -> tuple[Mask, bool]:
+        """Returns the mask of the tokens after ``state``, and whether the grammar may end there."""
+        ...
+
+    def mask_of(self, token_ids: Iterable[int]) -> Mask:
+        """Returns a mask with the bits of ``token_ids`` set."""
+        ...
+
+
+class MaskThreads:
+    """The threads that compute the masks of one engine, and what its answers have cost it."""
+
+    def __init__(self) -> None:
+        self.threads = _new_threads()
+        # For sequences that had a mask for which a step did not wait.
+        self.slow_threads = ThreadPoolExecutor(_num_threads(), "fastgen-slow-mask", lower_priority)
+        self._taken_s = self._taken_at_s = 0.0
+
+    def replace(self, busy: ThreadPoolExecutor) -> None:
+        """Replaces the threads if ``busy`` are the current ones: some of these compute what cannot be stopped."""
+        if self.threads is busy:
+            self.threads = _new_threads()
+            busy.shutdown(wait=False)
+
+    def may_take(self, took_s: float) -> bool:
+        """Counts the time of a token that was fed to a parser. Returns whether that is still within the limits."""
+        if took_s <= SLOW_TAKE_CPU_S:
+            return True
+        now_s = time.monotonic()
+        passed_s, self._taken_at_s = now_s - self._taken_at_s, now_s
+        self._taken_s = max(0.0, self._taken_s - MAX_TAKEN_SHARE * passed_s) + took_s
+        return self._taken_s <= MAX_TAKEN_CPU_S
+
+
+def lower_priority(thread_id: int | None = None) -> None:
+    """Lowers the priority of a thread, by default the calling one, where the system has one for each."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, thread_id or threading.get_native_id(), LOW_PRIORITY)
+
+
+def _num_threads() -> int:
+    return min(MAX_THREADS, os.cpu_count() or 1)
+
+
+def _new_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_num_threads(), "fastgen-mask")
+
+
+class CompiledFormat:
+    """A compiled format: ``start`` is the library's matcher before the first token. It is copied, never advanced.
+
+    All copies share the library's lexer, which grows with the texts that it sees. The library locks it, and a thread
+    that waits there keeps Python from running. So ``lock`` is held around every call for a copy.
+    """
+
+    def __init__(self, start: Any):
+        self.start = start
+        self.lock = threading.Lock()
+        # Whether the lexer has reached a limit. Then all answers in this format fail, until it is compiled again.
+        self.is_spoiled = False
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A request's compiled format. Each sequence of the request has a :class:`Matcher` of it."""
+
+    format: CompiledFormat
+    source: MaskSource
+    threads: MaskThreads
+    # The tokens that end an answer.
+    ending: Mask
+    min_new_tokens: int
+
+    def matcher(self) -> Matcher:
+        return Matcher(self)
+
+
+class Matcher:
+    """The tokens that one sequence may have next. It stays with the sequence, running or not, and knows nothing of
+    steps.
+
+    A token that ends the request is allowed exactly where the grammar may end, and not before ``min_new_tokens``,
+    unless no other token is. Tokens that the tokenizer does not know, and special ones, have no text and are allowed
+    only where a grammar names them.
+    """
+
+    def __init__(self, constraint: Constraint):
+        self._constraint = constraint
+        self._state: Any = None
+        self._num_tokens = 0
+        self._mask: Future[Mask] | None = None
+        self._pool = constraint.threads.threads
+        # The thread that computes the mask, its processor clock if the system has one, and the clock's value when it
+        # started.
+        self._began: tuple[int, int | None, float] | None = None
+        self._failure = ""
+        self._num_slow = 0
+        # Whether the last mask took long.
+        self._is_slow = False
+        # A token that the parser does not have yet.
+        self._untaken: int | None = None
+        # Whether the answer is complete, so that nothing can follow.
+        self.is_complete = False
+        # Whether the present step leaves the sequence out.
+        self.is_late = False
+
+    def prepare(self) -> None:
+        """Starts to compute the mask of the next token on another thread, unless that has started."""
+        if self._mask is not None:
+            return
+        self._began = None
+        threads = self._constraint.threads
+        self._pool = threads.slow_threads if self._is_slow else threads.threads
+        try:
+            self._mask = self._pool.submit(self._compute)
+        except RuntimeError as error:  # no thread can start: only this sequence fails
+            self._mask = self._fail(error)
+
+    def is_ready(self, deadline_s: float) -> bool:
+        """Waits for the mask of the next token until ``deadline_s`` of ``time.monotonic``, unless the last mask took
+        long. Returns whether it is there; if not, :meth:`mask` allows every token until the next call. There is none
+        if the answer turns out to be complete.
+        """
+        self.prepare()
+        assert self._mask is not None
+        has_come = self._comes_until(self._mask, 0.0 if self._is_slow else deadline_s)
+        if not has_come:
+            self._mask = self._overdue(self._mask)
+        self.is_late = not has_come or self.is_complete
+        return not self.is_late
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for the mask of the next token for at most ``timeout_s`` seconds."""
+        self.prepare()
+        assert self._mask is not None
+        self._comes_until(self._mask, time.monotonic() + timeout_s)
+
+    def mask(self) -> Mask:
+        """Returns the mask of the next token. No bit is set if the grammar can neither continue nor end, or on failure;
+        see :attr:`error`.
+        """
+        if self.is_late:
+            return self._constraint.source.all_tokens
+        while True:
+            self.prepare()
+            assert self._mask is not None
+            if self._comes_until(self._mask, time.monotonic() + MAX_MASK_CPU_S):
+                return self._mask.result()
+            self._mask = self._overdue(self._mask)
+
+    @staticmethod
+    def _comes_until(mask: Future[Mask], deadline_s: float) -> bool:
+        try:
+            mask.result(max(0.0, deadline_s - time.monotonic()))
+        except TimeoutError:
+            return False
+        return True
+
+    def _overdue(self, mask: Future[Mask]) -> Future[Mask] | None:
+        """Returns what to wait for in place of ``mask``, which takes long; ``None`` if it has to start again."""
+        threads = self._constraint.threads
+        if self._pool is not threads.slow_threads:
+            is_waiting = mask.cancel()  # all threads are busy with slow masks
+            threads.replace(self._pool)
+            if is_waiting:
+                return None
+            if self._began is not None:
+                lower_priority(self._began[0])
+        self._is_slow = True
+        if self._spent_s() > MAX_AWAITED_CPU_S and not mask.done():
+            return self._fail(TimeoutError(f"a token took more than {MAX_AWAITED_CPU_S:g} s of processor time"))
+        return mask
+
+    def _spent_s(self) -> float:
+        """Returns the processor time of the thread since it started with the mask; 0 if the system does not report
+        it.
+        """
+        if self._began is None:
+            return 0.0
+        _, clock, began_s = self._began
+        if clock is None:
+            return 0.0
+        try:
+            return time.clock_gettime(clock) - began_s
+        except OSError:  # the mask is complete, and the thread has just ended
+            return 0.0
+
+    @property
+    def error(self) -> str:
+        """Returns the library's message if it reached a limit, or what else failed; empty otherwise."""
+        if self.is_late:
+            return ""
+        self.mask()  # from here on no other thread uses the state, unless its mask was abandoned
+        if self._failure:
+            return self._failure
+        error = message_of(self._state.get_error())
+        if error:
+            self._constraint.format.is_spoiled = True
+        return error
+
+    def advance(self, token_id: int) -> bool:
+        """Takes the next token, one that :meth:`mask` allows and that does not end the request. Returns whether the
+        answer is complete, so that nothing can follow. Otherwise starts the next mask.
+
+        If the mask of another answer in this format takes long, the parser gets the token later, and
+        :attr:`is_complete` says it then.
+        """
+        self.mask()
+        self._mask, self._untaken = None, token_id
+        self._num_tokens += 1
+        lock = self._constraint.format.lock
+        if lock.acquire(timeout=MAX_TAKE_WAIT_S):
+            try:
+                self._take()
+            except TimeoutError as error:
+                self._mask = self._fail(error)
+            finally:
+                lock.release()
+        if not self.is_complete:
+            self.prepare()
+        return self.is_complete
+
+    def _take(self) -> None:
+        """Feeds the newest token to the parser, if it does not have it yet."""
+        if self._untaken is None:
+            return
+        began_s = time.thread_time()
+        is_taken: bool = self._state.consume_token(self._untaken)
+        self._untaken = None
+        self.is_complete = is_taken and self._state.is_stopped()
+        if not self._constraint.threads.may_take(time.thread_time() - began_s) and not self.is_complete:
+            raise TimeoutError(
+                f"the tokens of answers took more than {MAX_TAKEN_CPU_S:g} s of processor time beside their masks"
+            )
+
+    def _compute(self) -> Mask:
+        with self._constraint.format.lock:
+            return self._compute_alone()
+
+    def _compute_alone(self) -> Mask:
+        try:
+            began_s = time.thread_time()
+            clock = None
+            if hasattr(time, "pthread_getcpuclockid"):
+                clock = time.pthread_getcpuclockid(threading.get_ident())
+            self._began = threading.get_native_id(), clock, began_s
+            self._take()
+            mask = self._constraint.source.mask_of(()) if self.is_complete else self._next_mask()
+            took_s = time.thread_time() - began_s
+            self._is_slow = took_s > FAST_MASK_CPU_S
+            self._num_slow += took_s > MAX_MASK_CPU_S
+            if self._num_slow > MAX_SLOW_MASKS:
+                raise TimeoutError(
+                    f"of {MAX_SLOW_MASKS + 1} tokens each took more than {MAX_MASK_CPU_S:g} s of processor time"
+                )
+            return mask
+        except BaseException as error:  # a panic of the library is no ``Exception``; interrupts do not reach here
+            return self._fail(error).result()
+
+    def _fail(self, error: BaseException) -> Future[Mask]:
+        """Notes the failure, and returns a mask that allows no token."""
+        self._failure = f"{type(error).__name__}: {error}"
+        mask: Future[Mask] = Future()
+        mask.set_result(self._constraint.source.mask_of(()))
+        return mask
+
+    def _next_mask(self) -> Mask:
+        constraint = self._constraint
+        if self._state is None:
+            self._state = constraint.format.start.deep_copy()
+        allowed, may_end = constraint.source.next_tokens(self._state)
+        allowed &= ~constraint.ending
+        if may_end and (self._num_tokens >= constraint.min_new_tokens or not allowed.any()):
+            allowed |= constraint.ending
+        return allowed
+
+
+def message_of(error: str) -> str:
+    """Returns the library's message without its note that more could be said; empty if it only means that no token
+    fits.
+    """
+    message = error.removesuffix("<non-verbose/>").strip()
+    return "" if message == "NoExtensionBias" else message

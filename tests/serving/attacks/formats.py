@@ -1,0 +1,102 @@
+"""Attacks by formats of answers that are slow to compile, slow to follow, or large."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import count
+from typing import Any
+
+from tests.serving.attacks.harness import Attack, Target
+from tests.serving.http_client import Answered, RawClient
+
+# Formats are kept, so each is sent once only.
+_NUMBERS = count()
+_AT_ONCE = 8
+
+
+def bomb() -> dict[str, Any]:
+    """Returns a small format that would take for ever to compile."""
+    return {"type": "regex", "pattern": f"((((a{{100}}){{100}}){{100}}){{{100 + next(_NUMBERS)}}})"}
+
+
+def large() -> dict[str, Any]:
+    """Returns a format that is compiled within the limits, and whose lexer takes megabytes."""
+    return {"type": "regex", "pattern": f"a{{{20_000 + next(_NUMBERS)}}}"}
+
+
+def wide() -> dict[str, Any]:
+    """Returns a schema with thousands of properties."""
+    names = [f"p{next(_NUMBERS)}", *(f"p{number}" for number in range(2500))]
+    properties = {name: {"type": "integer"} for name in names}
+    return {"type": "json_schema", "schema": {"type": "object", "properties": properties, "required": names}}
+
+
+async def slow_trials(target: Target, size: int) -> None:
+    """Sends ``size`` formats at once that take too long to compile. Each must be refused. An ordinary request that
+    comes after them must be answered before more than a few of them were tried.
+    """
+    num_tried = 0
+
+    async def refused() -> None:
+        nonlocal num_tried
+        answered = await _constrained(target, bomb())
+        assert answered.status in (400, 429), answered
+        num_tried += answered.status == 400
+
+    clients = [asyncio.create_task(refused()) for _ in range(size)]
+    await asyncio.sleep(0.5)
+    num_before = num_tried
+    answered = await _generate(target, {"prompt": "a", "max_new_tokens": 4})
+    assert answered.status == 200, answered.error
+    assert num_tried <= num_before + 4, "an ordinary request waited for the formats of others"
+    await asyncio.gather(*clients)
+
+
+async def abandoned_trials(target: Target, size: int) -> None:
+    """Sends ``size`` such formats in one body to check, and leaves. The next format must be tried."""
+    bodies = [{"prompt": "a", "response_format": bomb()} for _ in range(min(size, 64))]
+    client = await RawClient.connect(target.http)
+    client.send(json.dumps({"requests": bodies}).encode(), path="/check")
+    await asyncio.sleep(0.5)
+    client.leave()
+    answered = await _constrained(target, {"type": "regex", "pattern": f"[a-f]{{{1 + next(_NUMBERS)}}}"})
+    assert answered.status == 200, answered.error
+
+
+async def large_formats(target: Target, size: int) -> None:
+    """Sends ``size`` formats that pass the trial but take long to compile and to follow."""
+    await _in_turn(target, [large() for _ in range(size)])
+
+
+async def wide_formats(target: Target, size: int) -> None:
+    """Sends ``size`` schemas with thousands of properties."""
+    await _in_turn(target, [wide() for _ in range(size)])
+
+
+async def _in_turn(target: Target, formats: list[dict[str, Any]]) -> None:
+    for start in range(0, len(formats), _AT_ONCE):
+        answers = await asyncio.gather(*(_constrained(target, each) for each in formats[start : start + _AT_ONCE]))
+        assert {answered.status for answered in answers} <= {200, 400, 429}, answers
+
+
+async def _constrained(target: Target, response_format: dict[str, Any]) -> Answered:
+    return await _generate(target, {"prompt": "a", "max_new_tokens": 8, "response_format": response_format})
+
+
+async def _generate(target: Target, body: dict[str, Any]) -> Answered:
+    client = await RawClient.connect(target.http)
+    try:
+        client.send(json.dumps(body).encode(), path="/generate")
+        status, headers = await client.head()
+        return Answered(status, error=(await client._exactly(int(headers["content-length"]))).decode()[:500])
+    finally:
+        client.leave()
+
+
+ATTACKS = {
+    "slow_trials": Attack(slow_trials, 48, 200),
+    "abandoned_trials": Attack(abandoned_trials, 16, 64),
+    "large_formats": Attack(large_formats, 96, 200),
+    "wide_formats": Attack(wide_formats, 8, 24),
+}

@@ -1,0 +1,115 @@
+"""The engine's process compiles formats on a thread of their own, and no step waits for one."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.serving.engine.formats import FormatThread
+
+FIRST, SECOND = ResponseFormat("regex", "a"), ResponseFormat("regex", "b")
+
+
+class _Grammars:
+    """Compiles no format before ``may_end`` is set; ``refused`` ones never."""
+
+    def __init__(self) -> None:
+        self.may_end, self.begun = threading.Event(), list[ResponseFormat]()
+        self.kept: dict[ResponseFormat, str] = {}
+        self.refused: set[ResponseFormat] = set()
+
+    def prepare(self) -> None:
+        raise InvalidArgumentError("no library")
+
+    def is_kept(self, response_format: ResponseFormat) -> bool:
+        return response_format in self.kept
+
+    def keep(self, response_format: ResponseFormat, compiled: str) -> None:
+        self.kept[response_format] = compiled
+
+    def compiled(self, response_format: ResponseFormat) -> str:
+        self.begun.append(response_format)
+        assert self.may_end.wait(60)
+        if response_format in self.refused:
+            raise InvalidArgumentError("refused")
+        return "compiled"
+
+
+@pytest.fixture
+def grammars() -> Any:
+    return _Grammars()
+
+
+@pytest.fixture
+def thread(grammars: Any) -> FormatThread:
+    return FormatThread(grammars)
+
+
+def proceed_until(thread: FormatThread, events: list[str], num_events: int) -> None:
+    """Waits until so many requests have gone on."""
+    waited = threading.Event()
+    for _ in range(6000):
+        thread.proceed()
+        if len(events) >= num_events:
+            return
+        waited.wait(0.01)
+    raise AssertionError(events)
+
+
+def test_a_request_waits_for_its_format_and_no_other_request_does(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    thread.when_compiled(0, FIRST, lambda: events.append("constrained"))
+    thread.when_compiled(1, None, lambda: events.append("free"))
+    thread.proceed()
+    assert events == ["free"]
+    assert thread.is_busy
+    grammars.may_end.set()
+    proceed_until(thread, events, 2)
+    thread.when_compiled(2, FIRST, lambda: events.append("again"))
+    assert events == ["free", "constrained", "again"]
+    assert grammars.begun == [FIRST]
+    assert not thread.is_busy
+
+
+def test_requests_with_the_same_format_wait_for_one_compilation(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    for number in range(3):
+        thread.when_compiled(number, FIRST, lambda: events.append("x"))
+    grammars.may_end.set()
+    proceed_until(thread, events, 3)
+    assert grammars.begun == [FIRST]
+
+
+def test_a_cancelled_request_is_forgotten_and_so_is_the_format_that_only_it_had(
+    thread: FormatThread, grammars: Any
+) -> None:
+    events: list[str] = []
+    for number, each in enumerate((FIRST, SECOND, FIRST)):
+        thread.when_compiled(number, each, lambda number=number: events.append(f"{number}"))  # type: ignore[misc]
+    for number in (0, 1, 1, 7):
+        thread.cancel(number)
+    grammars.may_end.set()
+    proceed_until(thread, events, 1)
+    assert events == ["2"]
+    assert not thread.is_busy
+    thread.close()
+    assert SECOND not in grammars.begun
+
+
+def test_what_cannot_be_compiled_goes_on_and_fails_with_the_reason_there(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    grammars.refused.add(FIRST)
+    thread.when_compiled(0, FIRST, lambda: events.append("asked"))
+    grammars.may_end.set()
+    proceed_until(thread, events, 1)
+    assert grammars.kept == {}
+
+
+def test_a_model_that_follows_no_format_has_none_to_wait_for() -> None:
+    events: list[str] = []
+    FormatThread(None).when_compiled(0, FIRST, lambda: events.append("refused by the engine"))
+    assert events
