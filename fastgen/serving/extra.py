@@ -9,6 +9,7 @@ from fastgen.errors import FastgenError
 _PACKAGES = (
     *("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "msgspec", "prometheus_client", "httpx2"),
     *("grpc", "grpc_health", "grpc_reflection"),
+    "llguidance",
 )
 
 
