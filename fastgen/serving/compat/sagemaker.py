@@ -20,8 +20,16 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.http.errors import ERRORS, invalid_request
 from fastgen.serving.http.generate import naming_the_field
 from fastgen.serving.http.openai.answers import finish_of
-from fastgen.serving.http.openai.requests import FewErrors
-from fastgen.serving.http.openai.run import Batch, arrival_of, encode_prompts, event_stream, json_line, json_response
+from fastgen.serving.http.openai.run import (
+    Batch,
+    arrival_of,
+    encode_prompts,
+    event_stream,
+    json_line,
+    json_response,
+    request_id_of,
+)
+from fastgen.serving.http.openai.validation import FewErrors
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
@@ -168,6 +176,7 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
         [sampling] * len(prompts),
         is_stream=invocation.stream,
         arrived_s=arrival_of(request),
+        request_id=request_id_of(request),
     )
     lmi = _LmiFormat(service, invocation.parameters)
     if invocation.stream:
