@@ -316,6 +316,12 @@ class Recorder(Observer):
 
     def recording(self, model: str) -> Recording:
         """Returns the present contents of the ring. ``model`` is the model's name in the recording."""
+        return self.contents(model)()
+
+    def contents(self, model: str) -> Callable[[], Recording]:
+        """Takes the present contents of the ring, which takes microseconds for each thousand steps. Returns the
+        function that makes a recording of them, which takes longer and may run on another thread while steps go on.
+        """
         header = Header(
             fastgen=__version__,
             model=model,
@@ -324,7 +330,8 @@ class Recorder(Observer):
             first_step=self._first_step,
             engine=self.engine,
         )
-        return Recording(header, tuple(self._events()))
+        ring, requests = (*self._early.values(), *self._ring), dict(self._open)
+        return lambda: Recording(header, tuple(self._events(ring, requests)))
 
     def _append(self, event: _RingEvent, num_bytes: int) -> None:
         self._ring.append(event)
@@ -346,10 +353,10 @@ class Recorder(Observer):
         elif isinstance(event, _Finished) and event.request is not None:
             del self._early[event.key[0]]
 
-    def _events(self) -> Iterator[Event]:
+    def _events(self, ring: SequenceOf[_RingEvent], requests: dict[int, Request]) -> Iterator[Event]:
+        """Yields the events of ``ring``, given the open ``requests``, to which it adds those that have ended."""
         numbers = BlockNumbers(self.engine.block_size)
-        requests = dict(self._open)
-        for event in (*self._early.values(), *self._ring):
+        for event in ring:
             if isinstance(event, StepRecord):
                 yield event.step()
             elif isinstance(event, Request):

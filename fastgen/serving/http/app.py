@@ -13,6 +13,7 @@ from fastgen.serving.http.openai.models import model_routes
 from fastgen.serving.http.openai.responses.routes import responses_routes
 from fastgen.serving.http.openai.unserved import unserved_routes
 from fastgen.serving.http.page import live_routes, page_routes
+from fastgen.serving.http.recording import recording_routes
 from fastgen.serving.monitoring.prometheus import CONTENT_TYPE
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
@@ -48,6 +49,7 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
     app.include_router(responses_routes(service, tool_format))
     app.include_router(unserved_routes())
     app.include_router(sagemaker_routes(service))
+    app.include_router(recording_routes(service))
     app.include_router(page_routes())
     app.include_router(live_routes(service))
     return app
