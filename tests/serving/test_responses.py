@@ -298,8 +298,8 @@ def test_the_template_gets_calls_and_their_results() -> None:
         {"type": "function_call_output", "call_id": "a", "output": "-5"},
     ]
     ask(service, lambda client: client.responses.create(**ASKED | {"input": items}, instructions="Help."))
-    told = service.codec.tokenizer.decode(service.asked[-1][0])
-    messages = json.loads(told.partition("<tool_call>")[2])
+    prompt = service.codec.tokenizer.decode(service.asked[-1][0])
+    messages = json.loads(prompt.partition("<tool_call>")[2])
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "tool"]
     assert messages[2]["content"] == "Let me see."
     assert [call["function"]["arguments"] for call in messages[2]["tool_calls"]] == [{"city": "Oslo"}, {}]

@@ -146,7 +146,7 @@ def test_the_prompt_of_a_chat_may_end_elsewhere(client: openai.OpenAI, llm: fast
             tokens_of(client, prompt="Once", **field)
 
 
-def told(template: str, **fields: Any) -> str:
+def prompt_of(template: str, **fields: Any) -> str:
     """Returns the prompt that a chat with ``fields`` has."""
     service = ScriptedService(scripted_codec(template), lambda prompt, sampling: ([5], "stop"))
 
@@ -159,20 +159,20 @@ def told(template: str, **fields: Any) -> str:
     return text
 
 
-def test_the_template_is_told_what_the_request_sets() -> None:
+def test_the_template_gets_what_the_request_sets() -> None:
     template = "{{ enable_thinking | tojson }} {{ (documents or []) | tojson }} {{ reasoning_effort | tojson }}"
     nothing = "{{ enable_thinking is defined }} {{ reasoning_effort is defined }}"
-    assert told(nothing) == "False False"
-    assert told(nothing, chat_template_kwargs={"enable_thinking": False}) == "True False"
-    assert told(
+    assert prompt_of(nothing) == "False False"
+    assert prompt_of(nothing, chat_template_kwargs={"enable_thinking": False}) == "True False"
+    assert prompt_of(
         template, chat_template_kwargs={"enable_thinking": False}, documents=[{"text": "a"}], reasoning_effort="low"
     ) == ('false [{"text": "a"}] "low"')
     thinks = "{{ enable_thinking | tojson }}"
-    assert told(thinks, reasoning_effort="none") == "false"
-    assert told(thinks, reasoning_effort="high") == "true"
-    assert told("Hello", reasoning_effort="none") == "Hello"
+    assert prompt_of(thinks, reasoning_effort="none") == "false"
+    assert prompt_of(thinks, reasoning_effort="high") == "true"
+    assert prompt_of("Hello", reasoning_effort="none") == "Hello"
     with pytest.raises(openai.BadRequestError) as refused:
-        told("Hello", reasoning_effort="high")
+        prompt_of("Hello", reasoning_effort="high")
     assert refused.value.param == "reasoning_effort"
 
 

@@ -320,7 +320,7 @@ class Recorder(Observer):
 
     def contents(self, model: str) -> Callable[[], Recording]:
         """Takes the present contents of the ring, which takes microseconds for each thousand steps. Returns the
-        function that makes a recording of them, which takes longer and may run on another thread while steps go on.
+        function that makes a recording of them, which takes longer and may run on another thread while steps continue.
         """
         header = Header(
             fastgen=__version__,

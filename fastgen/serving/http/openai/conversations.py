@@ -137,8 +137,8 @@ def _template_options(fields: VllmChatFields, template: str, *, add_special_toke
 
 
 def _effort_variables(effort: str, template: str) -> dict[str, Any]:
-    """Returns the variables by which ``template`` is told how long to reason, as models with such a setting have
-    them. Raises ``BadRequestError`` if it has none.
+    """Returns the variables of ``template`` that say how long the model reasons. Raises ``BadRequestError`` if it has
+    none.
     """
     variables: dict[str, Any] = {}
     if "reasoning_effort" in template:

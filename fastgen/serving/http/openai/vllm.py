@@ -109,7 +109,7 @@ class VllmChatFields(Strict):
     chat_template: Annotated[None, refused("only the checkpoint's own template is run")] = None
     echo: Annotated[Literal[False] | None, refused("the answer does not repeat the conversation", unless=False)] = None
     include_reasoning: Annotated[
-        Literal[True] | None, refused("reasoning is not told from the rest of the text", unless=True)
+        Literal[True] | None, refused("reasoning is not separated from the rest of the text", unless=True)
     ] = None
     mm_processor_kwargs: Annotated[None, refused("the models here read text")] = None
     media_io_kwargs: Annotated[None, refused("the models here read text")] = None

@@ -13,8 +13,8 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputWriter:
-    """Builds the items of the answer ``answer_id``, which may call ``tools``. Each method returns the events that tell
-    of its changes, still without their numbers.
+    """Builds the items of the answer ``answer_id``, which may call ``tools``. Each method returns the events that
+    report its changes, still without their numbers.
     """
 
     def __init__(self, answer_id: str, tools: ChatTools | None):
