@@ -316,11 +316,12 @@ class Recorder(Observer):
 
     def recording(self, model: str) -> Recording:
         """Returns the present contents of the ring. ``model`` is the model's name in the recording."""
-        return self.contents(model)()
+        header, events = self.contents(model)
+        return Recording(header, tuple(events))
 
-    def contents(self, model: str) -> Callable[[], Recording]:
-        """Takes the present contents of the ring, which takes microseconds for each thousand steps. Returns the
-        function that makes a recording of them, which takes longer and may run on another thread while steps continue.
+    def contents(self, model: str) -> tuple[Header, Iterator[Event]]:
+        """Takes the present contents of the ring, which takes microseconds for each thousand steps. Returns the header
+        of their recording, and its events, which are made one by one and may be on another thread while steps continue.
         """
         header = Header(
             fastgen=__version__,
@@ -331,7 +332,7 @@ class Recorder(Observer):
             engine=self.engine,
         )
         ring, requests = (*self._early.values(), *self._ring), dict(self._open)
-        return lambda: Recording(header, tuple(self._events(ring, requests)))
+        return header, self._events(ring, requests)
 
     def _append(self, event: _RingEvent, num_bytes: int) -> None:
         self._ring.append(event)

@@ -8,7 +8,7 @@ Numbers are written so that reading them gives the same bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,21 +39,21 @@ def write_recording(recording: Recording, path: str | Path) -> None:
     """
     try:
         with Path(path).open("wb") as out:
-            out.writelines(_lines(recording))
+            out.writelines(_lines(recording.header, recording.events))
     except OSError as error:
         raise RecordingError(f"the recording cannot be written: {error.strerror}", file=str(path)) from error
 
 
-def dump_recording(recording: Recording) -> bytes:
-    """Returns ``recording`` as :func:`write_recording` writes it."""
-    return b"".join(_lines(recording))
+def dump_recording(header: Header, events: Iterable[Event]) -> bytes:
+    """Returns a recording as :func:`write_recording` writes it."""
+    return b"".join(_lines(header, events))
 
 
-def _lines(recording: Recording) -> Iterator[bytes]:
-    events, header = _adapters()
-    yield header.dump_json(recording.header) + b"\n"
-    for event in recording.events:
-        yield events.dump_json(event) + b"\n"
+def _lines(header: Header, events: Iterable[Event]) -> Iterator[bytes]:
+    of_event, of_header = _adapters()
+    yield of_header.dump_json(header) + b"\n"
+    for event in events:
+        yield of_event.dump_json(event) + b"\n"
 
 
 def read_recording(path: str | Path) -> Recording:

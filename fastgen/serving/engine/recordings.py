@@ -16,15 +16,16 @@ class Recordings:
     def __init__(self, recorder: Recorder, model: str):
         self._recorder, self._model = recorder, model
         self._asked: list[tuple[int, Future[bytes]]] = []
+        dump_recording(*recorder.contents(model))  # the first one builds what writes them, which would hold up a step
 
     def ask(self, number: int) -> None:
         """Begins to answer question ``number``. The recording ends here: later steps are not part of it."""
-        contents = self._recorder.contents(self._model)
+        header, events = self._recorder.contents(self._model)
         answer: Future[bytes] = Future()
 
         def write() -> None:
             try:
-                answer.set_result(dump_recording(contents()))
+                answer.set_result(dump_recording(header, events))
             except Exception as error:
                 answer.set_exception(error)
 
