@@ -15,13 +15,32 @@ BOS, EOS, PAD, END = "<|bos|>", "<|endoftext|>", "<|pad|>", "<|end|>"
 SPECIAL_TOKENS = [BOS, EOS, PAD, "<|system|>", "<|user|>", "<|assistant|>", END]
 
 # One header token per role, the text, and ``<|end|>``: what the model writes after ``<|assistant|>`` is its answer.
+# Tools are described in a system message, and calls are written as by Hermes' models. The models never saw either, but
+# a grammar can make them call, so that a server's tools can be tried.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
-{%- for message in messages -%}
-{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-{{- raise_exception("roles are system, user and assistant, not " + message['role']) -}}
+{%- if tools -%}
+{{- '<|system|>These functions may be called:\\n<tools>' -}}
+{%- for tool in tools -%}
+{{- '\\n' + tool | tojson -}}
+{%- endfor -%}
+{{- '\\n</tools>\\nA call is written so:\\n<tool_call>\\n{"name": "a function", "arguments": {}}' -}}
+{{- '\\n</tool_call><|end|>' -}}
 {%- endif -%}
-{{- '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' -}}
+{%- for message in messages -%}
+{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
+{{- raise_exception("roles are system, user, assistant and tool, not " + message['role']) -}}
+{%- endif -%}
+{%- if message['role'] == 'tool' -%}
+{{- '<|user|><tool_response>\\n' + message['content'] | trim + '\\n</tool_response><|end|>' -}}
+{%- else -%}
+{{- '<|' + message['role'] + '|>' + (message['content'] or '') | trim -}}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '\\n<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|assistant|>' -}}

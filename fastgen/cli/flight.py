@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +19,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
 
 def why(
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Its request_id; 3.1 is request 3's completion 1.")],
-    recording: Annotated[
-        Path, typer.Option(metavar="FILE", help="A recording, from LLM.save_recording.", show_default=False)
+    request: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[SERVER] REQUEST",
+            help="A request_id of the recording; 3.1 is request 3's completion 1. With SERVER, an address or a name: "
+            "the id of an answer, or of the header x-request-id. FASTGEN_API_KEY holds its key.",
+        ),
     ],
+    recording: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A recording, from LLM.save_recording; needed without SERVER.", show_default=False
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where the time of REQUEST went: queue, its own compute, other requests in the batch, preemptions, gaps."""
@@ -29,8 +40,17 @@ def why(
     from fastgen.runtime.flight.why import why as find_facts
     from fastgen.runtime.flight.why_text import as_text
 
-    facts = find_facts(read_recording(recording), request)
-    print(json.dumps(asdict(facts)) if as_json else as_text(facts))
+    if len(request) != (2 if recording is None else 1):
+        raise typer.BadParameter("give SERVER and REQUEST, or REQUEST and --recording FILE")
+    if recording is None:
+        from fastgen.serving.clients.recordings import fetch_recording
+
+        found, sequences = fetch_recording(*request, api_key=os.environ.get("FASTGEN_API_KEY") or None)
+    else:
+        found, sequences = read_recording(recording), request
+    for sequence in sequences:
+        facts = find_facts(found, sequence)
+        print(json.dumps(asdict(facts)) if as_json else as_text(facts))
 
 
 def replay(recording: RecordingFile, as_json: AsJson = False) -> None:

@@ -26,6 +26,19 @@ class Update:
     prompt_logprobs: list[Logprobs | None] | None = None
 
 
+@dataclass(frozen=True)
+class TextRules:
+    """The way in which an answer's tokens become text."""
+
+    # Special tokens that have a text, by their ids.
+    spelled: Mapping[int, str] = field(default_factory=dict)
+    # Whether the stop string or stop token that ends an answer is part of its text.
+    includes_stop: bool = False
+
+
+USUAL_TEXT = TextRules()
+
+
 @dataclass
 class Answer:
     """One completion that is being generated."""
@@ -39,20 +52,23 @@ class Answer:
 
 
 class Answers:
-    """The completions of one request. ``spelled`` are special tokens whose text appears in the answer."""
+    """The completions of one request."""
 
     def __init__(
         self,
         prompt_ids: list[int],
         sampling: SamplingParams,
         codec: TextCodec,
-        spelled: Mapping[int, str] | None = None,
+        rules: TextRules = USUAL_TEXT,
     ):
         self._prompt_ids, self._sampling = prompt_ids, sampling
-        self._stop_ids = sampling.stop_ids(codec.eos_token_ids)
+        # Tokens without text: a stop token, which comes last.
+        self._mute_ids = frozenset[int]() if rules.includes_stop else sampling.stop_ids(codec.eos_token_ids)
         self._new_detokenizer = None
         if codec.has_tokenizer:
-            self._new_detokenizer = partial(codec.new_detokenizer, prompt_ids, sampling, spelled)
+            self._new_detokenizer = partial(
+                codec.new_detokenizer, prompt_ids, sampling, rules.spelled, includes_stop=rules.includes_stop
+            )
         self._answers = [Answer() for _ in range(sampling.n)]
         self._num_open = sampling.n
         self._prompt_logprobs: list[Logprobs | None] | None = None
@@ -73,8 +89,7 @@ class Answers:
         if answer.detokenizer is None and self._new_detokenizer is not None:
             answer.detokenizer = self._new_detokenizer()
         if answer.detokenizer is not None:
-            # A stop token comes last and has no text.
-            text = "".join(answer.detokenizer.append(id_) for id_ in progress.token_ids if id_ not in self._stop_ids)
+            text = "".join(answer.detokenizer.append(id_) for id_ in progress.token_ids if id_ not in self._mute_ids)
             if progress.end is not None:
                 text += answer.detokenizer.finish()
         answer.text += text

@@ -10,6 +10,7 @@ from fastgen.version import install_command
 _PACKAGES = (
     *("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "msgspec", "prometheus_client", "httpx2"),
     *("grpc", "grpc_health", "grpc_reflection"),
+    "llguidance",
 )
 
 

@@ -14,7 +14,7 @@ from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
-from fastgen.serving.answers import Answers, Update
+from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules, Update
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.engine.request import EngineRequest
@@ -23,6 +23,7 @@ from fastgen.serving.grammars.trial import FormatTrials
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.monitoring.watch import Watch
 from fastgen.serving.options import Limits
+from fastgen.serving.recent_requests import RecentRequests
 from fastgen.serving.refusals import BadRequestError, OverloadedError, UnavailableError
 from fastgen.serving.request_limits import MANY_LOGPROBS, check_limits, check_num_logprobs, num_logprobs
 from fastgen.serving.templates.renderer import TemplateRenderer
@@ -56,6 +57,7 @@ class Service:
         self._templates: TemplateRenderer | None = None
         self._formats: TrialQueue | None = None
         self._is_draining = False
+        self.recent = RecentRequests()
 
     @property
     def codec(self) -> TextCodec:
@@ -116,12 +118,13 @@ class Service:
         *,
         is_stream: bool,
         arrived_s: float | None = None,
-        spelled: Mapping[int, str] | None = None,
+        rules: TextRules = USUAL_TEXT,
+        request_id: str | None = None,
     ) -> Running:
         """Queues a request. Raises :class:`~fastgen.serving.refusals.RefusedError` if it is refused.
 
-        ``arrived_s`` is its arrival by ``time.monotonic``, by default now. ``spelled`` are special tokens whose text
-        appears in the answer.
+        ``arrived_s`` is its arrival by ``time.monotonic``, by default now. ``rules`` say how tokens become text.
+        By ``request_id`` the client finds it in the recording.
         """
         arrived_s = time.monotonic() if arrived_s is None else arrived_s
         admitted = None
@@ -132,7 +135,7 @@ class Service:
             if reason := await self._format_refusal(sampling):
                 raise BadRequestError(reason)
             self._check_taking()
-            answers = Answers(prompt_ids, sampling, self.codec, spelled)
+            answers = Answers(prompt_ids, sampling, self.codec, rules)
             admitted = self._watch.admission.admit(len(prompt_ids), sampling)
             is_large = num_logprobs(len(prompt_ids), sampling) > MANY_LOGPROBS
             request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream or is_large, arrived_s=arrived_s)
@@ -142,6 +145,8 @@ class Service:
             if admitted is not None:
                 admitted.ended()
             raise
+        if request_id is not None:
+            self.recent.add(request_id, request.number)
         self._watch.submitted(request, admitted)
         return Running(self, request, answers, is_large=is_large)
 
@@ -170,6 +175,10 @@ class Service:
         if reason := await self._format_refusal(sampling):
             return reason
         return await self.engine.refusal(prompt_ids, sampling)
+
+    async def recording(self) -> bytes:
+        """Returns the engine's flight recording, as JSON Lines. Raises ``RefusedError`` if there is no engine."""
+        return await self.engine.ask("recording", bytes)
 
     async def metrics_text(self) -> bytes:
         """Returns all current counters in Prometheus' text format. If the engine is too busy to answer, its last

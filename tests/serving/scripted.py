@@ -16,7 +16,7 @@ from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
-from fastgen.serving.answers import Answers
+from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules
 from fastgen.serving.compat.sagemaker import sagemaker_routes
 from fastgen.serving.engine.messages import End, Progress
 from fastgen.serving.engine.request import EngineRequest
@@ -24,6 +24,7 @@ from fastgen.serving.http.errors import add_error_handlers
 from fastgen.serving.http.openai.chat import chat_routes
 from fastgen.serving.http.openai.completions import completion_routes
 from fastgen.serving.http.openai.models import model_routes
+from fastgen.serving.http.openai.responses.routes import responses_routes
 from fastgen.serving.service import Running
 from fastgen.serving.tools.formats import ToolFormat
 
@@ -82,7 +83,8 @@ class ScriptedService:
         *,
         is_stream: bool,
         arrived_s: float | None = None,
-        spelled: Any = None,
+        rules: TextRules = USUAL_TEXT,
+        request_id: str | None = None,
     ) -> Running:
         self.asked.append((prompt_ids, sampling))
         request = _Piecemeal(len(self.asked), len(prompt_ids), sampling, 0.0)
@@ -92,7 +94,7 @@ class ScriptedService:
         if token_ids:
             end = End(reason, None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1), 0.1)
             request.add(Progress(request.number, 0, token_ids[-1:], None, end))
-        return Running(self, request, Answers(prompt_ids, sampling, self.codec, spelled))  # type: ignore[arg-type]
+        return Running(self, request, Answers(prompt_ids, sampling, self.codec, rules))  # type: ignore[arg-type]
 
 
 def application(service: Any, tool_format: ToolFormat | None = None) -> FastAPI:
@@ -102,6 +104,7 @@ def application(service: Any, tool_format: ToolFormat | None = None) -> FastAPI:
     app.include_router(model_routes(service, "0"))
     app.include_router(completion_routes(service))
     app.include_router(chat_routes(service, tool_format))
+    app.include_router(responses_routes(service, tool_format))
     app.include_router(sagemaker_routes(service))
     return app
 

@@ -47,3 +47,9 @@ def test_every_package_of_the_extra_is_looked_for() -> None:
     modules = {"pyzmq": "zmq", "prometheus-client": "prometheus_client", "grpcio": "grpc"}
     modules |= {"grpcio-health-checking": "grpc_health", "grpcio-reflection": "grpc_reflection"}
     assert {modules.get(name, name) for name in names} == set(extra._PACKAGES)
+
+
+def test_the_extra_serve_has_structured_output() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    assert set(extras["grammar"]) <= set(extras["serve"])

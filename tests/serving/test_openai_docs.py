@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fastgen.serving.http.openai.formats import StructuredOutputs
 from fastgen.serving.http.openai.requests import ChatRequest, CompletionRequest, SamplingRequest
+from fastgen.serving.http.openai.responses.requests import ResponsesRequest
+from fastgen.serving.http.openai.vllm import VllmChatFields, VllmFields
 from fastgen.serving.tools.formats import TOOL_FORMATS
 from tests.serving.server_process import ServerProcess
 
@@ -51,12 +54,20 @@ def test_its_python_runs(server: ServerProcess) -> None:
     assert len(done.stdout.split()) > 10
 
 
+VLLM, CHATS = VllmFields.model_fields.keys(), VllmChatFields.model_fields.keys()
+SHARED = SamplingRequest.model_fields.keys()
+
+
 @pytest.mark.parametrize(
     ("heading", "fields"),
     [
-        ("Of both endpoints:", set(SamplingRequest.model_fields)),
-        ("Of completions:", CompletionRequest.model_fields.keys() - SamplingRequest.model_fields.keys()),
-        ("Of chats:", ChatRequest.model_fields.keys() - SamplingRequest.model_fields.keys()),
+        ("Of both endpoints:", SHARED - VLLM),
+        ("Of completions:", CompletionRequest.model_fields.keys() - SHARED),
+        ("Of chats:", ChatRequest.model_fields.keys() - SHARED - CHATS),
+        ("Of every endpoint:", set(VLLM)),
+        ("Of conversations (", set(CHATS)),
+        ("`structured_outputs` has", {field.alias or name for name, field in StructuredOutputs.model_fields.items()}),
+        ("## Responses", ResponsesRequest.model_fields.keys() - VLLM - CHATS),
         ("## Tools", set(TOOL_FORMATS)),
     ],
 )

@@ -60,7 +60,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
-    ({"top_k": -1}, "top_k"),
+    ({"top_k": -2}, "top_k"),
     ({"min_p": 1.5}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
@@ -73,6 +73,43 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"priority": 1.5}, "priority"),
     ({"timeout_s": 0}, "timeout_s"),
     ({"user": 5}, "user"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"skip_special_tokens": False, "spaces_between_special_tokens": True}, "spaces_between_special_tokens"),
+    ({"skip_special_tokens": False, "stop": "a<|end|>"}, "stop"),
+    ({"use_beam_search": True, "n": 2, "beam_width": 3}, "use_beam_search"),
+    ({"use_beam_search": True, "n": 2, "temperature": 1}, "beam_width"),
+    ({"length_penalty": 11}, "length_penalty"),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+    (
+        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+        "structured_outputs.disable_additional_properties",
+    ),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+    ({"guided_json": {"x-guidance": {}}}, "guided_json"),
+    ({"guided_regex": "("}, "response_format"),
+    ({"guided_grammar": "root ::= ("}, "response_format"),
+    *(
+        ({name: value}, name)
+        for name, value in {
+            "guided_whitespace_pattern": " ",
+            "allowed_token_ids": [1],
+            "bad_words": ["a"],
+            "prompt_logprobs": 1,
+            "logits_processors": ["a"],
+            "return_tokens_as_token_ids": True,
+            "return_token_ids": True,
+            "request_id": "a",
+            "cache_salt": "a",
+            "kv_transfer_params": {},
+            "vllm_xargs": {"a": 1},
+        }.items()
+    ),
 ]
 COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
@@ -89,14 +126,14 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2}, "best_of"),
     ({"suffix": "end"}, "suffix"),
     ({"messages": []}, "messages"),
-    ({"response_format": {"type": "text"}}, "response_format"),
+    ({"response_format": {"type": "yaml"}}, "response_format"),
+    ({"prompt_embeds": "a"}, "prompt_embeds"),
 ]
 CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "friend", "content": "a"}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-    ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "a"}]}, "messages"),
     ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "a"}}]}, "messages[0].audio"),
     ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -112,7 +149,6 @@ CHATS: list[tuple[dict[str, Any], str]] = [
         "response_format",
     ),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
-    ({"tools": [TOOL]}, "tools"),
     ({"tools": [TOOL, TOOL]}, "tools"),
     ({"tools": [{"type": "custom"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
@@ -141,6 +177,21 @@ CHATS: list[tuple[dict[str, Any], str]] = [
         }.items()
     ),
     ({"prompt": "Once"}, "prompt"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+    ({"documents": ["a"]}, "documents[0]"),
+    ({"tools": [TOOL], "guided_choice": ["a"]}, "tools"),
+    *(
+        ({name: value}, name)
+        for name, value in {
+            "chat_template": "{{ messages }}",
+            "echo": True,
+            "include_reasoning": False,
+            "mm_processor_kwargs": {},
+            "media_io_kwargs": {},
+        }.items()
+    ),
 ]
 
 
@@ -257,5 +308,35 @@ def test_paths_and_methods_that_are_not_there(server: ServerProcess) -> None:
             error = json.loads(answer.read())["error"]
             assert answer.status == status
             assert path in error["message"]
+            if status == 404:
+                assert "this server has /health, /ready, /metrics, /generate," in error["message"]
+                assert "/v1/responses" in error["message"]
     finally:
         connection.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "why"),
+    [
+        ("POST", "/v1/embeddings", "embeddings are not served here"),
+        ("GET", "/v1/responses/resp_1", "nothing is stored here"),
+        ("DELETE", "/v1/responses/resp_1", "nothing is stored here"),
+        ("POST", "/v1/responses/resp_1/cancel", "nothing is stored here"),
+        ("GET", "/v1/responses/resp_1/input_items", "nothing is stored here"),
+        ("POST", "/v1/conversations", "nothing is stored here"),
+        ("GET", "/v1/conversations/conv_1", "nothing is stored here"),
+    ],
+)
+def test_a_path_of_openais_that_is_not_served_says_what_to_do(
+    server: ServerProcess, method: str, path: str, why: str
+) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    try:
+        connection.request(method, path, b"{}", {"content-type": "application/json"})
+        answer = connection.getresponse()
+        error = json.loads(answer.read())["error"]
+    finally:
+        connection.close()
+    assert answer.status == 404
+    assert why in error["message"]
+    assert ";" in error["message"]  # and what to do

@@ -17,11 +17,13 @@ MOST_TOKENS = 3
 OPERATIONS = [
     "POST /v1/completions",
     "POST /v1/chat/completions",
+    "POST /v1/responses",
     "GET /v1/models",
     "GET /v1/models/{name}",
     "POST /tokenize",
     "POST /detokenize",
     "GET /version",
+    "GET /recording",
     "POST /generate",
     "POST /invocations",
     "GET /info",
@@ -54,11 +56,13 @@ def document(server: ServerProcess) -> Any:
             return body
         if type(body.get("model")) is str and random.Random(str(body)).random() < 0.7:
             body["model"] = MODEL
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if type(body.get(name)) is int:
                 body[name] = min(body[name], MOST_TOKENS)
         if "messages" in body and not {"max_tokens", "max_completion_tokens"} & body.keys():
             body["max_completion_tokens"] = MOST_TOKENS
+        if context.operation.path == "/v1/responses" and body.get("max_output_tokens") is None:
+            body["max_output_tokens"] = MOST_TOKENS
         return body
 
     return document

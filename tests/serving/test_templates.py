@@ -14,6 +14,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
+from fastgen.runtime.text.prompts import TemplateOptions
 from fastgen.serving import helper_processes
 from fastgen.serving.refusals import UnavailableError
 from fastgen.serving.templates.renderer import TemplateRenderer
@@ -49,7 +50,22 @@ def test_it_renders_what_transformers_does(
         monkeypatch.setattr(tokenizer, "chat_template", template)
     for messages, tools in ((MESSAGES[:2], None), (MESSAGES, TOOLS)):
         expected = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
-        assert renderer.render(messages, tools) == expected
+        assert renderer.render(messages, tools, TemplateOptions()) == expected
+
+
+def test_its_options_are_those_of_transformers(
+    renderer: TemplateRenderer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Once upon"}]
+    assert renderer.render(messages, None, TemplateOptions(add_generation_prompt=False)).endswith("Once upon<|end|>")
+    options = TemplateOptions(add_generation_prompt=False, continue_final_message=True)
+    assert renderer.render(messages, None, options) == tokenizer.apply_chat_template(
+        messages, continue_final_message=True, tokenize=False
+    )
+    assert renderer.render(messages, None, options).endswith("<|assistant|>Once upon")
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ bos_token }}{{ documents }}{{ enable_thinking | tojson }}")
+    options = TemplateOptions(variables={"enable_thinking": False, "documents": [{"text": "a"}], "bos_token": "b"})
+    assert renderer.render(messages, None, options) == "b[{'text': 'a'}]false"
 
 
 def test_arguments_of_calls_are_text_where_the_template_puts_texts_together(
@@ -95,11 +111,11 @@ def test_what_costs_too_much_or_fails_is_refused_and_the_next_is_rendered(
 
 
 def test_a_process_that_ended_is_started_again(renderer: TemplateRenderer) -> None:
-    expected = renderer.render(MESSAGES[:2], None)
+    expected = renderer.render(MESSAGES[:2], None, TemplateOptions())
     (process,) = renderer.processes._processes
     process.kill()
     process._process.wait()
-    assert renderer.render(MESSAGES[:2], None) == expected
+    assert renderer.render(MESSAGES[:2], None, TemplateOptions()) == expected
     assert process not in renderer.processes._processes
 
 
@@ -168,9 +184,9 @@ def test_a_process_that_stands_still_is_ended_after_some_time(
 def test_who_would_wait_for_a_conversation_that_takes_long_is_rendered_by_another_process(
     renderer: TemplateRenderer,
 ) -> None:
-    expected = renderer.render(MESSAGES[:2], None)
+    expected = renderer.render(MESSAGES[:2], None, TemplateOptions())
     busy = renderer.processes._take()
-    assert renderer.render(MESSAGES[:2], None) == expected
+    assert renderer.render(MESSAGES[:2], None, TemplateOptions()) == expected
     assert len(renderer.processes._processes) == 2
     renderer.processes._idle.put(busy)
 
@@ -182,4 +198,4 @@ def test_what_is_rendered_when_all_processes_are_ended_fails(tokenizer: Any) -> 
     renderer.processes.close()
     assert not process.is_alive
     with pytest.raises(UnavailableError, match="ending"):
-        renderer.render(MESSAGES[:2], None)
+        renderer.render(MESSAGES[:2], None, TemplateOptions())

@@ -96,3 +96,11 @@ def test_an_answer_may_have_a_format_where_it_is_no_call(tokenizer: Any) -> None
     assert taken(tokenizer, grammar, written(hermes, [RIGHT]))
     assert not taken(tokenizer, grammar, '{"b": 1}')
     assert not taken(tokenizer, grammar, "Hello")
+
+
+def test_compact_arguments_have_no_whitespace(tokenizer: Any) -> None:
+    hermes = TOOL_FORMATS["hermes"]
+    special_ids: dict[str, int] = {}
+    grammar = tool_grammar(hermes, TOOLS, special_ids, is_required=True, is_parallel=False, is_compact=True)
+    assert taken(tokenizer, grammar, written(hermes, [("look_up", '{"city":"Oslo"}')]))
+    assert not taken(tokenizer, grammar, written(hermes, [("look_up", '{"city": "Oslo"}')]))

@@ -108,6 +108,24 @@ def test_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     )
 
 
+def test_chat_template_with_tools(tokenizer: PreTrainedTokenizerFast) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    messages = [
+        {"role": "user", "content": "Call it."},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}]},
+        {"role": "tool", "content": " 3 "},
+    ]
+    text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        '<|bos|><|system|>These functions may be called:\n<tools>\n{"type": "function", "function": {"name": "f", '
+        '"parameters": {"type": "object"}}}\n</tools>\nA call is written so:\n<tool_call>\n{"name": "a function", '
+        '"arguments": {}}\n</tool_call><|end|><|user|>Call it.<|end|><|assistant|>\n<tool_call>\n{"name": "f", '
+        '"arguments": {"a": [1]}}\n</tool_call><|end|><|user|><tool_response>\n3\n</tool_response><|end|><|assistant|>'
+    )
+    plain = tokenizer.apply_chat_template(messages[:1], tools=None, tokenize=False)
+    assert plain == tokenizer.apply_chat_template(messages[:1], tools=[], tokenize=False)
+
+
 def test_chat_template_refuses_unknown_roles(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(Exception, match="narrator"):
         tokenizer.apply_chat_template([{"role": "narrator", "content": "x"}], tokenize=False)

@@ -321,6 +321,13 @@ class Recorder(Observer):
 
     def recording(self, model: str) -> Recording:
         """Returns the present contents of the ring. ``model`` is the model's name in the recording."""
+        header, events = self.contents(model)
+        return Recording(header, tuple(events))
+
+    def contents(self, model: str) -> tuple[Header, Iterator[Event]]:
+        """Takes the present contents of the ring, which takes microseconds for each thousand steps. Returns the header
+        of their recording, and its events, which are made one by one and may be on another thread while steps continue.
+        """
         header = Header(
             fastgen=__version__,
             model=model,
@@ -329,7 +336,8 @@ class Recorder(Observer):
             first_step=self._first_step,
             engine=self.engine,
         )
-        return Recording(header, tuple(self._events()))
+        ring, requests = (*self._early.values(), *self._ring), dict(self._open)
+        return header, self._events(ring, requests)
 
     def _append(self, event: _RingEvent, num_bytes: int) -> None:
         self._ring.append(event)
@@ -351,10 +359,10 @@ class Recorder(Observer):
         elif isinstance(event, _Finished) and event.request is not None:
             del self._early[event.key[0]]
 
-    def _events(self) -> Iterator[Event]:
+    def _events(self, ring: SequenceOf[_RingEvent], requests: dict[int, Request]) -> Iterator[Event]:
+        """Yields the events of ``ring``, given the open ``requests``, to which it adds those that have ended."""
         numbers = BlockNumbers(self.engine.block_size)
-        requests = dict(self._open)
-        for event in (*self._early.values(), *self._ring):
+        for event in ring:
             if isinstance(event, StepRecord):
                 yield event.step()
             elif isinstance(event, Request):

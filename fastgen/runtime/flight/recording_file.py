@@ -8,7 +8,7 @@ Numbers are written so that reading them gives the same bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,13 +37,23 @@ def write_recording(recording: Recording, path: str | Path) -> None:
 
     :raises RecordingError: if the file cannot be written.
     """
-    events, header = _adapters()
     try:
         with Path(path).open("wb") as out:
-            out.write(header.dump_json(recording.header) + b"\n")
-            out.writelines(events.dump_json(event) + b"\n" for event in recording.events)
+            out.writelines(_lines(recording.header, recording.events))
     except OSError as error:
         raise RecordingError(f"the recording cannot be written: {error.strerror}", file=str(path)) from error
+
+
+def dump_recording(header: Header, events: Iterable[Event]) -> bytes:
+    """Returns a recording as :func:`write_recording` writes it."""
+    return b"".join(_lines(header, events))
+
+
+def _lines(header: Header, events: Iterable[Event]) -> Iterator[bytes]:
+    of_event, of_header = _adapters()
+    yield of_header.dump_json(header) + b"\n"
+    for event in events:
+        yield of_event.dump_json(event) + b"\n"
 
 
 def read_recording(path: str | Path) -> Recording:
@@ -53,13 +63,21 @@ def read_recording(path: str | Path) -> Recording:
         message names the line.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        data = Path(path).read_bytes()
     except OSError as error:
         raise RecordingError(f"the recording cannot be read: {error.strerror}", file=str(path)) from error
-    header = _read_header(lines[0], str(path))
+    return parse_recording(data, str(path))
+
+
+def parse_recording(data: bytes, source: str) -> Recording:
+    """Returns the recording in ``data``, which comes from ``source``. Raises ``RecordingError`` as
+    :func:`read_recording` does.
+    """
+    lines = data.split(b"\n")
+    header = _read_header(lines[0], source)
     if lines.pop() != b"":
-        raise RecordingError("the line has no end: the file was cut off", file=str(path), line=len(lines) + 1)
-    return Recording(header, tuple(_read_events(lines[1:], header, str(path))))
+        raise RecordingError("the line has no end: the file was cut off", file=source, line=len(lines) + 1)
+    return Recording(header, tuple(_read_events(lines[1:], header, source)))
 
 
 def _read_header(line: bytes, path: str) -> Header:

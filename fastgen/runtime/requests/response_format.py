@@ -23,8 +23,17 @@ JSON_OPTIONS = {
     "lenient": False,
     "coerce_one_of": False,
 }
+# The same for JSON without any whitespace between its pieces.
+COMPACT_JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+# The key under which llguidance finds its options in a schema. A schema of :class:`ResponseFormat` has it only if its
+# JSON is compact.
+OPTIONS_KEY = "x-guidance"
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar"]
+
+# vLLM's name for the switch.
+_COMPACT_KEY = "disable_any_whitespace"
+_COMPACT_BEGINNING = json.dumps({OPTIONS_KEY: COMPACT_JSON_OPTIONS})[:-1]
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,8 @@ class ResponseFormat:
     """The shape of an answer, a plain value: equal values mean the same shape."""
 
     kind: Kind
-    # The schema as JSON text, its keys in the order given; the regular expression; the Lark grammar.
+    # The schema as JSON text, its keys in the order given and before them the library's options, if any; the regular
+    # expression; the Lark grammar.
     text: str = ""
 
     def __post_init__(self) -> None:
@@ -45,17 +55,41 @@ class ResponseFormat:
         except UnicodeEncodeError as error:
             raise InvalidArgumentError(f"response_format is not valid Unicode: {error}") from None
 
+    @property
+    def is_compact(self) -> bool:
+        """Returns whether it is JSON without any whitespace between its pieces."""
+        return self.kind == "json_schema" and is_compact(self.text)
+
+    def compact(self) -> ResponseFormat:
+        """Returns the same format without whitespace, for JSON."""
+        if self.is_compact or self.kind not in ("json_object", "json_schema"):
+            return self
+        schema = {"type": "object"} if self.kind == "json_object" else json.loads(self.text)
+        options = {OPTIONS_KEY: COMPACT_JSON_OPTIONS}
+        return ResponseFormat("json_schema", json.dumps(options | schema, ensure_ascii=False, allow_nan=False))
+
     def as_json(self) -> dict[str, Any]:
         """Returns the JSON value from which :func:`parse_response_format` makes it."""
         match self.kind:
             case "json_object":
                 return {"type": self.kind}
             case "json_schema":
-                return {"type": self.kind, "schema": json.loads(self.text)}
+                schema = json.loads(self.text)
+                if self.is_compact:
+                    del schema[OPTIONS_KEY]
+                    return {"type": self.kind, "schema": schema, _COMPACT_KEY: True}
+                return {"type": self.kind, "schema": schema}
             case "regex":
                 return {"type": self.kind, "pattern": self.text}
             case "grammar":
                 return {"type": self.kind, "grammar": self.text}
+
+
+def is_compact(schema: str) -> bool:
+    """Returns whether the JSON text ``schema`` has the options for compact JSON, as :meth:`ResponseFormat.compact` puts
+    them into it.
+    """
+    return schema.startswith(_COMPACT_BEGINNING)
 
 
 def parse_response_format(value: object) -> ResponseFormat | None:
@@ -63,7 +97,8 @@ def parse_response_format(value: object) -> ResponseFormat | None:
 
     Accepted are ``None`` and ``{"type": "text"}``; ``{"type": "json_object"}``; ``{"type": "json_schema", "schema":
     {…}}`` or, as OpenAI spells it, ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; ``{"type":
-    "regex", "pattern": …}``; ``{"type": "grammar", "grammar": …}``.
+    "regex", "pattern": …}``; ``{"type": "grammar", "grammar": …}``. Both kinds of JSON may have
+    ``"disable_any_whitespace": true``.
     """
     if value is None or isinstance(value, ResponseFormat):
         return value
@@ -79,15 +114,26 @@ def _text(value: Mapping[str, Any]) -> None:
 
 
 def _json_object(value: Mapping[str, Any]) -> ResponseFormat:
-    _check_keys(value, "response_format", ("type",))
-    return ResponseFormat("json_object")
+    _check_keys(value, "response_format", ("type", _COMPACT_KEY))
+    return _compact_if_asked(ResponseFormat("json_object"), value)
 
 
 def _json_schema(value: Mapping[str, Any]) -> ResponseFormat:
+    return _compact_if_asked(_any_json_schema(value), value)
+
+
+def _compact_if_asked(found: ResponseFormat, value: Mapping[str, Any]) -> ResponseFormat:
+    asked = value.get(_COMPACT_KEY, False)
+    if not isinstance(asked, bool):
+        raise InvalidArgumentError(f"response_format: {_COMPACT_KEY} must be true or false, not {asked!r:.40}")
+    return found.compact() if asked else found
+
+
+def _any_json_schema(value: Mapping[str, Any]) -> ResponseFormat:
     if "json_schema" not in value:
-        _check_keys(value, "response_format", ("type", "schema"))
+        _check_keys(value, "response_format", ("type", "schema", _COMPACT_KEY))
         return _of_schema("response_format", value)
-    _check_keys(value, "response_format", ("type", "json_schema"))
+    _check_keys(value, "response_format", ("type", "json_schema", _COMPACT_KEY))
     nested = value["json_schema"]
     if not isinstance(nested, Mapping):
         raise InvalidArgumentError(f"response_format: json_schema must be an object, not {reprlib.repr(nested)}")
@@ -100,8 +146,8 @@ def _of_schema(where: str, holder: Mapping[str, Any]) -> ResponseFormat:
     schema = holder.get("schema")
     if not isinstance(schema, Mapping):
         raise InvalidArgumentError(f"{where}: schema must be a JSON schema (an object), not {reprlib.repr(schema)}")
-    if "x-guidance" in schema:
-        raise InvalidArgumentError(f"{where}: the key 'x-guidance' is not JSON Schema and is not taken")
+    if OPTIONS_KEY in schema:
+        raise InvalidArgumentError(f"{where}: the key {OPTIONS_KEY!r} is not JSON Schema and is not taken")
     try:
         text = json.dumps(schema, default=dict, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:

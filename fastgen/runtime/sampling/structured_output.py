@@ -22,7 +22,7 @@ import numpy as np
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.constraint import Mask
-from fastgen.runtime.requests.response_format import JSON_OPTIONS, ResponseFormat
+from fastgen.runtime.requests.response_format import COMPACT_JSON_OPTIONS, JSON_OPTIONS, ResponseFormat, is_compact
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.kept_formats import KeptFormats
 from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint, MaskThreads, message_of
@@ -219,7 +219,21 @@ def _import_library() -> ModuleType:
 
 
 def _json_grammar(matcher: Any, schema: str) -> str:
-    found: str = matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
+    options = COMPACT_JSON_OPTIONS if is_compact(schema) else JSON_OPTIONS
+    found: str = matcher.grammar_from_json_schema(schema, overrides=options)
+    return found
+
+
+def _any_grammar(matcher: Any, text: str) -> str:
+    """Returns the library's grammar for ``text`` in Lark's notation or in GBNF, that of llama.cpp and xgrammar."""
+    if "::=" in text:
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            text = any_to_lark(text)
+        except Exception as error:  # the converter raises classes of its own
+            raise ValueError(f"this GBNF cannot be read: {error}") from None
+    found: str = matcher.grammar_from_lark(text)
     return found
 
 
@@ -227,5 +241,5 @@ _GRAMMARS: dict[str, Callable[[Any, str], str]] = {
     "json_object": lambda matcher, _: _json_grammar(matcher, json.dumps({"type": "object"})),
     "json_schema": _json_grammar,
     "regex": lambda matcher, pattern: matcher.grammar_from_regex(pattern),
-    "grammar": lambda matcher, grammar: matcher.grammar_from_lark(grammar),
+    "grammar": _any_grammar,
 }

@@ -11,7 +11,7 @@ from fastgen.errors import CheckpointError, FastgenError, InvalidArgumentError, 
 from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.requests.sampling_params import SamplingParams, default_sampling
 from fastgen.runtime.text.detokenizer import Detokenizer, TokenDecoder
-from fastgen.runtime.text.prompts import Conversation, Prompt, as_token_ids
+from fastgen.runtime.text.prompts import Conversation, Prompt, TemplateOptions, as_token_ids
 from fastgen.runtime.text.token_bytes import TokenBytes
 from fastgen.runtime.text.tokenizer_checks import check_tokenizer
 
@@ -27,8 +27,13 @@ _TOKENIZER_FILES = (
 _MANY_CHARACTERS = 8
 # Most tokens by which a text that was cut may differ from the whole at the cut.
 _MAX_TOKENS_OF_A_CUT = 64
+_USUAL = TemplateOptions()
 # The error of a template that joins the arguments of a call to a text, as DeepSeek's do.
 _WANTS_TEXT = 'can only concatenate str (not "dict") to str'
+
+
+# Returns the text of messages, given tools and options.
+RenderChat = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None, TemplateOptions], str]
 
 
 class TextCodec:
@@ -44,7 +49,7 @@ class TextCodec:
         self._decoder = TokenDecoder(tokenizer) if tokenizer is not None else None
         self._token_bytes = TokenBytes(tokenizer, self._decoder) if self._decoder is not None else None
         # Renders messages and tools by the chat template. A caller that does not trust the template replaces it.
-        self.render_chat: Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None], str] = self._render_chat
+        self.render_chat: RenderChat = self._render_chat
         # Texts with more tokens are refused; one that is far longer is refused before all of it is encoded.
         self.max_tokens: int | None = None
 
@@ -91,7 +96,12 @@ class TextCodec:
             return ""
         return template
 
-    def encode_chat(self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Conversation,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: TemplateOptions = _USUAL,
+    ) -> list[int]:
         """Returns the token ids of a conversation as the chat template renders it, up to where the answer begins.
 
         ``tools`` go to the template, each as ``{"type": "function", "function": {"name": …, …}}``.
@@ -106,20 +116,27 @@ class TextCodec:
             )
         try:
             try:
-                text = self.render_chat(plain, tools)
+                text = self.render_chat(plain, tools, options)
             except Exception as error:
                 if _WANTS_TEXT not in str(error):
                     raise
-                text = self.render_chat([*map(_with_arguments_as_text, plain)], tools)
+                text = self.render_chat([*map(_with_arguments_as_text, plain)], tools, options)
         except Exception as error:  # the template is the checkpoint's: division by zero, endless recursion, anything
             if isinstance(error, FastgenError) and not isinstance(error, InvalidArgumentError):
                 raise  # the renderer failed, not the template
             raise InvalidArgumentError(f"the model's chat template refuses this conversation: {error}") from error
-        return self.encode_text(text, add_special_tokens=False)
+        return self.encode_text(text, add_special_tokens=options.add_special_tokens)
 
-    def _render_chat(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _render_chat(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: TemplateOptions
+    ) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, tokenize=False
+            messages,
+            tools=tools,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            tokenize=False,
+            **options.variables,
         )
         return text
 
@@ -133,21 +150,24 @@ class TextCodec:
         """Returns the bytes of one token by itself; see :class:`~fastgen.runtime.text.token_bytes.TokenBytes`."""
         return self._token_bytes[token_id] if self._token_bytes is not None else b""
 
-    def special_ids(self, text: str) -> dict[str, int]:
-        """Returns the special tokens that are spelled in ``text``."""
+    def special_ids(self, text: str | None = None) -> dict[str, int]:
+        """Returns the special tokens by their spelling; with ``text`` only those that are spelled in it."""
         if self.tokenizer is None:
             return {}
         added = self.tokenizer.added_tokens_decoder.items()
-        return {token.content: token_id for token_id, token in added if token.special and token.content in text}
+        special = {token.content: token_id for token_id, token in added if token.special}
+        return {spelling: id_ for spelling, id_ in special.items() if text is None or spelling in text}
 
     def new_detokenizer(
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams | None = None,
         spelled: Mapping[int, str] | None = None,
+        *,
+        includes_stop: bool = False,
     ) -> Detokenizer:
         """Returns a detokenizer of an answer to ``prompt_ids``. ``spelled`` are special tokens that have a text in
-        it.
+        it. With ``includes_stop`` its text ends with the stop string that ends it.
         """
         assert self._decoder is not None
         if sampling is None:
@@ -158,6 +178,7 @@ class TextCodec:
             stop=sampling.stop,
             min_new_tokens=sampling.min_new_tokens,
             spelled=spelled,
+            includes_stop=includes_stop,
         )
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -111,7 +111,7 @@ class Detokenizer:
     character, the longest. The text of the first ``min_new_tokens - 1`` tokens is not part of a stop string.
 
     Do not append the stop or end-of-text token that ends a sequence: it has no text. ``spelled`` maps special tokens to
-    the text that they have here.
+    the text that they have here. With ``includes_stop`` the stop string that ends the text is part of it.
     """
 
     def __init__(
@@ -122,10 +122,11 @@ class Detokenizer:
         stop: SequenceOf[str] = (),
         min_new_tokens: int = 0,
         spelled: Mapping[int, str] | None = None,
+        includes_stop: bool = False,
     ):
         self._spelled = spelled or {}
         self._characters = _Characters(decoder, prompt_token_ids)
-        self._stop_strings = _StopStrings(stop)
+        self._stop_strings = _StopStrings(stop, is_included=includes_stop)
         self._num_stopless_tokens = max(min_new_tokens - 1, 0)
 
     @property
@@ -250,11 +251,11 @@ class _StopStrings:
 
     Each stop string is matched by the automaton of Knuth, Morris and Pratt ("Fast pattern matching in strings", SIAM
     J. Comput. 1977): after every character it knows how much of the string the text ends with, which is also how much
-    must be held back.
+    must be held back. With ``is_included`` the stop string itself passes too.
     """
 
-    def __init__(self, stop: SequenceOf[str]):
-        self.met = False
+    def __init__(self, stop: SequenceOf[str], *, is_included: bool):
+        self.met, self._is_included = False, is_included
         self._strings = tuple(stop)
         self._borders = [_borders(string) for string in self._strings]
         self._matched = [0] * len(self._strings)
@@ -271,7 +272,7 @@ class _StopStrings:
             longest = self._advance(text[end - 1])
             if longest:
                 self.met, self._held = True, ""
-                return text[: end - longest]
+                return text[: end if self._is_included else end - longest]
         certain = len(text) - max(self._matched, default=0)
         self._held = text[certain:]
         return text[:certain]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypeVar, cast
 
@@ -13,6 +14,20 @@ Prompt = str | Sequence[int]
 # Messages, each with a ``role`` and a ``content``.
 Conversation = Sequence[Mapping[str, Any]]
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """The way in which a chat template renders a conversation."""
+
+    # Whether the text ends where the assistant's next message begins.
+    add_generation_prompt: bool = True
+    # Whether the text ends with the content of the last message, so that the answer continues it.
+    continue_final_message: bool = False
+    # Whether the tokenizer puts its special tokens around the text. Templates usually write them.
+    add_special_tokens: bool = False
+    # More variables of the template, such as ``enable_thinking``.
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:

@@ -39,9 +39,14 @@ def client(model: str | Path, *, api_key: str | None = None, protocol: Protocols
 
 def async_client(model: str | Path, *, api_key: str | None = None, protocol: Protocols = "http") -> AsyncClient:
     """Returns a client for asyncio: like :func:`client`, with coroutines as methods."""
-    name = str(model)
-    server = deployment_at(name) or name if is_address(name) else find_deployment(name)
-    return connect(server, api_key=api_key, protocol=protocol)
+    return connect(find_server(str(model)), api_key=api_key, protocol=protocol)
+
+
+def find_server(name: str) -> Deployment | str:
+    """Returns the deployment at an address or with a name, or an address where this machine knows of none. Raises
+    ``InvalidArgumentError`` for a name that no server has.
+    """
+    return deployment_at(name) or name if is_address(name) else find_deployment(name)
 
 
 def connect(server: Deployment | str, *, api_key: str | None, protocol: Protocols) -> AsyncClient:

@@ -7,6 +7,7 @@ import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
+from urllib.parse import urlencode
 
 import httpx2
 import msgspec
@@ -77,6 +78,11 @@ class HttpTransport:
         async with self._sent("/info") as response:
             info: dict[str, Any] = json.loads(await response.aread())
             return info
+
+    async def recording(self, request_id: str) -> tuple[bytes, list[str]]:
+        """Returns the engine's flight recording, and the numbers in it of the request ``request_id``."""
+        async with self._sent(f"/recording?{urlencode({'request': request_id})}") as response:
+            return await response.aread(), response.headers["x-request-numbers"].split()
 
     async def terminate(self, token: str | None) -> None:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}

@@ -20,8 +20,14 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.http.errors import ERRORS, NOT_JSON, invalid_request, is_json
 from fastgen.serving.http.generate import naming_the_field
 from fastgen.serving.http.openai.answers import finish_of
-from fastgen.serving.http.openai.requests import FewErrors
-from fastgen.serving.http.openai.run import Batch, encode_prompts, event_stream, json_line, json_response
+from fastgen.serving.http.openai.run import (
+    Batch,
+    encode_prompts,
+    event_stream,
+    json_line,
+    json_response,
+)
+from fastgen.serving.http.openai.validation import FewErrors
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service

@@ -36,7 +36,8 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True):
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
-    """Asks for a :class:`Reply` with the same number; ``what`` is a key of ``engine_process.ANSWERS``."""
+    """Asks for a :class:`Reply` with the same number; ``what`` is a key of ``engine.process.ANSWERS``,
+    or ``engine.process.RECORDING``."""
 
     number: int
     what: str

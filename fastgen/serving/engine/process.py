@@ -55,6 +55,7 @@ from fastgen.serving.engine.messages import (
     to_engine,
     unpack_sampling,
 )
+from fastgen.serving.engine.recordings import Recordings
 from fastgen.serving.log_file import move_output_to_log
 from fastgen.serving.monitoring.live import live_view
 from fastgen.serving.monitoring.log import set_up_logging_of_engine
@@ -71,7 +72,9 @@ _FORMAT_S = 0.002
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
-# The questions that an engine answers between two steps, and the functions that answer them.
+# The question for the flight recording, which is answered beside the steps.
+RECORDING = "recording"
+# The other questions, which an engine answers between two steps, and the functions that answer them.
 ANSWERS: dict[str, Callable[[Engine], Any]] = {
     "live": live_view,
     "metrics": lambda engine: engine.metrics.snapshot(),
@@ -132,11 +135,14 @@ class _Open:
 
 class EngineLoop:
     """Runs ``engine`` for the server at the other end of ``socket``, until the server stops it or ``is_orphan()`` is
-    true.
+    true. ``model`` is its name in recordings.
     """
 
-    def __init__(self, engine: Engine, socket: zmq.Socket[bytes], *, is_orphan: Callable[[], bool]):
+    def __init__(
+        self, engine: Engine, socket: zmq.Socket[bytes], *, is_orphan: Callable[[], bool], model: str = "model"
+    ):
         self._engine, self._socket, self._is_orphan = engine, socket, is_orphan
+        self._recordings = Recordings(engine.recorder, model)
         self._open: dict[int, _Open] = {}
         self._by_request_id: dict[int, _Open] = {}
         # Open streams, by the engine's request id.
@@ -174,6 +180,8 @@ class EngineLoop:
                     self._formats.when_compiled(message.number, format_of(message), partial(self._submit, message))
                 case Cancel():
                     self._cancel(message.number)
+                case Ask(what=what) if what == RECORDING:
+                    self._recordings.ask(message.number)
                 case Ask():
                     self._reply(message.number, partial(ANSWERS[message.what], self._engine))
                 case Check():
@@ -185,7 +193,9 @@ class EngineLoop:
 
     def _submit(self, message: Submit) -> None:
         try:
-            generation = self._engine.submit(message.prompt_ids, unpack_sampling(message.sampling))
+            generation = self._engine.submit(
+                message.prompt_ids, unpack_sampling(message.sampling), request_id=message.number
+            )
         except InvalidArgumentError as error:
             self._refused.append(Refused(message.number, str(error)))
             return
@@ -232,7 +242,9 @@ class EngineLoop:
             self._engine.cancel(opened.generation)
 
     def _report(self) -> None:
-        """Sends the results of the last step, and from time to time the engine's load."""
+        """Sends the results of the last step, recordings that are complete, and from time to time the engine's load."""
+        for number, recording in self._recordings.answered():
+            self._reply(number, recording)
         now_s = time.monotonic()
         is_due = now_s - self._reported_s >= STATUS_S
         begun = self._begun()
@@ -311,7 +323,8 @@ def main() -> None:
         move_output_to_log()
         with rarely_collected():
             socket.send(encoder.encode(Ready(_facts(llm, str(directory), time.monotonic() - began_s))))
-            EngineLoop(llm.release_engine(), socket, is_orphan=lambda: os.getppid() != parent).run()
+            engine, model = llm.release_engine(), str(arguments["model"])
+            EngineLoop(engine, socket, is_orphan=lambda: os.getppid() != parent, model=model).run()
     end_process()
 
 

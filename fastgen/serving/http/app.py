@@ -10,7 +10,10 @@ from fastgen.serving.http.generate import generate_routes
 from fastgen.serving.http.openai.chat import chat_routes
 from fastgen.serving.http.openai.completions import completion_routes
 from fastgen.serving.http.openai.models import model_routes
+from fastgen.serving.http.openai.responses.routes import responses_routes
+from fastgen.serving.http.openai.unserved import unserved_routes
 from fastgen.serving.http.page import live_routes, page_routes
+from fastgen.serving.http.recording import recording_routes
 from fastgen.serving.monitoring.prometheus import CONTENT_TYPE
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
@@ -43,7 +46,10 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
     app.include_router(model_routes(service, __version__))
     app.include_router(completion_routes(service))
     app.include_router(chat_routes(service, tool_format))
+    app.include_router(responses_routes(service, tool_format))
+    app.include_router(unserved_routes())
     app.include_router(sagemaker_routes(service))
+    app.include_router(recording_routes(service))
     app.include_router(page_routes())
     app.include_router(live_routes(service))
     return app

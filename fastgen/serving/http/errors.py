@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import re
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -151,6 +153,10 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
     message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase:
+        document = await asyncio.to_thread(request.app.openapi)  # made once, and kept by the application
+        paths = ", ".join(document["paths"])
+        message = f"{request.method} {request.url.path}: there is no such path; this server has {paths}"
     return JSONResponse(_body(message, kind), error.status_code, error.headers)
 
 

@@ -20,8 +20,16 @@ from fastgen.serving.api_keys import bearer
 from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
-from fastgen.serving.http.openai.requests import MAX_TOKEN_IDS, FewErrors, at_most
-from fastgen.serving.http.openai.run import arrival_of, event_of, event_stream, in_pieces, json_response
+from fastgen.serving.http.openai.requests import MAX_TOKEN_IDS
+from fastgen.serving.http.openai.run import (
+    arrival_of,
+    event_of,
+    event_stream,
+    in_pieces,
+    json_response,
+    request_id_of,
+)
+from fastgen.serving.http.openai.validation import FewErrors, at_most
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.request_limits import MAX_BEAMS, MAX_CHECKED, MAX_N
@@ -128,7 +136,13 @@ def generate_routes(service: Service) -> APIRouter:
     async def answer(body: GenerateBody, request: Request) -> Response:
         prompt_ids, sampling = await asyncio.to_thread(_read, service, body)
         async with unless_gone(request):
-            running = await service.submit(prompt_ids, sampling, is_stream=body.stream, arrived_s=arrival_of(request))
+            running = await service.submit(
+                prompt_ids,
+                sampling,
+                is_stream=body.stream,
+                arrived_s=arrival_of(request),
+                request_id=request_id_of(request),
+            )
         if body.stream:
             return await event_stream(request, running, _events(running))
         async with running, unless_gone(request):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from functools import partial
 from importlib.resources import files
 
 import msgspec
@@ -11,6 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fastgen.serving.http.shared_query import SharedQuery
 from fastgen.serving.monitoring.live import LiveView
 from fastgen.serving.refusals import RefusedError, UnavailableError
 from fastgen.serving.service import Service, State
@@ -79,45 +81,36 @@ def live_routes(service: Service) -> APIRouter:
     page, so it is not part of the documented API.
     """
     router = APIRouter(include_in_schema=False)
-    query = _SharedQuery(service)
+    query = SharedQuery(partial(_live_view, service))
 
     @router.get("/live")
     async def live() -> Response:
-        body = msgspec.json.encode(await query.take())
+        body = msgspec.json.encode(_live(service, await query.take()))
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     return router
 
 
-class _SharedQuery:
-    """Asks the engine once for all simultaneous requests, however many pages are open."""
+def _live(service: Service, view: LiveView | None) -> Live:
+    return Live(
+        model=service.model_name,
+        state=service.state,
+        restarts=service.engine.num_restarts,
+        has_chat_template=_has_chat_template(service),
+        engine=view,
+    )
 
-    def __init__(self, service: Service):
-        self._service = service
-        self._asked: asyncio.Task[LiveView | None] | None = None
 
-    async def take(self) -> Live:
-        if self._asked is None or self._asked.done():
-            self._asked = asyncio.create_task(self._ask())
-        view = await asyncio.shield(self._asked)
-        service = self._service
-        return Live(
-            model=service.model_name,
-            state=service.state,
-            restarts=service.engine.num_restarts,
-            has_chat_template=self._has_chat_template(),
-            engine=view,
-        )
+def _has_chat_template(service: Service) -> bool | None:
+    try:
+        return service.codec.has_chat_template
+    except UnavailableError:
+        return None
 
-    def _has_chat_template(self) -> bool | None:
-        try:
-            return self._service.codec.has_chat_template
-        except UnavailableError:
-            return None
 
-    async def _ask(self) -> LiveView | None:
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                return await self._service.engine.ask("live", LiveView)
-        except (RefusedError, TimeoutError):
-            return None
+async def _live_view(service: Service) -> LiveView | None:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await service.engine.ask("live", LiveView)
+    except (RefusedError, TimeoutError):
+        return None

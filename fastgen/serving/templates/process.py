@@ -22,8 +22,9 @@ def render(conversation: Conversation) -> Rendered:
             conversations=[messages],
             tools=tools,
             chat_template=conversation.template,
-            add_generation_prompt=True,
-            **conversation.special_tokens,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            **conversation.variables,
         )
         ((text,), _) = found
     except MemoryError:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.text.prompts import TemplateOptions
 from fastgen.serving.helper_processes import HelperEndedError, HelperProcesses
 
 # Processor time to render a conversation.
@@ -25,7 +26,10 @@ class Conversation(msgspec.Struct, array_like=True):
     template: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    special_tokens: dict[str, Any]
+    # Its special tokens by name, and what a request sets.
+    variables: dict[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
 
 
 class Rendered(msgspec.Struct, array_like=True):
@@ -46,14 +50,22 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         self.processes = HelperProcesses("fastgen.serving.templates.process", max_processes=MAX_PROCESSES)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: TemplateOptions,
+    ) -> str:
         """Returns the text of a conversation, up to where the answer begins. Raises if it cannot be rendered."""
         plain_tools = [dict(tool) for tool in tools] if tools is not None else None
         conversation = Conversation(
             template=self._tokenizer.get_chat_template(tools=plain_tools),
             messages=[dict(message) for message in messages],
             tools=plain_tools,
-            special_tokens={name: str(token) for name, token in self._tokenizer.special_tokens_map.items()},
+            variables={name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+            | dict(options.variables),
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
         )
         try:
             answer = self.processes.ask(msgspec.msgpack.encode(conversation))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastgen.runtime.requests.response_format import JSON_OPTIONS, ResponseFormat
+from fastgen.runtime.requests.response_format import COMPACT_JSON_OPTIONS, JSON_OPTIONS, OPTIONS_KEY, ResponseFormat
 from fastgen.serving.tools.formats import NamedCall, ToolFormat
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -30,19 +30,22 @@ def tool_grammar(
     is_required: bool,
     is_parallel: bool,
     content: ResponseFormat | None = None,
+    is_compact: bool = False,
 ) -> ResponseFormat:
     """Returns the format of answers that call ``tools``; several calls only with ``is_parallel``.
 
     If calls are not required, text may come before them or instead of them. The text has the format ``content``, if
-    that is given. ``special_ids`` has the tokenizer's special tokens by spelling; they are not text.
+    that is given. ``special_ids`` has the tokenizer's special tokens by spelling; they are not text. With
+    ``is_compact`` arguments have no whitespace.
     """
     write = _Writer(special_ids)
     tail = _section_tail(tool_format, write, is_parallel=is_parallel)
-    rules = [f"opening: {write(tool_format.opening)}", f"tail: {tail}", *_call_rules(tool_format, tools, write)]
+    rules = [f"opening: {write(tool_format.opening)}", f"tail: {tail}"]
+    rules += _call_rules(tool_format, tools, write, is_compact)
     if is_required:
         start = "calls"
     elif content is not None:
-        rules.append(f"content: %json {_schema(_content_schema(content))}")
+        rules.append(f"content: %json {_schema(_content_schema(content), content.is_compact)}")
         start = "content | calls"
     else:
         start = "plain | calls"
@@ -64,7 +67,7 @@ def _section_tail(tool_format: ToolFormat, write: _Writer, *, is_parallel: bool)
     return f"call ({write(tool_format.separator)} call)* {closing}"
 
 
-def _call_rules(tool_format: ToolFormat, tools: Sequence[ToolSchema], write: _Writer) -> list[str]:
+def _call_rules(tool_format: ToolFormat, tools: Sequence[ToolSchema], write: _Writer, is_compact: bool) -> list[str]:
     rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
     for number, tool in enumerate(tools):
         call = tool_format.call
@@ -73,7 +76,8 @@ def _call_rules(tool_format: ToolFormat, tools: Sequence[ToolSchema], write: _Wr
         else:
             before, after = f'{{"{call.name_key}": "{tool.name}", "{call.arguments_key}": ', "}"
         rules.append(f"call_{number}: {write(before)} arguments_{number} {write(after)}")
-        rules.append(f"arguments_{number}: %json {_schema({'type': 'object', **(tool.parameters or _NO_ARGUMENTS)})}")
+        parameters = {"type": "object", **(tool.parameters or _NO_ARGUMENTS)}
+        rules.append(f"arguments_{number}: %json {_schema(parameters, is_compact)}")
     return rules
 
 
@@ -112,8 +116,9 @@ class _Writer:
         )
 
 
-def _schema(schema: Mapping[str, Any]) -> str:
-    return json.dumps({"x-guidance": JSON_OPTIONS, **schema}, ensure_ascii=False, allow_nan=False)
+def _schema(schema: Mapping[str, Any], is_compact: bool) -> str:
+    options = COMPACT_JSON_OPTIONS if is_compact else JSON_OPTIONS
+    return json.dumps({OPTIONS_KEY: options, **schema}, ensure_ascii=False, allow_nan=False)
 
 
 def _content_schema(content: ResponseFormat) -> dict[str, Any]:

@@ -29,6 +29,12 @@ AS_TEXT = '{"type": "object", "properties": {"b": {"type": "integer"}, "a": {"co
             {"type": "json_schema", "json_schema": {"name": "n", "description": "d", "strict": True, "schema": {}}},
             ResponseFormat("json_schema", "{}"),
         ),
+        ({"type": "json_object", "disable_any_whitespace": True}, ResponseFormat("json_object").compact()),
+        ({"type": "json_object", "disable_any_whitespace": False}, ResponseFormat("json_object")),
+        (
+            {"type": "json_schema", "schema": SCHEMA, "disable_any_whitespace": True},
+            ResponseFormat("json_schema", AS_TEXT).compact(),
+        ),
         ({"type": "regex", "pattern": "[ab]+"}, ResponseFormat("regex", "[ab]+")),
         ({"type": "grammar", "grammar": 'start: "a"'}, ResponseFormat("grammar", 'start: "a"')),
         (ResponseFormat("regex", "a"), ResponseFormat("regex", "a")),
@@ -36,6 +42,18 @@ AS_TEXT = '{"type": "object", "properties": {"b": {"type": "integer"}, "a": {"co
 )
 def test_what_is_taken(given: object, kept: ResponseFormat | None) -> None:
     assert parse_response_format(given) == kept
+
+
+@pytest.mark.parametrize("given", [ResponseFormat("json_object"), ResponseFormat("json_schema", AS_TEXT)])
+def test_compact_json_keeps_its_schema_and_comes_back_from_json(given: ResponseFormat) -> None:
+    compact = given.compact()
+    assert compact.is_compact
+    assert not given.is_compact
+    assert compact.compact() == compact
+    schema = json.loads(given.text or '{"type": "object"}')
+    assert compact.as_json() == {"type": "json_schema", "schema": schema, "disable_any_whitespace": True}
+    assert parse_response_format(compact.as_json()) == compact
+    assert ResponseFormat("regex", "a b").compact() == ResponseFormat("regex", "a b")
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -54,6 +72,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "yaml"}, "type 'yaml' is not one of text, json_object, json_schema, regex, grammar"),
         ({"type": "json_object", "schema": {}}, "'schema' is not known here; the keys are type"),
         ({"type": "text", "pattern": "a"}, "'pattern' is not known here"),
+        ({"type": "json_object", "disable_any_whitespace": 1}, "disable_any_whitespace must be true or false, not 1"),
+        ({"type": "regex", "pattern": "a", "disable_any_whitespace": True}, "'disable_any_whitespace' is not known"),
         ({"type": "regex"}, "pattern must be a regular expression, not None"),
         ({"type": "regex", "pattern": ""}, "pattern must be a regular expression, not ''"),
         ({"type": "regex", "regex": "a"}, "'regex' is not known here; the keys are type, pattern"),

@@ -89,6 +89,31 @@ def can_become(case: Case, text: bytes) -> bool:
     return False
 
 
+def test_a_grammar_may_be_gbnf(grammars: Grammars) -> None:
+    found = matcher(grammars, {"type": "grammar", "grammar": 'root ::= "b" | "c"'})
+    assert allowed(found) == allowed(matcher(grammars, {"type": "grammar", "grammar": 'start: "b" | "c"'}))
+    with pytest.raises(InvalidArgumentError, match="this GBNF cannot be read"):
+        matcher(grammars, {"type": "grammar", "grammar": "root ::= ("})
+
+
+@pytest.mark.parametrize("given", [{"type": "json_object"}, {"type": "json_schema", "schema": {"type": "object"}}])
+def test_compact_json_has_no_whitespace(grammars: Grammars, tokenizer: Any, given: dict[str, Any]) -> None:
+    def is_taken(text: str, **options: Any) -> bool:
+        found = matcher(grammars, given | options)
+        is_complete = False
+        for token_id in tokenizer(text, add_special_tokens=False)["input_ids"]:
+            if is_complete or token_id not in allowed(found):
+                return False
+            is_complete = found.advance(token_id)
+        return is_complete
+
+    for text in ('{"a": 1}', '{"a":1, "b":[]}', '{\n"a":1}'):
+        assert is_taken(text)
+        assert not is_taken(text, disable_any_whitespace=True)
+    for text in ('{"a":1,"b":[2,{}]}', '{"a b":" c "}'):
+        assert is_taken(text, disable_any_whitespace=True)
+
+
 @pytest.mark.parametrize("forcing", [False, True])
 @pytest.mark.parametrize("case", KNOWN_CASES, ids=lambda case: str(case.format)[:60])
 def test_masks_are_what_can_still_become_a_text_of_the_format(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import FinishReason, GenerationOutput
 from fastgen.serving.answers import Update
 from fastgen.serving.http.errors import ERRORS
@@ -26,26 +23,21 @@ from fastgen.serving.http.openai.answers import (
     finish_of,
     usage_of,
 )
+from fastgen.serving.http.openai.conversations import PreparedChat
 from fastgen.serving.http.openai.logprobs import chat_logprobs
-from fastgen.serving.http.openai.messages import Message, for_template
 from fastgen.serving.http.openai.requests import ChatRequest
 from fastgen.serving.http.openai.run import (
     Batch,
     StreamUsage,
     check_model,
-    check_prompt,
-    code_of,
     event_of,
     event_stream,
     json_response,
     now,
     request_id_of,
 )
-from fastgen.serving.http.openai.sampling import chat_sampling
-from fastgen.serving.http.openai.tools import CallWriter, ChatTools, chat_tools
-from fastgen.serving.http.openai.tools import for_template as tools_for_template
+from fastgen.serving.http.openai.tools import CallWriter, ChatTools
 from fastgen.serving.http.streaming import unless_gone
-from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
 from fastgen.serving.tools.formats import ToolFormat
 
@@ -62,26 +54,10 @@ def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
     async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation, rendered by the checkpoint's own chat template."""
         check_model(service, body.model)
-        tools, response_format = chat_tools(body, service.codec, tool_format)
-        prompt_ids = await encode_chat(service, body.messages, tools_for_template(body))
-        sampling = chat_sampling(
-            body,
-            len(prompt_ids),
-            response_format,
-            defaults=service.codec.default_sampling,
-            max_model_len=service.facts.max_model_len,
-            vocab_size=service.facts.vocab_size,
-        )
-        writer = _Writer(service, body, tools, len(prompt_ids), f"chatcmpl-{request_id_of(request)}")
-        with _about_tools(tools is not None and body.response_format is None):
-            batch = await Batch.submit(
-                service,
-                request,
-                [prompt_ids],
-                [sampling],
-                is_stream=bool(body.stream),
-                spelled=tools.spelled if tools is not None else None,
-            )
+        chat = await PreparedChat.of(service, body, tool_format)
+        writer = _Writer(service, body, chat.tools, len(chat.prompt_ids), f"chatcmpl-{request_id_of(request)}")
+        with chat.naming_tools():
+            batch = await chat.submit(service, request, is_stream=bool(body.stream))
             if body.stream:
                 return await event_stream(request, batch, _events(batch, writer, body))
             async with batch, unless_gone(request):
@@ -89,36 +65,6 @@ def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
         return await json_response(lambda: writer.whole(output), is_large=batch.is_large)
 
     return router
-
-
-async def encode_chat(service: Service, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
-    """Returns the token ids of a conversation. Rendering and encoding run on another thread, because both may take
-    long.
-
-    Raises ``BadRequestError`` if the template refuses the conversation or it leaves no room for an answer.
-    """
-    codec = service.codec
-    template = codec.chat_template(has_tools=tools is not None)
-    plain = for_template(messages, has_developer_role="developer" in template)
-    try:
-        prompt_ids = await asyncio.to_thread(codec.encode_chat, plain, tools)
-    except InvalidArgumentError as error:
-        raise BadRequestError(f"messages: {error}"[:2000], param="messages", code=code_of(error)) from error
-    check_prompt(service, prompt_ids, "messages")
-    return prompt_ids
-
-
-@contextmanager
-def _about_tools(is_theirs: bool) -> Iterator[None]:
-    """Makes refusals of the answer's format name the field ``tools``, if the format is a grammar built from
-    the tools.
-    """
-    try:
-        yield
-    except BadRequestError as error:
-        if is_theirs and str(error).startswith("response_format"):
-            raise BadRequestError(str(error).replace("response_format", "tools", 1), param="tools") from error
-        raise
 
 
 async def _events(batch: Batch, writer: _Writer, body: ChatRequest) -> AsyncGenerator[bytes, None]:

@@ -33,6 +33,7 @@ from fastgen.serving.http.openai.run import (
     request_id_of,
 )
 from fastgen.serving.http.openai.sampling import completion_sampling
+from fastgen.serving.http.openai.text_rules import num_kept, text_rules, with_special_stops
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.service import Service
 
@@ -49,20 +50,28 @@ def completion_routes(service: Service) -> APIRouter:
     async def create_completion(request: Request, body: CompletionRequest) -> Response:
         """Continue one prompt or several."""
         check_model(service, body.model)
-        prompts = _prompts(body.prompt)
-        prompt_ids = await encode_prompts(service, prompts)
+        prompts, codec, facts = _prompts(body.prompt), service.codec, service.facts
+        keep = num_kept(body, body.max_tokens or 1, facts.max_model_len)
+        prompt_ids = await encode_prompts(
+            service, prompts, add_special_tokens=body.add_special_tokens is not False, keep=keep
+        )
+        if keep is not None:
+            prompts = [*prompt_ids]  # what is echoed
         samplings = [
             completion_sampling(
                 body,
                 len(ids),
-                defaults=service.codec.default_sampling,
-                max_model_len=service.facts.max_model_len,
-                vocab_size=service.facts.vocab_size,
+                defaults=codec.default_sampling,
+                max_model_len=facts.max_model_len,
+                vocab_size=facts.vocab_size,
             )
             for ids in prompt_ids
         ]
+        samplings = [with_special_stops(body, sampling, codec) for sampling in samplings]
         writer = _Writer(service, body, prompts, prompt_ids, f"cmpl-{request_id_of(request)}")
-        batch = await Batch.submit(service, request, prompt_ids, samplings, is_stream=bool(body.stream))
+        batch = await Batch.submit(
+            service, request, prompt_ids, samplings, is_stream=bool(body.stream), rules=text_rules(body, codec)
+        )
         if body.stream:
             return await event_stream(request, batch, _events(batch, writer, body))
         async with batch, unless_gone(request):

@@ -66,9 +66,13 @@ def _arguments(text: str) -> str:
     return text
 
 
+# Arguments of a call.
+ObjectText = Annotated[str, AfterValidator(_arguments)]
+
+
 class CalledFunction(_Part):
     name: str
-    arguments: Annotated[str, AfterValidator(_arguments)]
+    arguments: ObjectText
 
 
 class ToolCall(_Part):
@@ -115,13 +119,13 @@ class Tool(_Part):
     function: Function
 
 
-class _NamedFunction(_Part):
+class NamedFunction(_Part):
     name: FunctionName
 
 
 class NamedTool(_Part):
     type: Literal["function"]
-    function: _NamedFunction
+    function: NamedFunction
 
 
 def _choice(value: Any) -> str:

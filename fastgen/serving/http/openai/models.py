@@ -9,9 +9,10 @@ from fastapi import APIRouter
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.openai.answers import Detokenized, Model, Models, Tokenized, Version
-from fastgen.serving.http.openai.chat import encode_chat
+from fastgen.serving.http.openai.conversations import encode_chat
 from fastgen.serving.http.openai.requests import DetokenizeRequest, TokenizeRequest
 from fastgen.serving.http.openai.run import check_model, now
+from fastgen.serving.http.openai.vllm import VllmChatFields
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
 
@@ -53,13 +54,14 @@ def model_routes(service: Service, version: str) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise BadRequestError("give prompt or messages, one of them", param="prompt")
         if body.messages is not None:
-            if body.add_special_tokens is not None:
-                raise BadRequestError("add_special_tokens goes with prompt only", param="add_special_tokens")
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-            tokens = await encode_chat(service, body.messages, tools)
+            tokens = await encode_chat(
+                service, body.messages, tools, body, add_special_tokens=bool(body.add_special_tokens)
+            )
         else:
-            if body.tools is not None:
-                raise BadRequestError("tools go with messages only", param="tools")
+            for name in ("tools", *VllmChatFields.model_fields):
+                if getattr(body, name) is not None:
+                    raise BadRequestError(f"{name} goes with messages only", param=name)
             assert body.prompt is not None
             try:
                 tokens = await asyncio.to_thread(

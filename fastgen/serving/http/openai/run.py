@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from fastgen.errors import InvalidArgumentError, PromptTooLongError
 from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.serving.answers import Update
+from fastgen.serving.answers import USUAL_TEXT, TextRules, Update
 from fastgen.serving.http.errors import failure_body
 from fastgen.serving.http.openai.answers import Usage
 from fastgen.serving.http.openai.sampling import named_refusal
@@ -48,19 +48,24 @@ class Batch:
         samplings: Sequence[SamplingParams],
         *,
         is_stream: bool,
-        spelled: Mapping[int, str] | None = None,
+        rules: TextRules = USUAL_TEXT,
     ) -> Self:
-        """Queues all of them; ``spelled`` is as in :meth:`Service.submit`. Raises ``RefusedError`` if one of them is
+        """Queues all of them; ``rules`` are as in :meth:`Service.submit`. Raises ``RefusedError`` if one of them is
         refused; then none is queued.
         """
-        batch, arrived_s = cls([]), arrival_of(request)
+        batch = cls([])
         try:
             async with unless_gone(request):  # a format may wait for its trial
                 with _in_openai_names():
                     for prompt_ids, sampling in zip(prompts, samplings, strict=True):
                         batch._running.append(
                             await service.submit(
-                                prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s, spelled=spelled
+                                prompt_ids,
+                                sampling,
+                                is_stream=is_stream,
+                                arrived_s=arrival_of(request),
+                                rules=rules,
+                                request_id=request_id_of(request),
                             )
                         )
         except BaseException:
@@ -258,14 +263,24 @@ def in_pieces(body: Any) -> Any:
 
 
 async def encode_prompts(
-    service: Service, prompts: Sequence[str | list[int]], *, param: str = "prompt"
+    service: Service,
+    prompts: Sequence[str | list[int]],
+    *,
+    param: str = "prompt",
+    add_special_tokens: bool = True,
+    keep: int | None = None,
 ) -> list[list[int]]:
-    """Returns the token ids of each prompt, which leave room for an answer. Raises ``BadRequestError`` about
-    ``param``.
+    """Returns the token ids of each prompt, the last ``keep`` of them, which leave room for an answer. Raises
+    ``BadRequestError`` about ``param``.
     """
 
+    def encode_one(prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return service.codec.encode_text(prompt, add_special_tokens=add_special_tokens)
+        return service.codec.encode(prompt)
+
     def encode() -> list[list[int]]:
-        return [service.codec.encode(prompt) for prompt in prompts]
+        return [encode_one(prompt) if keep is None else encode_one(prompt)[-keep:] for prompt in prompts]
 
     try:
         is_long = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) >= _LONG_CHARACTERS

@@ -8,6 +8,7 @@ from typing import Any
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.serving.http.openai.formats import required_format
 from fastgen.serving.http.openai.requests import ChatRequest, CompletionRequest, SamplingRequest
 from fastgen.serving.refusals import BadRequestError
 
@@ -24,12 +25,11 @@ _PASSED_ON = (
     "n",
     "stop",
     "seed",
-    "top_k",
     "min_p",
     "repetition_penalty",
     "stop_token_ids",
     "ignore_eos",
-    "beam_width",
+    "length_penalty",
     "priority",
     "timeout_s",
 )
@@ -46,7 +46,7 @@ def completion_sampling(
     if wanted is None:
         wanted = min(DEFAULT_COMPLETION_TOKENS, max_model_len - num_prompt_tokens)
     _check_room(num_prompt_tokens, wanted, max_model_len, "max_tokens")
-    fields: dict[str, Any] = {"max_new_tokens": max(1, wanted)}
+    fields: dict[str, Any] = {"max_new_tokens": max(1, wanted), "response_format": required_format(request)}
     if request.logprobs is not None:
         fields["logprobs"] = request.logprobs
         if request.echo:
@@ -98,14 +98,30 @@ def _sampling(
         fields["min_new_tokens"] = request.min_tokens
     if request.logit_bias:
         fields["logit_bias"] = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
-    if (request.beam_width or 1) > 1:
-        fields.setdefault("temperature", 0.0)
+    if request.top_k is not None:
+        fields["top_k"] = max(request.top_k, 0)
+    fields |= _beams(request)
     try:
         sampling = SamplingParams.from_fields(defaults, **fields)
         sampling.check_against(vocab_size)
     except InvalidArgumentError as error:
         raise named_refusal(str(error)) from error
     return sampling
+
+
+def _beams(request: SamplingRequest) -> dict[str, Any]:
+    """Returns the fields of a beam search, if one is wanted. It draws nothing, so greedy is its default."""
+    beam_width = request.beam_width
+    if request.use_beam_search:
+        if beam_width not in (None, request.n or 1):
+            raise BadRequestError("use_beam_search has n beams; give beam_width alone", param="use_beam_search")
+        beam_width = request.n or 1
+    if beam_width is None:
+        return {}
+    fields: dict[str, Any] = {"beam_width": beam_width}
+    if request.temperature is None and (beam_width > 1 or request.use_beam_search):
+        fields["temperature"] = 0.0
+    return fields
 
 
 def _check_room(num_prompt_tokens: int, max_tokens: int, max_model_len: int, param: str) -> None:
@@ -127,4 +143,14 @@ def named_refusal(message: str, *, code: str | None = None) -> BadRequestError:
     return BadRequestError(message, param=first_word[0] if first_word[0] in _NAMES else None, code=code)
 
 
-_NAMES = {*_PASSED_ON, "top_p", "max_tokens", "min_tokens", "logit_bias", "logprobs", "response_format"}
+_NAMES = {
+    *_PASSED_ON,
+    "beam_width",
+    "top_k",
+    "top_p",
+    "max_tokens",
+    "min_tokens",
+    "logit_bias",
+    "logprobs",
+    "response_format",
+}

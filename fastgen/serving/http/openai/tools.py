@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
+from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.http.openai.answers import ToolCallDelta, ToolCallOfMessage
+from fastgen.serving.http.openai.formats import required_format, wants_compact_json
 from fastgen.serving.http.openai.messages import NamedTool, Tool
 from fastgen.serving.http.openai.requests import ChatRequest
 from fastgen.serving.refusals import BadRequestError
@@ -45,7 +46,7 @@ def chat_tools(
 
     ``override`` replaces the tool format that the chat template implies. Raises ``BadRequestError``.
     """
-    response_format = _response_format(request)
+    response_format = required_format(request)
     _check(request)
     if not request.tools or request.tool_choice == "none":
         return None, response_format
@@ -66,6 +67,12 @@ def chat_tools(
     is_named, is_required = isinstance(request.tool_choice, NamedTool), request.tool_choice == "required"
     if not (is_named or is_required or response_format or any(tool.function.strict for tool in request.tools)):
         return found, None
+    if response_format and not (is_named or is_required) and response_format.kind not in ("json_object", "json_schema"):
+        raise BadRequestError(
+            "tools cannot be honoured beside an answer that follows a pattern, choice or grammar; say with tool_choice "
+            "which of them is wanted",
+            param="tools",
+        )
     if response_format and not (is_named or is_required) and tool_format.is_opening_optional:
         raise BadRequestError(
             "response_format cannot be honoured beside tools: calls of this model are JSON like the answer; say with "
@@ -80,6 +87,7 @@ def chat_tools(
             is_required=is_named or is_required,
             is_parallel=is_parallel and not is_named,
             content=response_format,
+            is_compact=wants_compact_json(request),
         )
     except InvalidArgumentError as error:
         raise BadRequestError(str(error).replace("response_format", "tools"), param="tools") from error
@@ -96,6 +104,11 @@ def for_template(request: ChatRequest) -> list[dict[str, Any]] | None:
         tool["function"].setdefault("description", "")
         tool["function"].setdefault("parameters", {"type": "object", "properties": {}})
     return tools
+
+
+def new_call_id() -> str:
+    """Returns an id for a call of an answer."""
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
 
 
 class CallWriter:
@@ -139,7 +152,7 @@ class CallWriter:
         if isinstance(event, Arguments):
             self._calls[event.index]["function"]["arguments"] += event.text
             return {"index": event.index, "function": {"arguments": event.text}}
-        call_id = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+        call_id = new_call_id()
         self._calls.append({"id": call_id, "type": "function", "function": {"name": event.name, "arguments": ""}})
         return {
             "index": event.index,
@@ -147,15 +160,6 @@ class CallWriter:
             "type": "function",
             "function": {"name": event.name, "arguments": ""},
         }
-
-
-def _response_format(request: ChatRequest) -> ResponseFormat | None:
-    if request.response_format is None:
-        return None
-    try:
-        return parse_response_format(request.response_format.model_dump(by_alias=True, exclude_none=True))
-    except InvalidArgumentError as error:
-        raise BadRequestError(str(error), param="response_format") from error
 
 
 def _check(request: ChatRequest) -> None:

@@ -1,0 +1,33 @@
+"""The flight recording of a server, for ``fastgen why``."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastgen.runtime.flight.recording import Recording
+from fastgen.runtime.flight.recording_file import parse_recording
+from fastgen.serving.clients.client import find_server
+from fastgen.serving.extra import need_extra
+
+
+def fetch_recording(server: str, request_id: str, *, api_key: str | None) -> tuple[Recording, list[str]]:
+    """Returns the recording of the engine of ``server``, an address or the name of a server on this machine, and the
+    numbers in it of the request ``request_id``: one for each of its prompts.
+
+    Raises ``FastgenError`` if the server does not answer, does not take the key, or does not know the request.
+    """
+    need_extra()
+    from fastgen.serving.clients.http import HttpTransport
+
+    found = find_server(server)
+    address, certificate = (found, None) if isinstance(found, str) else (found.address, found.certificate)
+
+    async def fetch() -> tuple[bytes, list[str]]:
+        transport = HttpTransport(address, api_key, certificate)
+        try:
+            return await transport.recording(request_id)
+        finally:
+            await transport.close()
+
+    data, numbers = asyncio.run(fetch())
+    return parse_recording(data, address), numbers

@@ -1,0 +1,39 @@
+"""The flight recording of a served engine, written on a thread of its own, since that takes longer than a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from fastgen.runtime.flight.recorder import Recorder
+from fastgen.runtime.flight.recording_file import dump_recording
+
+
+class Recordings:
+    """Answers questions for the recording of ``recorder``. ``model`` is the model's name in it."""
+
+    def __init__(self, recorder: Recorder, model: str):
+        self._recorder, self._model = recorder, model
+        self._asked: list[tuple[int, Future[bytes]]] = []
+        dump_recording(*recorder.contents(model))  # the first one builds what writes them, which would hold up a step
+
+    def ask(self, number: int) -> None:
+        """Begins to answer question ``number``. The recording ends here: later steps are not part of it."""
+        header, events = self._recorder.contents(self._model)
+        answer: Future[bytes] = Future()
+
+        def write() -> None:
+            try:
+                answer.set_result(dump_recording(header, events))
+            except Exception as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=write, name="recording", daemon=True).start()
+        self._asked.append((number, answer))
+
+    def answered(self) -> Sequence[tuple[int, Callable[[], bytes]]]:
+        """Returns the questions whose answers are complete, each with a function that returns the answer or raises."""
+        done = [(number, answer.result) for number, answer in self._asked if answer.done()]
+        self._asked = [(number, answer) for number, answer in self._asked if not answer.done()]
+        return done

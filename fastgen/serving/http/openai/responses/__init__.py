@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, without stored state: every request holds the whole conversation."""

@@ -1,0 +1,32 @@
+"""OpenAI's paths that are not served here: each says what to do instead."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+
+_STORED = (
+    "nothing is stored here, so there is no response or conversation to retrieve, continue, cancel or delete; keep the "
+    "answer, and send the whole conversation as input"
+)
+_EMBEDDINGS = (
+    "embeddings are not served here: this server generates text; serve an embedding model by another program, and give "
+    "its address to the client that needs embeddings"
+)
+
+
+def unserved_routes() -> APIRouter:
+    """Returns the routes. They are not part of the OpenAPI document."""
+    router = APIRouter(include_in_schema=False)
+
+    async def refuse_stored() -> None:
+        raise HTTPException(404, _STORED)
+
+    async def refuse_embeddings() -> None:
+        raise HTTPException(404, _EMBEDDINGS)
+
+    router.add_api_route("/v1/responses/{rest:path}", refuse_stored, methods=["GET", "POST", "DELETE"])
+    router.add_api_route("/v1/conversations", refuse_stored, methods=["POST"])
+    router.add_api_route("/v1/conversations/{rest:path}", refuse_stored, methods=["GET", "POST", "DELETE"])
+    router.add_api_route("/v1/embeddings", refuse_embeddings, methods=["POST"])
+    return router

@@ -1,0 +1,41 @@
+"""``GET /recording``: the engine's flight recording, for ``fastgen why``, ``replay`` and ``timeline``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.shared_query import SharedQuery
+from fastgen.serving.service import Service
+
+MEDIA_TYPE = "application/jsonl"
+# The header with the numbers that the requested request has in the recording.
+NUMBERS_HEADER = "x-request-numbers"
+RequestId = Annotated[str | None, Query(max_length=256, description="The id of a request, or of its answer")]
+
+
+def recording_routes(service: Service) -> APIRouter:
+    """Returns the route, for ``service``."""
+    router = APIRouter(responses=ERRORS)
+    query = SharedQuery(service.recording)
+
+    @router.get(
+        "/recording",
+        response_class=Response,
+        responses={200: {"content": {MEDIA_TYPE: {}}, "description": "The recording, as JSON Lines"}},
+    )
+    async def recording(request: RequestId = None) -> Response:
+        """What the engine's last steps decided. It holds no text and no token ids."""
+        headers = {}
+        if request is not None:
+            numbers = service.recent.numbers(request)
+            if not numbers:
+                raise HTTPException(404, f"no request with the id {request!r:.200} is among the last ones")
+            headers[NUMBERS_HEADER] = " ".join(map(str, numbers))
+        return Response(await query.take(), headers=headers, media_type=MEDIA_TYPE)
+
+    return router

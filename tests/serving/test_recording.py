@@ -1,0 +1,88 @@
+"""``GET /recording`` and ``fastgen why SERVER REQUEST``: the flight recorder of a served engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from fastgen.runtime.flight.recording_file import parse_recording
+from fastgen.runtime.flight.replay import first_difference
+from fastgen.serving import recent_requests
+from fastgen.serving.clients.deployments import Deployment
+from fastgen.serving.recent_requests import RecentRequests
+from tests.serving.server_process import ServerProcess, served
+
+PROMPT = "Once upon a time"
+
+
+def why(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fastgen", "why", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+
+
+def test_a_request_is_explained_by_the_id_of_its_answer(server: ServerProcess, deployment: Deployment) -> None:
+    client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+    two: Any = client.completions.create(model="tiny-llama", prompt=[PROMPT, "The fox"], max_tokens=7, temperature=0)
+    chat: Any = client.chat.completions.create(
+        model="tiny-llama", messages=[{"role": "user", "content": PROMPT}], max_tokens=5,
+        extra_headers={"x-request-id": "my-own"}, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    answer = client.responses.create(
+        model="tiny-llama", input=PROMPT, max_output_tokens=4, extra_body={"ignore_eos": True}
+    )
+    done = why(server.address, two.id, "--json")
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["new_tokens"] for line in done.stdout.splitlines()] == [7, 7]
+    for found in (why(deployment.name, "my-own"), why(server.address, chat.id)):
+        assert "5 new tokens" in found.stdout, found.stderr
+    assert "4 new tokens" in why(server.address, answer.id).stdout
+    unknown = why(server.address, "chatcmpl-nobody")
+    assert (unknown.returncode, "no request with the id 'chatcmpl-nobody'" in unknown.stderr) == (1, True)
+    recording = httpx2.get(f"{server.address}/recording")
+    found = parse_recording(recording.content, "the server")
+    assert found.header.model == "tiny-llama"
+    assert first_difference(found) is None
+    assert PROMPT not in recording.text
+
+
+def test_it_needs_the_key() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTGEN_API_KEY", "secret")
+        with served("tiny-llama", "--name", "guarded") as server:
+            body = {"prompt": PROMPT, "max_new_tokens": 3}
+            headers = {"authorization": "Bearer secret", "x-request-id": "mine"}
+            assert httpx2.post(f"{server.address}/generate", json=body, headers=headers).status_code == 200
+            assert httpx2.get(f"{server.address}/recording").status_code == 401
+            assert "an API key is needed" in why(server.address, "mine", FASTGEN_API_KEY="").stderr
+            assert "3 new tokens" in why(server.address, "mine").stdout
+
+
+def test_a_server_that_does_not_answer_is_said_in_a_line() -> None:
+    done = why("http://127.0.0.1:1", "a")
+    assert done.returncode == 1
+    assert done.stderr.startswith("fastgen: no server answers at http://127.0.0.1:1")
+
+
+def test_only_the_last_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_requests, "MAX_REMEMBERED", 2)
+    recent = RecentRequests()
+    for number, request_id in enumerate(["a", "b", "a", "c"]):
+        recent.add(request_id, number)
+    assert [recent.numbers(each) for each in ("a", "b", "c", "cmpl-c", "resp_a", "x-a")] == [
+        [0, 2],
+        [],
+        [3],
+        [3],
+        [0, 2],
+        [],
+    ]
+    for number in range(1000):
+        recent.add("a", number)
+    assert len(recent.numbers("a")) < 200
