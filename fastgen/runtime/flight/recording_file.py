@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Discriminator, TypeAdapter, ValidationError
+from pydantic import Discriminator, TypeAdapter
 
 from fastgen.errors import RecordingError
 from fastgen.runtime.flight.recording import (
@@ -30,6 +30,7 @@ from fastgen.runtime.flight.recording import (
     Step,
     Withdrawal,
 )
+from fastgen.runtime.json_lines import checked_line
 
 
 def write_recording(recording: Recording, path: str | Path) -> None:
@@ -94,7 +95,7 @@ def _read_header(line: bytes, path: str) -> Header:
             file=path,
             line=1,
         )
-    header: Header = _checked(_adapters()[1], line, path, 1)
+    header: Header = checked_line(_adapters()[1], line, path, 1)
     return header
 
 
@@ -107,7 +108,7 @@ def _read_events(lines: list[bytes], header: Header, path: str) -> Iterator[Even
     known: set[str] = set()
     next_step = header.first_step
     for number, line in enumerate(lines, start=2):
-        event: Event = _checked(events, line, path, number)
+        event: Event = checked_line(events, line, path, number)
         if isinstance(event, Arrival):
             if event.request in arrived:
                 raise RecordingError(f"request {event.request} arrives a second time", file=path, line=number)
@@ -144,15 +145,6 @@ def _sequences(event: Event) -> Iterator[str]:
         yield f"{event.request}.0"
         yield from event.given
         yield from (name for move in event.moves for name in (move.sequence, move.parent) if name is not None)
-
-
-def _checked(adapter: TypeAdapter[Any], line: bytes, path: str, number: int) -> Any:
-    try:
-        return adapter.validate_json(line)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RecordingError(f"{where + ': ' if where else ''}{first['msg']}", file=path, line=number) from None
 
 
 @cache

@@ -1,0 +1,1 @@
+"""The policy lab: measures, simulates and plans."""

@@ -1,0 +1,1 @@
+"""Workloads: what requests ask for, and when they arrive."""
