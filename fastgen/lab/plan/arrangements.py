@@ -133,14 +133,12 @@ def arrangements(question: Question) -> tuple[list[Arrangement], list[Refusal]]:
 
 def _arrangement(question: Question, size: int) -> Arrangement:
     model, device = question.model, question.device
-    memory = ShardMemory(
-        model, device, size=size, weight_format=question.weight_format, kv_dtype=question.kv_dtype
-    )
+    memory = ShardMemory(model, device, size=size, weight_format=question.weight_format, kv_dtype=question.kv_dtype)
     build = model_build(model.spec, device, model.dtype, question.weight_format)
-    found = roofline(
-        build, device, tensor_parallel=size, kv_dtype=question.kv_dtype, efficiency=question.efficiency
-    )
-    capacities, costs, points = {}, {}, []
+    found = roofline(build, device, tensor_parallel=size, kv_dtype=question.kv_dtype, efficiency=question.efficiency)
+    capacities: dict[int, Capacity] = {}
+    costs: dict[int, StepCost] = {}
+    points: list[Point] = []
     error: FastgenError | None = None
     for budget in (question.token_budget,) if question.token_budget else _BUDGETS:
         try:
@@ -156,14 +154,10 @@ def _arrangement(question: Question, size: int) -> Arrangement:
     return Arrangement(size, found, capacities, costs, tuple(points))
 
 
-def _points(
-    question: Question, size: int, budget: int, fits: Capacity, cost: StepCost
-) -> Iterator[Point]:
+def _points(question: Question, size: int, budget: int, fits: Capacity, cost: StepCost) -> Iterator[Point]:
     shape = question.shape
     for clients in (question.clients,) if question.clients else _client_numbers(fits.concurrent):
-        steady = steady_state(
-            cost, shape, token_budget=budget, clients=clients, most_running=max(1, fits.concurrent)
-        )
+        steady = steady_state(cost, shape, token_budget=budget, clients=clients, most_running=max(1, fits.concurrent))
         yield Point(size, budget, steady, shape.answer, broken_limits(question.slo, shape, steady))
 
 

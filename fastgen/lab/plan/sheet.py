@@ -143,7 +143,8 @@ class SplitSheet:
             *weights,
             f"each of {self.devices} devices: {total:g} GB / {self.devices} = {alone_gb:g} GB, {alone:.0%} of "
             f"{self.memory_gb:g} GB before a request",
-            f"with the overhead: ({total:g} GB + {self.overhead_gb:g} GB) / {self.devices} = {both_gb:g} GB, {both:.0%}",
+            f"with the overhead: ({total:g} GB + {self.overhead_gb:g} GB) / {self.devices} = {both_gb:g} GB, "
+            f"{both:.0%}",
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -188,7 +189,7 @@ PRESETS: Final = {
             prompt=150,
             answer=350,
         ),
-        says="3584 blocks in the spreadsheet, about 3500 in the prose; 313 a chat; 11 chats at once, 7 with reservation",
+        says="3584 blocks (in the prose about 3500), 313 a chat; 11 chats at once, 7 with reservation",
         model="mistral-7b-v0.2",
         device="RTX-4090",
         # The last turn of a chat: all before it is its prompt.
@@ -199,9 +200,7 @@ PRESETS: Final = {
     ),
     "falcon-40b-4x24gb": Preset(
         title='Falcon-40B over 4 GPUs of 24 GB, of AWS\'s "Improve performance of Falcon models with SageMaker"',
-        sheet=SplitSheet(
-            parameters_b=40, bytes_per_parameter=(4, 2), devices=4, memory_gb=24, overhead_gb=2
-        ),
+        sheet=SplitSheet(parameters_b=40, bytes_per_parameter=(4, 2), devices=4, memory_gb=24, overhead_gb=2),
         says="160 GB in fp32, about 80 in bf16; about 20 of 24 GB, roughly 84 %, before a request",
         model="falcon-40b",
         device="A10G",
