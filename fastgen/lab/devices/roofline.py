@@ -13,11 +13,13 @@ Rates are those of the datasheet times the share that programs reach, :class:`Ef
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, fields, replace
 from typing import Final, NamedTuple
 
 import torch
 
+from fastgen.errors import InvalidArgumentError
 from fastgen.lab.devices.datasheets import Datasheet, Link
 from fastgen.lab.devices.shards import num_all_reduces, shard
 from fastgen.models.measure import MeasuredModel, ModelBuild
@@ -52,6 +54,26 @@ class Efficiency:
     # The host's work for a step: scheduling, input buffers, sampling parameters. Where steps run ahead, it passes while
     # the device computes the step before.
     host_s: float = 1e-3
+
+
+def parse_efficiency(text: str | None) -> Efficiency:
+    """Returns the efficiency with the changes that ``text`` names, such as ``"memory=0.8,products=0.6"``.
+
+    :raises InvalidArgumentError: for an unknown name, or a value that no device can have.
+    """
+    changes: dict[str, float] = {}
+    known = [each.name for each in fields(Efficiency)]
+    for word in text.split(",") if text else ():
+        name, _, value = word.partition("=")
+        number = float(value) if re.fullmatch(r"\d*\.?\d+(e-?\d+)?", value) else -1.0
+        is_time = name.endswith("_s")
+        if name not in known or number < 0 or not (is_time or 0 < number <= 1):
+            raise InvalidArgumentError(
+                f"efficiency {word!r}: expected NAME=NUMBER with a name of {', '.join(known)}; shares are above 0 and "
+                "at most 1, times are seconds"
+            )
+        changes[name] = number
+    return replace(Efficiency(), **changes)
 
 
 class StepParts(NamedTuple):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fastgen.lab.devices.datasheets import GB, GIB, TERA
-from fastgen.lab.devices.roofline import KV_BYTES
+from fastgen.lab.devices.datasheets import GB, GIB, TERA, Link
+from fastgen.lab.devices.roofline import KV_BYTES, Roofline
 from fastgen.lab.plan.arrangements import Arrangement, Question
 from fastgen.lab.plan.capacity import Capacity
 from fastgen.models.spec import AttentionSpec
@@ -50,8 +50,11 @@ def _token_line(question: Question, arrangement: Arrangement, fits: Capacity) ->
 
 
 def time_lines(question: Question, arrangement: Arrangement) -> list[str]:
-    """Returns what bounds a decode and a prompt on one copy: first by the datasheet, then as it is reached."""
+    """Returns what bounds a decode and a prompt on one copy: first by the datasheet, then as it is reached. Where steps
+    were measured there are none."""
     device, found, shape, size = question.device, arrangement.roofline, question.shape, arrangement.tensor_parallel
+    if found is None:
+        return []
     reached = question.efficiency
     weights = found.weights_read(1)
     one = decode_work([int(shape.mean_context)])
@@ -72,16 +75,15 @@ def time_lines(question: Question, arrangement: Arrangement) -> list[str]:
         f"products take as long as reading the weights from {ridge / found.token_flops:.0f} tokens a step on",
     ]
     if found.link is not None:
-        lines.insert(2, _link_line(question, arrangement))
+        lines.insert(2, _link_line(found, found.link))
     return lines
 
 
-def _link_line(question: Question, arrangement: Arrangement) -> str:
-    found, link, size = arrangement.roofline, arrangement.roofline.link, arrangement.tensor_parallel
-    assert link is not None
+def _link_line(found: Roofline, link: Link) -> str:
+    size = found.tensor_parallel
     return (
         f"an all-reduce of a token: {link.latency_s * 1e6:.0f} µs + {found.all_reduce_bytes / 1024:.0f} KiB x "
-        f"2 x {size - 1}/{size} over {link.bandwidth * question.efficiency.link / GB:.0f} GB/s of {link.name}, "
+        f"2 x {size - 1}/{size} over {link.bandwidth * found.link_efficiency / GB:.0f} GB/s of {link.name}, "
         f"{found.num_all_reduces} times a step"
     )
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
-from operator import attrgetter
 
 from fastgen.errors import FastgenError
 from fastgen.lab.devices.datasheets import Datasheet
@@ -41,6 +38,8 @@ class Question:
     clients: int | None = None
     # Requests a second to carry.
     rate: float | None = None
+    # Share of the requests that keep the SLO where a simulation says so.
+    attainment: float = 0.99
     weight_format: str | None = None
     kv_dtype: str | None = None
     sizes: Sizes = field(default_factory=Sizes)
@@ -75,32 +74,29 @@ class Arrangement:
     """``tensor_parallel`` devices that share one copy of a model, and all points at which they may run."""
 
     tensor_parallel: int
-    roofline: Roofline
+    # ``None`` where the steps were measured.
+    roofline: Roofline | None
     capacities: dict[int, Capacity]
     costs: dict[int, StepCost]
     points: tuple[Point, ...]
 
-    @cached_property
+    @property
     def best(self) -> Point | None:
-        """Returns the point with the most requests a second that the SLO allows, with the fewest clients and the
-        smallest budget that come within 1 % of it."""
-        allowed = [point for point in self.points if not point.broken]
-        if not allowed:
-            return None
-        enough = 0.99 * max(point.steady.requests_per_s for point in allowed)
-        near = [point for point in allowed if point.steady.requests_per_s >= enough]
-        return min(near, key=lambda point: (point.steady.clients, point.token_budget))
+        """Returns the best point of all budgets; ``None`` if the SLO allows none."""
+        return _best(self.points)
 
-    def num_replicas(self, question: Question) -> int | None:
-        """Returns how many copies are needed for the rate, or else fit on the devices; ``None`` if there are too few
-        devices or the SLO cannot be met."""
-        most = question.num_devices // self.tensor_parallel
-        if self.best is None:
-            return None
-        if question.rate is None:
-            return most
-        needed = math.ceil(question.rate / self.best.steady.requests_per_s)
-        return needed if needed <= most else None
+    def best_of(self, token_budget: int) -> Point | None:
+        """Returns the best point of one budget; ``None`` if the SLO allows none."""
+        return _best([point for point in self.points if point.token_budget == token_budget])
+
+
+def _best(points: Sequence[Point]) -> Point | None:
+    """Returns the point with the most requests a second that the SLO allows, or rather the one with the fewest clients
+    and the smallest budget that comes within 1 % of it."""
+    allowed = [point for point in points if not point.broken]
+    enough = 0.99 * max((point.steady.requests_per_s for point in allowed), default=0.0)
+    near = [point for point in allowed if point.steady.requests_per_s >= enough]
+    return min(near, key=lambda point: (point.steady.clients, point.token_budget), default=None)
 
 
 @dataclass(frozen=True)
@@ -146,12 +142,25 @@ def _arrangement(question: Question, size: int) -> Arrangement:
         except FastgenError as refusal:
             error = error or refusal
             continue
-        costs[budget] = question.measured or found.cost(budget)
+        costs[budget] = found.cost(budget) if found else _measured(question)
         points += _points(question, size, budget, capacities[budget], costs[budget])
     if not capacities:
         assert error is not None
         raise error
     return Arrangement(size, found, capacities, costs, tuple(points))
+
+
+def _roofline(question: Question, size: int) -> Roofline | None:
+    if question.measured is not None:
+        return None
+    model, device = question.model, question.device
+    build = model_build(model.spec, device, model.dtype, question.weight_format)
+    return roofline(build, device, tensor_parallel=size, kv_dtype=question.kv_dtype, efficiency=question.efficiency)
+
+
+def _measured(question: Question) -> StepCost:
+    assert question.measured is not None
+    return question.measured
 
 
 def _points(question: Question, size: int, budget: int, fits: Capacity, cost: StepCost) -> Iterator[Point]:
@@ -202,20 +211,3 @@ def pareto_front(points: Iterable[Point]) -> list[Point]:
         if not front or point.tokens_per_s_per_device > front[-1].tokens_per_s_per_device:
             front.append(point)
     return front
-
-
-def cheapest(question: Question, found: Iterable[Arrangement]) -> Arrangement | None:
-    """Returns the arrangement that carries the rate on the fewest devices, or without a rate the one that carries most;
-    between equals that of the fewest devices a copy. ``None`` if none meets the SLO."""
-    possible = [each for each in found if each.num_replicas(question)]
-
-    def devices(each: Arrangement) -> int:
-        return (each.num_replicas(question) or 0) * each.tensor_parallel
-
-    def carried(each: Arrangement) -> float:
-        assert each.best is not None
-        return (each.num_replicas(question) or 0) * each.best.steady.requests_per_s
-
-    if question.rate is not None:
-        return min(possible, key=lambda each: (devices(each), -carried(each)), default=None)
-    return max(sorted(possible, key=attrgetter("tensor_parallel")), key=carried, default=None)

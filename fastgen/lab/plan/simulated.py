@@ -14,12 +14,11 @@ from fastgen.lab.workloads.paper import Paper
 from fastgen.models.builder import kv_windows
 
 # Requests for each client, and at least and most in all.
-_PER_CLIENT, _LEAST, _MOST = 6, 64, 600
+_PER_CLIENT, _LEAST, _MOST = 6, 200, 1000
 # Of lengths, as a share of the mean; lengths beyond so many deviations are rare.
 _DEVIATION, _SIGMAS = 0.3, 3
-# Clients that are tried in vain are lowered by this factor.
-_LOWERED = 0.85
-_MOST_TRIES = 12
+# Factor between the numbers of clients that are tried.
+_CHANGE = 1.2
 # Seconds between clients that begin one after another, as the paper's.
 _STAGGER_S = 0.01
 _SEED = 42
@@ -34,6 +33,17 @@ class Simulated:
     # Share of the requests that keep the SLO; 1 without one.
     good: float
     slo: SLO | None
+
+    @property
+    def clients(self) -> int:
+        """Returns the clients of the run, which may be fewer than the point's."""
+        clients: int = self.run.header.load["clients"]
+        return clients
+
+    @property
+    def requests_per_s(self) -> float:
+        """Returns the good requests a second; all without an SLO."""
+        return self.good * len(self.run.records) / self.run.header.duration_s
 
     @cached_property
     def summary(self) -> Summary:
@@ -75,17 +85,23 @@ def simulate_point(question: Question, arrangement: Arrangement, point: Point, c
     return Simulated(point, run, good, slo)
 
 
-def confirmed(question: Question, arrangement: Arrangement, attainment: float) -> Simulated | None:
-    """Returns the most clients, at most those of the arrangement's best point, of which a share of ``attainment`` of
-    the requests keeps the SLO in the simulation; ``None`` if there are none."""
-    point = arrangement.best
-    assert point is not None
+def confirmed(question: Question, arrangement: Arrangement, point: Point) -> Simulated:
+    """Returns the run with the most good requests a second of those that keep the SLO for the asked share of requests,
+    with numbers of clients near that of ``point``; or with one client, if even that one does not keep it."""
+    most = arrangement.capacities[point.token_budget].concurrent
     clients = point.steady.clients
-    for _ in range(_MOST_TRIES):
-        found = simulate_point(question, arrangement, point, clients)
-        if found.good >= attainment:
-            return found
-        if clients == 1 or question.clients:
+    best = simulate_point(question, arrangement, point, clients)
+    if question.clients:
+        return best
+    if best.good < question.attainment:
+        while best.good < question.attainment and best.clients > 1:
+            clients = min(best.clients - 1, max(1, int(best.clients / _CHANGE)))
+            best = simulate_point(question, arrangement, point, clients)
+        return best
+    while question.slo is not None and best.clients < most:
+        clients = min(most, max(best.clients + 1, int(best.clients * _CHANGE)))
+        more = simulate_point(question, arrangement, point, clients)
+        if more.good < question.attainment or more.requests_per_s <= best.requests_per_s:
             break
-        clients = min(clients - 1, max(1, int(clients * _LOWERED)))
-    return None
+        best = more
+    return best
