@@ -43,6 +43,7 @@ def plan(
     attainment: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of answers that keep the limits.")] = 0.99,
     clients: Annotated[int | None, typer.Option(min=1, help="Clients of a copy.", show_default="the best")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests a second to carry on the fewest devices.")] = None,
+    price: Annotated[float | None, typer.Option(help="Dollars an hour of one device.")] = None,
     kv_dtype: Annotated[
         str | None, typer.Option(metavar="NAME", help="Type of the KV cache: float32, bfloat16, float16, fp8, int8.")
     ] = None,
@@ -88,6 +89,7 @@ def plan(
         attainment=attainment,
         clients=clients,
         rate=rate,
+        price=price,
         kv_dtype=kv_dtype,
         efficiency=efficiency,
     )
@@ -103,7 +105,10 @@ def plan(
 
 
 def _preset_arguments(post: Preset) -> dict[str, Any]:
-    names = ("model", "device", "devices", "tensor_parallel", "prompt", "answer", "dtype", "max_model_len")
+    names = (
+        *("model", "device", "devices", "tensor_parallel", "prompt", "answer"),
+        *("dtype", "max_model_len", "kv_cache_memory"),
+    )
     return {name: getattr(post, name) for name in names}
 
 
@@ -114,6 +119,7 @@ def _question(
     attainment: float,
     clients: int | None,
     rate: float | None,
+    price: float | None,
     kv_dtype: str | None,
     efficiency: str | None,
 ) -> Question:
@@ -127,8 +133,9 @@ def _question(
 
     if kv_dtype is not None and kv_dtype not in KV_BYTES:
         raise InvalidArgumentError(f"--kv-dtype {kv_dtype}: expected one of {', '.join(KV_BYTES)}")
-    if rate is not None and not 0 < rate < float("inf"):
-        raise InvalidArgumentError(f"--rate {rate:g}: expected requests a second, above 0")
+    for flag, number in (("--rate", rate), ("--price", price)):
+        if number is not None and not 0 < number < float("inf"):
+            raise InvalidArgumentError(f"{flag} {number:g}: expected a number above 0")
     return Question(
         model=describe(given["model"], dtype=given.get("dtype") or "auto", recipe=given.get("recipe")),
         device=datasheet(given["device"]),
@@ -139,6 +146,7 @@ def _question(
         token_budget=given.get("token_budget"),
         clients=clients,
         rate=rate,
+        price=price,
         attainment=attainment,
         weight_format=given.get("quantize"),
         kv_dtype=kv_dtype,
