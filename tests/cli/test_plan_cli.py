@@ -63,13 +63,13 @@ def test_the_post_about_falcon(run) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("llama-2-70b", "--device", "B200"), "device='B200': expected one of A100-80"),
+        (("llama-2-70b", "--device", "B200"), "--device 'B200': expected one of A100-80"),
         (("llama-2-70b", "--device", "H100", "--tensor-parallel", "3"), "64 heads cannot be split evenly; .* 1, 2, 4"),
         (("llama-2-70b", "--device", "H100", "--slo", "speed:3"), "SLO 'speed:3'"),
         (("llama-2-70b", "--device", "H100", "--kv-dtype", "int2"), "--kv-dtype int2: expected one of float32"),
         (("llama-2-70b", "--device", "H100", "--efficiency", "memory=2"), "efficiency 'memory=2'"),
         (("llama-2-70b", "--device", "H100", "--rate", "0"), "--rate 0: expected a number above 0"),
-        (("llama-2-70b", "--device", "H100", "--quantize", "int3"), "quantize='int3'"),
+        (("llama-2-70b", "--device", "H100", "--quantize", "int3"), "--quantize 'int3'"),
         (("gpt-5", "--device", "H100"), "'gpt-5' is no config.json"),
         (("--preset", "x"), "preset 'x'"),
     ],

@@ -132,8 +132,7 @@ def arrangements(question: Question) -> tuple[list[Arrangement], list[Refusal]]:
 def _arrangement(question: Question, size: int) -> Arrangement:
     model, device = question.model, question.device
     memory = ShardMemory(model, device, size=size, weight_format=question.weight_format, kv_dtype=question.kv_dtype)
-    build = model_build(model.spec, device, model.dtype, question.weight_format)
-    found = roofline(build, device, tensor_parallel=size, kv_dtype=question.kv_dtype, efficiency=question.efficiency)
+    found = _roofline(question, size)
     capacities: dict[int, Capacity] = {}
     costs: dict[int, StepCost] = {}
     points: list[Point] = []

@@ -45,7 +45,7 @@ def test_a_rate_that_takes_more_devices_says_how_many() -> None:
     asked = question("llama-2-13b", "A100-80", num_devices=2, prompt=1200, answer=60, rate=100.0)
     plan = make_plan(asked, simulates=False)
     assert plan.chosen is None
-    assert "tensor_parallel=1: 100 requests/s take 21 copies, 21 devices, and there are 2" in as_text(plan)
+    assert "tensor_parallel=1: 100 requests/s take 19 copies, 19 devices, and there are 2" in as_text(plan)
 
 
 def test_an_slo_that_nothing_meets_says_by_how_much_and_why() -> None:
