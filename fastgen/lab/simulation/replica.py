@@ -44,6 +44,7 @@ class Replica:
             windows=settings.windows,
             max_model_len=settings.max_model_len,
             runs_ahead=settings.runs_ahead,
+            kv_reservation=settings.kv_reservation,
             makes_tokens=records_flight,
             seed=seed,
         )

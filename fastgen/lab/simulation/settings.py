@@ -28,6 +28,8 @@ class ServerSettings:
     itl_target_ms: float | None = None
     aging_s: float = DEFAULT_AGING_S
     prefix_caching: bool = True
+    # A kind of :mod:`fastgen.runtime.scheduling.reservations`: "request" or "context".
+    kv_reservation: str | None = None
     # Whether the engine launches steps before the tokens of those before them are known, as it does on a GPU.
     runs_ahead: bool = False
     # Seconds from the sending of a request until the engine has it, and from a step's end until its tokens arrive.
