@@ -51,6 +51,8 @@ class Recorder:
     async def until(self, time_s: float) -> None:
         """Sleeps until ``time_s``; without sleeping, other tasks get to run all the same."""
         await asyncio.sleep(max(0.0, time_s - self.now_s))
+        while self.now_s < time_s:  # timers may be a little early
+            await asyncio.sleep(0)
 
     def prepare(self, number: int, request: PlannedRequest) -> Prepared:
         """Returns request ``number`` of the workload, ready to be sent. What it continues must have been answered."""
