@@ -163,7 +163,7 @@ class _Player:
         # The step scheduled before the tokens of the last one were known. It is committed when that one is over.
         self._ahead: _Played | None = None
         self._last_end_s = -math.inf
-        if begin:
+        if recording.events and isinstance(recording.events[begin], Snapshot):
             self._begin_with(recording, begin)
 
     def _begin_with(self, recording: Recording, begin: int) -> None:
@@ -343,4 +343,6 @@ def build_scheduler(engine: EngineFacts, propose_drafts: Callable[[Sequence, int
         policy=make_policy(engine.policy, engine.policy_parameters),
         aging_s=engine.aging_s,
         propose_drafts=propose_drafts,
+        kv_reservation=engine.kv_reservation,
+        max_model_len=engine.max_model_len,
     )
