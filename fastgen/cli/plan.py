@@ -68,6 +68,7 @@ def plan(
 def _question(asked: PlanOptions, given: dict[str, Any]) -> Question:
     """Returns the question of the command line; ``given`` has what a preset may say too, and the load's arguments."""
     from fastgen.errors import InvalidArgumentError
+    from fastgen.lab.devices.calibration import read_calibration
     from fastgen.lab.devices.datasheets import datasheet
     from fastgen.lab.devices.roofline import KV_BYTES, parse_efficiency
     from fastgen.lab.metrics.goodput import parse_slo
@@ -78,6 +79,7 @@ def _question(asked: PlanOptions, given: dict[str, Any]) -> Question:
     if asked.kv_dtype is not None and asked.kv_dtype not in KV_BYTES:
         raise InvalidArgumentError(f"--kv-dtype {asked.kv_dtype}: expected one of {', '.join(KV_BYTES)}")
     tensor_parallel = given.get("tensor_parallel")
+    measured = None if asked.calibration is None else read_calibration(asked.calibration)
     return Question(
         model=describe(given["model"], dtype=given.get("dtype", "auto"), recipe=given.get("recipe")),
         device=datasheet(given["device"]),
@@ -96,6 +98,9 @@ def _question(asked: PlanOptions, given: dict[str, Any]) -> Question:
             **{name: given.get(name) for name in ("max_num_seqs", "max_model_len", "block_size", "kv_cache_memory")}
         ),
         efficiency=parse_efficiency(asked.efficiency),
+        measured=None if measured is None else measured.cost,
+        step_gap_s=0.0 if measured is None else measured.step_gap_s,
+        most_budget=None if measured is None else measured.engine["token_budget"],
     )
 
 

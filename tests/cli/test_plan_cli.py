@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from fastgen.lab.devices.calibration import Calibration, write_calibration
 from fastgen.models.checkpoint.builtins import BUILTINS
+from fastgen.runtime.step_cost.cost import StepCost
 
 
 def test_a_plan_for_people(run) -> None:
@@ -68,7 +71,7 @@ def test_the_post_about_falcon(run) -> None:
         (("llama-2-70b", "--device", "H100", "--slo", "speed:3"), "SLO 'speed:3'"),
         (("llama-2-70b", "--device", "H100", "--kv-dtype", "int2"), "--kv-dtype int2: expected one of float32"),
         (("llama-2-70b", "--device", "H100", "--efficiency", "memory=2"), "efficiency 'memory=2'"),
-        (("llama-2-70b", "--device", "H100", "--rate", "0"), "--rate 0: expected a number above 0"),
+        (("llama-2-70b", "--device", "H100", "--rate", "0"), "rate=0.0: expected a number above 0"),
         (("llama-2-70b", "--device", "H100", "--quantize", "int3"), "--quantize 'int3'"),
         (("gpt-5", "--device", "H100"), "'gpt-5' is no config.json"),
         (("--preset", "x"), "preset 'x'"),
@@ -87,6 +90,23 @@ def test_a_model_and_a_device_are_needed(run) -> None:
     assert "give MODEL and --device, or --preset" in done.err
 
 
-def test_a_cpu_needs_a_measurement(run) -> None:
-    done = run("plan", "tiny-llama", "--device", "cpu", "--prompt", "10", "--answer", "10")
-    assert "cpu has no datasheet: measure" in done.err
+def test_a_cpu_needs_a_measurement(run, tmp_path: Path) -> None:
+    flags = ("plan", "tiny-llama", "--device", "cpu", "--devices", "1", "--prompt", "100", "--answer", "20")
+    assert "cpu has no datasheet: measure" in run(*flags).err
+    calibration = Calibration(
+        model="tiny-llama",
+        made="2026-11-23T12:00:00+00:00",
+        machine={},
+        engine={"token_budget": 300},
+        num_steps=100,
+        cost=StepCost.linear(0.001, 0.0001),
+        residuals={},
+        step_gap_s=0.0,
+    )
+    write_calibration(calibration, tmp_path / "cpu.json")
+    found = json.loads(run(*flags, "--calibration", str(tmp_path / "cpu.json"), "--clients", "1", "--json").out)
+    # A prompt of about 100 tokens, 11 ms, and 19 tokens more of 1.1 ms each.
+    assert found["chosen"]["expected"]["e2el_s"] == pytest.approx(0.011 + 19 * 0.0011, rel=0.05)
+    assert found["chosen"]["simulated"]["mean_tpot_ms"] == pytest.approx(1.1, rel=0.05)
+    assert found["chosen"]["token_budget"] <= 300
+    assert "cannot be read" in run(*flags, "--calibration", str(tmp_path / "none.json")).err

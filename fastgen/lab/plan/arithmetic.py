@@ -94,7 +94,8 @@ def _dtype(question: Question) -> str:
 
 
 def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / GIB:,.2f} GiB"
+    """Returns a size in GiB, or in MiB where that would be 0.0-something."""
+    return f"{size_bytes / GIB:,.2f} GiB" if size_bytes >= GIB / 10 else _mib(size_bytes)
 
 
 def _mib(size_bytes: float) -> str:

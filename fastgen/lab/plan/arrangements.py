@@ -46,8 +46,19 @@ class Question:
     kv_dtype: str | None = None
     sizes: Sizes = field(default_factory=Sizes)
     efficiency: Efficiency = field(default_factory=Efficiency)
-    # The cost of a step as it was measured, in place of the roofline; it is that of one number of devices.
+    # In place of the datasheet: the cost of a step as it was measured, on as many devices as share a copy, the time
+    # between two steps, and the largest budget that it was measured for.
     measured: StepCost | None = None
+    step_gap_s: float = 0.0
+    most_budget: int | None = None
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Returns the token budgets to try."""
+        if self.token_budget is not None:
+            return (self.token_budget,)
+        most = self.most_budget or _BUDGETS[-1]
+        return (*(budget for budget in _BUDGETS if budget < most), most)
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,7 @@ def _arrangement(question: Question, size: int) -> Arrangement:
     capacities: dict[int, Capacity] = {}
     costs: dict[int, StepCost] = {}
     points: list[Point] = []
-    for budget in (question.token_budget,) if question.token_budget else _BUDGETS:
+    for budget in question.budgets:
         try:
             fits = capacity(memory, question.shape, question.sizes, budget)
         except OutOfMemoryError:

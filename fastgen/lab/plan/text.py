@@ -29,7 +29,7 @@ def _sections(plan: Plan) -> Iterator[list[str]]:
     kv = f", KV cache in {question.kv_dtype}" if question.kv_dtype else ""
     slo = "" if question.slo is None else f"; {question.attainment:.0%} of the answers keep {_slo(plan)}"
     yield [
-        f"{question.model.name}: {spec.architecture}, {spec.num_parameters / 1e9:.1f} billion parameters, "
+        f"{question.model.name}: {spec.architecture}, {_large(spec.num_parameters)} parameters, "
         f"{' with '.join(each for each in formats if each)}{kv}",
         f"on up to {question.num_devices} {question.device.name}",
         f"requests of {shape.prompt} + {shape.answer} tokens{slo}",
@@ -195,6 +195,11 @@ def _count(count: int, name: str) -> str:
     """Returns a count with its noun, "1 copy" or "2 copies"."""
     plural = f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
     return f"{count} {name if count == 1 else plural}"
+
+
+def _large(count: int) -> str:
+    """Returns a count in billions or millions."""
+    return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
 
 
 def _figure(value: float | None) -> float:
