@@ -1,7 +1,7 @@
 """Expected latency and throughput of a closed loop, in closed form.
 
 Clients send a request each, and the next when it is answered. A prompt is computed in chunks, in the room that the
-decodes leave in a step; prompts wait for each other in a queue there. Decodes wait for nobody: they get a token a step.
+decodes leave in a step; prompts wait for each other in a queue there. Decodes never wait: they get a token a step.
 So this is a closed queueing network with one server, the prompts' room, and a delay, the answers. Its means follow from
 mean value analysis (Reiser and Lavenberg, "Mean-value analysis of closed multichain queuing networks", 1980): the queue
 that one of ``n`` clients finds is the mean of a loop with ``n - 1``. Serving a prompt takes always the same time, so
@@ -64,7 +64,7 @@ def mixed_work_of(shape: Shape, num_decodes: float, num_prompt_tokens: float) ->
 
 
 def steady_states(cost: StepCost, shape: Shape, *, token_budget: int, most: int) -> list[Steady]:
-    """Returns the means with 1, 2 … ``most`` clients, all of whose requests run."""
+    """Returns the means with 1, 2 … ``most`` clients. All their requests run."""
     num_later = max(shape.answer - 1, 0)
     found: list[Steady] = []
     # Of the loop with one client less: prompts in the queue, the share of time in which it is not empty, and decodes.
