@@ -148,13 +148,16 @@ def _cheapest(question: Question, offers: Sequence[Offer]) -> Offer | None:
 def _nowhere(question: Question, refused: Sequence[Refusal]) -> str:
     """Returns why the model fits nowhere, and the smallest number of devices on which it does."""
     model, device = question.model, question.device
-    tried = ", ".join(str(each.tensor_parallel) for each in refused)
+    tried = [each.tensor_parallel for each in refused]
     last = refused[-1].reason if refused else "no number of devices was tried"
+    where = f"{', '.join(map(str, tried))} {device.name}"
     for size in parallel_sizes(model.spec, device.most_linked):
+        if size in tried:
+            continue
         memory = ShardMemory(model, device, size=size, weight_format=question.weight_format, kv_dtype=question.kv_dtype)
         try:
             capacity(memory, question.shape, question.sizes, question.token_budget or 512)
         except OutOfMemoryError:
             continue
-        return f"{model.name} does not fit on {tried} {device.name}, but on {size}: {last}"
-    return f"{model.name} does not fit on {tried} {device.name}: {last}"
+        return f"{model.name} does not fit on {where}, but on {size}: {last}"
+    return f"{model.name} does not fit on {where}: {last}"

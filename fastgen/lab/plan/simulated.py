@@ -16,7 +16,7 @@ from fastgen.lab.workloads.paper import Paper
 from fastgen.models.builder import kv_windows
 
 # Requests for each client, and at least and most in all.
-_PER_CLIENT, _LEAST, _MOST = 6, 200, 1000
+_PER_CLIENT, _LEAST, _MOST = 5, 200, 600
 # Of lengths, as a share of the mean. An answer is longer than the mean by four deviations once in 30,000.
 _DEVIATION, _SIGMAS = 0.3, 4
 # Factor between the numbers of clients that are tried.

@@ -161,18 +161,18 @@ def _sources(plan: Plan) -> list[str]:
     else:
         reached = question.efficiency
         steps = (
-            f"times of steps: the datasheet of {question.device.name}, of which {reached.memory:.0%} of the bandwidth, "
-            f"{reached.products:.0%} of the matrix rate and {reached.link:.0%} of the links are taken to be reached"
+            f"times of steps: the datasheet of {question.device.name}; of its bandwidth {reached.memory:.0%} are taken to "
+            f"be reached, of its matrix rate {reached.products:.0%}, of its links {reached.link:.0%}"
         )
     searched = "arrangements, budgets and clients were searched with means in closed form"
     if any(offer.simulated for offer in plan.offers):
         runs = [offer.simulated for offer in plan.offers if offer.simulated]
         spread = (
-            "vary by 30 %, as the paper's" if all(run.varies for run in runs) else "are equal: the context is short"
+            "vary by 30 %, as the paper's" if all(run.varies for run in runs) else "are equal, for the context is short"
         )
         return [
-            *(memory, steps),
-            f"{searched}; the best of each were run with the scheduler in virtual time, where lengths {spread}",
+            *(memory, steps, searched),
+            f"the best of each were run with the scheduler in virtual time; the lengths of requests {spread}",
         ]
     return [memory, steps, searched]
 
