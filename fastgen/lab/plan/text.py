@@ -161,8 +161,8 @@ def _sources(plan: Plan) -> list[str]:
     else:
         reached = question.efficiency
         steps = (
-            f"times of steps: the datasheet of {question.device.name}; of its bandwidth {reached.memory:.0%} are taken to "
-            f"be reached, of its matrix rate {reached.products:.0%}, of its links {reached.link:.0%}"
+            f"times of steps: the datasheet of {question.device.name}; of its bandwidth {reached.memory:.0%} are taken "
+            f"to be reached, of its matrix rate {reached.products:.0%}, of its links {reached.link:.0%}"
         )
     searched = "arrangements, budgets and clients were searched with means in closed form"
     if any(offer.simulated for offer in plan.offers):
