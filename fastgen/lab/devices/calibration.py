@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -104,7 +105,7 @@ def calibration_of(recording: Recording, *, from_s: float = 0.0) -> Calibration:
         model=recording.header.model,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine_facts(),
-        engine=asdict(recording.header.engine),
+        engine=json.loads(json.dumps(asdict(recording.header.engine))),
         num_steps=len(steps),
         cost=cost,
         residuals=dict(residuals(cost, steps)),
