@@ -35,10 +35,10 @@ def calibrate(
     if (model is None) == (recording is None):
         options.usage_error("give MODEL, or --recording FILE")
     if recording is not None:
-        from fastgen.runtime.flight.recording_file import read_recording
-
         if load:
             options.usage_error("the engine of a recording is what it was: leave out the arguments of loading")
+        from fastgen.runtime.flight.recording_file import read_recording
+
         found = calibration_of(read_recording(recording))
     else:
         import fastgen

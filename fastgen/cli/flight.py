@@ -33,6 +33,14 @@ def why(
             metavar="FILE", help="A recording, from LLM.save_recording; needed without SERVER.", show_default=False
         ),
     ] = None,
+    cost: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="From fastgen calibrate: what steps are expected to take; by default what those of the recording do.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where the time of REQUEST went: queue, its own compute, other requests in the batch, preemptions, gaps."""
@@ -48,8 +56,13 @@ def why(
         found, sequences = fetch_recording(*request, api_key=os.environ.get("FASTGEN_API_KEY") or None)
     else:
         found, sequences = read_recording(recording), request
+    expected = None
+    if cost is not None:
+        from fastgen.lab.devices.calibration import read_calibration
+
+        expected = read_calibration(cost).cost
     for sequence in sequences:
-        facts = find_facts(found, sequence)
+        facts = find_facts(found, sequence, expected)
         print(json.dumps(asdict(facts)) if as_json else as_text(facts))
 
 

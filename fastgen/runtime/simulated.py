@@ -60,6 +60,8 @@ class SimulatedRunner:
         self.clock.now_s += cost.host_s * ratio
         self._free_s = max(self.clock.now_s, self._free_s) + cost.device_s(step.schedule.work) * ratio
         self._ends_s[step] = self._free_s
+        if cost.sizes:
+            step.num_padding = step.schedule.size - step.schedule.num_tokens
 
     def sample(self, step: Step) -> None:
         if not self._makes_tokens:

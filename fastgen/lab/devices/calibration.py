@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -79,20 +80,18 @@ def calibrate(engine: Engine, model: str, *, seconds: float, seed: int = 0) -> C
         steps.run(_WARM_UP * seconds)
         begin_s = engine.clock()
         steps.run((1 - _WARM_UP) * seconds)
-        return calibration_of(recorder.recording(model), from_s=begin_s, pads=_pads(engine))
+        return calibration_of(recorder.recording(model), from_s=begin_s)
     finally:
         recorder.max_steps, recorder.max_bytes = bounds
 
 
-def calibration_of(recording: Recording, *, from_s: float = 0.0, pads: bool | None = None) -> Calibration:
-    """Returns the cost of the steps in ``recording`` that began at ``from_s`` or later. ``pads`` says whether steps are
-    padded to captured sizes; by default the recording's steps say it.
+def calibration_of(recording: Recording, *, from_s: float = 0.0) -> Calibration:
+    """Returns the cost of the steps in ``recording`` that began at ``from_s`` or later.
 
     :raises InvalidArgumentError: for too few steps.
     """
     timed = [(step, measured) for step, measured in measured_steps(recording) if step.began_s >= from_s]
-    if pads is None:
-        pads = any(step.num_padding for step, _ in timed)
+    pads = any(step.num_padding for step, _ in timed)  # to captured sizes
     gaps_s = [
         later.began_s - earlier.ended_s
         for (earlier, _), (later, _) in pairwise(timed)
@@ -106,7 +105,7 @@ def calibration_of(recording: Recording, *, from_s: float = 0.0, pads: bool | No
         model=recording.header.model,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine_facts(),
-        engine=asdict(recording.header.engine),
+        engine=json.loads(json.dumps(asdict(recording.header.engine))),
         num_steps=len(steps),
         cost=cost,
         residuals=dict(residuals(cost, steps)),
@@ -133,10 +132,6 @@ def read_calibration(path: str | Path) -> Calibration:
         raise RecordingError(f"the calibration cannot be read: {error.strerror}", file=str(path)) from error
     calibration: Calibration = checked_line(_adapter(), data, str(path), 1)
     return calibration
-
-
-def _pads(engine: Engine) -> bool:
-    return engine.runner.input_batch.pads
 
 
 @cache

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Callable
 
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -44,8 +42,9 @@ class DesignedSteps:
         while self._engine.has_work:
             self._engine.step()
 
-    def run(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    def run(self, seconds: float) -> None:
         """Runs episodes for this many seconds. Requests that are open at the end are cancelled."""
+        clock = self._engine.clock
         end_s = clock() + seconds
         try:
             while clock() < end_s:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fastgen.runtime.flight.recording import Recording, Step
-from fastgen.runtime.step_cost.fit import MeasuredStep
+from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.fit import MeasuredStep, fit_step_cost
 from fastgen.runtime.step_cost.work import StepWork, decode_work
+
+# Steps from which a recording says what one of them is expected to take.
+_LEAST_STEPS = 50
 
 
 def work_of(step: Step) -> StepWork:
@@ -16,6 +20,31 @@ def work_of(step: Step) -> StepWork:
     for entry in step.entries[step.num_decodes :]:
         work = work.with_chunk(entry.start, entry.num_tokens, 1 + entry.num_drafts if entry.num_sampled else 0)
     return work
+
+
+class ExpectedTimes:
+    """The time that each step of a recording took, and the time that ``cost`` expects of it.
+
+    Without a ``cost`` it is fitted to the recording itself, if that has enough steps; else nothing is expected.
+    """
+
+    def __init__(self, recording: Recording, cost: StepCost | None = None):
+        self._measured = {step.step: measured for step, measured in measured_steps(recording)}
+        if cost is None and len(self._measured) >= _LEAST_STEPS:
+            cost = fit_step_cost(self._measured.values())
+        self._cost = cost
+
+    def took_s(self, step: Step) -> float:
+        """Returns the time that ``step`` took; 0 for one that failed."""
+        return self._measured[step.step].seconds if step.step in self._measured else 0.0
+
+    def of(self, step: Step) -> float | None:
+        """Returns the expected time of ``step``, or ``None`` where nothing is known."""
+        return None if self._cost is None else self._cost.seconds(work_of(step))
+
+    def sum_of(self, steps: Iterable[Step]) -> float | None:
+        """Returns the expected time of all ``steps`` together, or ``None`` where nothing is known."""
+        return None if self._cost is None else sum(self._cost.seconds(work_of(step)) for step in steps)
 
 
 def measured_steps(recording: Recording) -> Iterator[tuple[Step, MeasuredStep]]:

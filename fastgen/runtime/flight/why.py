@@ -9,8 +9,10 @@ from statistics import median
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.flight.recording import Arrival, Beams, Finish, Recording, Step, request_of
+from fastgen.runtime.flight.step_times import ExpectedTimes
 from fastgen.runtime.flight.time_account import Span, TimeAccount
 from fastgen.runtime.requests.outputs import FinishReason
+from fastgen.runtime.step_cost.cost import StepCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,9 @@ class Gap:
     span: Span
     preempted: bool
     step: Step
+    # The time that the step took, and what such a step is expected to take; ``None`` where that is not known.
+    step_s: float
+    expected_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,9 @@ class Why:
     other_tokens: Span | None
     # Steps in which it had tokens.
     steps: int
+    # The time that these steps took, and what such steps are expected to take; ``None`` where that is not known.
+    steps_s: float
+    expected_s: float | None
     # Rate after the first token; ``None`` with fewer than two tokens.
     tokens_per_s: float | None
     preemptions: tuple[Preemption, ...]
@@ -67,8 +75,10 @@ class Why:
     worst_gap: Gap | None
 
 
-def why(recording: Recording, sequence: str) -> Why:
+def why(recording: Recording, sequence: str, cost: StepCost | None = None) -> Why:
     """Returns the history of ``sequence``, such as ``"3.0"``; ``"3"`` is the first sequence of request 3.
+
+    ``cost`` says what a step is expected to take. By default it is fitted to the steps of the recording.
 
     :raises InvalidArgumentError: if the recording does not hold it from its arrival on.
     """
@@ -87,7 +97,8 @@ def why(recording: Recording, sequence: str) -> Why:
     times_s = [step.ran_s for step in giving if step.ran_s is not None]
     gaps_s = [later - earlier for earlier, later in pairwise(times_s)]
     end_s = finish.clock_s if finish is not None else recording.end_s
-    account = TimeAccount(recording, ours, arrival)
+    account, times = TimeAccount(recording, ours, arrival), ExpectedTimes(recording, cost)
+    ran = [step for step in own_steps if step.ran_s is not None]
     return Why(
         sequence=sequence,
         completions=arrival.n,
@@ -101,11 +112,13 @@ def why(recording: Recording, sequence: str) -> Why:
         ttft_s=times_s[0] - arrival.clock_s if times_s else None,
         first_token=account.span(arrival.clock_s, times_s[0] if times_s else end_s),
         other_tokens=account.span(times_s[0], times_s[-1]) if gaps_s else None,
-        steps=sum(step.ran_s is not None for step in own_steps),
+        steps=len(ran),
+        steps_s=sum(map(times.took_s, ran)),
+        expected_s=times.sum_of(ran),
         tokens_per_s=len(gaps_s) / (times_s[-1] - times_s[0]) if gaps_s and times_s[-1] > times_s[0] else None,
         preemptions=tuple(_preemptions(recording, ours, end_s)),
         median_gap_s=median(gaps_s) if gaps_s else None,
-        worst_gap=_worst_gap(recording, account, ours, giving, gaps_s) if gaps_s else None,
+        worst_gap=_worst_gap(recording, account, times, ours, giving, gaps_s) if gaps_s else None,
     )
 
 
@@ -122,7 +135,12 @@ def _giving(recording: Recording, sequence: str, num_tokens: int | None) -> list
 
 
 def _worst_gap(
-    recording: Recording, account: TimeAccount, ours: tuple[str, ...], giving: list[Step], gaps_s: list[float]
+    recording: Recording,
+    account: TimeAccount,
+    times: ExpectedTimes,
+    ours: tuple[str, ...],
+    giving: list[Step],
+    gaps_s: list[float],
 ) -> Gap:
     worst = gaps_s.index(max(gaps_s))
     earlier, later = giving[worst], giving[worst + 1]
@@ -130,11 +148,14 @@ def _worst_gap(
     assert later.ran_s is not None
     first = recording.steps[0].step
     steps = recording.steps[earlier.step + 1 - first : later.step + 1 - first] or (later,)
+    longest = max(steps, key=lambda step: step.end_s - step.began_s)
     return Gap(
         after=worst + 1,
         span=account.span(earlier.ran_s, later.ran_s),
         preempted=any(name in ours for step in steps for name in step.preempted),
-        step=max(steps, key=lambda step: step.end_s - step.began_s),
+        step=longest,
+        step_s=times.took_s(longest),
+        expected_s=times.of(longest),
     )
 
 

@@ -40,6 +40,11 @@ def as_text(facts: Why) -> str:
         )
     if facts.worst_gap is not None and facts.median_gap_s is not None:
         lines += _gaps(facts.median_gap_s, facts.worst_gap)
+    if facts.expected_s is not None:
+        lines.append(
+            f"Its {_count(facts.steps, 'step')} took {seconds(facts.steps_s)} in all; "
+            f"{seconds(facts.expected_s)} are expected of such steps."
+        )
     if facts.preemptions:
         lines.append(_preemptions(facts.preemptions))
     return "\n".join(lines)
@@ -92,11 +97,12 @@ def _gaps(median_s: float, worst: Gap) -> list[str]:
     what = [_count(num_decodes, "decode")] if num_decodes else []
     what += [_count(num_prompt_tokens, "prompt token")] if num_prompt_tokens else []
     preempted = "; meanwhile it was preempted" if worst.preempted else ""
+    expected = "" if worst.expected_s is None else f", where {seconds(worst.expected_s)} are expected"
     return [
         f"Gaps between tokens: median {seconds(median_s)}, worst {seconds(worst.span.seconds)} after token "
         f"{worst.after:,}: {_shares(worst.span)}.",
         f"The longest step of that gap was step {step.step:,}, {seconds(step.end_s - step.began_s)} for "
-        f"{' and '.join(what)} ({_phases(step)}){preempted}.",
+        f"{' and '.join(what)}{expected} ({_phases(step)}){preempted}.",
     ]
 
 

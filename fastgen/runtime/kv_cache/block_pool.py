@@ -141,17 +141,17 @@ class BlockPool:
 
         :raises InvalidArgumentError: where a block has fewer references than that. Nothing is changed then.
         """
-        returned = list(block_ids)
+        returned, references, num_blocks = list(block_ids), self._references, self.num_blocks
         wrong = [
             block_id
             for block_id, count in Counter(returned).items()
-            if not self._holds(block_id) or self._references[block_id] < count
+            if not 0 <= block_id < num_blocks or references[block_id] < count
         ]
         if wrong:
             raise InvalidArgumentError(f"blocks {returned} cannot be freed: not held so often are {wrong}")
         for block_id in returned:
-            self._references[block_id] -= 1
-            if self._references[block_id]:
+            references[block_id] -= 1
+            if references[block_id]:
                 continue
             if self._is_published[block_id]:
                 self._cached[block_id] = None

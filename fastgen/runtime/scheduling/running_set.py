@@ -43,6 +43,8 @@ class RunningSet:
     @property
     def num_free_slots(self) -> int:
         """Returns how many slots are free and not reserved for beams."""
+        if not self._searches:
+            return len(self._free_slots)
         beams = (seq for request in self._searches.values() for seq in request.sequences)
         return len(self._free_slots) - sum(seq.status is SequenceStatus.WAITING for seq in beams)
 

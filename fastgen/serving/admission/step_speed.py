@@ -1,17 +1,18 @@
 """The duration of steps of each size, learned from the engine's counters; see ``Metrics.step_seconds``.
 
-The mean duration of each captured size is kept, with decreasing weight for old measurements. Durations are interpolated
-between two sizes, and extrapolated linearly from the two largest ones. Other influences on the mean, such as the
-context length of decodes, need not be known.
+The mean duration of each captured size is kept, with decreasing weight for old measurements. They are the table of
+tokens of a :class:`~fastgen.runtime.step_cost.cost.StepCost`, which interpolates between two sizes and extrapolates
+linearly from the two largest ones. Other influences on the mean, such as the context length of decodes, need not be
+known.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping
 
 from fastgen.runtime.metrics import Histogram
+from fastgen.runtime.step_cost.cost import StepCost
 
 # After this many seconds of steps, earlier measurements have the weight 1/e.
 _MEMORY_S = 10.0
@@ -29,8 +30,8 @@ class StepSpeed:
         self._seen: dict[int, tuple[int, float]] = {}
         # Weighted steps and seconds, by size.
         self._measured: dict[int, tuple[float, float]] = {}
-        self._sizes: list[int] = []
-        self._times_s: list[float] = []
+        # What is known of the time of steps; ``None`` before anything is.
+        self.cost: StepCost | None = None
         self._last_s = -math.inf
 
     def observe(self, step_seconds: Mapping[int, Histogram], now_s: float) -> None:
@@ -51,21 +52,15 @@ class StepSpeed:
             for size, (count, sum_s) in new.items():
                 old_count, old_sum_s = self._measured.get(size, (0.0, 0.0))
                 self._measured[size] = (old_count + count, old_sum_s + sum_s)
-        self._sizes = sorted(self._measured)
-        self._times_s = [self._measured[size][1] / self._measured[size][0] for size in self._sizes]
+        means_s = [(size, sum_s / count) for size, (count, sum_s) in sorted(self._measured.items())]
+        self.cost = StepCost(tokens=tuple(means_s)) if means_s else None
 
     @property
     def most_tokens(self) -> int:
         """Returns the size of the largest step whose duration can be predicted; 0 if nothing is known."""
-        return _GROWTH * self._sizes[-1] if self._sizes else 0
+        return 0 if self.cost is None else _GROWTH * self.cost.tokens[-1][0]
 
     def step_s(self, num_tokens: float) -> float:
         """Returns the duration in seconds of a step of ``num_tokens``, at most :attr:`most_tokens`."""
-        sizes, times_s = self._sizes, self._times_s
-        above = min(bisect_left(sizes, num_tokens), len(sizes) - 1)
-        if above == 0:
-            return times_s[0]
-        slope = (times_s[above] - times_s[above - 1]) / (sizes[above] - sizes[above - 1])
-        if num_tokens > sizes[-1]:
-            slope = max(slope, 0.0)
-        return times_s[above] + slope * (num_tokens - sizes[above])
+        assert self.cost is not None, "nothing is known of the time of steps"
+        return self.cost.matrices_s(num_tokens)

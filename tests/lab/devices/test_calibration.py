@@ -1,0 +1,114 @@
+"""Calibrations: a simulated device is measured as it is, a real one within its noise, and files say what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastgen.errors import InvalidArgumentError, RecordingError
+from fastgen.lab.devices.calibration import calibrate, calibration_of, read_calibration, write_calibration
+from fastgen.runtime.flight.step_times import measured_steps, work_of
+from fastgen.runtime.flight.why import why
+from fastgen.runtime.flight.why_text import as_text
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
+from fastgen.runtime.simulated import Arrival, SimulatedServer
+from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.fit import residuals
+
+DEVICE = StepCost(
+    tokens=((1, 0.010), (32, 0.011), (128, 0.020), (512, 0.060)),
+    row_s=2e-5,
+    chunk_s=3e-4,
+    context_s=4e-7,
+    pair_s=2e-9,
+    noise=0.05,
+)
+
+
+def server(cost: StepCost = DEVICE, **sizes: int) -> SimulatedServer:
+    return SimulatedServer(cost, **{"token_budget": 512, "max_num_seqs": 32, "num_blocks": 1000} | sizes)
+
+
+def traffic() -> list[Arrival]:
+    return [
+        Arrival(0.3 * number, [number] * (1 + 37 * number % 900), SamplingParams(max_new_tokens=1 + 13 * number % 90))
+        for number in range(100)
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(), captured_sizes(512)], ids=["unpadded", "padded"])
+def test_a_minute_of_designed_steps_finds_the_device(sizes: tuple[int, ...]) -> None:
+    device = StepCost(
+        tokens=DEVICE.tokens, row_s=2e-5, chunk_s=3e-4, context_s=4e-7, pair_s=2e-9, sizes=sizes, noise=0.05
+    )
+    found = calibrate(server(device).engine, "device", seconds=60)
+    assert found.cost.sizes == sizes
+    assert set(found.residuals) == {"decodes", "mixed", "prompts"}
+    assert all(each.median < 0.06 for each in found.residuals.values())
+    held_out = server(device)
+    held_out.serve(traffic())
+    steps = [step for _, step in measured_steps(held_out.engine.recorder.recording("held out"))]
+    for kind, each in residuals(found.cost, steps).items():
+        assert abs(each.bias) < 0.05, kind
+
+
+def test_the_engine_has_no_requests_afterwards_and_records_as_before() -> None:
+    engine = server().engine
+    bounds = engine.recorder.max_steps, engine.recorder.max_bytes
+    calibrate(engine, "device", seconds=5)
+    assert not engine.has_work
+    assert (engine.recorder.max_steps, engine.recorder.max_bytes) == bounds
+
+
+def test_a_recorded_flight_gives_the_cost_too() -> None:
+    flown = server()
+    flown.serve(traffic())
+    recording = flown.engine.recorder.recording("flight")
+    found = calibration_of(recording)
+    assert found.num_steps == len(recording.steps)
+    assert all(each.median < 0.06 for each in found.residuals.values())
+    with pytest.raises(InvalidArgumentError, match="0 steps are too few"):
+        calibration_of(recording, from_s=1e9)
+
+
+def test_the_work_of_a_recorded_step_is_that_of_its_schedule() -> None:
+    device, works = server(), []
+    launch = device.engine.runner.launch
+
+    def note(step: object) -> None:
+        works.append(step.schedule.work)  # type: ignore[attr-defined]
+        launch(step)  # type: ignore[arg-type]
+
+    device.engine.runner.launch = note  # type: ignore[method-assign, assignment]
+    device.serve(traffic())
+    recording = device.engine.recorder.recording("flight")
+    assert [work_of(step) for step in recording.steps] == works
+
+
+def test_why_says_what_was_expected_beside_what_steps_took() -> None:
+    device = server(StepCost.linear(0.01, 1e-4))
+    device.serve(traffic())
+    recording = device.engine.recorder.recording("flight")
+    facts = why(recording, "5", StepCost.linear(0.02, 2e-4))
+    assert facts.expected_s == pytest.approx(2 * facts.steps_s)
+    assert facts.worst_gap is not None
+    assert facts.worst_gap.expected_s == pytest.approx(2 * facts.worst_gap.step_s)
+    own = why(recording, "5")
+    assert own.expected_s == pytest.approx(own.steps_s, rel=0.02), "by default the recording itself says it"
+    assert "are expected of such steps." in as_text(own)
+
+
+def test_files_that_are_no_calibration_are_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match="cannot be read"):
+        read_calibration(tmp_path / "none.json")
+    damaged = tmp_path / "damaged.json"
+    found = calibrate(server().engine, "device", seconds=5)
+    write_calibration(found, damaged)
+    assert read_calibration(damaged) == found
+    damaged.write_text(damaged.read_text().replace('"num_steps"', '"num_stops"'))
+    with pytest.raises(RecordingError, match="num_steps: Field required"):
+        read_calibration(damaged)
+    with pytest.raises(RecordingError, match="cannot be written"):
+        write_calibration(found, tmp_path / "no" / "such")

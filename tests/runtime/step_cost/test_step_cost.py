@@ -1,0 +1,132 @@
+"""The cost of a step: its parts add up, tables are interpolated, and a fit finds what made the steps."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
+from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.fit import (
+    LEAST_STEPS,
+    MeasuredStep,
+    fit_step_cost,
+    nonnegative_least_squares,
+    residuals,
+)
+from fastgen.runtime.step_cost.work import StepWork, decode_work
+
+# Few tokens cost the reading of weights, many their arithmetic.
+COST = StepCost(
+    tokens=((1, 0.010), (32, 0.011), (128, 0.020), (512, 0.060)),
+    row_s=2e-5,
+    chunk_s=3e-4,
+    context_s=4e-7,
+    pair_s=2e-9,
+)
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    cost = StepCost(tokens=((1, 1.0), (3, 2.0)), host_s=10.0, row_s=0.1, chunk_s=0.01, context_s=1e-3, pair_s=1e-4)
+    work = decode_work([5, 7]).with_chunk(2, 3, num_rows=1)
+    assert work == StepWork(5, 6 + 8 + 5, 3 + 4 + 5, 3, 1)
+    device_s = (1.0 + 4 * 0.5) + 3 * 0.1 + 0.01 + 19e-3 + 12e-4
+    assert cost.device_s(work) == pytest.approx(device_s)
+    assert cost.seconds(work) == pytest.approx(10.0 + device_s)
+
+
+def test_a_table_is_interpolated_and_never_falls_beyond_its_end() -> None:
+    cost = StepCost(tokens=((4, 2.0), (8, 4.0), (16, 3.0)))
+    assert [cost.matrices_s(tokens) for tokens in (1, 4, 6, 8, 12, 16, 99)] == [2.0, 2.0, 3.0, 4.0, 3.5, 3.0, 3.0]
+    rising = StepCost(tokens=((4, 2.0), (8, 4.0)))
+    assert rising.matrices_s(16) == 8.0
+    assert StepCost(tokens=((4, 2.0),)).matrices_s(99) == 2.0
+
+
+def test_steps_are_padded_to_captured_sizes() -> None:
+    padded = StepCost(tokens=((0, 0.0), (1, 1.0)), sizes=captured_sizes(200))
+    assert [padded.matrices_s(tokens) for tokens in (1, 3, 33, 65, 129, 200)] == [1, 4, 64, 128, 192, 200]
+
+
+def test_a_table_out_of_order_is_refused() -> None:
+    for points in ((), ((4, 1.0), (4, 2.0)), ((8, 1.0), (4, 2.0))):
+        with pytest.raises(InvalidArgumentError, match="ascending order, at least one"):
+            StepCost(tokens=points)
+
+
+def works(rng: random.Random, num: int) -> list[tuple[StepWork, int]]:
+    """Returns works and their numbers of decodes: decodes alone, prompts alone, and both."""
+    found = []
+    for _ in range(num):
+        num_decodes = rng.choice([0, 1, 4, 16, 32, 64])
+        work = decode_work([rng.randrange(2000) for _ in range(num_decodes)])
+        for _ in range(rng.choice([0, 1, 3]) if num_decodes else 1):
+            work = work.with_chunk(rng.randrange(1500), rng.randint(1, 140), num_rows=rng.randint(0, 1))
+        found.append((work, num_decodes))
+    return found
+
+
+def measured(num: int, *, seed: int, noise: float = 0.0, pauses: float = 0.0) -> list[MeasuredStep]:
+    rng = random.Random(seed)
+    steps = []
+    for work, num_decodes in works(rng, num):
+        seconds = COST.seconds(work) * rng.lognormvariate(0.0, noise)
+        steps.append(MeasuredStep(work, seconds + (1.0 if rng.random() < pauses else 0.0), num_decodes))
+    return steps
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.02), (0.1, 0.05)])
+def test_a_fit_expects_what_held_out_steps_take(noise: float, tolerance: float) -> None:
+    fitted = fit_step_cost(measured(1500, seed=1, noise=noise))
+    for kind, found in residuals(fitted, measured(500, seed=2)).items():
+        assert found.median < tolerance, kind
+        assert abs(found.bias) < tolerance, kind
+
+
+def test_pauses_scale_the_sum_and_bend_nothing() -> None:
+    """Each fiftieth step is paused for a second: together the steps take as long as measured, and the expected times of
+    two kinds keep their proportion."""
+    steps = measured(1500, seed=3, noise=0.02, pauses=0.02)
+    fitted = fit_step_cost(steps)
+    assert sum(fitted.seconds(step.work) for step in steps) == pytest.approx(sum(step.seconds for step in steps))
+    small, large = decode_work([100] * 4), StepWork(512, 2000, 250_000, 1, 3)
+    ratio = fitted.seconds(large) / fitted.seconds(small)
+    assert ratio == pytest.approx(COST.seconds(large) / COST.seconds(small), rel=0.05)
+    assert np.mean(fitted.scatter) == pytest.approx(1.0)
+    assert fitted.scatter[100] < 0.9 < 5 < fitted.scatter[-1]
+
+
+def test_drawn_times_scatter_as_the_measured_ones_did() -> None:
+    fitted = fit_step_cost(measured(3000, seed=4, noise=0.2))
+    rng = random.Random(5)
+    drawn = [fitted.draw_ratio(rng) for _ in range(5000)]
+    assert np.mean(drawn) == pytest.approx(1.0, abs=0.02)
+    assert np.std(np.log(drawn)) == pytest.approx(0.2, rel=0.1)
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{LEAST_STEPS - 1} steps are too few"):
+        fit_step_cost(measured(LEAST_STEPS - 1, seed=1))
+
+
+def test_steps_of_one_kind_are_enough() -> None:
+    steps = [MeasuredStep(decode_work([100]), 0.01, 1)] * LEAST_STEPS
+    assert fit_step_cost(steps).seconds(decode_work([100])) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_least_squares_above_zero_are_optimal(seed: int) -> None:
+    """The conditions of Karush, Kuhn and Tucker hold: no free coefficient can move, and none at 0 would rise."""
+    rng = np.random.default_rng(seed)
+    matrix = rng.normal(size=(40, rng.integers(1, 9)))
+    if seed % 3 == 0:  # columns that say the same
+        matrix = np.concatenate([matrix, matrix[:, :1] * 2], axis=1)
+    values = rng.normal(size=40)
+    found = nonnegative_least_squares(matrix, values)
+    slope = matrix.T @ (values - matrix @ found)
+    assert found.min() >= 0
+    assert slope.max() < 1e-8
+    assert np.abs(slope[found > 0]).max(initial=0) < 1e-8
