@@ -138,6 +138,7 @@ class SearchOptions:
     resolution: Annotated[
         float, Option("By rate: how close the ends of the answer shall be, as a share.", check=ABOVE_0)
     ] = 0.05
+    seconds: Annotated[float, Option("By rate: how long a run lasts at least.", check=ABOVE_0)] = 30.0
     max_repeats: Annotated[int, Option("Most runs at one level.", check=AT_LEAST_1)] = 4
 
     def __post_init__(self) -> None:

@@ -41,8 +41,8 @@ class Shortfall:
         if self.needed is None:
             return f"{kept} {self.allowed:g}"
         return (
-            f"{kept} {self.allowed:g} ms; it would have to be {self.needed:.0f} ms, "
-            f"{self.needed - self.allowed:.0f} ms more"
+            f"{kept} {self.allowed:g} ms; it would have to be {self.needed:.3g} ms, "
+            f"{self.needed - self.allowed:.3g} ms more"
         )
 
 

@@ -56,6 +56,8 @@ class FakeEndpoint:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _server: asyncio.Server | None = None
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    # Set when a request that is no trial has arrived; released for each that was answered.
+    arrived: threading.Event = field(default_factory=threading.Event)
     answered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     @property
@@ -87,6 +89,9 @@ class FakeEndpoint:
         if head[0].startswith("GET /v1/models"):
             _reply(writer, 200, {"data": [{"id": "fake"}]})
             return True
+        if head[0].startswith("GET "):
+            _reply(writer, 404, {"error": {"message": "not found"}})
+            return True
         asked = json.loads(body)
         self.bodies.append(asked)
         unknown = self.script.refused & (asked.keys() | asked["stream_options"].keys())
@@ -110,6 +115,7 @@ class FakeEndpoint:
             )
         else:
             self.written.append(times)
+            self.arrived.set()
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         self._changed.set()
