@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -224,6 +225,31 @@ def test_a_server_that_is_started_for_the_run(run: Run, tmp_path: Path, monkeypa
     assert (facts["completed"], facts["total_input_tokens"], facts["total_output_tokens"]) == (6, 3 * (16 + 40), 48)
     assert facts["target"]["tokens_counted_by"] == "token ids of each chunk"
     assert not list(tmp_path.glob("*.json")), "the server has ended"
+
+
+def test_startup_is_printed_and_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def sample(load: dict[str, Any], cache: Path) -> dict[str, float]:
+        asked.append(load)
+        return {"imported": 1.0, "loaded": 2.0 + len(asked), "first_token": 9.0}
+
+    monkeypatch.setattr("fastgen.lab.experiments.startup._sample", sample)
+    flags = ("--num-iters-cold", "1", "--num-iters-warm", "3", "--dtype", "float32")
+    done = run("bench", "startup", "tiny-llama", *flags, "--output", str(tmp_path))
+    assert done.out.splitlines() == [
+        "s                  processes  imported           loaded             first token",
+        "cold kernel cache  1          1.00               3.00               9.00",
+        "warm kernel cache  3          1.00 [1.00, 1.00]  5.00 [4.00, 6.00]  9.00 [9.00, 9.00]",
+        "",
+        "Median [least, most], from the start of the process.",
+    ]
+    assert asked == [{"model": "tiny-llama", "dtype": "float32"}] * 4
+    (file,) = tmp_path.iterdir()
+    facts = json.loads(file.read_text())
+    assert (facts["cold_startup_times"], facts["avg_warm_startup_time"]) == ([3.0], 5.0)
+    none = run("bench", "startup", "tiny-llama", "--num-iters-cold", "0", "--num-iters-warm", "0")
+    assert "there is nothing to measure" in none.err
 
 
 def test_workloads_and_foreign_results(run: Run, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def commands() -> dict[str, Any]:
 
 
 def test_summaries_are_whole_sentences(run) -> None:
-    for group in ((), ("recipe",), ("kernels",)):
+    for group in ((), ("recipe",), ("kernels",), ("bench",)):
         _, _, listed = run(*group, "--help").out.partition("Commands:\n")
         summaries = re.split(r"^  (?=\w)", listed, flags=re.MULTILINE)[1:]
         assert len(summaries) > 3

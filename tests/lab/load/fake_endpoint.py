@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ class Script:
 @dataclass
 class FakeEndpoint:
     script: Script
+    tls: ssl.SSLContext | None = None
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -62,10 +64,10 @@ class FakeEndpoint:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self.port}"
 
     async def serve(self, ready: threading.Event) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=1 << 24)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=1 << 24, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
         ready.set()
         await self._stop.wait()
@@ -76,7 +78,7 @@ class FakeEndpoint:
         try:
             while await self._one(reader, writer):
                 pass
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             pass
         finally:
             writer.close()
@@ -119,9 +121,10 @@ class FakeEndpoint:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         self._changed.set()
-        while len(self.written) < script.gathers:
-            self._changed.clear()
-            await self._changed.wait()
+        async with asyncio.timeout(WAIT_S):  # a generator that does not send the others gets no answer
+            while len(self.written) < script.gathers:
+                self._changed.clear()
+                await self._changed.wait()
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         num_wanted = asked["max_tokens"] if script.ignores_eos else 1
         num_sent = 0
@@ -193,9 +196,9 @@ def _reply(writer: asyncio.StreamWriter, status: int, value: dict[str, Any]) -> 
 
 
 @contextmanager
-def fake_endpoint(**script: Any) -> Iterator[FakeEndpoint]:
+def fake_endpoint(tls: ssl.SSLContext | None = None, **script: Any) -> Iterator[FakeEndpoint]:
     """Runs a :class:`FakeEndpoint` on a thread of its own while the block runs."""
-    fake, ready = FakeEndpoint(Script(**script)), threading.Event()
+    fake, ready = FakeEndpoint(Script(**script), tls), threading.Event()
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=[fake.serve(ready)])
     thread.start()

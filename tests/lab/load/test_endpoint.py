@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from fastgen.lab.load.target import Answer
 from fastgen.lab.records import Run
 from fastgen.lab.workloads.request import PlannedRequest
 from tests.lab.load.fake_endpoint import fake_endpoint, is_trial
+
+TLS = Path(__file__).parents[2] / "serving" / "tls"
 
 
 def requests(count: int = 3, *, num_new: int = 6, num_prompt: int = 9) -> list[PlannedRequest]:
@@ -168,16 +171,13 @@ def test_connections_are_used_again_and_the_key_is_sent(monkeypatch: pytest.Monk
     assert {each["authorization"] for each in fake.headers} == {"Bearer k1"}
 
 
-def test_a_certificate_that_is_not_trusted_is_a_sentence() -> None:
-    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-
-    async def run() -> None:
-        server = await asyncio.start_server(close, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        target = EndpointTarget(f"https://127.0.0.1:{port}", tls=ssl.create_default_context())
-        with pytest.raises(FastgenError, match="no server answers at https"):
-            await target.open(requests())
-        server.close()
-
-    asyncio.run(run())
+def test_https_is_spoken_with_a_certificate_that_is_trusted() -> None:
+    theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    theirs.load_cert_chain(TLS / "certificate.pem", TLS / "key.pem")
+    ours = ssl.create_default_context(cafile=str(TLS / "certificate.pem"))
+    with fake_endpoint(theirs) as fake:
+        run = measured(fake.url, requests(), tls=ours)
+        assert len(run.complete) == 3
+        assert fake.url.startswith("https://")
+        with pytest.raises(FastgenError, match="certificate verify failed"):
+            measured(fake.url, requests())
