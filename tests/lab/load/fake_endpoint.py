@@ -29,6 +29,8 @@ class Script:
     takes_ids: bool = True
     # Whether answers have the length that was asked for; otherwise they have one token.
     ignores_eos: bool = True
+    # Whether a second request on a connection ends it, without an answer.
+    drops_kept: bool = False
     # What chunks report: "usage", "token ids" or "nothing".
     reports: str = "usage"
     tokens_per_chunk: int = 1
@@ -77,8 +79,10 @@ class FakeEndpoint:
         self.num_connections += 1
         try:
             while await self._one(reader, writer):
-                pass
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+                if self.script.drops_kept:
+                    await reader.readexactly(1)
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             writer.close()
@@ -121,10 +125,14 @@ class FakeEndpoint:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         self._changed.set()
-        async with asyncio.timeout(WAIT_S):  # a generator that does not send the others gets no answer
-            while len(self.written) < script.gathers:
-                self._changed.clear()
-                await self._changed.wait()
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while len(self.written) < self.script.gathers and script.gathers:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:  # the generator does not send the others: no answer, to this request and later ones
+            self.script.gathers = 0
+            return False
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         num_wanted = asked["max_tokens"] if script.ignores_eos else 1
         num_sent = 0

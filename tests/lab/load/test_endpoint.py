@@ -11,6 +11,7 @@ import pytest
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.lab.load.endpoint import EndpointTarget
+from fastgen.lab.load.formats import Completions
 from fastgen.lab.load.generator import LoadGenerator
 from fastgen.lab.load.open_loop import OpenLoop
 from fastgen.lab.load.target import Answer
@@ -169,6 +170,23 @@ def test_connections_are_used_again_and_the_key_is_sent(monkeypatch: pytest.Monk
         measured(f"{fake.url}/v1", session)
     assert fake.num_connections == 1
     assert {each["authorization"] for each in fake.headers} == {"Bearer k1"}
+
+
+def test_a_connection_that_the_server_had_closed_is_replaced() -> None:
+    session = [PlannedRequest(prompt_ids=(1,) * 9, num_new_tokens=2, due_s=0.0, session="s") for _ in range(4)]
+    with fake_endpoint(drops_kept=True) as fake:
+        run = measured(fake.url, session)
+    assert [record.error for record in run.records] == [None] * 4
+    assert fake.num_connections > 4
+
+
+def test_chunks_that_have_no_token_of_their_own_are_not_counted() -> None:
+    # A server may send the bytes of one token in two chunks; its usage says how many tokens there are.
+    answer, completions = Answer(), Completions()
+    for at in (1.0, 2.0, 3.0):
+        completions.read({"choices": [{"text": "a"}]}, answer, at)
+    completions.read({"choices": [], "usage": {"completion_tokens": 2}}, answer, 4.0)
+    assert answer.token_times == [1.0, 2.0]
 
 
 def test_https_is_spoken_with_a_certificate_that_is_trusted() -> None:
