@@ -1,4 +1,4 @@
-"""What ``fastgen bench`` prints and writes: a small table, raw records, and the summary as JSON."""
+"""The output of ``fastgen bench``: a small table, raw records, and the summary as JSON."""
 
 from __future__ import annotations
 

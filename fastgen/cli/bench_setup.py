@@ -1,4 +1,4 @@
-"""From the flags of ``fastgen bench`` to a workload, its traffic, and a target that is ready."""
+"""Makes of the flags of ``fastgen bench`` a workload, its traffic, and a target that is ready."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured."""
+    """A target that is ready, and the facts about its model that workloads need."""
 
     target: Target
     vocab_size: int

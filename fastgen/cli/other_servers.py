@@ -54,7 +54,7 @@ _FLAGS: Final[Mapping[tuple[str, ...], str]] = {
     ("--disable-log-requests", "--disable-log-stats", "--enable-log-requests"): "Requests are logged only with "
     "--log-requests.",
     ("--threads", "-t"): "Use --num-threads.",
-    # Of `vllm bench`.
+    # Flags of `vllm bench`.
     ("--dataset-name", "--dataset-path"): "Use --workload, such as trace:FILE or random:prompt=512,answer=128.",
     ("--random-input-len", "--random-output-len", "--random-range-ratio"): "Use --workload, such as "
     "random:prompt=512,answer=128,range_ratio=0.5.",

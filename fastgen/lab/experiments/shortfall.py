@@ -1,4 +1,4 @@
-"""By how much a run misses an SLO."""
+"""The distance between a run and an SLO that it misses."""
 
 from __future__ import annotations
 
