@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +36,9 @@ class _Order:
     generation: Generation | None = None
 
     def answer(self, found: Generation | Exception) -> None:
-        """Passes the end of the request to the event loop."""
-        self.loop.call_soon_threadsafe(self._set, found)
+        """Passes the end of the request to the event loop, if that has not ended before it: after Ctrl-C."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self._set, found)
 
     def _set(self, found: Generation | Exception) -> None:
         if self.outcome.done():
@@ -90,43 +92,28 @@ class EngineTarget:
         order = _Order(prepared, loop.create_future(), loop)
         self._calls.put(lambda: self._submit(order))
         try:
-            generation = await order.outcome
+            await order.outcome
         except asyncio.CancelledError:
             self._calls.put(lambda: self._cancel(order))
-            if order.generation is not None:
-                (completion,) = order.generation.completions
-                answer.token_times = list(completion.token_times_s)
             raise
-        (completion,) = generation.completions
-        metrics = generation.metrics_of(completion)
-        answer.token_times, answer.finish_reason = completion.token_times_s, completion.finish_reason
-        answer.token_ids = completion.token_ids
-        answer.num_cached_tokens = metrics.cached_tokens
-        answer.ended = completion.token_times_s[-1] if completion.token_times_s else None
-        if completion.error is not None:
-            raise RequestFailedError(completion.error)
+        finally:
+            if order.generation is not None:
+                _fill(answer, order.generation)
+        assert order.generation is not None
+        if (error := order.generation.completions[0].error) is not None:
+            raise RequestFailedError(error)
 
     def ids_of(self, answer: Answer) -> list[int]:
         return answer.token_ids
 
     async def close(self) -> None:
-        """Does nothing: the engine stays ready for the next run."""
+        """Waits until the engine has ended what was cancelled. It stays ready for the next run."""
+        await asyncio.wrap_future(self._on_thread(lambda: None))
 
     def use_policy(self, policy: Policy) -> None:
         """Replaces the engine's scheduling policy, between two runs. Raises ``InvalidArgumentError`` for a policy that
         this engine cannot have."""
-        done: Future[None] = Future()
-
-        def replace() -> None:
-            try:
-                self.engine.use_policy(policy)
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        self._calls.put(replace)
-        done.result()
+        self._on_thread(lambda: self.engine.use_policy(policy)).result()
 
     def stop(self) -> None:
         """Cancels all requests and ends the engine's thread. Stopping twice does nothing."""
@@ -140,6 +127,21 @@ class EngineTarget:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    def _on_thread(self, call: Callable[[], None]) -> Future[None]:
+        """Returns a future of ``call``, which the engine's thread makes between two steps, after all calls before."""
+        done: Future[None] = Future()
+
+        def make() -> None:
+            try:
+                call()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._calls.put(make)
+        return done
 
     # On the engine's thread
 
@@ -185,3 +187,14 @@ class EngineTarget:
         order = self._running.pop(generation, None)
         if order is not None:
             order.answer(generation)
+
+
+def _fill(answer: Answer, generation: Generation) -> None:
+    """Copies what there is of the answer. The engine's thread may add to it meanwhile, if it has not ended."""
+    (completion,) = generation.completions
+    has_ended = completion.finish_reason is not None
+    answer.token_times, answer.token_ids = list(completion.token_times_s), completion.token_ids
+    answer.finish_reason = completion.finish_reason
+    if has_ended:
+        answer.num_cached_tokens = completion.sequence.num_cached_tokens
+        answer.ended = answer.token_times[-1] if answer.token_times else None

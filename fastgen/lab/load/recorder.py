@@ -71,7 +71,7 @@ class Recorder:
         except FastgenError as failure:
             error = str(failure)
         except asyncio.CancelledError:
-            error = INTERRUPTED
+            error = None if _lack(request, answer) is None else INTERRUPTED
             raise
         finally:
             ended = answer.ended if answer.ended is not None else time.perf_counter()

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Protocol
 
 import numpy as np
 
-from fastgen.arguments import ABOVE_0, Check, Option
-from fastgen.lab.workloads.named import checked, make, stated
+from fastgen.arguments import ABOVE_0, Check, Option, check
+from fastgen.lab.workloads.named import make, stated
 from fastgen.lab.workloads.prompts import generator
 from fastgen.lab.workloads.request import PlannedRequest
 
@@ -42,7 +42,7 @@ class Poisson:
     rate: _Rate
 
     def __post_init__(self) -> None:
-        checked(self)
+        check(self)
 
     def times_s(self, count: int, seed: int) -> list[float]:
         return Gamma(self.rate, 1.0).times_s(count, seed)
@@ -59,7 +59,7 @@ class Constant:
     rate: _Rate
 
     def __post_init__(self) -> None:
-        checked(self)
+        check(self)
 
     def times_s(self, count: int, seed: int) -> list[float]:
         return [number / self.rate for number in range(count)]
@@ -81,7 +81,7 @@ class Gamma:
     burstiness: Annotated[float, Option("Shape of the gamma distribution.", check=ABOVE_0)] = 1.0
 
     def __post_init__(self) -> None:
-        checked(self)
+        check(self)
 
     def times_s(self, count: int, seed: int) -> list[float]:
         gaps = generator(seed, "arrivals").gamma(self.burstiness, 1 / (self.rate * self.burstiness), count)
@@ -108,7 +108,7 @@ class Ramp:
     burstiness: Annotated[float, Option("Shape of the gamma distribution of times between.", check=ABOVE_0)] = 1.0
 
     def __post_init__(self) -> None:
-        checked(self)
+        check(self)
 
     def times_s(self, count: int, seed: int) -> list[float]:
         progress = np.arange(count) / max(count - 1, 1)

@@ -11,17 +11,12 @@ from dataclasses import is_dataclass
 from textwrap import fill
 from typing import Any
 
-from fastgen.arguments import Argument, arguments_of, build, check
+from fastgen.arguments import Argument, arguments_of, build
 from fastgen.errors import InvalidArgumentError
 
 # Columns of the descriptions.
 _WIDTH = 100
 _WORDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-
-
-def checked(thing: object) -> None:
-    """Raises ``InvalidArgumentError`` for the first parameter of ``thing`` that is out of range."""
-    check(thing)
 
 
 def stated(thing: Any) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from fastgen.arguments import AT_LEAST_0, AT_LEAST_1, Check, Option
+from fastgen.arguments import AT_LEAST_0, AT_LEAST_1, Check, Option, check
 from fastgen.errors import InvalidArgumentError
-from fastgen.lab.workloads.named import checked, stated
+from fastgen.lab.workloads.named import stated
 from fastgen.lab.workloads.prompts import drawn_ids, generator
 from fastgen.lab.workloads.request import PlannedRequest
 
@@ -63,7 +63,7 @@ class Paper:
     encode: Callable[[str], Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
-        checked(self)
+        check(self)
         if self.text is not None and self.encode is None:
             raise InvalidArgumentError(f"text={self.text!r}: a text needs a tokenizer")
 

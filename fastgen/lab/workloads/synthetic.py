@@ -8,8 +8,8 @@ All of them may run in closed loops and, with :mod:`fastgen.lab.workloads.arriva
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from fastgen.arguments import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Check, Option
-from fastgen.lab.workloads.named import checked, stated
+from fastgen.arguments import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Check, Option, check
+from fastgen.lab.workloads.named import stated
 from fastgen.lab.workloads.prompts import drawn_ids, generator, same_ids
 from fastgen.lab.workloads.request import PlannedRequest
 
@@ -29,7 +29,7 @@ class FixedLengths:
     num_requests: _Requests = 100
 
     def __post_init__(self) -> None:
-        checked(self)
+        check(self)
 
     def requests(self, *, vocab_size: int, seed: int) -> list[PlannedRequest]:
         draw = generator(seed, "prompts")
@@ -75,7 +75,7 @@ class RandomLengths:
     num_requests: _Requests = 100
 
     def __post_init__(self) -> None:
-        checked(self)
+        check(self)
 
     def requests(self, *, vocab_size: int, seed: int) -> list[PlannedRequest]:
         lengths, draw = generator(seed, "lengths"), generator(seed, "prompts")
@@ -113,7 +113,7 @@ class SharedPrefixes:
     num_requests: _Requests = 128
 
     def __post_init__(self) -> None:
-        checked(self)
+        check(self)
 
     def requests(self, *, vocab_size: int, seed: int) -> list[PlannedRequest]:
         groups = [number % self.num_groups for number in range(self.num_requests)]
@@ -154,7 +154,7 @@ class Intruders:
     every_s: Annotated[float, Option("Seconds between long prompts.", check=ABOVE_0)] = 2.0
 
     def __post_init__(self) -> None:
-        checked(self)
+        check(self)
 
     def requests(self, *, vocab_size: int, seed: int) -> list[PlannedRequest]:
         draw = generator(seed, "prompts")
@@ -189,7 +189,7 @@ class Chats:
     think_s: Annotated[float, Option("Seconds from an answer to the next turn.", check=AT_LEAST_0)] = 0.0
 
     def __post_init__(self) -> None:
-        checked(self)
+        check(self)
 
     def requests(self, *, vocab_size: int, seed: int) -> list[PlannedRequest]:
         draw = generator(seed, "prompts")

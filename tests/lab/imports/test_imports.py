@@ -72,6 +72,14 @@ def test_results_without_details_have_no_intervals_but_of_shares() -> None:
     assert summary.about["load"] == {"request_rate": 2.0, "burstiness": 1.0, "num_prompts": 12}
 
 
+def test_a_percentile_of_another_tool_needs_as_many_samples_as_ours(tmp_path: Path) -> None:
+    for completed, known in ((10, True), (9, False)):
+        (tmp_path / "result.json").write_text(json.dumps(changed("vllm_bench.json", completed=completed)))
+        [summary] = read_vllm_bench(tmp_path / "result.json")
+        assert (summary["median_ttft_ms"].value is not None) is known
+        assert summary["mean_ttft_ms"].value is not None
+
+
 def test_failed_requests_of_the_details_do_not_count() -> None:
     [summary] = read_vllm_bench(DATA / "vllm_bench_detailed.json")
     low, high = summary["mean_ttft_ms"].interval or (0, 0)

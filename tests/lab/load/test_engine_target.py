@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,10 +15,12 @@ from fastgen.lab.load.closed_loop import ClosedLoop
 from fastgen.lab.load.engine_target import EngineTarget
 from fastgen.lab.load.generator import LoadGenerator
 from fastgen.lab.load.open_loop import OpenLoop
+from fastgen.lab.load.recorder import INTERRUPTED
 from fastgen.lab.load.target import Answer
 from fastgen.lab.workloads.arrivals import Poisson, with_arrivals
 from fastgen.lab.workloads.request import PlannedRequest
 from fastgen.lab.workloads.synthetic import Chats, FixedLengths
+from fastgen.runtime.answers.generation import Generation
 
 LENGTHS = FixedLengths(num_prompt_tokens=40, num_new_tokens=12, num_requests=10)
 
@@ -85,6 +89,34 @@ def test_cancelling_frees_the_engine(target: EngineTarget) -> None:
             await target.send(target.prepare(requests(target)[0]), Answer())
 
     asyncio.run(run())
+    assert not target.engine.has_work
+
+
+def test_an_interrupted_run_keeps_its_records_and_leaves_the_engine_ready(
+    target: EngineTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_ended = 0
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def ended(generation: Generation) -> None:
+        nonlocal num_ended
+        num_ended += 1
+        if num_ended == 3:
+            signal.pthread_kill(main, signal.SIGINT)
+        target._ended(generation)
+
+    long = FixedLengths(num_prompt_tokens=40, num_new_tokens=100, num_requests=40)
+    with monkeypatch.context() as patch:
+        patch.setattr(target.engine.answers, "on_end", ended)
+        planned = long.requests(vocab_size=target.engine.vocab_size, seed=0)
+        run = LoadGenerator(target)(planned, ClosedLoop(8, stagger_s=0, warms_up=False), long.facts())
+    assert run.header.interrupted
+    assert 3 <= len(run.complete) < 40
+    assert len(run.records) <= len(run.complete) + 8
+    assert {record.error for record in run.records} == {None, INTERRUPTED}
+    again = LoadGenerator(target)(requests(target), ClosedLoop(3), LENGTHS.facts())
+    assert len(again.complete) == 10
     assert not target.engine.has_work
 
 

@@ -43,6 +43,8 @@ def test_the_papers_rule_is_a_limit() -> None:
     assert not keeps_paper_rule(RECORD, 5), "the average reaches 0.2 s"
     assert SLO(paper_tokens_per_s=4).is_good(RECORD)
     assert SLO(paper_tokens_per_s=5).broken(RECORD) == ["paper_tokens_per_s"]
+    at_the_limit = replace(RECORD, token_times_s=(1.5, 1.75, 2.0))
+    assert not keeps_paper_rule(at_the_limit, 4), "a quarter of a second is not below a quarter of a second"
     late = replace(RECORD, num_prompt_tokens=200)
     assert not keeps_paper_rule(late, 1), "200 tokens have 0.39 s"
 

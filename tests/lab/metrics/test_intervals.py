@@ -103,6 +103,18 @@ def test_a_rate_contains_the_truth_as_often_as_it_says() -> None:
     assert 0.85 < hits / 200 < 0.99
 
 
+def test_blocks_are_of_consecutive_completions_and_the_last_is_followed_by_the_first() -> None:
+    draw = np.random.default_rng(3)
+    amounts, waits = draw.integers(1, 9, (2, 30)), draw.exponential(1, 30)
+    starts = np.random.default_rng(7).integers(0, 30, (intervals.NUM_RESAMPLES, 5))
+    plain = []
+    for row in starts:
+        picked = [(start + step) % 30 for start in row for step in range(7)]
+        plain.append(amounts[:, picked].sum(axis=1) / waits[picked].sum())
+    expected = np.percentile(plain, (2.5, 97.5), axis=0).T
+    assert np.array(rate_intervals(amounts, waits, block=7, seed=7)) == pytest.approx(expected)
+
+
 def test_answers_that_end_together_widen_the_interval_of_a_rate() -> None:
     draw = np.random.default_rng(0)
     waits = np.zeros((50, 8))

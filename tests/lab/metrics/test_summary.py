@@ -6,6 +6,8 @@ import json
 import math
 import statistics
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,17 @@ from tests.lab.runs import closed_loop, header
 
 
 def ewm_mean(gaps: list[float]) -> list[float]:
-    """Returns ``pandas.Series(gaps).ewm(span=16, adjust=True).mean()``, by the definition in pandas' documentation."""
+    """Returns ``pandas.Series(gaps).ewm(span=16, adjust=True).mean()``: by pandas where it is installed, and by the
+    definition in its documentation.
+    """
     alpha = 2 / (16 + 1)
     found = []
     for end in range(len(gaps)):
         weights = [(1 - alpha) ** (end - at) for at in range(end + 1)]
         found.append(sum(w * g for w, g in zip(weights, gaps[: end + 1], strict=True)) / sum(weights))
+    if find_spec("pandas"):
+        pandas = import_module("pandas")
+        assert found == pytest.approx(pandas.Series(gaps, dtype=float).ewm(span=16, adjust=True).mean().tolist())
     return found
 
 
@@ -130,6 +137,15 @@ def test_every_figure_that_is_no_count_has_an_interval_around_it() -> None:
 def test_the_same_run_has_the_same_intervals() -> None:
     run = closed_loop(200, 4)
     assert summarize(run).as_json() == summarize(run).as_json()
+
+
+def test_a_pause_at_the_end_lowers_a_rate_and_its_interval_alike() -> None:
+    run = closed_loop(200, 4)
+    paused = Run(replace(run.header, duration_s=2 * run.header.duration_s), run.records)
+    figure, halved = summarize(run)["output_throughput"], summarize(paused)["output_throughput"]
+    assert [halved.value, *(halved.interval or ())] == pytest.approx(
+        [one / 2 for one in (figure.value, *(figure.interval or ())) if one is not None]
+    )
 
 
 def test_without_limits_there_is_no_goodput() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-from fastgen.arguments import ABOVE_0, AT_LEAST_1, TRUE_OR_FALSE, Check, Option
-from fastgen.lab.workloads.named import checked, stated
+from fastgen.arguments import ABOVE_0, AT_LEAST_1, TRUE_OR_FALSE, Check, Option, check
+from fastgen.lab.workloads.named import stated
 from fastgen.lab.workloads.request import PlannedRequest
 from fastgen.lab.workloads.traces.mooncake import mooncake_rows
 from fastgen.lab.workloads.traces.rows import TraceFile, TraceRow, cut, planned
@@ -47,7 +47,7 @@ class Trace:
     encode: Callable[[str], Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
-        checked(self)
+        check(self)
 
     def requests(self, *, vocab_size: int, seed: int) -> list[PlannedRequest]:
         """Returns the requests. Raises ``TraceError`` for a file or a line that cannot be read."""
