@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -101,3 +102,16 @@ def record(request: pytest.FixtureRequest) -> Record:
                 out.write(json.dumps([recipe, proof, value]) + "\n")
 
     return note
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Generator[None]:
+    """Takes back what a server in this process does to the loggers: it directs them to standard error."""
+    loggers = [logging.getLogger(name) for name in ("fastgen", "uvicorn")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        for handler in set(logger.handlers) - set(handlers):
+            handler.close()
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)

@@ -12,13 +12,15 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from fastgen.version import DISTRIBUTION
+
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 _HEADER = """\
 # The version of every package that tools/setup.sh installs, so that the development environment is the same everywhere.
 # `make lock` writes this file. pyproject.toml says what users need, which is less strict.
 """
 # fastgen is what the environment is for, and pip comes with Python.
-_NOT_LOCKED = {"fastgen", "pip"}
+_NOT_LOCKED = {DISTRIBUTION, "pip"}
 
 
 def installed() -> dict[str, str]:

@@ -109,16 +109,13 @@ class Engine:
         self._checks.check(prompt_ids, sampling)
         self.scheduler.check_fits(len(prompt_ids), sampling)
 
-    def submit(
-        self, prompt_ids: SequenceOf[int], sampling: SamplingParams, *, request_id: int | None = None
-    ) -> Generation:
+    def submit(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> Generation:
         """Queues a request. Its answer grows with the steps that follow. What it needs only to run is made when it is
-        scheduled. A caller that numbers its requests gives ``request_id``, each above the ones before.
+        scheduled.
         """
         self.check(prompt_ids, sampling)
         constraint = self.grammars.constraint(sampling) if self.grammars is not None else None
-        number = next(self._request_ids) if request_id is None else request_id
-        request = Request(number, prompt_ids, resolve_seed(sampling), self.clock(), constraint)
+        request = Request(next(self._request_ids), prompt_ids, resolve_seed(sampling), self.clock(), constraint)
         generation = self.answers.begin(request)
         self.observers.arrived(request)
         if sampling.timeout_s is not None:

@@ -13,7 +13,7 @@ _PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
 
 class RecentRequests:
-    """Maps the ids of the last requests to their numbers in the engine."""
+    """Maps the ids of the last requests to the numbers of their messages to the engine."""
 
     def __init__(self) -> None:
         self._numbers: OrderedDict[str, deque[int]] = OrderedDict()

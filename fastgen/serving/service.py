@@ -16,7 +16,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules, Update
 from fastgen.serving.engine.client import EngineClient
-from fastgen.serving.engine.messages import EngineFacts
+from fastgen.serving.engine.messages import EngineFacts, RecordingReply
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.grammars.queue import TrialQueue
 from fastgen.serving.grammars.trial import FormatTrials
@@ -176,9 +176,9 @@ class Service:
             return reason
         return await self.engine.refusal(prompt_ids, sampling)
 
-    async def recording(self) -> bytes:
-        """Returns the engine's flight recording, as JSON Lines. Raises ``RefusedError`` if there is no engine."""
-        return await self.engine.ask("recording", bytes)
+    async def recording(self) -> RecordingReply:
+        """Returns the engine's flight recording. Raises ``RefusedError`` if there is no engine."""
+        return await self.engine.ask("recording", RecordingReply)
 
     async def metrics_text(self) -> bytes:
         """Returns all current counters in Prometheus' text format. If the engine is too busy to answer, its last

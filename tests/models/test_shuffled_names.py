@@ -187,6 +187,7 @@ def test_a_planted_name_is_seen_by_the_specs(plant: None, shuffled: Shuffled, mo
 
 LEGITIMATE = {
     ("models/resolve/config_keys.py", "is_llama_config"),  # a key of config.json
+    ("models/checkpoint/kinds.py", "a model in GGUF, the format of llama.cpp, which fastgen does not read"),
     ("options.py", "A built-in such as tiny-llama, a local directory, or a hub id."),
 }
 NAMES_OF_FORMATS = "serving/tools/formats.py"  # formats of tool calls; the chat template selects one

@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from fastgen.version import DISTRIBUTION
 from tools import lock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ def of_project(extras: set[str]) -> list[str]:
 def required() -> set[str]:
     """Returns the names of all packages that ``pip install .[dev]`` installs here, with those that build fastgen."""
     found: set[tuple[str, str]] = set()
-    waiting = [Requirement(line) for line in ("fastgen[dev]", *PROJECT["build-system"]["requires"])]
+    waiting = [Requirement(line) for line in (f"{DISTRIBUTION}[dev]", *PROJECT["build-system"]["requires"])]
     while waiting:
         wanted = waiting.pop()
         name = canonicalize_name(wanted.name)
@@ -36,13 +37,13 @@ def required() -> set[str]:
                 continue
             found.add((name, extra))
             try:
-                lines = of_project({extra} - {""}) if name == "fastgen" else requires(name) or []
+                lines = of_project({extra} - {""}) if name == DISTRIBUTION else requires(name) or []
             except PackageNotFoundError:
                 continue
             each = [Requirement(line) for line in lines]
             waiting += [part for part in each if part.marker is None or part.marker.evaluate({"extra": extra})]
     # The ordinary build of torch brings its CUDA libraries, and names their versions itself.
-    return {name for name, _ in found if not name.startswith(("cuda-", "nvidia-"))} - {"fastgen"}
+    return {name for name, _ in found if not name.startswith(("cuda-", "nvidia-"))} - {DISTRIBUTION}
 
 
 def test_everything_that_set_up_installs_is_pinned() -> None:
@@ -55,7 +56,7 @@ def test_every_pin_is_one_version_that_pyproject_allows() -> None:
     pins = lock.locked(lock.CONSTRAINTS.read_text())
     lines = [*of_project({"dev", "serve", "grammar"}), *PROJECT["build-system"]["requires"]]
     for each in map(Requirement, lines):
-        if each.name != "fastgen":
+        if each.name != DISTRIBUTION:
             assert Version(pins[canonicalize_name(each.name)]) in each.specifier, each
     # "+cpu" would keep machines with a GPU from their build.
     assert [version for version in pins.values() if not re.fullmatch(r"[0-9][0-9a-z.]*", version)] == []
@@ -71,7 +72,7 @@ def test_the_lock_has_what_is_installed_without_fastgen_and_builds() -> None:
     found = lock.installed()
     assert found["torch"][0].isdigit()
     assert "+" not in found["torch"]
-    assert not {"fastgen", "pip"} & found.keys()
+    assert not {DISTRIBUTION, "pip"} & found.keys()
 
 
 def test_other_versions_than_the_locked_ones_are_named() -> None:

@@ -7,7 +7,7 @@ some step one phase fails; a request outside that step must get the answer that 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.flight.recorder import StepRecord
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.schedule import Schedule
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
 
@@ -110,10 +111,10 @@ class Fault:
         patch.setattr(self._owner, self._name, self)
         return self
 
-    def _in_commit(self, schedule: Schedule) -> None:
+    def _in_commit(self, schedule: Schedule, postponed: Collection[Sequence]) -> None:
         self._counts = True
         try:
-            self._commit(schedule)
+            self._commit(schedule, postponed)
         finally:
             self._counts = False
 

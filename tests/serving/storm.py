@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -252,8 +253,12 @@ async def until_quiet(address: str) -> dict[str, float]:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the running child processes of ``pid``."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Returns the running child processes of ``pid``, whichever of its threads started them."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            found += map(int, file.read_text().split())
+    return found
 
 
 async def held(server: ServerProcess) -> Held:

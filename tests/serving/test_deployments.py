@@ -214,16 +214,17 @@ def as_text(**changes: object) -> str:
 )
 def test_a_file_that_is_not_a_servers_is_skipped_and_reported(
     directory: Path,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
     make: Callable[[Path], object],
     reason: str,
 ) -> None:
-    set_up_logging("text")
+    log = set_up_logging("text")
     with registered(stand_in("one")):
         junk = directory / "junk.json"
         make(junk)
         assert find_deployment("one").name == "one"
-        (said,) = capsys.readouterr().err.splitlines()
+        log.flush()
+        (said,) = capfd.readouterr().err.splitlines()
         assert said.startswith(f"fastgen: warning: {junk} is not the file of a server and is skipped (")
         assert reason in said
         assert os.path.lexists(junk)
@@ -233,15 +234,16 @@ def test_a_file_of_another_user_is_skipped(
     directory: Path,
     sleeper: subprocess.Popen[bytes],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    set_up_logging("text")
+    log = set_up_logging("text")
     theirs = stand_in("theirs", pid=sleeper.pid, birth=process_birth(sleeper.pid))
     with registered(stand_in("one")), registered(theirs):
         planted = (directory / f"{sleeper.pid}.json").stat().st_ino
         monkeypatch.setattr(module, "is_foreign", lambda facts: facts.st_ino == planted)
         assert [one.name for one in deployments()] == ["one"]
-        assert "(it belongs to another user)" in capsys.readouterr().err
+        log.flush()
+        assert "(it belongs to another user)" in capfd.readouterr().err
 
 
 def test_a_directory_of_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,13 +259,14 @@ def test_a_directory_of_another_user_is_refused(directory: Path, monkeypatch: py
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
 def test_a_directory_that_others_can_write_to_is_refused(
-    directory: Path, capsys: pytest.CaptureFixture[str], mode: int
+    directory: Path, capfd: pytest.CaptureFixture[str], mode: int
 ) -> None:
     directory.mkdir(parents=True)
     directory.chmod(mode)
     with pytest.raises(InvalidArgumentError, match="other users may write to it; `chmod go-w "):
         fastgen.client("victim")
-    set_up_logging("text")
+    log = set_up_logging("text")
     with registered(stand_in("one")):
-        assert "clients cannot find this server by its name" in capsys.readouterr().err
+        log.flush()
+        assert "clients cannot find this server by its name" in capfd.readouterr().err
     assert list(directory.iterdir()) == []

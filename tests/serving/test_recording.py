@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -50,6 +51,26 @@ def test_a_request_is_explained_by_the_id_of_its_answer(server: ServerProcess, d
     assert found.header.model == "tiny-llama"
     assert first_difference(found) is None
     assert PROMPT not in recording.text
+
+
+def test_requests_that_overtake_one_whose_format_is_compiled_are_answered_and_explained(server: ServerProcess) -> None:
+    """The engine numbers requests when they are submitted to it, so its numbers are not in the order of arrival."""
+    slow = {"type": "regex", "pattern": "a{19000}"}
+    bodies = [{"prompt": PROMPT, "max_new_tokens": 3, "response_format": slow}]
+    bodies += [{"prompt": PROMPT, "max_new_tokens": 4 + number, "ignore_eos": True} for number in range(8)]
+
+    async def answers() -> list[httpx2.Response]:
+        async with httpx2.AsyncClient(base_url=server.address, timeout=120) as client:
+            sent = []
+            for number, body in enumerate(bodies):
+                request = client.post("/generate", json=body, headers={"x-request-id": f"overtaking-{number}"})
+                sent.append(asyncio.create_task(request))
+                await asyncio.sleep(0.01)
+            return list(await asyncio.gather(*sent))
+
+    assert [answer.status_code for answer in asyncio.run(answers())] == [200] * 9
+    num_tokens = [json.loads(why(server.address, f"overtaking-{n}", "--json").stdout)["new_tokens"] for n in range(9)]
+    assert num_tokens == [3, *range(4, 12)]
 
 
 def test_it_needs_the_key() -> None:

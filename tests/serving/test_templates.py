@@ -137,7 +137,7 @@ def _end_each(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch, numbe
 def test_a_conversation_whose_process_is_killed_is_rendered_by_another(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = renderer.render(MESSAGES[:2], None)
+    expected = renderer.render(MESSAGES[:2], None, TemplateOptions())
     take, ended = renderer.processes._take, []
 
     def take_and_kill_once() -> Any:
@@ -148,7 +148,7 @@ def test_a_conversation_whose_process_is_killed_is_rendered_by_another(
         return process
 
     monkeypatch.setattr(renderer.processes, "_take", take_and_kill_once)
-    assert renderer.render(MESSAGES[:2], None) == expected
+    assert renderer.render(MESSAGES[:2], None, TemplateOptions()) == expected
     assert ended
     assert ended[0] not in renderer.processes.pids
 
@@ -169,16 +169,16 @@ def test_a_conversation_whose_processes_are_killed_is_not_called_wrong(
 def test_a_process_that_stands_still_is_ended_after_some_time(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = renderer.render(MESSAGES[:2], None)
+    expected = renderer.render(MESSAGES[:2], None, TemplateOptions())
     with monkeypatch.context() as patch:
         patch.setattr(helper_processes, "MAX_WALL_S", 0.2)
         stopped = _end_each(renderer, patch, signal.SIGSTOP)
         long = [{"role": "user", "content": "x" * (1 << 20)}]  # more than a pipe holds
         with pytest.raises(UnavailableError):
-            renderer.render(long, None)
+            renderer.render(long, None, TemplateOptions())
     assert len(set(stopped)) == 2
     assert not set(stopped) & set(renderer.processes.pids)
-    assert renderer.render(MESSAGES[:2], None) == expected
+    assert renderer.render(MESSAGES[:2], None, TemplateOptions()) == expected
 
 
 def test_who_would_wait_for_a_conversation_that_takes_long_is_rendered_by_another_process(

@@ -89,7 +89,7 @@ def test_the_checkpoints_own_tensors_are_compared(tiny: Path, tmp_path: Path) ->
 def test_a_key_that_nothing_reads_is_found(tiny: Path, tmp_path: Path) -> None:
     content = json.loads((tiny / "config.json").read_text()) | {"warp_factor": 3}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    (tmp_path / "model.safetensors").symlink_to(tiny / "model.safetensors")
+    (tmp_path / "model.safetensors").hardlink_to(tiny / "model.safetensors")
     report = verify(tmp_path, this_config=True)
     assert report.finding is not None
     assert "warp_factor is not known to the recipe" in report.finding.message
@@ -98,7 +98,7 @@ def test_a_key_that_nothing_reads_is_found(tiny: Path, tmp_path: Path) -> None:
 def test_a_dtype_in_the_file_does_not_make_a_reference_of_few_bits(tiny: Path, tmp_path: Path) -> None:
     content = json.loads((tiny / "config.json").read_text()) | {"dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    (tmp_path / "model.safetensors").symlink_to(tiny / "model.safetensors")
+    (tmp_path / "model.safetensors").hardlink_to(tiny / "model.safetensors")
     report = verify(tmp_path, this_config=True)
     assert report.passed, report.finding
 

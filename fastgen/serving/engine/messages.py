@@ -43,6 +43,15 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
     what: str
 
 
+class RecordingReply(msgspec.Struct, array_like=True):
+    """The engine's flight recording as JSON Lines, and the ids that the last requests have in it, by the numbers of
+    their :class:`Submit`. The two differ, since a request whose format is compiled first is submitted later.
+    """
+
+    recording: bytes
+    request_ids: dict[int, int]
+
+
 class Check(msgspec.Struct, tag="check", array_like=True):
     """Asks for a :class:`Reply` with the same number: why this request would be refused, or nil. Nothing is queued."""
 

@@ -193,9 +193,7 @@ class EngineLoop:
 
     def _submit(self, message: Submit) -> None:
         try:
-            generation = self._engine.submit(
-                message.prompt_ids, unpack_sampling(message.sampling), request_id=message.number
-            )
+            generation = self._engine.submit(message.prompt_ids, unpack_sampling(message.sampling))
         except InvalidArgumentError as error:
             self._refused.append(Refused(message.number, str(error)))
             return
@@ -206,6 +204,7 @@ class EngineLoop:
             return
         opened = _Open(message.number, generation, is_stream=message.is_stream)
         request_id = generation.request.request_id
+        self._recordings.submitted(message.number, request_id)
         self._open[message.number] = self._by_request_id[request_id] = self._without_token[request_id] = opened
         if message.is_stream:
             self._streams[request_id] = opened

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.flight.recording_file import dump_recording
+from fastgen.serving.engine.messages import RecordingReply
+from fastgen.serving.recent_requests import MAX_REMEMBERED
 
 
 class Recordings:
@@ -15,24 +18,32 @@ class Recordings:
 
     def __init__(self, recorder: Recorder, model: str):
         self._recorder, self._model = recorder, model
-        self._asked: list[tuple[int, Future[bytes]]] = []
+        self._asked: list[tuple[int, Future[RecordingReply]]] = []
+        self._request_ids: OrderedDict[int, int] = OrderedDict()
         dump_recording(*recorder.contents(model))  # the first one builds what writes them, which would hold up a step
+
+    def submitted(self, number: int, request_id: int) -> None:
+        """Remembers the id that the engine gave the request of message ``number``."""
+        self._request_ids[number] = request_id
+        if len(self._request_ids) > MAX_REMEMBERED:
+            self._request_ids.popitem(last=False)
 
     def ask(self, number: int) -> None:
         """Begins to answer question ``number``. The recording ends here: later steps are not part of it."""
         header, events = self._recorder.contents(self._model)
-        answer: Future[bytes] = Future()
+        request_ids = dict(self._request_ids)
+        answer: Future[RecordingReply] = Future()
 
         def write() -> None:
             try:
-                answer.set_result(dump_recording(header, events))
+                answer.set_result(RecordingReply(dump_recording(header, events), request_ids))
             except Exception as error:
                 answer.set_exception(error)
 
         threading.Thread(target=write, name="recording", daemon=True).start()
         self._asked.append((number, answer))
 
-    def answered(self) -> Sequence[tuple[int, Callable[[], bytes]]]:
+    def answered(self) -> Sequence[tuple[int, Callable[[], RecordingReply]]]:
         """Returns the questions whose answers are complete, each with a function that returns the answer or raises."""
         done = [(number, answer.result) for number, answer in self._asked if answer.done()]
         self._asked = [(number, answer) for number, answer in self._asked if not answer.done()]

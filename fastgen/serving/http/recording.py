@@ -30,12 +30,13 @@ def recording_routes(service: Service) -> APIRouter:
     )
     async def recording(request: RequestId = None) -> Response:
         """What the engine's last steps decided. It holds no text and no token ids."""
-        headers = {}
+        reply, headers = await query.take(), {}
         if request is not None:
-            numbers = service.recent.numbers(request)
-            if not numbers:
+            numbers = [reply.request_ids.get(number) for number in service.recent.numbers(request)]
+            found = [str(number) for number in numbers if number is not None]
+            if not found:
                 raise HTTPException(404, f"no request with the id {request!r:.200} is among the last ones")
-            headers[NUMBERS_HEADER] = " ".join(map(str, numbers))
-        return Response(await query.take(), headers=headers, media_type=MEDIA_TYPE)
+            headers[NUMBERS_HEADER] = " ".join(found)
+        return Response(reply.recording, headers=headers, media_type=MEDIA_TYPE)
 
     return router

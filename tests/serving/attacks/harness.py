@@ -88,15 +88,20 @@ def observed(server: ServerProcess) -> Iterator[Seen]:
     assert len(set(seen.texts)) == 1, "honest streams differ"
 
 
-def resident_bytes(pid: int) -> int:
-    """Returns the resident memory of a process and of all below it."""
+def resident_bytes(pid: int, command_above: bytes = b"") -> int:
+    """Returns the resident memory of a process and of all below it. One that has just been started still shows its
+    parent's command and memory (``command_above``), and is left out.
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
         below = children(pid)
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return 0
+    if command == command_above:
+        return 0
     own = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:")), 0)
-    return own + sum(resident_bytes(child) for child in below)
+    return own + sum(resident_bytes(child, command) for child in below)
 
 
 async def _watch(server: ServerProcess, seen: Seen, is_begun: threading.Event, is_over: threading.Event) -> None:
