@@ -1,0 +1,89 @@
+"""What a report is made from: the runs, imported results and flight recordings of a directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.lab import records
+from fastgen.lab.metrics.summary import summarize
+from fastgen.lab.records import Run, read_run
+from fastgen.runtime.flight import recording as flight
+from fastgen.runtime.flight.recording import Recording
+from fastgen.runtime.flight.recording_file import read_recording
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One run, and its figures by the names of ``vllm bench``."""
+
+    # The file with its raw records, as the report names it.
+    file: str
+    run: Run
+    figures: Mapping[str, Any]
+
+    @property
+    def warning(self) -> str | None:
+        """Returns why its figures must not be used as they are; ``None`` if they may."""
+        if self.run.header.invalid:
+            return f"invalid: {self.run.header.invalid}"
+        return "interrupted: it was stopped before all requests were answered" if self.run.header.interrupted else None
+
+    @property
+    def usable(self) -> bool:
+        """Returns whether its figures may stand in a plot. An interrupted run's may: it measured fewer requests."""
+        return self.run.header.invalid is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collection:
+    """All that one report shows."""
+
+    results: tuple[Result, ...]
+    # Flight recordings by file name.
+    recordings: Mapping[str, Recording] = field(default_factory=dict)
+    # Files that could not be read, with the reason.
+    unread: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_directory(directory: str | Path) -> Collection:
+    """Returns the runs and the flight recordings in ``directory`` and below it. Other files are left out.
+
+    A damaged file does not prevent the report: it is among the unread ones.
+
+    :raises InvalidArgumentError: if there is no run, no recording and no damaged one.
+    """
+    directory = Path(directory)
+    results, recordings, unread = [], {}, {}
+    for path in sorted(directory.rglob("*.jsonl")):
+        name = path.relative_to(directory).as_posix()
+        try:
+            match _format(path):
+                case records.FORMAT:
+                    results.append(result(read_run(path), name))
+                case flight.FORMAT:
+                    recordings[name] = read_recording(path)
+        except FastgenError as error:
+            unread[name] = str(error)
+    if not (results or recordings or unread):
+        raise InvalidArgumentError(f"{directory}: there is no run and no flight recording (*.jsonl) in it")
+    return Collection(results=tuple(results), recordings=recordings, unread=unread)
+
+
+def result(run: Run, file: str) -> Result:
+    """Returns ``run`` with its figures; ``file`` has its raw records."""
+    return Result(file=file, run=run, figures=summarize(run).as_json())
+
+
+def _format(path: Path) -> str | None:
+    """Returns the format that the first line of a file names."""
+    try:
+        with path.open("rb") as lines:
+            header = json.loads(lines.readline())
+    except (OSError, ValueError):
+        return None
+    return header.get("format") if isinstance(header, dict) else None
