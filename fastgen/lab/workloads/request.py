@@ -15,6 +15,7 @@ class PlannedRequest:
     after the answer before it has ended, and not before its own ``due_s``.
     """
 
+    # Where ``continues`` is set, only what the prompt adds to the conversation.
     prompt_ids: Sequence[int]
     # Tokens of the answer. It has exactly as many: the end of the text is ignored.
     num_new_tokens: int
@@ -23,6 +24,9 @@ class PlannedRequest:
     # Requests with the same name share one conversation; ``None`` stands alone.
     session: str | None = None
     think_s: float = 0.0
+    # Whether the prompt begins with the session's prompt before it and the answer to that one, which is not known
+    # beforehand. :class:`~fastgen.lab.workloads.sessions.Conversations` puts the prompt together.
+    continues: bool = False
 
 
 class Workload(Protocol):
