@@ -1,0 +1,1 @@
+"""Sends the requests of a workload, and measures what comes back."""

@@ -1,0 +1,159 @@
+"""An engine in this process as a target: its steps run on a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.lab.load.target import Answer, RequestFailedError
+from fastgen.lab.workloads.request import PlannedRequest
+from fastgen.runtime.answers.generation import Generation
+from fastgen.runtime.engine import Engine
+from fastgen.runtime.flight.recorder import engine_facts
+from fastgen.runtime.requests.sampling_params import SamplingParams
+
+_Prepared = tuple[Sequence[int], SamplingParams]
+
+
+@dataclass(slots=True, eq=False)
+class _Order:
+    """A request on its way through the engine, between the event loop and the engine's thread."""
+
+    prepared: _Prepared
+    # Ends with the request's generation, or with the reason why it was refused.
+    outcome: asyncio.Future[Generation]
+    loop: asyncio.AbstractEventLoop
+    is_cancelled: bool = False
+    generation: Generation | None = None
+
+    def answer(self, found: Generation | Exception) -> None:
+        """Passes the end of the request to the event loop."""
+        self.loop.call_soon_threadsafe(self._set, found)
+
+    def _set(self, found: Generation | Exception) -> None:
+        if self.outcome.done():
+            return
+        if isinstance(found, Exception):
+            self.outcome.set_exception(found)
+        else:
+            self.outcome.set_result(found)
+
+
+class EngineTarget:
+    """Runs ``engine``, which nothing else may step, until it is closed by :meth:`stop` or the end of a ``with`` block.
+
+    ``about`` says what was loaded, for the header of runs. Times of tokens are the engine's own: when the step that
+    made them had ended. Answers are token ids; no text is made.
+    """
+
+    def __init__(self, engine: Engine, about: Mapping[str, Any]):
+        self.engine = engine
+        self._about = dict(about)
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._running: dict[Generation, _Order] = {}
+        self._failure: Exception | None = None
+        engine.answers.gives_text = False
+        engine.answers.on_end = self._ended
+        self._thread = threading.Thread(target=self._run, name="fastgen-engine", daemon=True)
+        self._thread.start()
+
+    def facts(self) -> dict[str, Any]:
+        return {"kind": "engine", **self._about, "engine": asdict(engine_facts(self.engine.scheduler))}
+
+    async def open(self, requests: Sequence[PlannedRequest]) -> None:
+        for number, request in enumerate(requests):
+            try:
+                self.engine.check(*self.prepare(request))
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"request {number} of the workload: {error}") from None
+
+    def prepare(self, request: PlannedRequest) -> _Prepared:
+        sampling = SamplingParams(max_new_tokens=request.num_new_tokens, ignore_eos=True)
+        return request.prompt_ids, sampling
+
+    async def send(self, prepared: _Prepared, answer: Answer) -> None:
+        loop = asyncio.get_running_loop()
+        order = _Order(prepared, loop.create_future(), loop)
+        self._orders.put(order)
+        try:
+            generation = await order.outcome
+        except asyncio.CancelledError:
+            order.is_cancelled = True
+            self._orders.put(order)
+            if order.generation is not None:
+                answer.token_times = list(order.generation.completions[0].token_times_s)
+            raise
+        (completion,) = generation.completions
+        metrics = generation.metrics_of(completion)
+        answer.token_times, answer.finish_reason = completion.token_times_s, completion.finish_reason
+        answer.num_cached_tokens = metrics.cached_tokens
+        answer.ended = completion.token_times_s[-1] if completion.token_times_s else None
+        if completion.error is not None:
+            raise RequestFailedError(completion.error)
+
+    async def close(self) -> None:
+        """Does nothing: the engine stays ready for the next run."""
+
+    def stop(self) -> None:
+        """Cancels all requests and ends the engine's thread. Stopping twice does nothing."""
+        self._orders.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # On the engine's thread
+
+    def _run(self) -> None:
+        while self._take_orders():
+            try:
+                self.engine.step()
+            except Exception as error:  # a bug: a step reports its failures in the answers
+                self._failure = FastgenError(f"the engine failed: {error!r}")
+                for order in self._running.values():
+                    order.answer(self._failure)
+                self._running.clear()
+        self.engine.cancel_all()
+
+    def _take_orders(self) -> bool:
+        """Takes what has been ordered, and waits for an order where the engine has nothing to do. Returns false at the
+        end."""
+        while True:
+            try:
+                is_idle = not self.engine.has_work or self._failure is not None
+                order = self._orders.get(timeout=None if is_idle else self.engine.idle_s)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            if self._failure is not None:
+                order.answer(self._failure)
+            elif order.is_cancelled:
+                if order.generation is not None:
+                    self.engine.cancel(order.generation)
+            else:
+                self._submit(order)
+
+    def _submit(self, order: _Order) -> None:
+        try:
+            order.generation = self.engine.submit(*order.prepared)
+        except FastgenError as error:
+            order.answer(error)
+        else:
+            self._running[order.generation] = order
+
+    def _ended(self, generation: Generation) -> None:
+        order = self._running.pop(generation, None)
+        if order is not None:
+            order.answer(generation)
