@@ -59,23 +59,18 @@ def _page(collection: Collection, drawn: Sequence[tuple[Picture, bytes]], title:
 
 
 def _facts(result: Result) -> dict[str, Any]:
-    header = result.run.header
-    lag = {name: f"{1e3 * value:.1f} ms" for name, value in header.lag_s.items()}
-    return {
-        "began": header.began,
-        "duration": f"{header.duration_s:.1f} s",
-        "lag": lag,
-        "target": header.target,
-        "workload": header.workload,
-        "load": header.load,
-    }
+    summary, duration = result.summary, result.summary["duration"].value
+    lag = {name: f"{1e3 * value:.1f} ms" for name, value in summary.about.get("lag_s", {}).items()}
+    seconds = {} if duration is None else {"duration": f"{duration:.1f} s"}
+    rest = {name: value for name, value in summary.about.items() if name not in ("lag_s", "machine")}
+    return {"source": summary.source} | seconds | rest | ({"lag": lag} if lag else {})
 
 
 def _machines(results: Sequence[Result]) -> list[list[tuple[str, str]]]:
     """Returns the facts of each machine that measured something."""
     found: list[list[tuple[str, str]]] = []
     for each in results:
-        facts = list(facts_lines(each.run.header.machine))
-        if facts not in found:
+        facts = list(facts_lines(each.summary.about.get("machine", {})))
+        if facts and facts not in found:
             found.append(facts)
     return found

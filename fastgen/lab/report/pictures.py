@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from fastgen.lab.metrics.goodput import SLO
-from fastgen.lab.metrics.summary import summarize
+from fastgen.lab.metrics.figures import PAPER_RATES, PERCENTS
 from fastgen.lab.report import forwards, plots, step_plots
 from fastgen.lab.report.points import Bars, Curve, Measured, Point, measured
 from fastgen.lab.report.results import Collection, Result
@@ -16,11 +15,8 @@ from fastgen.lab.report.series import Series, load_of, series, swept
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The paper's limits on the rate at which an answer arrives, in tokens a second.
-PAPER_SLAS: Final = (2, 4, 6)
 # The clients at which the paper compares the gaps between tokens.
 _PAPER_CLIENTS: Final = 16
-_PERCENTILES: Final = (50, 90, 95, 99)
 # Recordings that fit on one picture of steps.
 _MOST_RECORDINGS: Final = 4
 
@@ -60,7 +56,7 @@ def _load_pictures(found: Sequence[Series], load: str, unit: str) -> Iterator[Pi
         plots.curve_plot(curves, x="throughput (requests/s)", y="mean end-to-end latency (s)"),
     )
     panels = {
-        f"SLA {sla} tokens/s": _curves(found, lambda each: _load(each, load), _effective(sla)) for sla in PAPER_SLAS
+        f"SLA {sla} tokens/s": _curves(found, lambda each: _load(each, load), _effective(sla)) for sla in PAPER_RATES
     }
     yield Picture(
         "effective_throughput",
@@ -81,9 +77,9 @@ def _load_pictures(found: Sequence[Series], load: str, unit: str) -> Iterator[Pi
 
 def _gap_picture(found: Sequence[Series], axis: tuple[str, str] | None) -> Iterator[Picture]:
     chosen, at = _same_load(found, axis)
-    groups = [f"P{each}" for each in _PERCENTILES]
+    groups = [f"P{each}" for each in PERCENTS]
     bars = [
-        Bars(label, tuple(measured(each.figures, f"p{rank}_itl_ms") for rank in _PERCENTILES)) for label, each in chosen
+        Bars(label, tuple(measured(each.summary, f"p{rank}_itl_ms") for rank in PERCENTS)) for label, each in chosen
     ]
     if any(value is not None for each in bars for value in each.values):
         yield Picture(
@@ -177,14 +173,13 @@ def _load(result: Result, name: str) -> Measured | None:
 
 
 def _throughput(result: Result) -> Measured | None:
-    return measured(result.figures, "request_throughput")
+    return measured(result.summary, "request_throughput")
 
 
 def _mean_latency_s(result: Result) -> Measured | None:
-    found = measured(result.figures, "mean_e2el_ms")
+    found = measured(result.summary, "mean_e2el_ms")
     return found and found.scaled(1e-3)
 
 
 def _effective(tokens_per_s: int) -> _Value:
-    slo = SLO(paper_tokens_per_s=tokens_per_s)
-    return lambda each: measured(summarize(each.run, slo=slo).as_json(), "request_goodput")
+    return lambda each: measured(each.summary, f"effective_throughput_{tokens_per_s}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from fastgen.lab.metrics.summary import Summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,7 @@ class Bars:
     values: tuple[Measured | None, ...]
 
 
-def measured(figures: Mapping[str, Any], name: str) -> Measured | None:
-    """Returns ``figures[name]`` with the interval under ``name + "_interval"``; ``None`` if the value is not there."""
-    value = figures.get(name)
-    if value is None:
-        return None
-    low, high = figures.get(f"{name}_interval") or (None, None)
-    return Measured(float(value), low, high)
+def measured(summary: Summary, name: str) -> Measured | None:
+    """Returns the figure ``name`` with its interval; ``None`` if it is not known."""
+    figure = summary[name]
+    return None if figure.value is None else Measured(figure.value, *(figure.interval or (None, None)))

@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.lab import records
-from fastgen.lab.metrics.summary import summarize
-from fastgen.lab.records import Run, read_run
+from fastgen.lab.metrics.summary import Summary, summarize
+from fastgen.lab.records import read_run
 from fastgen.runtime.flight import recording as flight
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.recording_file import read_recording
@@ -19,24 +18,25 @@ from fastgen.runtime.flight.recording_file import read_recording
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One run, and its figures by the names of ``vllm bench``."""
+    """One run, fastgen's own or another tool's."""
 
     # The file with its raw records, as the report names it.
     file: str
-    run: Run
-    figures: Mapping[str, Any]
+    summary: Summary
 
     @property
     def warning(self) -> str | None:
         """Returns why its figures must not be used as they are; ``None`` if they may."""
-        if self.run.header.invalid:
-            return f"invalid: {self.run.header.invalid}"
-        return "interrupted: it was stopped before all requests were answered" if self.run.header.interrupted else None
+        if self.summary.invalid:
+            return f"invalid: {self.summary.invalid}"
+        if self.summary.interrupted:
+            return "interrupted: it was stopped before all requests were answered"
+        return None
 
     @property
     def usable(self) -> bool:
         """Returns whether its figures may stand in a plot. An interrupted run's may: it measured fewer requests."""
-        return self.run.header.invalid is None
+        return self.summary.invalid is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def read_directory(directory: str | Path) -> Collection:
         try:
             match _format(path):
                 case records.FORMAT:
-                    results.append(result(read_run(path), name))
+                    results.append(Result(file=name, summary=summarize(read_run(path))))
                 case flight.FORMAT:
                     recordings[name] = read_recording(path)
         except FastgenError as error:
@@ -72,11 +72,6 @@ def read_directory(directory: str | Path) -> Collection:
     if not (results or recordings or unread):
         raise InvalidArgumentError(f"{directory}: there is no run and no flight recording (*.jsonl) in it")
     return Collection(results=tuple(results), recordings=recordings, unread=unread)
-
-
-def result(run: Run, file: str) -> Result:
-    """Returns ``run`` with its figures; ``file`` has its raw records."""
-    return Result(file=file, run=run, figures=summarize(run).as_json())
 
 
 def _format(path: Path) -> str | None:

@@ -24,8 +24,8 @@ class Series:
 
 def facts(result: Result) -> dict[str, Any]:
     """Returns target, workload and load of a run as one flat dictionary with dotted names."""
-    header = result.run.header
-    return dict(_flat({"target": header.target, "workload": header.workload, "load": header.load}))
+    about = result.summary.about
+    return dict(_flat({name: about[name] for name in ("target", "workload", "load") if name in about}))
 
 
 def load_of(result: Result, name: str) -> float | None:

@@ -56,12 +56,13 @@ def rows(results: Sequence[Result]) -> list[Row]:
 
 def _row(label: str, result: Result, load: str | None) -> Row:
     value = load_of(result, load) if load else None
-    run = result.run
+    summary = result.summary
+    answered, failed = int(summary["completed"].value or 0), int(summary["failed"].value or 0)
     return Row(
         label=label,
         load=_UNKNOWN if value is None else f"{value:g}",
-        requests=f"{len(run.complete):,} of {len(run.records):,}",
-        cells=tuple(with_interval(measured(result.figures, name)) for name, _, _ in COLUMNS),
+        requests=f"{answered:,} of {answered + failed:,}",
+        cells=tuple(with_interval(measured(summary, name)) for name, _, _ in COLUMNS),
         file=result.file,
         warning=result.warning,
     )
