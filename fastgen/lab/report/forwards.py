@@ -47,12 +47,12 @@ def forwards(recordings: Iterable[Recording]) -> list[Forward]:
 
 def latency_by_tokens(passes: Sequence[Forward]) -> list[Curve]:
     """Returns the time in milliseconds against tokens, a curve for each class of numbers of sequences."""
-    return _curves(passes, lambda each: each.num_tokens, lambda each: each.num_sequences, "sequences")
+    return _curves(passes, lambda each: each.num_tokens, lambda each: each.num_sequences, "sequence")
 
 
 def latency_by_sequences(passes: Sequence[Forward]) -> list[Curve]:
     """Returns the time in milliseconds against sequences, a curve for each class of numbers of tokens."""
-    return _curves(passes, lambda each: each.num_sequences, lambda each: each.num_tokens, "tokens")
+    return _curves(passes, lambda each: each.num_sequences, lambda each: each.num_tokens, "token")
 
 
 def throughput_by_tokens(passes: Sequence[Forward], label: str = "forward passes") -> list[Curve]:
@@ -78,7 +78,8 @@ def _curves(passes: Sequence[Forward], x: _Count, other: _Count, unit: str) -> l
         ]
         low, high = min(map(other, members)), max(map(other, members))
         if points:
-            curves.append(Curve(f"{low:,} {unit}" if low == high else f"{low:,} to {high:,} {unit}", tuple(points)))
+            label = f"{low:,} to {high:,} {unit}s" if high > low else f"{low:,} {unit}{'s' if low > 1 else ''}"
+            curves.append(Curve(label, tuple(points)))
     return curves
 
 
