@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 from prometheus_client import Histogram as OwnHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from fastgen.runtime.goodput import RATES, good_rates
 from fastgen.runtime.metrics import REQUEST_BOUNDS_S, Histogram, Metrics
-from fastgen.serving.monitoring.goodput import RATES, good_rates
 
 # The reasons for which a request is refused whatever it asks for.
 Refusal = Literal[

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fastgen.serving.monitoring.goodput import RATES, good_rates, longest_average_gap_s
+from fastgen.runtime.goodput import RATES, good_rates, longest_average_gap_s
 
 
 def averages(gaps: list[float]) -> list[float]:
