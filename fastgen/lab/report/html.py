@@ -15,7 +15,7 @@ from fastgen.lab.report.drawing import png
 from fastgen.lab.report.pictures import Picture, pictures
 from fastgen.lab.report.results import Collection, Result
 from fastgen.lab.report.series import swept
-from fastgen.lab.report.table import facts_lines, headings, rows
+from fastgen.lab.report.table import facts_lines, headings, rows, with_interval
 from fastgen.version import __version__
 
 
@@ -49,6 +49,7 @@ def _page(collection: Collection, drawn: Sequence[tuple[Picture, bytes]], title:
         version=__version__,
         load=axis[1] if axis else "load",
         headings=headings(),
+        with_interval=with_interval,
         rows=rows(collection.results),
         pictures=[(picture, base64.b64encode(data).decode()) for picture, data in drawn],
         machines=_machines(collection.results),

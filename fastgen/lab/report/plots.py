@@ -37,7 +37,7 @@ def curve_plot(
     if diagonal:
         _draw_proportional(axes, curves[0])
     if log_x:
-        _log_axis(axes.set_xscale, axes.xaxis, sorted({point.x.value for curve in curves for point in curve.points}))
+        _scale_by_octaves(axes)
     if log_y:
         axes.set_yscale("log")
     else:
@@ -160,15 +160,14 @@ def _draw_proportional(axes: Axes, curve: Curve) -> None:
     axes.plot(ends, [slope * end for end in ends], color="#777777", linewidth=1, linestyle=":", label="proportional")
 
 
-def _log_axis(set_scale: object, axis: object, values: Sequence[float]) -> None:
-    """Makes an axis logarithmic in base 2, with the measured values as its ticks."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+def _scale_by_octaves(axes: Axes) -> None:
+    """Makes the horizontal axis logarithmic, with powers of 2 as its ticks."""
+    from matplotlib.ticker import LogLocator, NullLocator
 
-    set_scale("log", base=2)  # type: ignore[operator]
-    step = -(-len(values) // 12)
-    axis.set_major_locator(FixedLocator(values[::step]))  # type: ignore[attr-defined]
-    axis.set_minor_locator(NullLocator())  # type: ignore[attr-defined]
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))  # type: ignore[attr-defined]
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=14))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:,.6g}")
 
 
 def _errors(pairs: Sequence[tuple[float, float]]) -> list[list[float]] | None:

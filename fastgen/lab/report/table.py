@@ -25,6 +25,8 @@ COLUMNS: Final = (
     ("mean_e2el_ms", "E2E mean", "ms"),
 )
 _UNKNOWN: Final = "–"
+# Half of an interval, in percent of the figure, below which its size is not printed.
+_LEAST_PERCENT: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,13 @@ class Row:
     # Answered of sent requests.
     requests: str
     # One for each of ``COLUMNS``.
-    cells: tuple[str, ...]
+    figures: tuple[Measured | None, ...]
     file: str
     warning: str | None
 
 
 def headings() -> tuple[str, ...]:
-    """Returns the headings of :attr:`Row.cells`, with their units."""
+    """Returns the headings of :attr:`Row.figures`, with their units."""
     return tuple(f"{heading}, {unit}" for _, heading, unit in COLUMNS)
 
 
@@ -62,7 +64,7 @@ def _row(label: str, result: Result, load: str | None) -> Row:
         label=label,
         load=_UNKNOWN if value is None else f"{value:g}",
         requests=f"{answered:,} of {answered + failed:,}",
-        cells=tuple(with_interval(measured(summary, name)) for name, _, _ in COLUMNS),
+        figures=tuple(measured(summary, name) for name, _, _ in COLUMNS),
         file=result.file,
         warning=result.warning,
     )
@@ -77,6 +79,14 @@ def with_interval(value: Measured | None) -> str:
     return f"{number(value.value)} [{number(value.low)}, {number(value.high)}]"
 
 
+def _with_share(value: Measured | None) -> str:
+    """Returns a figure for a narrow column: half of its interval stands below it, as a share."""
+    if value is None or not value.value or value.low is None or value.high is None:
+        return with_interval(value)
+    share = 50 * (value.high - value.low) / abs(value.value)
+    return f"{number(value.value)}\n{f'±{share:.2g}' if share > _LEAST_PERCENT else f'±<{_LEAST_PERCENT}'} %"
+
+
 def number(value: float) -> str:
     """Returns ``value`` with three digits, and without exponent."""
     if value == 0:
@@ -85,10 +95,10 @@ def number(value: float) -> str:
 
 
 def print_table(results: Sequence[Result], console: Console | None = None) -> None:
-    """Prints a row for each result; what is wrong with a run stands below the table."""
+    """Prints a row for each result. Warnings about runs stand below the table."""
     found = rows(results)
     axis = swept(results)
-    table = Table(title="95 % intervals in brackets", title_justify="left", box=None, pad_edge=False)
+    table = Table(title="± half of the 95 % interval", title_justify="left", box=None, pad_edge=False)
     table.add_column("run", overflow="fold")
     table.add_column(axis[1] if axis else "load", justify="right")
     table.add_column("answered", justify="right")
@@ -96,7 +106,7 @@ def print_table(results: Sequence[Result], console: Console | None = None) -> No
         table.add_column(heading.replace(", ", "\n"), justify="right", overflow="fold")
     for number_of_row, row in enumerate(found, start=1):
         mark = f" ({number_of_row})" if row.warning else ""
-        table.add_row(escape(row.label + mark), row.load, row.requests, *row.cells)
+        table.add_row(escape(row.label + mark), row.load, row.requests, *map(_with_share, row.figures))
     console = console or Console()
     console.print(table)
     for number_of_row, row in enumerate(found, start=1):
