@@ -107,5 +107,13 @@ class RecordingError(FastgenError):
         super().__init__(f"{file}: {message}" if line is None else f"{file}:{line}: {message}")
 
 
+class TraceError(FastgenError, ValueError):
+    """A trace of requests cannot be read, or a line of it is wrong. The message starts with ``file:line:``."""
+
+    def __init__(self, message: str, *, file: str, line: int | None = None):
+        self.file, self.line = file, line
+        super().__init__(f"{file}: {message}" if line is None else f"{file}:{line}: {message}")
+
+
 class BundleError(FastgenError):
     """A sealed bundle of kernels is damaged, or is not for this machine, these versions or this model."""

@@ -16,8 +16,9 @@ from fastgen.lab.workloads.synthetic import (
     RandomLengths,
     SharedPrefixes,
 )
+from fastgen.lab.workloads.traces.trace import Trace
 
-_KINDS = (Paper, AWSShortPrompts, AWSLongPrompts, FixedLengths, RandomLengths, Chats, SharedPrefixes, Intruders)
+_KINDS = (Paper, AWSShortPrompts, AWSLongPrompts, FixedLengths, RandomLengths, Chats, SharedPrefixes, Intruders, Trace)
 WORKLOADS: dict[str, type] = {kind.name: kind for kind in _KINDS}
 
 
