@@ -69,8 +69,8 @@ async def _serve_queue(queue: deque[Unit], client: int, start_s: float, recorder
     while queue:
         for place, (number, request) in enumerate(queue.popleft()):
             due_s = free_s + (request.think_s if place else 0.0)
-            prepared = recorder.target.prepare(request)
+            prepared = recorder.prepare(number, request)
             if due_s > recorder.now_s:
                 await recorder.until(due_s)
-            record = await recorder.send(number, request, prepared, due_s=due_s, client=client)
+            record = await recorder.send(prepared, due_s=due_s, client=client)
             free_s = record.ended_s

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastgen.errors import FastgenError
-from fastgen.lab.load.formats import Decode, EventParser, format_of, message_of, parse_event
+from fastgen.lab.load.formats import Codec, EventParser, format_of, message_of, parse_event
 from fastgen.lab.load.http_connection import HttpPool, Response
 from fastgen.lab.load.target import Answer, RequestFailedError
 from fastgen.lab.workloads.request import PlannedRequest
@@ -31,9 +31,9 @@ class RefusedError(RequestFailedError):
 class EndpointTarget:
     """The server at ``url``, such as ``http://127.0.0.1:8000``, and there ``endpoint``.
 
-    ``model`` is the name that the server has for it; by default the first that it lists. ``decode`` makes the texts for
-    a server that takes no token ids. ``tls`` holds the certificates to trust, where they are not the system's. The
-    server's key is taken from the environment.
+    ``model`` is the name that the server has for it; by default the first that it lists. ``codec`` is the model's
+    tokenizer, for a server that takes or gives no token ids. ``tls`` holds the certificates to trust, where they are
+    not the system's. The server's key is taken from the environment.
 
     :raises InvalidArgumentError: for an address or an endpoint of another kind.
     """
@@ -44,15 +44,16 @@ class EndpointTarget:
         *,
         endpoint: str = "/v1/completions",
         model: str | None = None,
-        decode: Decode | None = None,
+        codec: Codec | None = None,
         tls: ssl.SSLContext | None = None,
     ):
         url = url.rstrip("/")
         if endpoint.startswith("/v1/"):
             url = url.removesuffix("/v1")
         self._endpoint, self._model = endpoint, model
-        self._format = format_of(endpoint, decode)
-        self._is_tried = False
+        self._format = format_of(endpoint, codec)
+        self._codec = codec
+        self._counted_by: str | None = None
         self._pool = HttpPool(url, tls)
         key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
         self._headers = {"content-type": "application/json", "accept": "text/event-stream"}
@@ -66,17 +67,22 @@ class EndpointTarget:
             "endpoint": self._endpoint,
             "model": self._model,
             **self._format.facts(),
+            "tokens_counted_by": self._counted_by,
         }
 
     async def open(self, requests: Sequence[PlannedRequest]) -> None:
         _raise_file_limit()
         if self._model is None and self._endpoint != "/generate":
             self._model = await self._first_model()
-        if not self._is_tried:
-            num_prompt, num_new = _TRIAL_TOKENS
-            ids = tuple(requests[0].prompt_ids[:num_prompt])
-            await self._try(PlannedRequest(prompt_ids=ids, num_new_tokens=num_new))
-            self._is_tried = True
+        num_prompt, num_new = _TRIAL_TOKENS
+        ids = tuple(requests[0].prompt_ids[:num_prompt])
+        tried = await self._try(PlannedRequest(prompt_ids=ids, num_new_tokens=num_new))
+        self._counted_by = tried.counted_by or "the usage of the whole answer"
+        if not tried.token_ids and self._codec is None and any(request.continues for request in requests):
+            raise FastgenError(
+                f"{self._pool.url}{self._endpoint} gives no token ids of its answers, and conversations continue with "
+                "them: name the model's tokenizer"
+            )
 
     def prepare(self, request: PlannedRequest) -> bytes:
         body = json.dumps(self._format.body(self._model or "", request)).encode()
@@ -107,12 +113,19 @@ class EndpointTarget:
         if not is_complete:
             raise RequestFailedError("the server ended the stream before the answer was complete")
 
+    def ids_of(self, answer: Answer) -> list[int]:
+        num_tokens = len(answer.token_times)
+        if answer.token_ids or self._codec is None:
+            return answer.token_ids
+        ids = self._codec.encode(answer.text)[:num_tokens]
+        return ids + [0] * (num_tokens - len(ids))  # the size of the conversation is part of the workload
+
     async def close(self) -> None:
         await self._pool.close()
 
-    async def _try(self, request: PlannedRequest) -> None:
-        """Finds out what the server takes, with requests for a few tokens. Raises ``FastgenError`` if an answer cannot
-        have the length that is asked for."""
+    async def _try(self, request: PlannedRequest) -> Answer:
+        """Finds out what the server takes, with requests for a few tokens, and returns an answer. Raises
+        ``FastgenError`` if an answer cannot have the length that is asked for."""
         refusal: RefusedError | None = None
         while True:
             answer = Answer()
@@ -132,6 +145,7 @@ class EndpointTarget:
                 f"{self._pool.url}{self._endpoint} answered a request for {request.num_new_tokens} tokens with "
                 f"{len(answer.token_times)}: answers of a fixed length need a server that takes ignore_eos"
             )
+        return answer
 
     async def _first_model(self) -> str:
         body = bytearray()

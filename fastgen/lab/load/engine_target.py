@@ -13,6 +13,7 @@ from typing import Any, Self
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.lab.load.target import Answer, RequestFailedError
 from fastgen.lab.workloads.request import PlannedRequest
+from fastgen.lab.workloads.sessions import longest_sequence
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.flight.recorder import engine_facts
@@ -72,6 +73,11 @@ class EngineTarget:
                 self.engine.check(*self.prepare(request))
             except InvalidArgumentError as error:
                 raise InvalidArgumentError(f"request {number} of the workload: {error}") from None
+        if (longest := longest_sequence(requests)) > self.engine.max_model_len:
+            raise InvalidArgumentError(
+                f"a conversation of the workload has {longest} tokens at its end, and the engine takes "
+                f"{self.engine.max_model_len} (max_model_len)"
+            )
 
     def prepare(self, request: PlannedRequest) -> _Prepared:
         sampling = SamplingParams(max_new_tokens=request.num_new_tokens, ignore_eos=True)
@@ -87,15 +93,20 @@ class EngineTarget:
             order.is_cancelled = True
             self._orders.put(order)
             if order.generation is not None:
-                answer.token_times = list(order.generation.completions[0].token_times_s)
+                (completion,) = order.generation.completions
+                answer.token_times = list(completion.token_times_s)
             raise
         (completion,) = generation.completions
         metrics = generation.metrics_of(completion)
         answer.token_times, answer.finish_reason = completion.token_times_s, completion.finish_reason
+        answer.token_ids = completion.token_ids
         answer.num_cached_tokens = metrics.cached_tokens
         answer.ended = completion.token_times_s[-1] if completion.token_times_s else None
         if completion.error is not None:
             raise RequestFailedError(completion.error)
+
+    def ids_of(self, answer: Answer) -> list[int]:
+        return answer.token_ids
 
     async def close(self) -> None:
         """Does nothing: the engine stays ready for the next run."""

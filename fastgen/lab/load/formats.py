@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.lab.load.target import Answer, RequestFailedError
 from fastgen.lab.workloads.request import PlannedRequest
 
-# Turns token ids into a text that has the same ids.
-Decode = Callable[[Sequence[int]], str]
+
+class Codec(Protocol):
+    """A tokenizer: :class:`~fastgen.runtime.text.codec.TextCodec` is one."""
+
+    def encode(self, prompt: str) -> list[int]: ...
+
+    def decode(self, token_ids: list[int]) -> str: ...
 
 
 @dataclass
@@ -68,23 +72,21 @@ class Completions:
     last chunk says how many tokens the answer has: those beyond the chunks get the time of the last one.
     """
 
-    # ``None``: prompts are sent as token ids.
-    decode: Decode | None = None
-    # What is tried where a server does not take token ids.
-    fallback: Decode | None = None
-    reports_usage_always: bool = True
+    # Makes texts for a server that takes no token ids; ``None`` where prompts cannot be texts.
+    codec: Codec | None = None
+    sends_text: bool = False
+    # What is asked for to count tokens by: what vLLM has, what fastgen has, what OpenAI has.
+    asks_for: Literal["token ids", "usage", "nothing"] = "token ids"
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "prompts": "token ids" if self.decode is None else "text",
-            "tokens_counted_by": "usage of each chunk" if self.reports_usage_always else "one for each chunk",
-        }
+        return {"prompts": "text" if self.sends_text else "token ids"}
 
     def body(self, model: str, request: PlannedRequest) -> dict[str, Any]:
-        options = {"include_usage": True}
-        if self.reports_usage_always:
-            options["continuous_usage_stats"] = True
-        prompt = list(request.prompt_ids) if self.decode is None else self.decode(request.prompt_ids)
+        prompt: Any = list(request.prompt_ids)
+        if self.sends_text:
+            assert self.codec is not None
+            prompt = self.codec.decode(prompt)
+        usage = {"include_usage": True} | ({} if self.asks_for == "nothing" else {"continuous_usage_stats": True})
         return {
             "model": model,
             "prompt": prompt,
@@ -92,21 +94,26 @@ class Completions:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": options,
+            "stream_options": usage,
+            **({"return_token_ids": True} if self.asks_for == "token ids" else {}),
         }
 
     def read(self, event: dict[str, Any], answer: Answer, at: float) -> bool:
-        usage = event.get("usage") or {}
-        choices = event.get("choices") or []
-        num_known = len(answer.token_times)
+        usage, choices = event.get("usage") or {}, event.get("choices") or []
+        num_tokens = usage.get("completion_tokens")
         for choice in choices:
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-            if usage.get("completion_tokens") is None:
-                ids = choice.get("token_ids")
-                answer.add(len(ids) if ids is not None else int(bool(choice.get("text"))), at)
-        if (num_tokens := usage.get("completion_tokens")) is not None:
-            is_last = not choices
-            answer.add(num_tokens - num_known, answer.token_times[-1] if is_last and answer.token_times else at)
+            answer.text += choice.get("text") or ""
+            ids = choice.get("token_ids")
+            answer.token_ids += ids or ()
+            if num_tokens is None and (ids is not None or choice.get("text")):
+                answer.add(1 if ids is None else len(ids), at)
+                answer.counted_by = "one for each chunk" if ids is None else "token ids of each chunk"
+        if num_tokens is not None:
+            if choices:
+                answer.counted_by = "usage of each chunk"
+            is_beyond_chunks = not choices and answer.token_times
+            answer.add(num_tokens - len(answer.token_times), answer.token_times[-1] if is_beyond_chunks else at)
             del answer.token_times[num_tokens:]
             answer.num_prompt_tokens = usage.get("prompt_tokens", answer.num_prompt_tokens)
             details = usage.get("prompt_tokens_details") or {}
@@ -114,10 +121,10 @@ class Completions:
         return False
 
     def simpler(self) -> Completions | None:
-        if self.reports_usage_always:
-            return Completions(self.decode, self.fallback, reports_usage_always=False)
-        if self.decode is None and self.fallback is not None:
-            return Completions(self.fallback, None)
+        if self.asks_for != "nothing":
+            return replace(self, asks_for="usage" if self.asks_for == "token ids" else "nothing")
+        if self.codec is not None and not self.sends_text:
+            return Completions(self.codec, sends_text=True)
         return None
 
 
@@ -126,7 +133,7 @@ class Generate:
     """fastgen's own ``/generate``, whose events have the ids of their tokens, also of those that have no text yet."""
 
     def facts(self) -> dict[str, Any]:
-        return {"prompts": "token ids", "tokens_counted_by": "token ids of each chunk"}
+        return {"prompts": "token ids"}
 
     def body(self, model: str, request: PlannedRequest) -> dict[str, Any]:
         return {
@@ -139,6 +146,8 @@ class Generate:
 
     def read(self, event: dict[str, Any], answer: Answer, at: float) -> bool:
         answer.add(len(event["token_ids"]), at)
+        answer.token_ids += event["token_ids"]
+        answer.counted_by = "token ids of each chunk"
         answer.finish_reason = event["finish_reason"] or answer.finish_reason
         output = event.get("output")
         if output is None:
@@ -153,13 +162,13 @@ class Generate:
         return None
 
 
-def format_of(endpoint: str, fallback: Decode | None) -> Format:
-    """Returns the format of an endpoint by its path. ``fallback`` makes texts for servers that take no token ids.
+def format_of(endpoint: str, codec: Codec | None) -> Format:
+    """Returns the format of an endpoint by its path. ``codec`` makes texts for servers that take no token ids.
 
     :raises InvalidArgumentError: for a path of another kind.
     """
     if endpoint.endswith("/completions") and not endpoint.endswith("/chat/completions"):
-        return Completions(None, fallback)
+        return Completions(codec)
     if endpoint == "/generate":
         return Generate()
     raise InvalidArgumentError(

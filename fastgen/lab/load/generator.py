@@ -116,4 +116,4 @@ class LoadGenerator:
 
 def _other_prompt(request: PlannedRequest) -> PlannedRequest:
     """Returns a request of the same size, whose prompt a prefix cache does not take for the beginning of this one."""
-    return replace(request, prompt_ids=request.prompt_ids[::-1])
+    return replace(request, prompt_ids=request.prompt_ids[::-1], session=None, continues=False)

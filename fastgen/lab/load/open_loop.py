@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.lab.load.recorder import Recorder
+from fastgen.lab.load.recorder import Prepared, Recorder
 from fastgen.lab.load.units import Unit, units
 from fastgen.lab.workloads.request import PlannedRequest
 
@@ -42,17 +42,16 @@ class OpenLoop:
         async with asyncio.TaskGroup() as sent:
             for unit in in_order:
                 due_s = unit[0][1].due_s or 0.0
-                prepared = recorder.target.prepare(unit[0][1])
+                prepared = recorder.prepare(*unit[0])
                 await recorder.until(due_s)
                 sent.create_task(_send_unit(unit, due_s, prepared, recorder))
 
 
-async def _send_unit(unit: Unit, due_s: float, prepared: Any, recorder: Recorder) -> None:
+async def _send_unit(unit: Unit, due_s: float, prepared: Prepared, recorder: Recorder) -> None:
     """Sends the requests of ``unit``, of which the first is ``prepared`` and due now, one after another."""
-    number, request = unit[0]
-    record = await recorder.send(number, request, prepared, due_s=due_s)
+    record = await recorder.send(prepared, due_s=due_s)
     for number, request in unit[1:]:
         due_s = max(request.due_s or 0.0, record.ended_s + request.think_s)
-        prepared = recorder.target.prepare(request)
+        prepared = recorder.prepare(number, request)
         await recorder.until(due_s)
-        record = await recorder.send(number, request, prepared, due_s=due_s)
+        record = await recorder.send(prepared, due_s=due_s)

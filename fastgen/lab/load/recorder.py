@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastgen.errors import FastgenError
 from fastgen.lab.load.target import Answer, Target
 from fastgen.lab.records import RequestRecord
 from fastgen.lab.workloads.request import PlannedRequest
+from fastgen.lab.workloads.sessions import Conversations
 
 INTERRUPTED = "the run was interrupted before the answer was whole"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that can be sent at once: its number in the workload, its whole prompt, and the target's form of it."""
+
+    number: int
+    request: PlannedRequest
+    form: Any
 
 
 class Recorder:
@@ -25,6 +36,7 @@ class Recorder:
         self.target = target
         self._progress = progress
         self._records: list[RequestRecord] = []
+        self._conversations = Conversations()
         self._began = time.perf_counter()
 
     @property
@@ -39,17 +51,22 @@ class Recorder:
     async def until(self, time_s: float) -> None:
         """Sleeps until ``time_s``; without sleeping, other tasks get to run all the same."""
         await asyncio.sleep(max(0.0, time_s - self.now_s))
+        while self.now_s < time_s:  # timers may be a little early
+            await asyncio.sleep(0)
 
-    async def send(
-        self, number: int, request: PlannedRequest, prepared: Any, *, due_s: float, client: int | None = None
-    ) -> RequestRecord:
-        """Sends request ``number`` of the workload now, and returns its record when it has ended. A failure is part of
-        the record and is not raised.
+    def prepare(self, number: int, request: PlannedRequest) -> Prepared:
+        """Returns request ``number`` of the workload, ready to be sent. What it continues must have been answered."""
+        whole = replace(request, prompt_ids=self._conversations.prompt(request))
+        return Prepared(number, whole, self.target.prepare(whole))
+
+    async def send(self, prepared: Prepared, *, due_s: float, client: int | None = None) -> RequestRecord:
+        """Sends a request now, and returns its record when it has ended. A failure is part of the record and is not
+        raised.
         """
-        answer, error = Answer(), None
+        request, answer, error = prepared.request, Answer(), None
         sent = time.perf_counter()
         try:
-            await self.target.send(prepared, answer)
+            await self.target.send(prepared.form, answer)
             error = _lack(request, answer)
         except FastgenError as failure:
             error = str(failure)
@@ -60,7 +77,7 @@ class Recorder:
             ended = answer.ended if answer.ended is not None else time.perf_counter()
             num_prompt = answer.num_prompt_tokens
             record = RequestRecord(
-                request=number,
+                request=prepared.number,
                 client=client,
                 session=request.session,
                 num_prompt_tokens=len(request.prompt_ids) if num_prompt is None else num_prompt,
@@ -74,6 +91,8 @@ class Recorder:
                 error=error,
             )
             self._records.append(record)
+            if request.session is not None:
+                self._conversations.answered(request, request.prompt_ids, self.target.ids_of(answer))
             self._progress(len(self._records))
         return record
 

@@ -19,6 +19,12 @@ class Answer:
     """The answer to one request so far. Times are those of ``time.perf_counter``."""
 
     token_times: list[float] = field(default_factory=list)
+    # Its tokens, where the target gives them.
+    token_ids: list[int] = field(default_factory=list)
+    # Its text, where the target gives no tokens.
+    text: str = ""
+    # How its tokens were counted, in words; ``None`` where that is beyond doubt.
+    counted_by: str | None = None
     # When it ended; ``None`` if the end is when ``Target.send`` returns.
     ended: float | None = None
     # Tokens of the prompt as the target counts them; ``None`` where it does not say.
@@ -49,6 +55,10 @@ class Target(Protocol):
 
     async def send(self, prepared: Any, answer: Answer) -> None:
         """Sends a request and fills ``answer`` until it has ended. Raises ``FastgenError`` if it fails."""
+        ...
+
+    def ids_of(self, answer: Answer) -> list[int]:
+        """Returns the tokens of ``answer``, as the next turn of a conversation has them in its prompt."""
         ...
 
     async def close(self) -> None:
