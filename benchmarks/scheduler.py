@@ -112,10 +112,13 @@ def scheduler_add() -> Callable[[int], object]:
 
 def engine_submit(make_sampling: Callable[[], SamplingParams]) -> Callable[[], Callable[[int], object]]:
     """Returns a call that queues a request in an engine with ``NUM_DECODES`` running sequences and the longer queue."""
-    from fastgen.runtime.simulated import CostModel, SimulatedServer
+    from fastgen.runtime.simulated import SimulatedServer
+    from fastgen.runtime.step_cost.cost import StepCost
 
     def make_queue() -> Callable[[int], object]:
-        server = SimulatedServer(CostModel(1.0, 0.0), token_budget=8192, max_num_seqs=NUM_DECODES, num_blocks=1000)
+        server = SimulatedServer(
+            StepCost.linear(1.0, 0.0), token_budget=8192, max_num_seqs=NUM_DECODES, num_blocks=1000
+        )
         for _ in range(NUM_DECODES + QUEUED[1]):
             server.engine.submit(PROMPT, SAMPLING)
         server.engine.step()

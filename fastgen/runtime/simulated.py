@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+from fastgen.runtime.answers.counted import CountedAnswers
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
@@ -19,35 +19,15 @@ from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.requests.sampled import SampledToken
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.policy import Policy
-from fastgen.runtime.scheduling.policies.step_time import StepWork
 from fastgen.runtime.scheduling.scheduler import Scheduler
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
 from fastgen.runtime.step.model_runner import ModelRunner
 from fastgen.runtime.step.step import Step
+from fastgen.runtime.step_cost.cost import StepCost
 
-VOCAB_SIZE = 1000
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """The time of a step: ``step_s + token_s * tokens + context_s * context + pair_s * pairs`` seconds, with the counts
-    of :class:`~fastgen.runtime.scheduling.policies.step_time.StepWork`, times a log-normal factor whose logarithm has
-    the standard deviation ``noise``.
-    """
-
-    step_s: float
-    token_s: float
-    context_s: float = 0.0
-    pair_s: float = 0.0
-    noise: float = 0.0
-
-    def mean_s(self, work: StepWork) -> float:
-        return (
-            self.step_s
-            + self.token_s * work.num_tokens
-            + self.context_s * work.num_context
-            + self.pair_s * work.num_pairs
-        )
+# Any token id of a prompt is below this.
+VOCAB_SIZE = 2**31
+_NUM_ANSWER_TOKENS = 1000
 
 
 class VirtualClock:
@@ -61,22 +41,50 @@ class VirtualClock:
 
 
 class SimulatedRunner:
-    """Takes the place of a :class:`~fastgen.runtime.step.model_runner.ModelRunner`; a step advances ``clock``."""
+    """Takes the place of a :class:`~fastgen.runtime.step.model_runner.ModelRunner`; its steps advance ``clock``.
 
-    def __init__(self, cost: CostModel, clock: VirtualClock, *, seed: int = 0):
-        self.cost, self.clock = cost, clock
+    The device computes one step after another. Where the engine runs ahead, the host's part of a step passes while the
+    device computes the step before.
+    """
+
+    def __init__(self, cost: StepCost, clock: VirtualClock, *, seed: int = 0, makes_tokens: bool = True):
+        self.cost, self.clock, self._makes_tokens = cost, clock, makes_tokens
         self._random = random.Random(seed)
+        # When the device has computed all steps launched so far.
+        self._free_s = 0.0
+        # When the device has computed each step that was not collected yet.
+        self._ends_s: dict[Step, float] = {}
 
     def launch(self, step: Step) -> None:
-        noise = self._random.lognormvariate(0.0, self.cost.noise) if self.cost.noise else 1.0
-        self.clock.now_s += self.cost.mean_s(step.schedule.work) * noise
+        cost, ratio = self.cost, self.cost.draw_ratio(self._random)
+        self.clock.now_s += cost.host_s * ratio
+        self._free_s = max(self.clock.now_s, self._free_s) + cost.device_s(step.schedule.work) * ratio
+        self._ends_s[step] = self._free_s
 
     def sample(self, step: Step) -> None:
+        if not self._makes_tokens:
+            return
         sampling = [*step.schedule.decodes, *(chunk.seq for chunk in step.schedule.chunks if chunk.samples)]
         step.sampled = [(seq, SampledToken(_next_token(seq))) for seq in sampling]
 
     def collect(self, step: Step) -> None:
-        pass
+        self.clock.now_s = max(self.clock.now_s, self._ends_s.pop(step))
+
+
+class CountingEngine(Engine):
+    """An engine whose answers are counted and not made. It records nothing; a step takes a third of the time."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.observers.set()
+        self.answers = CountedAnswers(
+            self.scheduler,
+            self.observers,
+            self._attempt,
+            eos_token_ids=self.eos_token_ids,
+            new_detokenizer=None,
+            clock=lambda: self.clock(),
+        )
 
 
 class Arrival(NamedTuple):
@@ -88,11 +96,15 @@ class Arrival(NamedTuple):
 
 
 class SimulatedServer:
-    """An engine on a simulated device. It has no end-of-text tokens, so answers are ``max_new_tokens`` long."""
+    """An engine on a simulated device. It has no end-of-text tokens, so answers are ``max_new_tokens`` long.
+
+    ``max_model_len`` is by default what the whole KV cache holds. Where ``makes_tokens`` is false, answers have times
+    and no tokens, nothing is recorded, and requests have one completion.
+    """
 
     def __init__(
         self,
-        cost: CostModel,
+        cost: StepCost,
         *,
         token_budget: int,
         max_num_seqs: int,
@@ -101,19 +113,24 @@ class SimulatedServer:
         policy: Policy | None = None,
         aging_s: float = DEFAULT_AGING_S,
         prefix_caching: bool = False,
+        windows: SequenceOf[int | None] = (None,),
+        max_model_len: int | None = None,
+        runs_ahead: bool = False,
+        makes_tokens: bool = True,
         seed: int = 0,
     ):
         self.clock = VirtualClock()
-        kv = KVCacheManager(num_blocks, block_size, max_chunk=token_budget, prefix_caching=prefix_caching)
+        kv = KVCacheManager(num_blocks, block_size, windows, max_chunk=token_budget, prefix_caching=prefix_caching)
         scheduler = Scheduler(kv, token_budget=token_budget, max_num_seqs=max_num_seqs, policy=policy, aging_s=aging_s)
-        self.engine = Engine(
-            cast(ModelRunner, SimulatedRunner(cost, self.clock, seed=seed)),
+        self.engine = (Engine if makes_tokens else CountingEngine)(
+            cast(ModelRunner, SimulatedRunner(cost, self.clock, seed=seed, makes_tokens=makes_tokens)),
             scheduler,
             vocab_size=VOCAB_SIZE,
-            max_model_len=kv.pool.capacity * block_size,
+            max_model_len=max_model_len or kv.pool.capacity * block_size,
             eos_token_ids=frozenset(),
             new_detokenizer=None,
             clock=self.clock,
+            runs_ahead=runs_ahead,
         )
 
     def serve(self, arrivals: Iterable[Arrival]) -> list[Generation]:
@@ -137,4 +154,6 @@ class SimulatedServer:
 
 
 def _next_token(seq: Sequence) -> int:
-    return (31 * seq.token_ids[-1] + 17 * seq.num_tokens + 7 * seq.index + len(seq.request.prompt_ids)) % VOCAB_SIZE
+    return (
+        31 * seq.token_ids[-1] + 17 * seq.num_tokens + 7 * seq.index + len(seq.request.prompt_ids)
+    ) % _NUM_ANSWER_TOKENS

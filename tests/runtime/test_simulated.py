@@ -9,15 +9,17 @@ import pytest
 
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import Policy, choose_policy
-from fastgen.runtime.scheduling.policies.step_time import StepWork
-from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
+from fastgen.runtime.simulated import Arrival, SimulatedServer
+from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.work import StepWork
 
 # Of a GPU's order: 10 ms for a small step, 90 ms for one of 2048 tokens.
-COST = CostModel(step_s=0.008, token_s=4e-5, context_s=5e-8, pair_s=1e-9)
+COEFFICIENTS = {"step_s": 0.008, "token_s": 4e-5, "context_s": 5e-8, "pair_s": 1e-9}
+COST = StepCost.linear(**COEFFICIENTS)
 
 
 def server(policy: Policy | None = None, *, noise: float = 0.0, prefix_caching: bool = False) -> SimulatedServer:
-    cost = CostModel(COST.step_s, COST.token_s, COST.context_s, COST.pair_s, noise)
+    cost = StepCost.linear(**COEFFICIENTS, noise=noise)
     sizes = {"token_budget": 2048, "max_num_seqs": 32, "num_blocks": 8000}
     return SimulatedServer(cost, **sizes, policy=policy, prefix_caching=prefix_caching)
 
@@ -27,8 +29,8 @@ def test_time_passes_as_the_cost_model_says() -> None:
     prompts = [Arrival(0.0, [1] * 100, SamplingParams(max_new_tokens=3)), Arrival(0.01, [1] * 5, SamplingParams())]
     first, second = device.serve(prompts)
     metrics = first.output().metrics
-    first_step_s = COST.mean_s(StepWork(100, 100, 5050))
-    second_step_s = COST.mean_s(StepWork(1 + 5, 101 + 5, 15))
+    first_step_s = COST.seconds(StepWork(100, 100, 5050))
+    second_step_s = COST.seconds(StepWork(1 + 5, 101 + 5, 15))
     assert metrics.ttft_s == pytest.approx(first_step_s)
     assert metrics.gaps_s[0] == pytest.approx(second_step_s)
     assert second.output().metrics.queue_s == pytest.approx(first_step_s - 0.01), "a step is not interrupted"
@@ -84,7 +86,7 @@ def sum_of_chunks_s(itl_target_s: float) -> float:
     computed, steps = 0, 0
     while computed < len(LONG.prompt_ids):
         size = 1
-        while size < 2032 and COST.mean_s(StepWork(16, 16 * 400, 0).with_chunk(computed, size)) < itl_target_s:
+        while size < 2032 and COST.seconds(StepWork(16, 16 * 400, 0).with_chunk(computed, size)) < itl_target_s:
             size += 1
         computed += size
         steps += 1
@@ -123,7 +125,7 @@ def test_where_decodes_alone_take_longer_than_the_target_a_prompt_still_makes_pr
     first, *_, long = device.serve([*streams, prompt])
     end_s, times_s = long.completions[0].token_times_s[0], first.completions[0].token_times_s
     gaps = [later - earlier for earlier, later in pairwise(times_s) if 1.0 < later <= end_s]
-    least_s = COST.mean_s(StepWork(16, 16 * (50 + len(times_s)), 0).with_chunk(500, 1))
+    least_s = COST.seconds(StepWork(16, 16 * (50 + len(times_s)), 0).with_chunk(500, 1))
     assert max(gaps) < 1.2 * least_s, "not much longer than it must be"
     assert len(gaps) < 50, "and yet ten tokens of it and more in a step"
     (logged,) = [record.getMessage() for record in caplog.records]
@@ -143,7 +145,7 @@ def test_a_target_that_is_held_is_not_said_to_be_missed(caplog: pytest.LogCaptur
 
 def test_drafts_keep_to_the_target_too() -> None:
     """A device on which each token counts: 16 decodes of 9 ms, and as many drafts as there is room for."""
-    cost = CostModel(step_s=0.001, token_s=5e-4)
+    cost = StepCost.linear(step_s=0.001, token_s=5e-4)
     longest = []
     for policy in (choose_policy("splitfuse"), choose_policy("splitfuse", 20)):
         device = SimulatedServer(cost, token_budget=256, max_num_seqs=16, num_blocks=8000, policy=policy)

@@ -19,7 +19,8 @@ from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.requests.request import Request
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.runtime.simulated import CostModel, SimulatedServer
+from fastgen.runtime.simulated import SimulatedServer
+from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.engine import process as engine_process
 from fastgen.serving.engine.client import EngineClient
@@ -159,7 +160,9 @@ def test_prompts_are_logged_with_requests_only() -> None:
 
 def test_what_fails_in_the_engine_for_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request cannot be queued through no fault of its own, and the counters cannot be reported."""
-    engine = SimulatedServer(CostModel(step_s=0.01, token_s=0.0), token_budget=64, max_num_seqs=4, num_blocks=64).engine
+    engine = SimulatedServer(
+        StepCost.linear(step_s=0.01, token_s=0.0), token_budget=64, max_num_seqs=4, num_blocks=64
+    ).engine
     note = engine.recorder.arrived
 
     def note_unless_broken(request: Request) -> None:

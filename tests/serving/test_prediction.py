@@ -10,10 +10,11 @@ import pytest
 
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
+from fastgen.runtime.simulated import Arrival, SimulatedServer
+from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Prediction
 
-COST = CostModel(step_s=0.008, token_s=4e-5, context_s=2e-7, pair_s=1e-9, noise=0.05)
+COST = StepCost.linear(step_s=0.008, token_s=4e-5, context_s=2e-7, pair_s=1e-9, noise=0.05)
 BLOCK_SIZE = 16
 
 

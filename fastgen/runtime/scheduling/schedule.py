@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fastgen.runtime.kv_cache.block_tables import BlockCopy, BlockUpdate
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.scheduling.policies.step_time import StepWork, decode_work
+from fastgen.runtime.step_cost.work import StepWork, decode_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Schedule(NamedTuple):
         """Returns the work that the time of the step depends on."""
         work = decode_work(self.positions)
         for chunk in self.chunks:
-            work = work.with_chunk(chunk.start, chunk.num_tokens)
+            work = work.with_chunk(chunk.start, chunk.num_tokens, chunk.num_rows)
         return work
 
     def check(self, kv: KVCacheManager, token_budget: int) -> None:

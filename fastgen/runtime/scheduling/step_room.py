@@ -7,8 +7,8 @@ from operator import attrgetter
 
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.policies.policy import Policy
-from fastgen.runtime.scheduling.policies.step_time import decode_work
 from fastgen.runtime.scheduling.schedule import ScheduledTokens
+from fastgen.runtime.step_cost.work import decode_work
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
 

@@ -14,12 +14,13 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, StaticBatching, choose_policy
 from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
-from fastgen.runtime.scheduling.policies.step_time import StepWork
 from fastgen.runtime.scheduling.policies.time_budget import TimeBudgetSplitFuse
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
-from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
+from fastgen.runtime.simulated import Arrival, SimulatedServer
 from fastgen.runtime.step.step import Step
+from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.work import StepWork
 
 Taken = list[tuple[int, int, int]]
 
@@ -280,7 +281,7 @@ def test_everything_is_answered_under_random_traffic(name: str) -> None:
         max_total = rng.choice([6, 30, 80])
         needed = -(-max_total // block_size)
         server = SimulatedServer(
-            CostModel(1.0, 0.01, noise=rng.choice([0.0, 0.3])),
+            StepCost.linear(1.0, 0.01, noise=rng.choice([0.0, 0.3])),
             token_budget=max_num_seqs + rng.choice([0, 3, 40]),
             max_num_seqs=max_num_seqs,
             num_blocks=1 + rng.choice([needed, needed + 2, 4 * needed]),
@@ -293,7 +294,7 @@ def test_everything_is_answered_under_random_traffic(name: str) -> None:
         arrivals = random_arrivals(rng, max_total)
         generations = server.serve(arrivals)
         server.engine.check_integrity()
-        alone = SimulatedServer(CostModel(1.0, 0.0), token_budget=64, max_num_seqs=8, num_blocks=500)
+        alone = SimulatedServer(StepCost.linear(1.0, 0.0), token_budget=64, max_num_seqs=8, num_blocks=500)
         for arrival, generation in zip(arrivals, generations, strict=True):
             (expected,) = alone.serve([arrival._replace(at_s=alone.clock.now_s)])
             for found, wanted in zip(generation.output().completions, expected.output().completions, strict=True):

@@ -6,10 +6,11 @@ import random
 
 import pytest
 
-from fastgen.runtime.scheduling.policies.step_time import StepTimeModel, StepWork, chunk_pairs
-from fastgen.runtime.simulated import CostModel
+from fastgen.runtime.scheduling.policies.step_time import StepTimeModel
+from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.work import StepWork, chunk_pairs
 
-COST = CostModel(step_s=0.004, token_s=2e-5, context_s=1e-7, pair_s=4e-10)
+COST = StepCost.linear(step_s=0.004, token_s=2e-5, context_s=1e-7, pair_s=4e-10)
 
 
 def decodes(rng: random.Random) -> StepWork:
@@ -24,7 +25,7 @@ def mixed(rng: random.Random, start: int | None = None) -> StepWork:
 
 def learn(model: StepTimeModel, works: list[StepWork], rng: random.Random, noise: float = 0.0) -> None:
     for work in works:
-        model.observe(work, COST.mean_s(work) * rng.lognormvariate(0.0, noise))
+        model.observe(work, COST.seconds(work) * rng.lognormvariate(0.0, noise))
 
 
 def test_pairs_are_what_each_token_of_a_chunk_reads() -> None:
@@ -46,7 +47,7 @@ def test_it_finds_what_steps_take(noise: float, tolerance: float) -> None:
     model, rng = StepTimeModel(), random.Random(1)
     learn(model, [rng.choice([decodes, mixed])(rng) for _ in range(300)], rng, noise)
     for work in (decodes(rng), *(mixed(rng) for _ in range(50))):
-        assert model.predict_s(work) == pytest.approx(COST.mean_s(work), rel=tolerance)
+        assert model.predict_s(work) == pytest.approx(COST.seconds(work), rel=tolerance)
         assert model.upper_bound_s(work) >= model.predict_s(work)
 
 
@@ -57,7 +58,7 @@ def test_one_step_in_two_hundred_takes_longer_than_the_upper_bound(noise: float)
     num_longer = 0
     for _ in range(3_000):
         work = StepWork(256, 10_000, chunk_pairs(1_000, 240))
-        step_s = COST.mean_s(work) * rng.lognormvariate(0.0, noise)
+        step_s = COST.seconds(work) * rng.lognormvariate(0.0, noise)
         num_longer += step_s > model.upper_bound_s(work)
         model.observe(work, step_s)
     assert 5 <= num_longer <= 30
@@ -69,8 +70,8 @@ def test_what_it_has_learned_survives_a_long_time_of_other_steps() -> None:
     learn(model, [decodes(rng) for _ in range(5_000)], rng, noise=0.02)
     for _ in range(50):
         work = mixed(rng)
-        assert model.predict_s(work) == pytest.approx(COST.mean_s(work), rel=0.2)
-        model.observe(work, COST.mean_s(work))
+        assert model.predict_s(work) == pytest.approx(COST.seconds(work), rel=0.2)
+        model.observe(work, COST.seconds(work))
 
 
 def test_pauses_of_the_machine_do_not_count_for_much() -> None:
@@ -81,7 +82,7 @@ def test_pauses_of_the_machine_do_not_count_for_much() -> None:
         model.observe(mixed(rng), 1.0)
         for _ in range(5):
             work = mixed(rng)
-            assert model.predict_s(work) == pytest.approx(COST.mean_s(work), rel=0.3)
+            assert model.predict_s(work) == pytest.approx(COST.seconds(work), rel=0.3)
 
 
 def test_a_lasting_change_is_learned() -> None:
@@ -89,10 +90,10 @@ def test_a_lasting_change_is_learned() -> None:
     learn(model, [mixed(rng) for _ in range(300)], rng, noise=0.02)
     for _ in range(300):
         work = mixed(rng)
-        model.observe(work, 3 * COST.mean_s(work) * rng.lognormvariate(0.0, 0.02))
+        model.observe(work, 3 * COST.seconds(work) * rng.lognormvariate(0.0, 0.02))
     for _ in range(50):
         work = mixed(rng)
-        assert model.predict_s(work) == pytest.approx(3 * COST.mean_s(work), rel=0.1)
+        assert model.predict_s(work) == pytest.approx(3 * COST.seconds(work), rel=0.1)
 
 
 def test_chunks_of_one_length_are_known_however_their_context_grows() -> None:
@@ -101,8 +102,8 @@ def test_chunks_of_one_length_are_known_however_their_context_grows() -> None:
     for start in range(0, 48_000, 48):
         work = StepWork(16, 16 * 300, 0).with_chunk(start, 48)
         if start > 4_800:
-            assert model.predict_s(work) == pytest.approx(COST.mean_s(work), rel=0.1)
-        model.observe(work, COST.mean_s(work) * rng.lognormvariate(0.0, 0.05))
+            assert model.predict_s(work) == pytest.approx(COST.seconds(work), rel=0.1)
+        model.observe(work, COST.seconds(work) * rng.lognormvariate(0.0, 0.05))
 
 
 def test_of_steps_that_were_never_seen_it_expects_the_worse() -> None:
@@ -110,9 +111,9 @@ def test_of_steps_that_were_never_seen_it_expects_the_worse() -> None:
     learn(model, [decodes(rng) for _ in range(100)], rng, noise=0.02)
     learn(model, [mixed(rng, start=0) for _ in range(100)], rng, noise=0.02)
     seen, new = StepWork(256, 10_000, 0).with_chunk(0, 240), StepWork(256, 10_000, 0).with_chunk(50_000, 240)
-    assert model.upper_bound_s(seen) < 1.2 * COST.mean_s(seen)
+    assert model.upper_bound_s(seen) < 1.2 * COST.seconds(seen)
     learn(model, [new, new], rng)
-    assert model.upper_bound_s(new) < 1.2 * COST.mean_s(new), "two such steps say enough"
+    assert model.upper_bound_s(new) < 1.2 * COST.seconds(new), "two such steps say enough"
 
 
 def test_more_work_never_takes_less() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fastgen.runtime.requests.request import Sequence
-from fastgen.runtime.scheduling.policies.step_time import StepWork
+from fastgen.runtime.step_cost.work import StepWork
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ read, and the pairs of tokens in the attention of its chunks, whose number grows
 
     seconds = a + b * tokens + c * context + d * pairs
 
-The coefficients are fitted by recursive least squares of relative errors, and are never below 0. An error far beyond
-the usual one counts less, by Huber's weights, so a pause of the machine does not spoil the fit while a lasting change
-is learned. Steps of one kind say little about others. So the fit forgets only in the direction of the step that is seen
-(Cao and Schwartz, "A directional forgetting algorithm based on the decomposition of the information matrix", 2000), and
-forgets overall only at steps with chunks, of which there are many kinds. However long only decodes are seen, chunks
-stay known.
+That is a :meth:`linear cost <fastgen.runtime.step_cost.cost.StepCost.linear>`, the parts of a step that some hundred
+steps of traffic tell apart. The coefficients are fitted by recursive least squares of relative errors, and are never
+below 0. An error far beyond the usual one counts less, by Huber's weights, so a pause of the machine does not spoil the
+fit while a lasting change is learned. Steps of one kind say little about others. So the fit forgets only in the
+direction of the step that is seen (Cao and Schwartz, "A directional forgetting algorithm based on the decomposition of
+the information matrix", 2000), and forgets overall only at steps with chunks, of which there are many kinds. However
+long only decodes are seen, chunks stay known.
 
 A bound that nearly all steps with chunks stay below is learned beside the fit, by a quantile of the errors that moves
 up by much where a step took longer and down by little where it did not (Robbins and Monro, "A stochastic approximation
@@ -20,39 +21,12 @@ method", 1951). For kinds of steps not seen yet, the uncertainty of the fit is a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-class StepWork(NamedTuple):
-    """The work of a step, as far as its time depends on it."""
-
-    num_tokens: int
-    # Tokens read from the context, each its own included, summed over all sequences.
-    num_context: int
-    # Tokens read by each token of a chunk, summed over all chunks.
-    num_pairs: int
-
-    def with_chunk(self, start: int, num_tokens: int) -> StepWork:
-        """Returns this work with tokens ``start .. start + num_tokens - 1`` of one sequence more."""
-        num_context = self.num_context + start + num_tokens
-        return StepWork(self.num_tokens + num_tokens, num_context, self.num_pairs + chunk_pairs(start, num_tokens))
-
-
-def chunk_pairs(start: int, num_tokens: int) -> int:
-    """Returns how many tokens those from ``start`` to ``start + num_tokens - 1`` of a sequence read, each its own
-    included.
-    """
-    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
-
-
-def decode_work(positions: SequenceOf[int]) -> StepWork:
-    """Returns the work of decodes at these positions, and nothing else."""
-    return StepWork(len(positions), sum(positions) + len(positions), 0)
-
+from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.work import StepWork
 
 # Scales that bring the features of usual steps near 1.
 _SCALES = np.array([1.0, 1 / 256, 1 / 16_384, 1 / (256 * 16_384)])
@@ -89,6 +63,8 @@ class StepTimeModel:
         self._fit = np.zeros(4)
         # The fit, or the nearest coefficients at or above 0.
         self._coefficients = np.zeros(4)
+        # What they amount to; made when it is asked for.
+        self._cost: StepCost | None = None
         # The inverse of the fit's variance, in units of the usual relative error.
         self._information = _FIRST_INFORMATION.copy()
         # The usual relative error of steps with chunks: an exponential mean of its absolute value.
@@ -99,7 +75,7 @@ class StepTimeModel:
 
     def observe(self, work: StepWork, step_s: float) -> None:
         """Learns that a step with ``work`` took ``step_s`` seconds."""
-        features = np.array((1, *work)) * _SCALES
+        features = _features(work)
         expected_s, weight = float(features @ self._coefficients), 1.0
         if self._num_seen < _LEAST_SEEN or expected_s <= 0.0:
             expected_s = max(step_s, _LEAST_STEP_S)
@@ -124,6 +100,7 @@ class StepTimeModel:
         error = value - features @ self._fit
         self._fit = self._fit + np.linalg.solve(self._information, weight * error * features)
         self._coefficients = _not_negative(self._fit, self._information, self._coefficients)
+        self._cost = None
 
     @property
     def learned(self) -> tuple[float, ...]:
@@ -138,10 +115,18 @@ class StepTimeModel:
         self._information = np.array(learned[8:24]).reshape(4, 4)
         self._error, self._margin = learned[24:26]
         self._num_seen, self._most_seen = int(learned[26]), int(learned[27])
+        self._cost = None
+
+    @property
+    def cost(self) -> StepCost:
+        """Returns the model of step times learned so far."""
+        if self._cost is None:
+            self._cost = StepCost.linear(*(self._coefficients * _SCALES).tolist())
+        return self._cost
 
     def predict_s(self, work: StepWork) -> float:
         """Returns the expected time of a step with ``work``, in seconds. More work never takes less."""
-        return float(np.array((1, *work)) * _SCALES @ self._coefficients)
+        return self.cost.seconds(work)
 
     @property
     def scatter(self) -> float:
@@ -152,15 +137,20 @@ class StepTimeModel:
 
     def upper_bound_s(self, work: StepWork) -> float:
         """Returns a time that 199 of 200 such steps stay below, and more where no such steps were seen so far."""
-        features = np.array((1, *work)) * _SCALES
-        expected_s = float(features @ self._coefficients)
-        unknown_s = self._error * math.sqrt(max(0.0, features @ np.linalg.solve(self._information, features)))
+        features = _features(work)
+        expected_s = self.cost.seconds(work)
+        unknown_s = self._error * math.sqrt(max(0.0, float(features @ np.linalg.solve(self._information, features))))
         return expected_s * self.scatter + unknown_s
 
     def most_tokens(self, token_budget: int) -> int:
         """Returns the largest step that the model can predict, at most ``token_budget``; 0 before it can predict
         any."""
         return min(token_budget, _GROWTH * self._most_seen) if self._num_seen >= _LEAST_SEEN else 0
+
+
+def _features(work: StepWork) -> Features:
+    features: Features = np.array((1, work.num_tokens, work.num_context, work.num_pairs)) * _SCALES
+    return features
 
 
 def _not_negative(fit: Features, information: Features, start: Features) -> Features:

@@ -13,7 +13,8 @@ from bisect import bisect_right
 from collections.abc import Sequence as SequenceOf
 
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
-from fastgen.runtime.scheduling.policies.step_time import StepTimeModel, StepWork
+from fastgen.runtime.scheduling.policies.step_time import StepTimeModel
+from fastgen.runtime.step_cost.work import StepWork
 
 _log = logging.getLogger(__name__)
 # Lengths of chunks in steps below the finely spaced sizes.

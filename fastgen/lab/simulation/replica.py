@@ -1,0 +1,96 @@
+"""One engine on a simulated device, with a clock of its own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+from fastgen.lab.simulation.settings import ServerSettings
+from fastgen.lab.workloads.request import PlannedRequest
+from fastgen.runtime.answers.generation import Generation
+from fastgen.runtime.flight.recording import Recording
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.policies import choose_policy
+from fastgen.runtime.simulated import SimulatedServer
+from fastgen.runtime.step_cost.cost import StepCost
+
+
+class Replica:
+    """Answers requests in virtual time. ``on_end`` is called with each answer that is complete.
+
+    With ``records_flight`` the engine's recorder and counters are on, which takes two to five times as long; answers
+    and their times are the same.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        cost: StepCost,
+        on_end: Callable[[Generation], None],
+        *,
+        seed: int = 0,
+        records_flight: bool = False,
+    ):
+        self._server = SimulatedServer(
+            cost,
+            token_budget=settings.token_budget,
+            max_num_seqs=settings.max_num_seqs,
+            num_blocks=settings.num_blocks,
+            block_size=settings.block_size,
+            policy=choose_policy(settings.policy, settings.itl_target_ms),
+            aging_s=settings.aging_s,
+            prefix_caching=settings.prefix_caching,
+            windows=settings.windows,
+            max_model_len=settings.max_model_len,
+            runs_ahead=settings.runs_ahead,
+            makes_tokens=records_flight,
+            seed=seed,
+        )
+        self.engine, self.clock = self._server.engine, self._server.clock
+        self.engine.answers.on_end = self._note_end
+        self._on_end = on_end
+        if records_flight:  # all of it, however long
+            self.engine.recorder.max_steps = self.engine.recorder.max_bytes = sys.maxsize
+        # Until when the policy waits for more requests.
+        self._resumes_s = 0.0
+        self._samplings: dict[int, SamplingParams] = {}
+        # Prompt and answer tokens of the requests that have not ended.
+        self.num_outstanding = 0
+
+    @property
+    def next_step_s(self) -> float:
+        """Returns when the next step can begin; infinity while there is nothing to run."""
+        return max(self.clock.now_s, self._resumes_s) if self.engine.has_work else math.inf
+
+    def submit(self, request: PlannedRequest, at_s: float) -> Generation:
+        """Queues a request that arrives at ``at_s``, perhaps in the middle of a step.
+
+        :raises InvalidArgumentError: if it can never be served.
+        """
+        num_new = request.num_new_tokens
+        if num_new not in self._samplings:  # one object for equal parameters: these are checked once
+            self._samplings[num_new] = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True)
+        step_end_s = max(self.clock.now_s, at_s)
+        self.clock.now_s = at_s
+        try:
+            generation = self.engine.submit(request.prompt_ids, self._samplings[num_new])
+        finally:
+            self.clock.now_s = self._resumes_s = step_end_s
+        self.num_outstanding += len(request.prompt_ids) + num_new
+        return generation
+
+    def step(self) -> None:
+        """Runs the next step. The clock is at its end then."""
+        self.clock.now_s = self.next_step_s
+        self.engine.step()
+        self._resumes_s = self.clock.now_s + self.engine.idle_s
+
+    def _note_end(self, generation: Generation) -> None:
+        request = generation.request
+        self.num_outstanding -= len(request.prompt_ids) + request.sampling.max_new_tokens
+        self._on_end(generation)
+
+    def recording(self, model: str) -> Recording:
+        """Returns the flight recording, if it ``records_flight``; else one without events."""
+        return self.engine.recorder.recording(model)
