@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fastgen.lab.report.drawing import FONT_SIZE, Style, finish, new_figure, styles
@@ -50,17 +50,24 @@ def curve_plot(
     return figure
 
 
-def panel_plot(panels: dict[str, Sequence[Curve]], *, x: str, y: str, columns: int = 3, log_y: bool = False) -> Figure:
-    """Returns one plot for each title of ``panels``, side by side on the same axes, with one legend."""
+def panel_plot(
+    panels: Mapping[str, Sequence[Curve]],
+    *,
+    x: str,
+    y: str,
+    columns: int = 3,
+    share_x: bool = True,
+    share_y: bool = True,
+) -> Figure:
+    """Returns one plot for each title of ``panels``, side by side, with one legend. They have the same axes, unless
+    ``share_x`` or ``share_y`` is false.
+    """
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    figure, all_axes = new_figure(height=3.4 * rows + 0.6, rows=rows, columns=columns, sharey=True, sharex=True)
+    figure, all_axes = new_figure(height=3.4 * rows + 0.6, rows=rows, columns=columns, sharex=share_x, sharey=share_y)
     for place, (axes, (title, curves)) in enumerate(zip(all_axes, panels.items(), strict=False)):
         draw_curves(axes, curves)
-        if log_y:
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
         is_last_row = place + columns >= len(panels)
         finish(axes, x=x if is_last_row else "", y=y if place % columns == 0 else "", title=title, legend=False)

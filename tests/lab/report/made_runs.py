@@ -10,7 +10,8 @@ from fastgen.lab.records import RequestRecord, Run, RunHeader, write_run
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.recording_file import write_recording
 from fastgen.runtime.scheduling.policies import choose_policy
-from fastgen.runtime.simulated import Arrival, CostModel, SimulatedServer
+from fastgen.runtime.simulated import Arrival, SimulatedServer
+from fastgen.runtime.step_cost.cost import StepCost
 
 
 def made_run(policy: str, clients: int, *, gap_s: float, invalid: str | None = None, interrupted: bool = False) -> Run:
@@ -54,7 +55,7 @@ def made_recording(policy: str) -> Recording:
     """Returns a recording of 20 requests on a simulated device."""
     draw = random.Random(0)
     server = SimulatedServer(
-        CostModel(step_s=0.02, token_s=4e-5, context_s=2e-7, pair_s=1e-9),
+        StepCost.linear(step_s=0.02, token_s=4e-5, context_s=2e-7, pair_s=1e-9),
         token_budget=512,
         max_num_seqs=16,
         num_blocks=500,

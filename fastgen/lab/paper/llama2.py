@@ -1,0 +1,270 @@
+"""Llama-2 under three policies, as in the FastGen paper's figures 4 to 7, 9 and 10, on the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from fastgen.lab.paper.reproduction import Reproduction, Result, Setting, kept, measured, value
+from fastgen.lab.paper.servers import Server, closed_loop, planned
+from fastgen.lab.paper.tables import share, table, three
+from fastgen.lab.report.plots import bar_plot, panel_plot
+from fastgen.lab.report.points import Bars, Curve, Measured, Point
+from fastgen.lab.workloads.paper import Paper
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CLIENTS: Final = (1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32)
+SLAS: Final = (2, 4, 6)
+# Requests of the paper's text.
+_NUM_REQUESTS: Final = 512
+# Clients at which the paper shows percentiles of gaps.
+_GAP_CLIENTS: Final = 16
+# Token budgets: that of DeepSpeed-MII (``max_ragged_batch_size``), and that of vLLM for a context of 4096 tokens.
+POLICIES: Final = {"splitfuse": 768, "prefill_first": 4096, "orca": 4096}
+# What the paper calls the two systems: their policies.
+_SYSTEMS: Final = {"splitfuse": "FastGen", "prefill_first": "vLLM of 2023"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model on some devices with one kind of request."""
+
+    key: str
+    title: str
+    model: str
+    device: str
+    tensor_parallel: int
+    prompt: int
+    answer: int
+
+    def server(self, policy: str) -> Server:
+        return Server(
+            model=self.model,
+            device=self.device,
+            tensor_parallel=self.tensor_parallel,
+            policy=policy,
+            token_budget=POLICIES[policy],
+        )
+
+
+def _shapes() -> tuple[Shape, ...]:
+    lengths = [(prompt, answer) for prompt in (2600, 1200) for answer in (60, 128)]
+    large = [
+        Shape(f"70b_{p}_{a}", f"Llama-2-70B, 4 × A100-80GB, {p:,}/{a}", "llama-2-70b", "A100-80", 4, p, a)
+        for p, a in lengths
+    ]
+    middle = [
+        Shape(f"13b_{p}_{a}", f"Llama-2-13B, A100-80GB, {p:,}/{a}", "llama-2-13b", "A100-80", 1, p, a)
+        for p, a in lengths
+    ]
+    others = [
+        Shape("70b_h100", "Llama-2-70B, 8 × H100, 2,600/60", "llama-2-70b", "H100", 8, 2600, 60),
+        Shape("7b_a6000", "Llama-2-7B, A6000, 2,600/60", "llama-2-7b", "A6000", 1, 2600, 60),
+    ]
+    return (*large, *middle, *others)
+
+
+SHAPES: Final = _shapes()
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """Returns the figures of every shape, policy and number of clients."""
+    shapes, clients, count = (SHAPES[:1], (1, 4, 16), 48) if setting.small else (SHAPES, CLIENTS, _NUM_REQUESTS)
+    curves = []
+    for shape in shapes:
+        requests = planned(Paper(mean_prompt_tokens=shape.prompt, mean_new_tokens=shape.answer, num_requests=count))
+        for policy in POLICIES:
+            server = shape.server(policy)
+            points = [{"clients": each, **kept(closed_loop(server, requests, each))} for each in clients]
+            curves.append({"shape": shape.key, "policy": policy, "points": points})
+    return {
+        "num_requests": count,
+        "token_budgets": dict(POLICIES),
+        "shapes": [asdict(shape) for shape in shapes],
+        "curves": curves,
+    }
+
+
+def throughput_at(points: Sequence[Mapping[str, Any]], latency_s: float) -> float | None:
+    """Returns the requests a second at which the mean latency first reaches ``latency_s``; ``None`` if it never does.
+
+    Between two numbers of clients both are interpolated. Throughput is the paper's: clients divided by mean latency.
+    """
+    return _crossing(points, "paper_latency_s", "paper_throughput", latency_s)
+
+
+def latency_at(points: Sequence[Mapping[str, Any]], throughput: float) -> float | None:
+    """Returns the mean latency at which the throughput first reaches ``throughput``; ``None`` if it never does."""
+    return _crossing(points, "paper_throughput", "paper_latency_s", throughput)
+
+
+def _crossing(points: Sequence[Mapping[str, Any]], across: str, wanted: str, at: float) -> float | None:
+    for before, after in pairwise(points):
+        low, high = value(before, across), value(after, across)
+        if low <= at <= high:
+            part = (at - low) / (high - low) if high > low else 0.0
+            return value(before, wanted) + part * (value(after, wanted) - value(before, wanted))
+    return None
+
+
+def best_effective(points: Sequence[Mapping[str, Any]], sla: int) -> Mapping[str, Any]:
+    """Returns the point with the highest effective throughput."""
+    return max(points, key=lambda point: value(point, f"effective_throughput_{sla}"))
+
+
+def section(result: Result) -> str:
+    """Returns the tables of all shapes, and how they compare with the paper's figures."""
+    found = _curves(result)
+    parts = [
+        f"Closed loop of 1 to {max(point['clients'] for curve in result['curves'] for point in curve['points'])} "
+        f"clients, {result['num_requests']:,} requests a point, lengths as the paper's scripts draw them. "
+        "Token budgets: "
+        + ", ".join(f"`{policy}` {budget:,}" for policy, budget in result["token_budgets"].items())
+        + ". Throughput in the first table is the paper's: clients divided by mean latency.",
+    ]
+    first = result["shapes"][0]["key"]
+    parts += [_beside_paper(found[first])]
+    for shape in result["shapes"]:
+        parts += [f"**{shape['title']}**", _shape_table(found[shape["key"]])]
+    return "\n\n".join(parts)
+
+
+def _beside_paper(policies: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    fused, first = policies["splitfuse"], policies["prefill_first"]
+
+    def pair(figure: Any) -> tuple[str, str]:
+        return three(figure(fused)), three(figure(first))
+
+    def gaps(points: Sequence[Mapping[str, Any]], percent: int) -> float:
+        return value(_at_clients(points, _GAP_CLIENTS), f"paper_p{percent}_gap_ms")
+
+    rows = [
+        ("requests/s at a mean latency of 9 s", "1.36", "0.67", *pair(lambda points: throughput_at(points, 9.0))),
+        ("mean latency at 1.2 requests/s (s)", "7", "14", *pair(lambda points: latency_at(points, 1.2))),
+        (
+            "best effective throughput at 4 tokens/s (good requests/s)",
+            "1.42",
+            "0.63",
+            *pair(lambda points: value(best_effective(points, 4), "effective_throughput_4")),
+        ),
+        (
+            "requests that miss that SLA there",
+            "< 1 %",
+            "28 %",
+            *(share(1 - value(best_effective(points, 4), "effective_share_4")) for points in (fused, first)),
+        ),
+        (
+            f"P95 of gaps at {_GAP_CLIENTS} clients, beside the other's",
+            "1",
+            "3.7 (answers of 128)",
+            "1",
+            three(gaps(first, 95) / gaps(fused, 95)),
+        ),
+    ]
+    return table(
+        ("", *(f"{name}, paper" for name in _SYSTEMS.values()), *(f"`{name}`, here" for name in _SYSTEMS)), rows
+    )
+
+
+def _shape_table(policies: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    rows = []
+    for policy, points in policies.items():
+        last, at = points[-1], _at_clients(points, _GAP_CLIENTS)
+        rows.append(
+            (
+                f"`{policy}`",
+                three(max(value(point, "request_throughput") for point in points)),
+                three(value(last, "mean_e2el_ms") / 1e3),
+                *(
+                    f"{three(value(best_effective(points, sla), f'effective_throughput_{sla}'))} "
+                    f"({best_effective(points, sla)['clients']})"
+                    for sla in SLAS
+                ),
+                " / ".join(three(value(at, f"paper_p{percent}_gap_ms")) for percent in (50, 90, 95)),
+            )
+        )
+    clients = next(iter(policies.values()))[-1]["clients"]
+    return table(
+        (
+            "policy",
+            "highest requests/s",
+            f"mean latency at {clients} clients (s)",
+            *(f"best effective at {sla} tokens/s (clients)" for sla in SLAS),
+            f"gaps P50 / P90 / P95 at {_GAP_CLIENTS} clients (ms)",
+        ),
+        rows,
+    )
+
+
+def pictures(result: Result) -> dict[str, Figure]:
+    """Returns the throughput–latency curves, the effective throughput and the gaps of the first shapes."""
+    found = _curves(result)
+    titles = {shape["key"]: shape["title"] for shape in result["shapes"]}
+    key = result["shapes"][0]["key"]
+    panels = {
+        titles[each].replace(", 4 × A100-80GB", "").replace(", A100-80GB", ""): _latency_curves(found[each])
+        for each in found
+    }
+    effective = {f"SLA {sla} tokens/s": _effective_curves(found[key], sla) for sla in SLAS}
+    gaps_key = next((each for each in found if each.endswith("_128")), key)
+    bars = [
+        Bars(
+            policy,
+            tuple(measured(_at_clients(points, _GAP_CLIENTS), f"paper_p{percent}_gap_ms") for percent in (50, 90, 95)),
+        )
+        for policy, points in found[gaps_key].items()
+    ]
+    return {
+        "llama2_throughput_latency": panel_plot(
+            panels, x="throughput (requests/s)", y="mean latency (s)", columns=2, share_x=False, share_y=False
+        ),
+        "llama2_effective_throughput": panel_plot(effective, x="clients", y="good requests/s"),
+        "llama2_token_gaps": bar_plot(
+            ["P50", "P90", "P95"],
+            bars,
+            x="percentile",
+            y="gap between tokens (ms)",
+            title=f"{titles[gaps_key]}, {_GAP_CLIENTS} clients",
+        ),
+    }
+
+
+def _curves(result: Result) -> dict[str, dict[str, Sequence[Mapping[str, Any]]]]:
+    """Returns the points of each shape and policy."""
+    found: dict[str, dict[str, Sequence[Mapping[str, Any]]]] = {}
+    for curve in result["curves"]:
+        found.setdefault(curve["shape"], {})[curve["policy"]] = curve["points"]
+    return found
+
+
+def _at_clients(points: Sequence[Mapping[str, Any]], clients: int) -> Mapping[str, Any]:
+    return min(points, key=lambda point: abs(point["clients"] - clients))
+
+
+def _latency_curves(policies: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
+    return [_curve(policy, points, "request_throughput", "mean_e2el_ms", 1e-3) for policy, points in policies.items()]
+
+
+def _effective_curves(policies: Mapping[str, Sequence[Mapping[str, Any]]], sla: int) -> list[Curve]:
+    return [
+        _curve(policy, points, "clients", f"effective_throughput_{sla}", 1.0) for policy, points in policies.items()
+    ]
+
+
+def _curve(label: str, points: Sequence[Mapping[str, Any]], x: str, y: str, factor: float) -> Curve:
+    drawn = []
+    for point in points:
+        across = Measured(point["clients"]) if x == "clients" else measured(point, x)
+        up = measured(point, y)
+        if across is not None and up is not None:
+            drawn.append(Point(across, up.scaled(factor), str(point["clients"])))
+    return Curve(label, tuple(drawn))
+
+
+LLAMA2: Final = Reproduction(
+    "llama2", "Llama-2 under three policies, simulated (figures 4 to 7, 9 and 10)", run, section, pictures
+)
