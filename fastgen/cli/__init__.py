@@ -18,6 +18,7 @@ from fastgen.cli.generate import generate
 from fastgen.cli.info import info
 from fastgen.cli.kernels import app as kernels_app
 from fastgen.cli.options import in_flags
+from fastgen.cli.plan import plan
 from fastgen.cli.recipe import app as recipe_app
 from fastgen.cli.recipe_new import new
 from fastgen.cli.recipe_reading import diff, explain
@@ -35,6 +36,7 @@ app.command(short_help="Prove a recipe, or name its first node that disagrees.")
 app.command()(why)
 app.command()(replay)
 app.command()(timeline)
+app.command(short_help="Show how many requests devices carry, and how fast.")(plan)
 recipe_app.command()(new)
 recipe_app.command()(diff)
 recipe_app.command()(explain)

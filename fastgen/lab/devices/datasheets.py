@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from fastgen.compile.backends.choose import target_facts
 from fastgen.compile.backends.target import TargetFacts
-from fastgen.compile.host.device import Device
+from fastgen.compile.host.device import Device, current
 from fastgen.errors import InvalidArgumentError
 
 GB: Final = 10**9
@@ -61,8 +62,8 @@ class Datasheet:
     # CUDA's compute capability, and multiprocessors: kernels' workspaces depend on them.
     capability: tuple[int, int]
     num_sms: int
-    # Dollars an hour; it differs by seller and by day, so none is built in.
-    price: float | None = None
+    # The device itself, where it is that of this machine and has no datasheet.
+    here: Device | None = None
 
     def rate(self, dtype: str) -> float:
         """Returns the operations a second of matrix products in ``dtype``.
@@ -70,6 +71,8 @@ class Datasheet:
         :raises InvalidArgumentError: if the device has no units for it.
         """
         found = {str(name): rate for name, rate in self.rates.items()}.get(dtype)
+        if not self.rates:
+            raise InvalidArgumentError(f"{self.name} has no datasheet: measure what its steps cost, by a calibration")
         if found is None:
             raise InvalidArgumentError(f"{self.name} has no rate for {dtype}: it has {', '.join(self.rates)}")
         return found
@@ -79,6 +82,8 @@ class Datasheet:
 
         :raises InvalidArgumentError: if none does.
         """
+        if not self.links:
+            raise InvalidArgumentError(f"{self.name} has no links: a model runs on one of it")
         for link in self.links:
             if num_devices <= link.most_devices:
                 return link
@@ -88,11 +93,10 @@ class Datasheet:
     @property
     def device(self) -> Device:
         """Returns the device as the engine describes one, with the memory that CUDA reports."""
-        return Device(
+        return self.here or Device(
             kind="cuda",
             name=self.name,
             memory_bytes=self.reported_bytes,
-            index=0,
             capability=self.capability,
             num_sms=self.num_sms,
         )
@@ -100,6 +104,8 @@ class Datasheet:
     @property
     def target(self) -> TargetFacts:
         """Returns the facts of the target that runs on it."""
+        if self.here is not None:
+            return target_facts("auto", self.here, num_threads=None)
         return TargetFacts("triton", "sm_{}{}".format(*self.capability), num_sms=self.num_sms)
 
 
@@ -213,12 +219,31 @@ _ALL: Final = (
 DEVICES: Final[Mapping[str, Datasheet]] = {each.name: each for each in _ALL}
 
 
+def this_machine() -> Datasheet:
+    """Returns the CPU of this machine: its memory, and no rates. What steps cost here is measured."""
+    here = current("cpu")
+    return Datasheet(
+        name="cpu",
+        memory_bytes=here.memory_bytes,
+        reported_bytes=here.memory_bytes,
+        bandwidth=0.0,
+        rates={},
+        links=(),
+        capability=(0, 0),
+        num_sms=0,
+        here=here,
+    )
+
+
 def datasheet(name: str) -> Datasheet:
-    """Returns the datasheet of a device; case, spaces and underscores do not matter.
+    """Returns the datasheet of a device, or of this machine's ``cpu``; case, spaces and underscores do not matter.
 
     :raises InvalidArgumentError: with the names that are known.
     """
-    found = DEVICES.get(name.strip().upper().replace(" ", "-").replace("_", "-"))
+    wanted = name.strip().upper().replace(" ", "-").replace("_", "-")
+    if wanted == "CPU":
+        return this_machine()
+    found = DEVICES.get(wanted)
     if found is None:
-        raise InvalidArgumentError(f"device={name!r}: expected one of {', '.join(DEVICES)}")
+        raise InvalidArgumentError(f"device={name!r}: expected one of {', '.join(DEVICES)}, or cpu for this machine")
     return found

@@ -1,29 +1,33 @@
 """The cost of a step on a device, from a model spec and a datasheet: the roofline model.
 
-A step reads the weights and multiplies them with its tokens; it reads the keys and values of its context and multiplies
-them in attention; it sums over the devices once a branch; and some time passes beside all of that. Each of the first
-two takes as long as the slower of its reading and its arithmetic (Williams et al., "Roofline: an insightful visual
-performance model for multicore architectures", 2009)::
+A step reads the weights and multiplies its tokens with them, and takes as long as the slower of the two (Williams et
+al., "Roofline: an insightful visual performance model for multicore architectures", 2009). It reads the keys and values
+of its context, multiplies those of chunks with each other, sums over the devices once a branch, and launches kernels::
 
-    seconds = max(weights, products) + max(context, attention) + all-reduces + kernels, at least the host's time
+    seconds = max(weights, products) + all-reduces + kernels + logits + context + attention
 
-Rates are those of the datasheet times the share that programs reach, :class:`Efficiency`.
+Rates are those of the datasheet times the share that programs reach, :class:`Efficiency`. The result is the
+:class:`~fastgen.runtime.step_cost.cost.StepCost` by which the simulated device, too, computes.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, fields, replace
 from typing import Final, NamedTuple
 
 import torch
 
+from fastgen.errors import InvalidArgumentError
 from fastgen.lab.devices.datasheets import Datasheet, Link
 from fastgen.lab.devices.shards import num_all_reduces, shard
 from fastgen.models.measure import MeasuredModel, ModelBuild
 from fastgen.models.spec import ModelSpec, MoeSpec
 from fastgen.models.spec.tensors import linears_of
-from fastgen.runtime.scheduling.policies.step_time import StepWork
+from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
+from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.work import StepWork
 from fastgen.runtime.targets import parse_quantize
 
 # Bytes of an element of the KV cache, by the name of its type.
@@ -47,37 +51,67 @@ class Efficiency:
     link: float = 0.75
     # Launches and the ends of kernels, which leave multiprocessors idle, for each layer: about eight kernels of 2 µs.
     layer_s: float = 16e-6
-    # The host's work for a step: scheduling, input buffers, sampling parameters. It overlaps with the device's work
-    # where steps run ahead; then a step takes at least so long.
+    # The host's work for a step: scheduling, input buffers, sampling parameters. Where steps run ahead, it passes while
+    # the device computes the step before.
     host_s: float = 1e-3
-    host_overlaps: bool = True
+
+
+def parse_efficiency(text: str | None) -> Efficiency:
+    """Returns the efficiency with the changes that ``text`` names, such as ``"memory=0.8,products=0.6"``.
+
+    :raises InvalidArgumentError: for an unknown name, or a value that no device can have.
+    """
+    changes: dict[str, float] = {}
+    known = [each.name for each in fields(Efficiency)]
+    for word in text.split(",") if text else ():
+        name, _, value = word.partition("=")
+        number = float(value) if re.fullmatch(r"\d*\.?\d+(e-?\d+)?", value) else -1.0
+        is_time = name.endswith("_s")
+        if name not in known or number < 0 or not (is_time or 0 < number <= 1):
+            raise InvalidArgumentError(
+                f"efficiency {word!r}: expected NAME=NUMBER with a name of {', '.join(known)}; shares are above 0 and "
+                "at most 1, times are seconds"
+            )
+        changes[name] = number
+    return replace(Efficiency(), **changes)
 
 
 class StepParts(NamedTuple):
-    """The seconds that each part of a step would take by itself."""
+    """The seconds of each part of a step on the device. Of the first two only the larger counts."""
 
     weights_s: float
     products_s: float
-    context_s: float
-    attention_s: float
     all_reduces_s: float
     kernels_s: float
-    host_s: float
+    context_s: float
+    attention_s: float
+
+    @property
+    def device_s(self) -> float:
+        """Returns the time of the step."""
+        return max(self.weights_s, self.products_s) + sum(self[2:])
 
     @property
     def limit(self) -> str:
         """Returns what takes most of the step, in words."""
-        reading = ("reading the weights", self.weights_s), ("reading the KV cache", self.context_s)
-        computing = ("the matrix products", self.products_s), ("the arithmetic of attention", self.attention_s)
-        others = ("the all-reduces", self.all_reduces_s), ("kernel launches", self.kernels_s), ("the host", self.host_s)
-        return max((*reading, *computing, *others), key=lambda each: each[1])[0]
+        return max(zip(_LIMITS, self, strict=True), key=lambda each: each[1])[0]
+
+
+_LIMITS: Final = (
+    "reading the weights",
+    "the matrix products",
+    "the all-reduces",
+    "the launches of kernels",
+    "reading the KV cache",
+    "the arithmetic of attention",
+)
 
 
 @dataclass(frozen=True)
-class RooflineCost:
-    """The cost of steps on each of ``tensor_parallel`` devices, which work at the same time.
+class Roofline:
+    """What a step takes on each of ``tensor_parallel`` devices, which work at the same time.
 
-    Bytes, operations and rates are those of one device. Rates are what is reached, not what is published.
+    Bytes and operations are those of one device. Rates are what is reached, not what is published.
     """
 
     tensor_parallel: int
@@ -101,37 +135,21 @@ class RooflineCost:
     attention_rate: float
     kernels_s: float
     host_s: float
-    host_overlaps: bool
-
-    def seconds(self, work: StepWork) -> float:
-        """Returns the time of a step."""
-        parts = self.parts(work)
-        device_s = (
-            max(parts.weights_s, parts.products_s)
-            + max(parts.context_s, parts.attention_s)
-            + parts.all_reduces_s
-            + parts.kernels_s
-        )
-        return max(device_s, parts.host_s) if self.host_overlaps else device_s + parts.host_s
 
     def parts(self, work: StepWork) -> StepParts:
         """Returns what each part of a step takes."""
         tokens = work.num_tokens
-        # In a step without chunks every token needs logits; beside chunks those few rows are nothing.
-        rows = 0 if work.num_pairs else tokens
-        pairs = work.num_pairs or work.num_context
         reduce_s = 0.0
         if self.link is not None:
             num_bytes = tokens * self.all_reduce_bytes
             reduce_s = self.link.all_reduce_s(num_bytes, self.tensor_parallel, self.link_efficiency)
         return StepParts(
             weights_s=self.weights_read(tokens) / self.bandwidth,
-            products_s=(tokens * self.token_flops + rows * self.row_flops) / self.product_rate,
-            context_s=work.num_context * self.kv_bytes / self.bandwidth,
-            attention_s=pairs * self.pair_flops / self.attention_rate,
+            products_s=(tokens * self.token_flops + work.num_rows * self.row_flops) / self.product_rate,
             all_reduces_s=self.num_all_reduces * reduce_s,
             kernels_s=self.kernels_s,
-            host_s=self.host_s,
+            context_s=work.num_context * self.kv_bytes / self.bandwidth,
+            attention_s=work.num_pairs * self.pair_flops / self.attention_rate,
         )
 
     def weights_read(self, num_tokens: int) -> float:
@@ -142,6 +160,22 @@ class RooflineCost:
         unread = (1 - self.experts_per_token / self.num_experts) ** num_tokens
         return self.weight_bytes + (1 - unread) * self.expert_bytes
 
+    def cost(self, token_budget: int) -> StepCost:
+        """Returns the cost of steps of up to ``token_budget`` tokens, which are padded to captured sizes.
+
+        There the rows of logits add their arithmetic even where reading the weights takes longer; that is little.
+        """
+        sizes = captured_sizes(token_budget)
+        tokens = tuple((size, self.parts(StepWork(size, 0, 0)).device_s) for size in sizes)
+        return StepCost(
+            tokens=tokens,
+            host_s=self.host_s,
+            row_s=self.row_flops / self.product_rate,
+            context_s=self.kv_bytes / self.bandwidth,
+            pair_s=self.pair_flops / self.attention_rate,
+            sizes=sizes,
+        )
+
 
 def roofline(
     build: ModelBuild,
@@ -150,8 +184,8 @@ def roofline(
     tensor_parallel: int = 1,
     kv_dtype: str | None = None,
     efficiency: Efficiency | None = None,
-) -> RooflineCost:
-    """Returns the cost of steps of a model on ``tensor_parallel`` of a device. No weight is read.
+) -> Roofline:
+    """Returns what steps of a model take on ``tensor_parallel`` of a device. No weight is read.
 
     ``build`` is the whole model; its weight format and dtype count. ``kv_dtype`` is a key of :data:`KV_BYTES`, by
     default the model's dtype.
@@ -168,7 +202,7 @@ def roofline(
     experts = _experts(share)
     expert_bytes = weights.matrices * _expert_share(share) if experts else 0.0
     rate = device.rate(dtype)
-    return RooflineCost(
+    return Roofline(
         tensor_parallel=tensor_parallel,
         weight_bytes=weights.matrices - expert_bytes + weights.norms + head_bytes,
         expert_bytes=expert_bytes,
@@ -187,8 +221,22 @@ def roofline(
         attention_rate=rate * reached.attention,
         kernels_s=reached.layer_s * build.spec.num_layers,
         host_s=reached.host_s,
-        host_overlaps=reached.host_overlaps,
     )
+
+
+def step_cost(
+    build: ModelBuild,
+    device: Datasheet,
+    *,
+    token_budget: int,
+    tensor_parallel: int = 1,
+    kv_dtype: str | None = None,
+    efficiency: Efficiency | None = None,
+) -> StepCost:
+    """Returns the cost of steps of up to ``token_budget`` tokens; the other arguments are those of
+    :func:`roofline`."""
+    found = roofline(build, device, tensor_parallel=tensor_parallel, kv_dtype=kv_dtype, efficiency=efficiency)
+    return found.cost(token_budget)
 
 
 def model_build(spec: ModelSpec, device: Datasheet, dtype: torch.dtype, weight_format: str | None = None) -> ModelBuild:

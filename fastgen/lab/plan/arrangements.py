@@ -1,0 +1,213 @@
+"""Arrangements of devices for a model: how many share it, how many copies there are, and how fast each is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from fastgen.errors import FastgenError
+from fastgen.lab.devices.datasheets import Datasheet
+from fastgen.lab.devices.roofline import Efficiency, Roofline, model_build, roofline
+from fastgen.lab.devices.shards import parallel_sizes, shard
+from fastgen.lab.metrics.goodput import SLO
+from fastgen.lab.models import DescribedModel
+from fastgen.lab.plan.capacity import Capacity, Shape, ShardMemory, Sizes, capacity
+from fastgen.lab.plan.steady import Steady, steady_state
+from fastgen.lab.records import RequestRecord
+from fastgen.runtime.step_cost.cost import StepCost
+
+# Token budgets that are tried where none is given.
+_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+# Numbers of clients that are tried grow by this factor.
+_GROWTH = 1.25
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is asked for. What is ``None`` is to be found."""
+
+    model: DescribedModel
+    device: Datasheet
+    # Devices there are at most.
+    num_devices: int
+    shape: Shape
+    slo: SLO | None = None
+    tensor_parallel: int | None = None
+    token_budget: int | None = None
+    clients: int | None = None
+    # Requests a second to carry.
+    rate: float | None = None
+    # Share of the requests that keep the SLO where a simulation says so.
+    attainment: float = 0.99
+    weight_format: str | None = None
+    kv_dtype: str | None = None
+    sizes: Sizes = field(default_factory=Sizes)
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    # The cost of a step as it was measured, in place of the roofline; it is that of one number of devices.
+    measured: StepCost | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to run one copy of the model, and what its clients see on average."""
+
+    tensor_parallel: int
+    token_budget: int
+    steady: Steady
+    # Answer tokens of a request.
+    answer: int
+    # Limits of the SLO that the means break.
+    broken: tuple[str, ...]
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        return self.steady.requests_per_s * self.answer / self.tensor_parallel
+
+    @property
+    def tokens_per_s_per_user(self) -> float:
+        return self.steady.tokens_per_s_per_user
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """``tensor_parallel`` devices that share one copy of a model, and all points at which they may run."""
+
+    tensor_parallel: int
+    # ``None`` where the steps were measured.
+    roofline: Roofline | None
+    capacities: dict[int, Capacity]
+    costs: dict[int, StepCost]
+    points: tuple[Point, ...]
+
+    @property
+    def best(self) -> Point | None:
+        """Returns the best point of all budgets; ``None`` if the SLO allows none."""
+        return _best(self.points)
+
+    def best_of(self, token_budget: int) -> Point | None:
+        """Returns the best point of one budget; ``None`` if the SLO allows none."""
+        return _best([point for point in self.points if point.token_budget == token_budget])
+
+
+def _best(points: Sequence[Point]) -> Point | None:
+    """Returns the point with the most requests a second that the SLO allows, or rather the one with the fewest clients
+    and the smallest budget that comes within 1 % of it."""
+    allowed = [point for point in points if not point.broken]
+    enough = 0.99 * max((point.steady.requests_per_s for point in allowed), default=0.0)
+    near = [point for point in allowed if point.steady.requests_per_s >= enough]
+    return min(near, key=lambda point: (point.steady.clients, point.token_budget), default=None)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A number of devices on which the model does not fit, and why."""
+
+    tensor_parallel: int
+    reason: str
+
+
+def arrangements(question: Question) -> tuple[list[Arrangement], list[Refusal]]:
+    """Returns the arrangements on which the model fits, and the others.
+
+    :raises InvalidArgumentError: for a ``tensor_parallel`` that the model cannot be split into.
+    """
+    spec = question.model.spec
+    if question.tensor_parallel is not None:
+        shard(spec, question.tensor_parallel)
+        candidates: Sequence[int] = (question.tensor_parallel,)
+    else:
+        candidates = parallel_sizes(spec, question.num_devices)
+    found, refused = [], []
+    for size in candidates:
+        try:
+            found.append(_arrangement(question, size))
+        except FastgenError as error:
+            refused.append(Refusal(size, str(error)))
+    return found, refused
+
+
+def _arrangement(question: Question, size: int) -> Arrangement:
+    model, device = question.model, question.device
+    memory = ShardMemory(model, device, size=size, weight_format=question.weight_format, kv_dtype=question.kv_dtype)
+    build = model_build(model.spec, device, model.dtype, question.weight_format)
+    found = roofline(build, device, tensor_parallel=size, kv_dtype=question.kv_dtype, efficiency=question.efficiency)
+    capacities: dict[int, Capacity] = {}
+    costs: dict[int, StepCost] = {}
+    points: list[Point] = []
+    error: FastgenError | None = None
+    for budget in (question.token_budget,) if question.token_budget else _BUDGETS:
+        try:
+            capacities[budget] = capacity(memory, question.shape, question.sizes, budget)
+        except FastgenError as refusal:
+            error = error or refusal
+            continue
+        costs[budget] = found.cost(budget) if found else _measured(question)
+        points += _points(question, size, budget, capacities[budget], costs[budget])
+    if not capacities:
+        assert error is not None
+        raise error
+    return Arrangement(size, found, capacities, costs, tuple(points))
+
+
+def _roofline(question: Question, size: int) -> Roofline | None:
+    if question.measured is not None:
+        return None
+    model, device = question.model, question.device
+    build = model_build(model.spec, device, model.dtype, question.weight_format)
+    return roofline(build, device, tensor_parallel=size, kv_dtype=question.kv_dtype, efficiency=question.efficiency)
+
+
+def _measured(question: Question) -> StepCost:
+    assert question.measured is not None
+    return question.measured
+
+
+def _points(question: Question, size: int, budget: int, fits: Capacity, cost: StepCost) -> Iterator[Point]:
+    shape = question.shape
+    for clients in (question.clients,) if question.clients else _client_numbers(fits.concurrent):
+        steady = steady_state(cost, shape, token_budget=budget, clients=clients, most_running=max(1, fits.concurrent))
+        yield Point(size, budget, steady, shape.answer, broken_limits(question.slo, shape, steady))
+
+
+def _client_numbers(most: int) -> Iterator[int]:
+    """Yields numbers of clients from 1 to ``most``, both included."""
+    clients = 1
+    while clients < most:
+        yield clients
+        clients = max(clients + 1, int(clients * _GROWTH))
+    yield max(1, most)
+
+
+def mean_record(shape: Shape, steady: Steady) -> RequestRecord:
+    """Returns the mean answer as a record: its gaps are the mean ones, but for one step that is full of prompts."""
+    gaps = [steady.tpot_s] * (shape.answer - 1)
+    if gaps and steady.longest_gap_s > steady.tpot_s:
+        others_s = max(0.0, (steady.tpot_s * len(gaps) - steady.longest_gap_s) / max(1, len(gaps) - 1))
+        gaps = [steady.longest_gap_s, *([others_s] * (len(gaps) - 1))]
+    times_s = tuple(accumulate([steady.ttft_s, *gaps]))
+    return RequestRecord(
+        request=0,
+        num_prompt_tokens=shape.prompt,
+        num_new_tokens=shape.answer,
+        due_s=0.0,
+        sent_s=0.0,
+        token_times_s=times_s,
+        ended_s=times_s[-1],
+    )
+
+
+def broken_limits(slo: SLO | None, shape: Shape, steady: Steady) -> tuple[str, ...]:
+    """Returns the limits of the SLO that the mean answer breaks."""
+    return () if slo is None else tuple(slo.broken(mean_record(shape, steady)))
+
+
+def pareto_front(points: Iterable[Point]) -> list[Point]:
+    """Returns the points that no other exceeds in both tokens a second and device, and a second and user; the fastest
+    for a user first."""
+    front: list[Point] = []
+    order = sorted(points, key=lambda each: (-each.tokens_per_s_per_user, -each.tokens_per_s_per_device))
+    for point in order:
+        if not front or point.tokens_per_s_per_device > front[-1].tokens_per_s_per_device:
+            front.append(point)
+    return front
