@@ -20,6 +20,7 @@ from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.requests.sampling_params import SamplingParams, resolve_seed
 from fastgen.runtime.sampling.structured_output import Grammars
 from fastgen.runtime.scheduling.drafts import NgramDrafter
+from fastgen.runtime.scheduling.policies.policy import Policy
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
 from fastgen.runtime.step.faults import Failure, Phase, cause_of
@@ -92,6 +93,16 @@ class Engine:
         """Returns for how many seconds nothing will run unless a request arrives, because the policy waits."""
         resumes_at_s = self.scheduler.resumes_at_s
         return 0.0 if resumes_at_s is None else max(0.0, resumes_at_s - self.clock())
+
+    def use_policy(self, policy: Policy) -> None:
+        """Replaces the scheduling policy, and begins a new flight recording. There may be no open request."""
+        assert not self.has_work, "a policy is replaced between requests only"
+        self.scheduler.use_policy(policy)
+        others = [one for one in self.observers.each if one is not self.recorder]
+        facts = engine_facts(self.scheduler, runs_ahead=self._runs_ahead)
+        self.recorder = Recorder(facts, self.clock, first_step=self.recorder.next_step)
+        self.recorder.snapshot(self.scheduler)
+        self.observers.set(self.recorder, *others)
 
     def check(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> None:
         """Raises with the reason if a request cannot be served. Changes nothing."""

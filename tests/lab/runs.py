@@ -18,10 +18,10 @@ def header(*, duration_s: float, num_clients: int | None = None) -> RunHeader:
     )
 
 
-def closed_loop(
-    num_requests: int, num_clients: int, *, seed: int = 0, failing: int = 0, slow_gap_s: float = 0.4
-) -> Run:
-    """Returns a run in which clients send one request after another. Every ``failing``-th request fails."""
+def closed_loop(num_requests: int, num_clients: int, *, seed: int = 0, failing: int = 0, ends_late: bool = True) -> Run:
+    """Returns a run in which clients send one request after another. Every ``failing``-th request fails. With
+    ``ends_late``, an answer ends a little after its last token.
+    """
     draw = random.Random(seed)
     free_s = [0.01 * client for client in range(num_clients)]
     records = []
@@ -30,10 +30,10 @@ def closed_loop(
         sent_s = free_s[client]
         num_prompt_tokens = draw.randint(100, 1000)
         times = [sent_s + draw.uniform(0.2, 1.1) * num_prompt_tokens / 512]
-        scale = draw.choice([0.05, 0.15, slow_gap_s])
+        scale = draw.choice([0.05, 0.15, 0.4])
         for _ in range(draw.randint(0, 60)):
             times.append(times[-1] + draw.expovariate(1 / scale))
-        ended_s = times[-1] + draw.uniform(0, 0.01)
+        ended_s = times[-1] + (draw.uniform(0, 0.01) if ends_late else 0.0)
         fails = failing > 0 and number % failing == failing - 1
         records.append(
             RequestRecord(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +19,7 @@ from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.flight.recorder import engine_facts
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.policies.policy import Policy
 
 _Prepared = tuple[Sequence[int], SamplingParams]
 
@@ -30,7 +32,6 @@ class _Order:
     # Ends with the request's generation, or with the reason why it was refused.
     outcome: asyncio.Future[Generation]
     loop: asyncio.AbstractEventLoop
-    is_cancelled: bool = False
     generation: Generation | None = None
 
     def answer(self, found: Generation | Exception) -> None:
@@ -56,7 +57,8 @@ class EngineTarget:
     def __init__(self, engine: Engine, about: Mapping[str, Any]):
         self.engine = engine
         self._about = dict(about)
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        # What the engine's thread shall do between two steps; ``None`` ends it.
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[Generation, _Order] = {}
         self._failure: Exception | None = None
         engine.answers.gives_text = False
@@ -86,12 +88,11 @@ class EngineTarget:
     async def send(self, prepared: _Prepared, answer: Answer) -> None:
         loop = asyncio.get_running_loop()
         order = _Order(prepared, loop.create_future(), loop)
-        self._orders.put(order)
+        self._calls.put(lambda: self._submit(order))
         try:
             generation = await order.outcome
         except asyncio.CancelledError:
-            order.is_cancelled = True
-            self._orders.put(order)
+            self._calls.put(lambda: self._cancel(order))
             if order.generation is not None:
                 (completion,) = order.generation.completions
                 answer.token_times = list(completion.token_times_s)
@@ -111,9 +112,25 @@ class EngineTarget:
     async def close(self) -> None:
         """Does nothing: the engine stays ready for the next run."""
 
+    def use_policy(self, policy: Policy) -> None:
+        """Replaces the engine's scheduling policy, between two runs. Raises ``InvalidArgumentError`` for a policy that
+        this engine cannot have."""
+        done: Future[None] = Future()
+
+        def replace() -> None:
+            try:
+                self.engine.use_policy(policy)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._calls.put(replace)
+        done.result()
+
     def stop(self) -> None:
         """Cancels all requests and ends the engine's thread. Stopping twice does nothing."""
-        self._orders.put(None)
+        self._calls.put(None)
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -127,7 +144,7 @@ class EngineTarget:
     # On the engine's thread
 
     def _run(self) -> None:
-        while self._take_orders():
+        while self._take_calls():
             try:
                 self.engine.step()
             except Exception as error:  # a bug: a step reports its failures in the answers
@@ -137,32 +154,32 @@ class EngineTarget:
                 self._running.clear()
         self.engine.cancel_all()
 
-    def _take_orders(self) -> bool:
-        """Takes what has been ordered, and waits for an order where the engine has nothing to do. Returns false at the
-        end."""
+    def _take_calls(self) -> bool:
+        """Does what was asked for, and waits for that while the engine has nothing to do. Returns false at the end."""
         while True:
+            is_idle = not self.engine.has_work or self._failure is not None
             try:
-                is_idle = not self.engine.has_work or self._failure is not None
-                order = self._orders.get(timeout=None if is_idle else self.engine.idle_s)
+                call = self._calls.get(timeout=None if is_idle else self.engine.idle_s)
             except queue.Empty:
                 return True
-            if order is None:
+            if call is None:
                 return False
-            if self._failure is not None:
-                order.answer(self._failure)
-            elif order.is_cancelled:
-                if order.generation is not None:
-                    self.engine.cancel(order.generation)
-            else:
-                self._submit(order)
+            call()
 
     def _submit(self, order: _Order) -> None:
+        if self._failure is not None:
+            order.answer(self._failure)
+            return
         try:
             order.generation = self.engine.submit(*order.prepared)
         except FastgenError as error:
             order.answer(error)
         else:
             self._running[order.generation] = order
+
+    def _cancel(self, order: _Order) -> None:
+        if order.generation is not None:
+            self.engine.cancel(order.generation)
 
     def _ended(self, generation: Generation) -> None:
         order = self._running.pop(generation, None)

@@ -8,11 +8,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
+from textwrap import fill
 from typing import Any
 
 from fastgen.arguments import Argument, arguments_of, build, check
 from fastgen.errors import InvalidArgumentError
 
+# Columns of the descriptions.
+_WIDTH = 100
 _WORDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -64,12 +67,15 @@ def make(text: str, kinds: Mapping[str, type], *, what: str, first: str | None =
 
 
 def described(kinds: Mapping[str, type]) -> str:
-    """Returns what ``kinds`` are and take, for ``--help`` and errors: a paragraph for each name."""
+    """Returns what ``kinds`` are and take, for ``--help`` and docs: a paragraph for each name."""
     paragraphs = []
     for name, kind in kinds.items():
-        about = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
-        lines = [f"  {one.name}: {one.summary}" for one, _ in _arguments(kind)]
-        paragraphs.append("\n".join([f"{name}: {about}", *lines]))
+        about = " ".join((kind.__doc__ or "").split("\n\n")[0].replace("``", "").split())
+        lines = [fill(f"{name}: {about}", _WIDTH, subsequent_indent="  ")]
+        lines += [
+            fill(f"    {one.name}: {one.summary}", _WIDTH, subsequent_indent=" " * 6) for one, _ in _arguments(kind)
+        ]
+        paragraphs.append("\n".join(lines))
     return "\n\n".join(paragraphs)
 
 

@@ -190,7 +190,7 @@ _SNAPSHOTS = 4
 
 class Recorder(Observer):
     """Keeps the last ``max_steps`` steps of an engine, or fewer if they and the tokens of their requests would take
-    more than about ``max_bytes``.
+    more than about ``max_bytes``. Where it follows another one, ``first_step`` continues its numbers of steps.
     """
 
     def __init__(
@@ -200,15 +200,16 @@ class Recorder(Observer):
         *,
         max_steps: int = 10_000,
         max_bytes: int = 64 * 2**20,
+        first_step: int = 0,
     ):
         self.engine, self.max_steps, self.max_bytes = engine, max_steps, max_bytes
         self._started, self._clock_s = datetime.now(UTC), clock()
         self._ring: deque[_RingEvent] = deque()
         self._num_bytes = 0
-        self._next_step = self._first_step = 0
+        self.next_step = self._first_step = first_step
         self._bytes_seen = 0
         # The step before which the last snapshot was taken, and the bytes seen by then.
-        self._last_snapshot = (0, 0)
+        self._last_snapshot = (first_step, 0)
         self._open: dict[int, Request] = {}
         # Arrivals that left the ring before the ends of their requests.
         self._early: dict[int, Request] = {}
@@ -228,7 +229,7 @@ class Recorder(Observer):
         """Returns whether a new snapshot is due, so that the ring always holds one from which a replay can begin."""
         step, num_bytes = self._last_snapshot
         return (
-            _SNAPSHOTS * (self._next_step - step) >= self.max_steps
+            _SNAPSHOTS * (self.next_step - step) >= self.max_steps
             or _SNAPSHOTS * (self._bytes_seen - num_bytes) >= self.max_bytes
         )
 
@@ -236,10 +237,10 @@ class Recorder(Observer):
         """Keeps the state of ``scheduler``, which has no unfinished step. A state is not kept if it would take more of
         the ring than the events between two snapshots.
         """
-        state = SchedulerState(scheduler, self._next_step)
+        state = SchedulerState(scheduler, self.next_step)
         if _SNAPSHOTS * state.num_bytes < self.max_bytes:
             self._append(state, state.num_bytes)
-        self._last_snapshot = (self._next_step, self._bytes_seen)
+        self._last_snapshot = (self.next_step, self._bytes_seen)
 
     def begin_with(self, running: Iterable[Sequence]) -> None:
         """Starts to record at a point where the sequences ``running`` already have their slots."""
@@ -262,14 +263,14 @@ class Recorder(Observer):
         scheduled before the tokens of the previous step were known, ``held_back`` holds the sequences that must wait
         for theirs.
         """
-        record = StepRecord(self._next_step, schedule, scheduler, began_s, scheduled_s, held_back)
+        record = StepRecord(self.next_step, schedule, scheduler, began_s, scheduled_s, held_back)
         self._running.difference_update(record.preempted)
         for entry in schedule.chunks:
             if entry.seq.key not in self._running:
                 assert entry.seq.slot is not None
                 record.admitted.append((entry.seq.key, entry.seq.slot, entry.start, entry.seq.num_cached_tokens))
                 self._running.add(entry.seq.key)
-        self._next_step += 1
+        self.next_step += 1
         if held_back is None:
             self._ran = None
         self._append(record, record.num_bytes)
@@ -343,7 +344,7 @@ class Recorder(Observer):
         self._ring.append(event)
         self._num_bytes += num_bytes
         self._bytes_seen += num_bytes
-        while self._next_step - self._first_step > self.max_steps or (
+        while self.next_step - self._first_step > self.max_steps or (
             self._num_bytes > self.max_bytes and len(self._ring) > 1
         ):
             self._forget(self._ring.popleft())

@@ -163,7 +163,7 @@ class _Player:
         # The step scheduled before the tokens of the last one were known. It is committed when that one is over.
         self._ahead: _Played | None = None
         self._last_end_s = -math.inf
-        if begin:
+        if recording.events and isinstance(recording.events[begin], Snapshot):
             self._begin_with(recording, begin)
 
     def _begin_with(self, recording: Recording, begin: int) -> None:

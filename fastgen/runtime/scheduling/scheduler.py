@@ -103,6 +103,15 @@ class Scheduler:
         self.staggering = Staggering(kv, self.running)
         self._now_s = 0.0
 
+    def use_policy(self, policy: Policy) -> None:
+        """Replaces the policy by a copy of ``policy``. No sequence may run or wait.
+
+        :raises InvalidArgumentError: for a policy that cannot work with ``max_num_seqs`` sequences; nothing changes.
+        """
+        assert not self.unfinished, "a policy is replaced between requests only"
+        policy.check(self.max_num_seqs)
+        self.policy, self.resumes_at_s, self._num_opened = copy.deepcopy(policy), None, 0
+
     @property
     def place(self) -> tuple[int, int, float]:
         """Returns state beside sequences and blocks: open admissions, the next decode to get a lookahead block, and the

@@ -243,5 +243,5 @@ def test_a_wrong_arrival_process_says_what_there_is(spec: str, message: str) -> 
 def test_the_help_describes_every_workload_and_parameter() -> None:
     text = described_workloads()
     assert all(f"\n{name}: " in f"\n{text}" for name in WORKLOADS)
-    assert "  max_prompt: Most tokens of a prompt. Default: 4000." in text
+    assert "    max_prompt: Most tokens of a prompt. Default: 4000." in text
     assert "poisson" in ARRIVALS

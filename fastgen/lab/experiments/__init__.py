@@ -1,0 +1,1 @@
+"""Experiments: runs put together to answer a question."""
