@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 CLIENTS: Final = (1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32)
 SLAS: Final = (2, 4, 6)
-# Requests of the paper's text.
+# Requests of a point: those of the paper's text for the shapes that its figures are about, else those of its scripts.
 _NUM_REQUESTS: Final = 512
+_SHAPES_OF_FIGURES: Final = ("70b_2600_60", "70b_2600_128")
 # Clients at which the paper shows percentiles of gaps.
 _GAP_CLIENTS: Final = 16
 # Token budgets: that of DeepSpeed-MII (``max_ragged_batch_size``), and that of vLLM for a context of 4096 tokens.
@@ -73,20 +74,25 @@ SHAPES: Final = _shapes()
 
 def run(setting: Setting) -> dict[str, Any]:
     """Returns the figures of every shape, policy and number of clients."""
-    shapes, clients, count = (SHAPES[:1], (1, 4, 16), 48) if setting.small else (SHAPES, CLIENTS, _NUM_REQUESTS)
+    shapes, clients = (SHAPES[:1], (1, 4, 16)) if setting.small else (SHAPES, CLIENTS)
     curves = []
     for shape in shapes:
-        requests = planned(Paper(mean_prompt_tokens=shape.prompt, mean_new_tokens=shape.answer, num_requests=count))
         for policy in POLICIES:
-            server = shape.server(policy)
-            points = [{"clients": each, **kept(closed_loop(server, requests, each))} for each in clients]
+            points = [_point(shape, policy, each, is_small=setting.small) for each in clients]
             curves.append({"shape": shape.key, "policy": policy, "points": points})
     return {
-        "num_requests": count,
         "token_budgets": dict(POLICIES),
         "shapes": [asdict(shape) for shape in shapes],
         "curves": curves,
     }
+
+
+def _point(shape: Shape, policy: str, clients: int, *, is_small: bool) -> dict[str, Any]:
+    count = 4 * clients + 32
+    if shape.key in _SHAPES_OF_FIGURES and not is_small:
+        count = _NUM_REQUESTS
+    requests = planned(Paper(mean_prompt_tokens=shape.prompt, mean_new_tokens=shape.answer, num_requests=count))
+    return {"clients": clients, "requests": count, **kept(closed_loop(shape.server(policy), requests, clients))}
 
 
 def throughput_at(points: Sequence[Mapping[str, Any]], latency_s: float) -> float | None:
@@ -121,7 +127,8 @@ def section(result: Result) -> str:
     found = _curves(result)
     parts = [
         f"Closed loop of 1 to {max(point['clients'] for curve in result['curves'] for point in curve['points'])} "
-        f"clients, {result['num_requests']:,} requests a point, lengths as the paper's scripts draw them. "
+        f"clients, lengths as the paper's scripts draw them. A point has {_NUM_REQUESTS} requests for Llama-2-70B with "
+        "prompts of 2,600 tokens on A100s, and for the others 4 × clients + 32, as in the scripts. "
         "Token budgets: "
         + ", ".join(f"`{policy}` {budget:,}" for policy, budget in result["token_budgets"].items())
         + ". Throughput in the first table is the paper's: clients divided by mean latency.",

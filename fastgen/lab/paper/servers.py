@@ -33,6 +33,8 @@ class Server:
     token_budget: int = 2048
     max_num_seqs: int = 256
     max_model_len: int | None = None
+    # Whether a request reserves blocks for ``max_model_len`` tokens when it begins.
+    reserves_context: bool = False
     # More settings of the simulated server.
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -55,9 +57,13 @@ class Server:
             "prefix_caching": False,
             "runs_ahead": True,
         }
+        settings |= self.options
+        if self.reserves_context:
+            most = (settings["num_blocks"] - 1) // -(-settings["max_model_len"] // settings["block_size"])
+            settings["max_num_seqs"] = min(self.max_num_seqs, most)
         build = model_build(model.spec, device, model.dtype)
         cost = step_cost(build, device, token_budget=self.token_budget, tensor_parallel=self.tensor_parallel)
-        return ServerSettings(**settings | self.options), cost
+        return ServerSettings(**settings), cost
 
 
 def planned(workload: Workload) -> list[PlannedRequest]:

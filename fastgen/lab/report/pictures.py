@@ -11,6 +11,7 @@ from fastgen.lab.report import forwards, plots, step_plots
 from fastgen.lab.report.points import Bars, Curve, Measured, Point, measured
 from fastgen.lab.report.results import Collection, Result
 from fastgen.lab.report.series import Series, load_of, series, swept
+from fastgen.lab.report.timelines import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,12 +136,12 @@ def _recording_pictures(collection: Collection) -> Iterator[Picture]:
         )
     shown = dict(list(drawn.items())[:_MOST_RECORDINGS])
     if shown:
-        labels = {f"{each.header.engine.policy} ({name})": each for name, each in shown.items()}
+        labels = {f"{each.header.engine.policy} ({name})": Timeline.of(each) for name, each in shown.items()}
         yield Picture(
             "steps",
             "Steps over time",
             "Each bar is a step: its width is its time, its height its tokens on a logarithmic scale.",
-            step_plots.policy_timeline(labels),
+            step_plots.policy_timeline(step_plots.same_interval(labels)),
         )
         yield Picture(
             "cache",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.lab.report import drawing, forwards, plots, step_plots
 from fastgen.lab.report.points import Bars, Curve, Measured, Point
+from fastgen.lab.report.timelines import Timeline
 from fastgen.runtime.flight.recording import Recording
 from tests.lab.report.made_runs import made_recording
 
@@ -67,27 +70,38 @@ def test_the_same_plot_has_the_same_bytes() -> None:
 
 
 def test_steps_of_all_policies_are_drawn_over_the_same_time() -> None:
-    recordings = {policy: made_recording(policy) for policy in ("splitfuse", "prefill_first", "orca")}
-    figure = step_plots.policy_timeline(recordings)
-    assert [axes.get_title(loc="left") for axes in figure.axes] == list(recordings)
+    timelines = {policy: Timeline.of(made_recording(policy)) for policy in ("splitfuse", "prefill_first", "orca")}
+    shown = step_plots.same_interval(timelines, num_steps=30)
+    figure = step_plots.policy_timeline(shown)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == list(timelines)
     assert len({axes.get_xlim() for axes in figure.axes}) == 1
     highest = max(patch.get_y() + patch.get_height() for axes in figure.axes for patch in axes.patches)
-    assert highest == max(step.num_tokens for each in recordings.values() for step in each.steps)
+    assert highest == max((each.decodes + each.prompts).max() for each in shown.values())
+    assert max(len(each.start_s) for each in shown.values()) == 30
 
 
 def test_the_use_of_the_cache_is_a_share_of_its_blocks() -> None:
     recording = made_recording("splitfuse")
-    above, below = step_plots.cache_plot({"splitfuse": recording}).axes
+    above, below = step_plots.cache_plot({"splitfuse": Timeline.of(recording)}).axes
     used = below.lines[0].get_ydata()
     assert used.tolist() == pytest.approx([100 * (1 - step.blocks_free / 499) for step in recording.steps])
     assert above.lines[0].get_ydata().tolist() == [step.running for step in recording.steps]
 
 
 def test_a_recording_without_steps_is_refused() -> None:
-    empty = Recording(made_recording("orca").header, ())
-    for draw in (step_plots.policy_timeline, step_plots.cache_plot):
-        with pytest.raises(InvalidArgumentError, match="holds no step"):
-            draw({"orca": empty})
+    with pytest.raises(InvalidArgumentError, match="holds no step"):
+        Timeline.of(Recording(made_recording("orca").header, ()))
+
+
+def test_a_timeline_comes_back_from_json_and_keeps_preemptions_when_thinned() -> None:
+    timeline = Timeline.of(made_recording("splitfuse"))
+    again = Timeline.from_json(json.loads(json.dumps(timeline.as_json())))
+    assert again.start_s.tolist() == pytest.approx(timeline.start_s.tolist(), abs=1e-5)
+    assert again.decodes.tolist() == timeline.decodes.tolist()
+    thinned = replace(timeline, preemptions=(timeline.decodes == 3).astype(np.int64)).thinned(10)
+    assert thinned.preemptions.sum() == (timeline.decodes == 3).sum() > 0
+    assert len(thinned.start_s) <= 10 + thinned.preemptions.sum()
+    assert (thinned.start_s[0], thinned.start_s[-1]) == (timeline.start_s[0], timeline.start_s[-1])
 
 
 def test_forward_passes_have_the_times_of_their_steps() -> None:
