@@ -69,7 +69,7 @@ def run(setting: Setting) -> dict[str, Any]:
                     "reserves_context": reserves_context,
                     "duration_s": rounded(run.header.duration_s),
                     "most_running": int(steps.running.max()),
-                    "most_waiting": int(steps.waiting[1:].max()),
+                    "most_waiting": int(steps.waiting[_began(steps) :].max()),
                     "mean_waiting_when_full": _mean_waiting(steps),
                     "preemptions": int(steps.preemptions.sum()),
                     "most_used": rounded(float(steps.used.max())),
@@ -79,9 +79,15 @@ def run(setting: Setting) -> dict[str, Any]:
     return {"sheet": sheet().lines(), "runs": found}
 
 
+def _began(steps: Timeline) -> int:
+    """Returns the first step in which as many chats run as ever do. Before it chats wait only for their first step."""
+    return int(np.argmax(steps.running))
+
+
 def _mean_waiting(steps: Timeline) -> float:
     """Returns how many chats wait on average while at least one waits, weighted by time."""
     waits = steps.waiting > 0
+    waits[: _began(steps)] = False
     times_s = (steps.end_s - steps.start_s)[waits]
     return rounded(float(np.average(steps.waiting[waits], weights=times_s))) if waits.any() else 0.0
 
@@ -119,9 +125,10 @@ def section(result: Result) -> str:
         "RTX 4090. With 10 chats the cache never fills. With 12 it fills near the end and one chat is preempted; it "
         "waits until another is done. With 14 the chats fill the cache earlier, and are preempted one after another "
         "until as many run as the arithmetic says. With blocks on demand more than 11 chats run at first, because they "
-        "are short then. With reservation 7 run from the first step to the last, whatever they use, and the others wait.\n\n"
-        "The post's turns took 10 s each, with a client between them. Here a chat has no pauses, so the run is "
-        "shorter. What is preempted is computed again when it continues, as in the vLLM of the post."
+        "are short then. With reservation 7 run from the first step to the last, whatever they use, and the others "
+        "wait.\n\n"
+        "The post's turns took 10 s each, with a client between them. Here a chat has no pauses. What is preempted is "
+        "computed again when it continues, as in the vLLM of the post."
     )
     return f"```\n{lines}\n```\n\n{table(headings, rows)}\n\n{account}"
 

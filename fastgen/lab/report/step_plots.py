@@ -72,6 +72,7 @@ def cache_plot(timelines: Mapping[str, Timeline]) -> Figure:
         finish(above, x="", y="" if place else "requests", title=label, legend=False)
         finish(below, x="time (s)", y="" if place else "KV cache blocks in use (%)", legend=False)
     all_axes[0].set_ylim(bottom=0)
+    all_axes[0].yaxis.get_major_locator().set_params(integer=True)
     all_axes[columns].set_ylim(0, 108)
     handles, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, handlelength=3.5)
@@ -93,4 +94,4 @@ def _draw_use(axes: Axes, steps: Timeline) -> None:
     axes.axhline(100, color="black", linewidth=0.8, linestyle=":")
     if count := int(steps.preemptions.sum()):
         text = f"{count:,} preemption{'s' if count > 1 else ''}"
-        axes.annotate(text, (0.03, 0.9), xycoords="axes fraction", fontsize=FONT_SIZE - 1)
+        axes.annotate(text, (0.03, 0.82), xycoords="axes fraction", fontsize=FONT_SIZE - 1)
