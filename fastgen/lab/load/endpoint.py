@@ -147,15 +147,22 @@ class EndpointTarget:
             )
         return answer
 
-    async def _first_model(self) -> str:
+    async def get(self, path: str) -> Any:
+        """Returns the JSON that the server has at ``path``. Raises ``FastgenError`` if it has none."""
         body = bytearray()
-        request = self._pool.request("GET", "/v1/models", self._headers)
+        request = self._pool.request("GET", path, self._headers)
         response = await self._pool.exchange(request, lambda piece, at: body.extend(piece))
         if response.status != 200:
             raise _refusal(response)
         try:
-            return str(json.loads(body)["data"][0]["id"])
-        except (ValueError, KeyError, IndexError, TypeError):
+            return json.loads(body)
+        except ValueError:
+            raise RequestFailedError(f"{self._pool.url}{path} is not JSON: {bytes(body[:80])!r}") from None
+
+    async def _first_model(self) -> str:
+        try:
+            return str((await self.get("/v1/models"))["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
             raise FastgenError(f"{self._pool.url}/v1/models lists no model; name the one to measure") from None
 
 
