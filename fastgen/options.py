@@ -105,6 +105,17 @@ class LoadOptions:
             check=TRUE_OR_FALSE,
         ),
     ] = True
+    kv_reservation: Annotated[
+        str | None,
+        Option(
+            "Keep KV blocks for running requests as without paging: request or context.",
+            "request keeps what the prompt and max_new_tokens may need, context what max_model_len tokens need. A "
+            "request waits until all of that is free, so fewer run at once and none is preempted. Answers do not "
+            "depend on it; it is there to compare with.",
+            check=Check("'request', 'context' or None", lambda value: value in (None, "request", "context")),
+            default="blocks are taken as tokens need them",
+        ),
+    ] = None
     num_threads: Annotated[
         int | None,
         Option("CPU threads that compute, for the whole process.", check=AT_LEAST_1, default="one for each core"),

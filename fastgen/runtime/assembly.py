@@ -114,6 +114,8 @@ def build_engine(
             propose_drafts=None if drafter is None else drafter.propose,
             policy=policy,
             aging_s=aging_s,
+            kv_reservation=config.kv_reservation,
+            max_model_len=config.max_model_len,
         ),
         vocab_size=spec.vocab_size,
         max_model_len=config.max_model_len,

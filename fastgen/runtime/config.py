@@ -46,6 +46,7 @@ def resolve_engine_config(memory: MemoryModel, options: LoadOptions) -> EngineCo
         _num_draft_tokens(
             options.speculative, options.num_draft_tokens, token_budget or _DEFAULT_TOKEN_BUDGET[memory.device.kind]
         ),
+        options.kv_reservation,
     )
     try:
         return _resolve(memory, asked)
@@ -90,6 +91,7 @@ def _resolve(memory: MemoryModel, asked: AskedSizes) -> EngineConfig:
             num_kv_groups=memory.num_kv_groups,
             prefix_caching=asked.prefix_caching,
             num_draft_tokens=asked.num_draft_tokens,
+            kv_reservation=asked.kv_reservation,
         )
 
     block_bytes, least = memory.block_bytes(size), 1 + memory.num_kv_groups
@@ -104,6 +106,13 @@ def _resolve(memory: MemoryModel, asked: AskedSizes) -> EngineConfig:
         useful = None if model_len is None else 1 + num_seqs * blocks_of_sequence(memory, model_len, budget, size)
         num_blocks = max(least, default_num_blocks(memory, sized, useful))
     config = sized(num_blocks)
+    if config.kv_reservation == "context":
+        reserved = blocks_of_sequence(memory, config.max_model_len, budget, size)
+        if reserved > num_blocks - 1:
+            raise OutOfMemoryError(
+                f"kv_reservation='context' reserves {reserved} blocks for each sequence of up to "
+                f"{config.max_model_len} tokens, but the KV cache has {num_blocks - 1}"
+            )
     ledger = memory.ledger(config)
     if ledger.total_bytes > ledger.device_bytes:
         raise OutOfMemoryError(f"{ledger.arithmetic()}, but {memory.device} has {in_gib(ledger.device_bytes)}")

@@ -88,6 +88,7 @@ class Metrics:
     preemptions_total: int
     # Blocks of the KV cache.
     kv_blocks: int
+    # Blocks that sequences hold, or that are reserved for them.
     kv_blocks_held: int
     # Blocks that no sequence holds, and whose contents the prefix cache can still use.
     kv_blocks_cached: int
@@ -182,7 +183,7 @@ class EngineMetrics(Observer):
             prefix_cache_evictions_total=prefix_cache.evictions,
             preemptions_total=self._preemptions,
             kv_blocks=pool.capacity,
-            kv_blocks_held=pool.capacity - scheduler.kv.num_free,
+            kv_blocks_held=pool.capacity - scheduler.reservations.num_free,
             kv_blocks_cached=pool.num_cached,
             itl_target_missed_total=self._targets_missed,
             step_seconds={size: tally.histogram() for size, tally in sorted(self._steps.items())},

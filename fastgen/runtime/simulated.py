@@ -116,17 +116,27 @@ class SimulatedServer:
         windows: SequenceOf[int | None] = (None,),
         max_model_len: int | None = None,
         runs_ahead: bool = False,
+        kv_reservation: str | None = None,
         makes_tokens: bool = True,
         seed: int = 0,
     ):
         self.clock = VirtualClock()
         kv = KVCacheManager(num_blocks, block_size, windows, max_chunk=token_budget, prefix_caching=prefix_caching)
-        scheduler = Scheduler(kv, token_budget=token_budget, max_num_seqs=max_num_seqs, policy=policy, aging_s=aging_s)
+        self.max_model_len = max_model_len or kv.pool.capacity // kv.num_groups * block_size
+        scheduler = Scheduler(
+            kv,
+            token_budget=token_budget,
+            max_num_seqs=max_num_seqs,
+            policy=policy,
+            aging_s=aging_s,
+            kv_reservation=kv_reservation,
+            max_model_len=self.max_model_len,
+        )
         self.engine = (Engine if makes_tokens else CountingEngine)(
             cast(ModelRunner, SimulatedRunner(cost, self.clock, seed=seed, makes_tokens=makes_tokens)),
             scheduler,
             vocab_size=VOCAB_SIZE,
-            max_model_len=max_model_len or kv.pool.capacity * block_size,
+            max_model_len=self.max_model_len,
             eos_token_ids=frozenset(),
             new_detokenizer=None,
             clock=self.clock,

@@ -99,6 +99,8 @@ class History:
     beams: bool = False
     drafts: bool = False
     policy: Policy | None = None
+    kv_reservation: str | None = None
+    max_model_len: int = 1000
     aging_s: float = 30.0
     failures: float = 0.0
     damages: float = 0.0
@@ -124,9 +126,11 @@ class History:
                 policy=self.policy,
                 aging_s=self.aging_s,
                 propose_drafts=self.device.propose if self.drafts else None,
+                kv_reservation=self.kv_reservation,
+                max_model_len=self.max_model_len,
             ),
             vocab_size=100,
-            max_model_len=1000,
+            max_model_len=self.max_model_len,
             eos_token_ids=frozenset({EOS}),
             new_detokenizer=None,
             clock=self.device.clock,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.lab.load.units import units
 from fastgen.lab.workloads.request import PlannedRequest
 
-# Requests that are sent one after another: those of a session, or one alone.
+# Numbers of the requests that are sent one after another: those of a session, or one alone.
 _Unit = deque[int]
 
 
@@ -40,7 +41,7 @@ class Clients:
         self._requests, self._is_open = requests, num_clients is None
         self._planned: list[Send] = []
         self._num_planned = 0
-        self._units = deque(_units(requests))
+        self._units = deque([deque([number for number, _ in unit]) for unit in units(requests)])
         # What is left of the unit of each request that was sent.
         self._rest: dict[int, _Unit] = {}
         if num_clients is None:
@@ -90,17 +91,3 @@ class Clients:
         self._rest[number] = unit
         heappush(self._planned, Send(at_s, self._num_planned, number, client))
         self._num_planned += 1
-
-
-def _units(requests: Sequence[PlannedRequest]) -> Iterator[_Unit]:
-    """Yields sessions and requests without one, in the order in which each first appears."""
-    sessions: dict[str, _Unit] = {}
-    found: list[_Unit] = []
-    for number, request in enumerate(requests):
-        if request.session is not None and request.session in sessions:
-            sessions[request.session].append(number)
-            continue
-        found.append(deque([number]))
-        if request.session is not None:
-            sessions[request.session] = found[-1]
-    yield from found

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastgen.lab.simulation.settings import ServerSettings
-from fastgen.lab.workloads.request import PlannedRequest
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -44,12 +43,13 @@ class Replica:
             windows=settings.windows,
             max_model_len=settings.max_model_len,
             runs_ahead=settings.runs_ahead,
+            kv_reservation=settings.kv_reservation,
             makes_tokens=records_flight,
             seed=seed,
         )
         self.engine, self.clock = self._server.engine, self._server.clock
         self.engine.answers.on_end = self._note_end
-        self._on_end = on_end
+        self._on_end, self._step_gap_s = on_end, settings.step_gap_s
         if records_flight:  # all of it, however long
             self.engine.recorder.max_steps = self.engine.recorder.max_bytes = sys.maxsize
         # Until when the policy waits for more requests.
@@ -63,27 +63,27 @@ class Replica:
         """Returns when the next step can begin; infinity while there is nothing to run."""
         return max(self.clock.now_s, self._resumes_s) if self.engine.has_work else math.inf
 
-    def submit(self, request: PlannedRequest, at_s: float) -> Generation:
+    def submit(self, prompt_ids: Sequence[int], num_new: int, at_s: float) -> Generation:
         """Queues a request that arrives at ``at_s``, perhaps in the middle of a step.
 
         :raises InvalidArgumentError: if it can never be served.
         """
-        num_new = request.num_new_tokens
         if num_new not in self._samplings:  # one object for equal parameters: these are checked once
             self._samplings[num_new] = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True)
         step_end_s = max(self.clock.now_s, at_s)
         self.clock.now_s = at_s
         try:
-            generation = self.engine.submit(request.prompt_ids, self._samplings[num_new])
+            generation = self.engine.submit(prompt_ids, self._samplings[num_new])
         finally:
             self.clock.now_s = self._resumes_s = step_end_s
-        self.num_outstanding += len(request.prompt_ids) + num_new
+        self.num_outstanding += len(prompt_ids) + num_new
         return generation
 
     def step(self) -> None:
-        """Runs the next step. The clock is at its end then."""
+        """Runs the next step. The clock shows then when the one after it may begin."""
         self.clock.now_s = self.next_step_s
         self.engine.step()
+        self.clock.now_s += self._step_gap_s
         self._resumes_s = self.clock.now_s + self.engine.idle_s
 
     def _note_end(self, generation: Generation) -> None:

@@ -17,6 +17,7 @@ from fastgen.lab.simulation.replica import Replica
 from fastgen.lab.simulation.router import make_router
 from fastgen.lab.simulation.settings import ServerSettings
 from fastgen.lab.workloads.request import PlannedRequest
+from fastgen.lab.workloads.sessions import Conversations
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.step_cost.cost import StepCost
@@ -96,6 +97,7 @@ class Simulation:
         # What was sent and is not answered yet, by its answer.
         self._sent: dict[Generation, Send] = {}
         self._records: dict[int, RequestRecord] = {}
+        self._conversations = Conversations()
 
     def run(self) -> Run:
         """Returns the records of all requests. Can be called once."""
@@ -117,11 +119,12 @@ class Simulation:
 
     def _submit(self, sent: Send, arrival_s: float) -> None:
         request = self._requests[sent.request]
+        prompt_ids = self._conversations.prompt(request)
         try:
-            generation = self._route(self.replicas).submit(request, arrival_s)
+            generation = self._route(self.replicas).submit(prompt_ids, request.num_new_tokens, arrival_s)
         except InvalidArgumentError as error:
             ended_s = arrival_s + self._settings.token_delay_s
-            self._record(sent, token_times_s=(), ended_s=ended_s, error=str(error))
+            self._record(sent, len(prompt_ids), token_times_s=(), ended_s=ended_s, error=str(error))
             return
         self._sent[generation] = sent
 
@@ -130,21 +133,29 @@ class Simulation:
         assert completion.error is None, completion.error
         delay_s = self._settings.token_delay_s
         times_s = tuple([time_s + delay_s for time_s in completion.token_times_s])
+        sent, sequence = self._sent.pop(generation), completion.sequence
+        num_prompt = sequence.num_prompt_tokens
+        request = self._requests[sent.request]
+        if request.session is not None:
+            self._conversations.answered(request, sequence.token_ids[:num_prompt], sequence.token_ids[num_prompt:])
         self._record(
-            self._sent.pop(generation),
+            sent,
+            num_prompt,
             token_times_s=times_s,
             ended_s=times_s[-1],
-            num_cached_tokens=completion.sequence.num_cached_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
             finish_reason=completion.finish_reason,
         )
 
-    def _record(self, sent: Send, *, token_times_s: tuple[float, ...], ended_s: float, **facts: Any) -> None:
+    def _record(
+        self, sent: Send, num_prompt_tokens: int, *, token_times_s: tuple[float, ...], ended_s: float, **facts: Any
+    ) -> None:
         request = self._requests[sent.request]
         self._records[sent.request] = RequestRecord(
             request=sent.request,
             client=sent.client,
             session=request.session,
-            num_prompt_tokens=len(request.prompt_ids),
+            num_prompt_tokens=num_prompt_tokens,
             num_new_tokens=request.num_new_tokens,
             due_s=sent.at_s,
             sent_s=sent.at_s,

@@ -7,13 +7,15 @@ but that it has one token more. The times of such a stretch of steps are shared,
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import Final
 
 from fastgen.runtime.answers.answers import Answers
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.step.step import Step
 
-# Stands for every generated token. It is above all ids of prompts, so no prompt begins like an answer.
-_GENERATED = 2**31
+# Stands for every generated token. It is above the ids of any vocabulary, so no prompt begins like an answer unless it
+# continues one.
+GENERATED: Final = 2**31 - 1
 
 
 class CountedAnswers(Answers):
@@ -33,7 +35,7 @@ class CountedAnswers(Answers):
             self._num_left = min(map(_num_left, self._decodes), default=0)
         if self._decodes:
             for seq in self._decodes:
-                seq.token_ids.append(_GENERATED)
+                seq.token_ids.append(GENERATED)
             self._times_s.append(step.ran_s)
             self._num_left -= 1
             if not self._num_left:
@@ -43,7 +45,7 @@ class CountedAnswers(Answers):
                     self._end_at_length(seq)
         for chunk in schedule.chunks:
             if chunk.samples:
-                chunk.seq.token_ids.append(_GENERATED)
+                chunk.seq.token_ids.append(GENERATED)
                 self._completion_times_s(chunk.seq).append(step.ran_s)
                 if not _num_left(chunk.seq):
                     self._end_at_length(chunk.seq)

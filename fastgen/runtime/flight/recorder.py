@@ -103,7 +103,7 @@ class StepRecord:
         self.sampled: list[_Key] = []
         self.postponed: list[_Key] = []
         self.num_running, self.num_waiting = len(scheduler.running), scheduler.num_waiting
-        self.blocks_free, self.blocks_cached = scheduler.kv.num_free, scheduler.kv.pool.num_cached
+        self.blocks_free, self.blocks_cached = scheduler.reservations.num_free, scheduler.kv.pool.num_cached
 
     def step(self) -> Step:
         """Returns the record in its present state, with names in place of keys."""
@@ -399,6 +399,8 @@ def engine_facts(scheduler: Scheduler, *, runs_ahead: bool = False) -> EngineFac
         aging_s=scheduler.waiting.aging_s,
         prefix_caching=kv.prefix_cache is not None,
         runs_ahead=runs_ahead,
+        kv_reservation=scheduler.reservations.kind,
+        max_model_len=scheduler.reservations.max_model_len,
     )
 
 

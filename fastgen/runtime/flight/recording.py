@@ -21,7 +21,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import FinishReason
 
 FORMAT = "fastgen flight recording"
-VERSION = 5
+VERSION = 6
 # Strict, for :mod:`fastgen.runtime.flight.recording_file`: no number as a string, and no unknown field.
 _STRICT = {"extra": "forbid", "strict": True}
 
@@ -107,6 +107,10 @@ class EngineFacts:
     prefix_caching: bool
     # Whether steps are launched before the tokens of those before them are known.
     runs_ahead: bool = False
+    # What is reserved for a running sequence, see :mod:`fastgen.runtime.scheduling.reservations`.
+    kv_reservation: str | None = None
+    # Longest prompt and answer together; ``None`` where the scheduler does not need it.
+    max_model_len: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +162,8 @@ class Step:
 
     ``entries`` are in the schedule's order. The first ``num_decodes`` of them are decodes of one token; decodes with
     drafts come after the prompts. The counts hold after scheduling and before the step ran: running sequences, waiting
-    sequences, and blocks without a holder (``blocks_cached`` of them are kept for the prefix cache).
+    sequences, and blocks that are neither held nor reserved (``blocks_cached`` blocks without a holder are kept for the
+    prefix cache).
     """
 
     __pydantic_config__: ClassVar = _STRICT

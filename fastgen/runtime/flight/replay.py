@@ -343,4 +343,6 @@ def build_scheduler(engine: EngineFacts, propose_drafts: Callable[[Sequence, int
         policy=make_policy(engine.policy, engine.policy_parameters),
         aging_s=engine.aging_s,
         propose_drafts=propose_drafts,
+        kv_reservation=engine.kv_reservation,
+        max_model_len=engine.max_model_len,
     )

@@ -165,6 +165,8 @@ def restore(scheduler: Scheduler, snapshot: Snapshot, sequences: Mapping[str, Se
         snapshot.free_slots,
         [BlockUpdate(*entry) for entry in snapshot.updates],
     )
+    for seq in scheduler.running:
+        scheduler.reservations.reserve(seq)
     scheduler.waiting.restore(
         [(sequences[each.sequence], each.since_s) for each in snapshot.waiting], found(snapshot.held)
     )

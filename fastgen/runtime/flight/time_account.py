@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from fastgen.runtime.flight.recording import Arrival, Finish, Recording, Step, request_of
+from fastgen.runtime.kv_cache.capacity import Capacity
 
 Cause = Literal[
     "queued_step",  # until it was scheduled: the time between steps, and the scheduling of the step that admitted it
@@ -190,6 +191,16 @@ class TimeAccount:
                 if has_come:
                     yield event, bool(waiting)
 
+    def _num_reserved(self) -> int:
+        """Returns how many blocks are reserved for a sequence of this request."""
+        engine, arrival = self._recording.header.engine, self._arrival
+        num_tokens = arrival.prompt_tokens + arrival.max_new_tokens - 1
+        if engine.kv_reservation == "context" and engine.max_model_len is not None:
+            num_tokens = engine.max_model_len - 1
+        return Capacity(engine.num_blocks - 1, engine.block_size, engine.windows, engine.max_chunk).blocks_needed(
+            num_tokens
+        )
+
     def _queued_for(self, step: Step, is_kept: bool) -> Cause:
         """Returns why ``step`` admitted no more than it did."""
         engine = self._recording.header.engine
@@ -197,5 +208,7 @@ class TimeAccount:
             return "queued_blocks"
         if step.running == engine.max_num_seqs:
             return "queued_slots"
+        if engine.kv_reservation and step.blocks_free < self._num_reserved():
+            return "queued_blocks"
         is_full = step.num_tokens == step.size or any(not entry.num_sampled for entry in step.prompts)
         return "queued_tokens" if is_full else "queued_policy"

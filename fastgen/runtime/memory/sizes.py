@@ -19,6 +19,8 @@ class EngineConfig:
     num_kv_groups: int
     prefix_caching: bool = True
     num_draft_tokens: int = 0
+    # A kind of :mod:`fastgen.runtime.scheduling.reservations`.
+    kv_reservation: str | None = None
 
     @property
     def max_rows(self) -> int:
@@ -47,3 +49,4 @@ class AskedSizes:
     block_size: int | None = None
     prefix_caching: bool = True
     num_draft_tokens: int = 0
+    kv_reservation: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Sequence, SequenceStatus
 from fastgen.runtime.scheduling.forks import Forks
+from fastgen.runtime.scheduling.reservations import Reservations
 from fastgen.runtime.scheduling.running_set import RunningSet
 from fastgen.runtime.scheduling.waiting_queue import WaitingQueue
 
@@ -12,8 +13,16 @@ from fastgen.runtime.scheduling.waiting_queue import WaitingQueue
 class Preemption:
     """Stops sequences of ``running``; the preempted ones wait in ``waiting`` at the place of their urgency."""
 
-    def __init__(self, kv: KVCacheManager, running: RunningSet, waiting: WaitingQueue, forks: Forks):
-        self._kv, self._running, self._waiting, self._forks = kv, running, waiting, forks
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        running: RunningSet,
+        waiting: WaitingQueue,
+        forks: Forks,
+        reservations: Reservations,
+    ):
+        self._kv, self._running, self._waiting = kv, running, waiting
+        self._forks, self._reservations = forks, reservations
 
     def preempt_least_urgent(self, now_s: float) -> list[Sequence]:
         """Returns the preempted sequences: one, or all running beams of a search."""
@@ -37,3 +46,4 @@ class Preemption:
         self._kv.free(seq)
         self._running.remove(seq)
         self._forks.forked.discard(seq)
+        self._reservations.release(seq)

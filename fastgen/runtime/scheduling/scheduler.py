@@ -41,6 +41,7 @@ from fastgen.runtime.scheduling.forks import Forks
 from fastgen.runtime.scheduling.policies.policy import Policy, StepPlan, StepView
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse, captured_sizes, smallest_size
 from fastgen.runtime.scheduling.preemption import Preemption
+from fastgen.runtime.scheduling.reservations import Reservations
 from fastgen.runtime.scheduling.running_set import RunningSet
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduling.staggering import Staggering
@@ -57,7 +58,7 @@ class Scheduler:
     A step has at most ``token_budget`` tokens and ``max_num_seqs`` sequences. Its cost does not depend on how many
     requests wait. A sequence that has waited for ``aging_s`` seconds moves up a class. ``propose_drafts(seq, n)``, if
     given, returns at most ``n`` guesses of what follows the tokens of a decode; it is called while a step has places
-    left.
+    left. :class:`~fastgen.runtime.scheduling.reservations.Reservations` explains ``kv_reservation``.
 
     For each step the engine calls :meth:`schedule`, runs the step, calls :meth:`commit`, and then appends one token to
     each sampled sequence or calls :meth:`finish`. A schedule stays uncommitted where running it failed: the next one
@@ -75,6 +76,8 @@ class Scheduler:
         policy: Policy | None = None,
         aging_s: float = DEFAULT_AGING_S,
         propose_drafts: ProposeDrafts | None = None,
+        kv_reservation: str | None = None,
+        max_model_len: int | None = None,
     ):
         if max_num_seqs < 1:
             raise InvalidArgumentError(f"max_num_seqs is {max_num_seqs}, but must be at least 1")
@@ -95,7 +98,8 @@ class Scheduler:
         self._propose_drafts = propose_drafts
         self.running = RunningSet(max_num_seqs)
         self.forks = Forks(kv, self.running, self.waiting)
-        self._preemption = Preemption(kv, self.running, self.waiting, self.forks)
+        self.reservations = Reservations(kv, self.forks, kv_reservation, max_model_len)
+        self._preemption = Preemption(kv, self.running, self.waiting, self.forks, self.reservations)
         self._num_opened = 0
         self._scheduled: Schedule | None = None
         self._is_launched = self._is_ahead = False
@@ -153,6 +157,7 @@ class Scheduler:
         """
         self.kv.capacity.check_fits(num_prompt_tokens, sampling.max_new_tokens)
         self.forks.check_fits(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
+        self.reservations.check_fits(num_prompt_tokens, sampling)
 
     def finish(self, seq: Sequence) -> None:
         """Ends ``seq``, done or cancelled, in any state; its blocks and its slot are free at once."""
@@ -162,6 +167,7 @@ class Scheduler:
             self._preemption.stop(seq)
         else:
             self.waiting.remove(seq)
+            self.reservations.release(seq)
         seq.status = SequenceStatus.FINISHED
         if seq.index == 0 and not seq.request.has_beams:
             self.waiting.release(seq, self._now_s)
@@ -281,6 +287,7 @@ class Scheduler:
         """
         self.kv.check_integrity(self.running)
         self.running.check_integrity()
+        self.reservations.check_integrity(list(self.running))
         self.waiting.check_integrity()
         assert self.forks.forked <= set(self.running.decodes), f"forked: {self.forks.forked}"
         made = None if self._is_ahead else self._scheduled
@@ -373,8 +380,8 @@ class Scheduler:
         with nothing changed. ``num_places`` are left of those that the ``plan`` has for prompts.
         """
         waits = seq.status is SequenceStatus.WAITING
-        if waits and self.kv.num_free < self.kv.num_groups:  # not even for cached prefixes
-            return None
+        if waits and (self.kv.num_free < self.kv.num_groups or not self.reservations.has_room(seq)):
+            return None  # not even for cached prefixes
         chunk = None
         try:
             if waits:
@@ -388,6 +395,7 @@ class Scheduler:
                 if waits:
                     self.waiting.remove(seq)
                     self.running.add_prompt(seq)
+                    self.reservations.reserve(seq)
                     self._num_opened -= seq.begins_request
                 chunk = ScheduledTokens(seq, seq.num_computed_tokens, num_tokens, samples=num_tokens == num_pending)
         finally:

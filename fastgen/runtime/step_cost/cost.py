@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
@@ -97,6 +97,25 @@ class StepCost:
             return interpolated(range(len(scatter)), scatter, draw.random() * (len(scatter) - 1))
         return draw.lognormvariate(0.0, self.noise) if self.noise else 1.0
 
+    def scattered(self, ratios: SequenceOf[float]) -> StepCost:
+        """Returns this cost scaled so that its expected times are means, with the scatter of these ratios of measured
+        over expected time.
+        """
+        found = sorted(ratios)
+        places = [(len(found) - 1) * place / (_NUM_QUANTILES - 1) for place in range(_NUM_QUANTILES)]
+        quantiles = [interpolated(range(len(found)), found, place) for place in places]
+        mean = fmean(quantiles)
+        return replace(
+            self,
+            tokens=tuple((count, mean * time_s) for count, time_s in self.tokens),
+            host_s=mean * self.host_s,
+            row_s=mean * self.row_s,
+            chunk_s=mean * self.chunk_s,
+            context_s=mean * self.context_s,
+            pair_s=mean * self.pair_s,
+            scatter=tuple(quantile / mean for quantile in quantiles),
+        )
+
     @cached_property
     def _table(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         counts, times_s = zip(*self.tokens, strict=True)
@@ -114,16 +133,3 @@ def interpolated(counts: SequenceOf[float], times_s: SequenceOf[float], count: f
     if count > counts[-1]:
         slope = max(slope, 0.0)
     return times_s[above] + slope * (count - counts[above])
-
-
-def scatter_of(ratios: SequenceOf[float]) -> tuple[float, ...]:
-    """Returns the :attr:`StepCost.scatter` of measured over expected times: their quantiles, scaled to the mean 1."""
-    found = sorted(ratios)
-    if not found:
-        return ()
-    last = len(found) - 1
-    picked = [
-        interpolated(range(len(found)), found, last * place / (_NUM_QUANTILES - 1)) for place in range(_NUM_QUANTILES)
-    ]
-    mean = fmean(picked)
-    return tuple(quantile / mean for quantile in picked)

@@ -160,3 +160,21 @@ def test_the_router_by_tokens_avoids_a_replica_with_a_long_prompt() -> None:
         return max(record.e2el_s for record in run.records[1:])
 
     assert slowest_s("least_tokens") < slowest_s("round_robin")
+
+
+def test_a_conversation_continues_with_its_answers_and_finds_them_cached() -> None:
+    turns = [
+        PlannedRequest(prompt_ids=[turn + 1] * 48, num_new_tokens=17, session="a", due_s=0.0, continues=turn > 0)
+        for turn in range(3)
+    ]
+    settings = ServerSettings(num_blocks=2000, token_budget=256)
+    records = simulate(turns, settings, COST).records
+    assert [record.num_prompt_tokens for record in records] == [48, 2 * 48 + 17, 3 * 48 + 2 * 17]
+    assert [record.num_cached_tokens for record in records] == [0, 64, 128], "the last token of an answer has no block"
+
+
+def test_a_gap_between_steps_delays_all_that_follow() -> None:
+    request = PlannedRequest(prompt_ids=[1] * 10, num_new_tokens=3, due_s=0.0)
+    plain = simulate([request], SETTINGS, COST).records[0].token_times_s
+    gapped = simulate([request], ServerSettings(num_blocks=2000, step_gap_s=0.5), COST).records[0].token_times_s
+    assert gapped == pytest.approx([time_s + 0.5 * place for place, time_s in enumerate(plain)])
