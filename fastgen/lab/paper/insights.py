@@ -135,7 +135,9 @@ def section(result: Result) -> str:
             "The first column is from 64 to 256 tokens in one sequence, the second is for 256 tokens; in small runs the "
             "nearest that there are.",
             "**2. Tokens a second rise with the tokens of a forward pass, then saturate.**",
-            table(("", "1 token", "highest", "90 % of the highest from", "steps of the curve that are concave"), seconds),
+            table(
+                ("", "1 token", "highest", "90 % of the highest from", "steps of the curve that are concave"), seconds
+            ),
             "**3. A pool of tokens is best split evenly over two forward passes.**",
             table(("", "pool", *(f"{share:.0%} and {1 - share:.0%}" for share in _SHARES)), thirds),
             "Time of the two passes together, as a multiple of the even split. The paper derives this insight from the "
