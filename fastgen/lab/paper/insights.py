@@ -128,12 +128,12 @@ def section(result: Result) -> str:
     thirds = [_third_insight(names[place], result[place]) for place in names]
     return "\n\n".join(
         [
-            f"Forward passes of exact composition: prompts that share the tokens evenly, each given one token, medians "
-            f"of {result['rounds']} rounds in which every cell is measured once. Times include scheduling and sampling.",
+            "Forward passes of exact composition: prompts that share the tokens evenly, each given one token. Here: "
+            f"medians of {result['rounds']} rounds in which every cell is measured once, scheduling and sampling "
+            "included.",
             "**1. The time of a forward pass follows its tokens, not its sequences.**",
             table(("", "4 times the tokens cost", "16 sequences instead of 1, same tokens"), firsts),
-            "The first column is from 64 to 256 tokens in one sequence, the second is for 256 tokens; in small runs the "
-            "nearest that there are.",
+            "The first column is from 64 to 256 tokens in one sequence, the second is for 256 tokens.",
             "**2. Tokens a second rise with the tokens of a forward pass, then saturate.**",
             table(
                 ("", "1 token", "highest", "90 % of the highest from", "steps of the curve that are concave"), seconds

@@ -13,6 +13,7 @@ from fastgen.errors import InvalidArgumentError, RecordingError
 from fastgen.lab.machine import machine_facts
 from fastgen.lab.metrics.summary import summarize
 from fastgen.lab.records import Run
+from fastgen.lab.report.drawing import png
 from fastgen.lab.report.points import Measured
 
 if TYPE_CHECKING:
@@ -124,3 +125,20 @@ def read_result(path: str | Path) -> dict[str, Any]:
     """Returns what :func:`write_result` wrote."""
     content: dict[str, Any] = json.loads(Path(path).read_text())
     return content
+
+
+def write_pictures(reproduction: Reproduction, result: Result, directory: str | Path) -> list[Path]:
+    """Writes the pictures of a result to ``directory`` as ``lab_NAME.png``; returns the files.
+
+    :raises InvalidArgumentError: if matplotlib is not installed.
+    :raises RecordingError: if a file cannot be written.
+    """
+    written = []
+    for name, figure in reproduction.pictures(result).items():
+        path = Path(directory) / f"lab_{name}.png"
+        try:
+            path.write_bytes(png(figure))
+        except OSError as error:
+            raise RecordingError(f"the picture cannot be written: {error.strerror}", file=str(path)) from error
+        written.append(path)
+    return written

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Dots an inch of a PNG.
 _DPI: Final = 110
 _WIDTH_INCHES: Final = 8.6
-GRID: Final = {"color": "#d9d9d9", "linewidth": 0.6}
+_GRID: Final[dict[str, Any]] = {"color": "#d9d9d9", "linewidth": 0.6}
 FONT_SIZE: Final = 10
 
 
@@ -71,7 +71,7 @@ def finish(axes: Axes, *, x: str, y: str, title: str = "", legend: bool = True, 
     axes.set_ylabel(y, fontsize=FONT_SIZE)
     if title:
         axes.set_title(title, fontsize=FONT_SIZE + 1, loc="left")
-    axes.grid(visible=True, **GRID)
+    axes.grid(visible=True, **_GRID)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if legend and axes.get_legend_handles_labels()[1]:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.lab import records
+from fastgen.lab.imports.guidellm import is_guidellm
+from fastgen.lab.imports.results import read_results
+from fastgen.lab.imports.vllm_bench import is_vllm_bench
 from fastgen.lab.metrics.summary import Summary, summarize
 from fastgen.lab.records import read_run
 from fastgen.runtime.flight import recording as flight
@@ -51,7 +54,8 @@ class Collection:
 
 
 def read_directory(directory: str | Path) -> Collection:
-    """Returns the runs and the flight recordings in ``directory`` and below it. Other files are left out.
+    """Returns the runs, the results of ``vllm bench serve`` and guidellm, and the flight recordings in ``directory``
+    and below it. Other files are left out.
 
     A damaged file does not prevent the report: it is among the unread ones.
 
@@ -69,8 +73,15 @@ def read_directory(directory: str | Path) -> Collection:
                     recordings[name] = read_recording(path)
         except FastgenError as error:
             unread[name] = str(error)
+    for path in sorted(directory.rglob("*.json")):
+        name = path.relative_to(directory).as_posix()
+        if _is_foreign(path):
+            try:
+                results += [Result(file=name, summary=summary) for summary in read_results(path)]
+            except FastgenError as error:
+                unread[name] = str(error)
     if not (results or recordings or unread):
-        raise InvalidArgumentError(f"{directory}: there is no run and no flight recording (*.jsonl) in it")
+        raise InvalidArgumentError(f"{directory}: there is no run and no flight recording in it")
     return Collection(results=tuple(results), recordings=recordings, unread=unread)
 
 
@@ -82,3 +93,12 @@ def _format(path: Path) -> str | None:
     except (OSError, ValueError):
         return None
     return header.get("format") if isinstance(header, dict) else None
+
+
+def _is_foreign(path: Path) -> bool:
+    """Returns whether a file has results of another tool. Summaries of fastgen have the same names, and a source."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return is_guidellm(found) or (is_vllm_bench(found) and "source" not in found)

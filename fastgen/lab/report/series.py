@@ -10,7 +10,9 @@ from fastgen.lab.report.results import Result
 
 # Facts that make a point of a series and not a series: how much was sent, and with which draw.
 _LOAD_FACTS: Final = ("load.clients", "load.arrivals.rate", "target.replicas")
-_NO_DIFFERENCE: Final = frozenset({*_LOAD_FACTS, "load.warm_ups", "load.seed", "workload.n"})
+# What vllm bench calls them.
+_OTHER_NAMES: Final = {"load.max_concurrency": "load.clients", "load.request_rate": "load.arrivals.rate"}
+_NO_DIFFERENCE: Final = frozenset({*_LOAD_FACTS, "load.warm_ups", "load.seed", "load.num_prompts", "workload.n"})
 _UNITS: Final = {"load.clients": "clients", "load.arrivals.rate": "requests/s sent", "target.replicas": "replicas"}
 
 
@@ -23,9 +25,10 @@ class Series:
 
 
 def facts(result: Result) -> dict[str, Any]:
-    """Returns target, workload and load of a run as one flat dictionary with dotted names."""
+    """Returns tool, target, workload and load of a run as one flat dictionary with dotted names."""
     about = result.summary.about
-    return dict(_flat({name: about[name] for name in ("target", "workload", "load") if name in about}))
+    found = _flat({name: about[name] for name in ("target", "workload", "load") if about.get(name)})
+    return {"tool": result.summary.source} | {_OTHER_NAMES.get(name, name): value for name, value in found}
 
 
 def load_of(result: Result, name: str) -> float | None:

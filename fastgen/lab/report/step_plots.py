@@ -57,7 +57,7 @@ def _end_s(steps: Timeline, begin_s: float, num_steps: int) -> float:
 def _draw_steps(axes: Axes, steps: Timeline) -> None:
     options: dict[str, Any] = {"width": steps.end_s - steps.start_s, "align": "edge", "linewidth": 0.4}
     axes.bar(steps.start_s, steps.decodes, color=STYLES[0].colour, edgecolor="black", label="decodes", **options)
-    hatch = {"color": "#f3e3c3", "edgecolor": "#7a6030", "hatch": "//"}
+    hatch: dict[str, Any] = {"color": "#f3e3c3", "edgecolor": "#7a6030", "hatch": "//"}
     axes.bar(steps.start_s, steps.prompts, bottom=steps.decodes, label="prompt tokens", **hatch, **options)
 
 
@@ -65,6 +65,8 @@ def cache_plot(timelines: Mapping[str, Timeline]) -> Figure:
     """Returns the running and waiting requests and the use of the KV cache over time, one column a timeline."""
     columns = len(timelines)
     figure, all_axes = new_figure(height=5.4, rows=2, columns=columns, sharex="col", sharey="row")
+    from matplotlib.ticker import MaxNLocator  # after the check that matplotlib is there
+
     for place, (label, steps) in enumerate(timelines.items()):
         above, below = all_axes[place], all_axes[columns + place]
         _draw_requests(above, steps)
@@ -72,7 +74,7 @@ def cache_plot(timelines: Mapping[str, Timeline]) -> Figure:
         finish(above, x="", y="" if place else "requests", title=label, legend=False)
         finish(below, x="time (s)", y="" if place else "KV cache blocks in use (%)", legend=False)
     all_axes[0].set_ylim(bottom=0)
-    all_axes[0].yaxis.get_major_locator().set_params(integer=True)
+    all_axes[0].yaxis.set_major_locator(MaxNLocator(integer=True))
     all_axes[columns].set_ylim(0, 108)
     handles, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, handlelength=3.5)

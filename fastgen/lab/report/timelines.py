@@ -13,6 +13,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.timeline import series
 
+_TIMES = ("start_s", "end_s", "used")
 _COUNTS = ("decodes", "prompts", "running", "waiting", "preemptions")
 # Seconds and shares in files are rounded to so many places.
 _PLACES = 5
@@ -40,20 +41,18 @@ class Timeline:
             raise InvalidArgumentError("the recording holds no step, so there is nothing to draw")
         values = series(recording)
         used = 1 - values.blocks_free / (recording.header.engine.num_blocks - 1)
-        return cls(values.start_s, values.end_s, *(getattr(values, name) for name in _COUNTS), used)
+        counts = {name: getattr(values, name) for name in _COUNTS}
+        return cls(start_s=values.start_s, end_s=values.end_s, used=used, **counts)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Timeline:
         """Returns what :meth:`as_json` wrote."""
-        return cls(
-            np.array(found["start_s"]),
-            np.array(found["end_s"]),
-            *(np.array(found[name], dtype=np.int64) for name in _COUNTS),
-            np.array(found["used"]),
-        )
+        values: dict[str, Any] = {name: np.array(found[name], dtype=np.float64) for name in _TIMES}
+        values |= {name: np.array(found[name], dtype=np.int64) for name in _COUNTS}
+        return cls(**values)
 
     def as_json(self) -> dict[str, Any]:
-        times = {name: np.round(getattr(self, name), _PLACES).tolist() for name in ("start_s", "end_s", "used")}
+        times = {name: np.round(getattr(self, name), _PLACES).tolist() for name in _TIMES}
         return times | {name: getattr(self, name).tolist() for name in _COUNTS}
 
     def between(self, begin_s: float, end_s: float) -> Timeline:
@@ -69,4 +68,5 @@ class Timeline:
         return self._chosen(chosen)
 
     def _chosen(self, chosen: NDArray[np.bool_]) -> Timeline:
-        return Timeline(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+        values: dict[str, Any] = {name: getattr(self, name)[chosen] for name in (*_TIMES, *_COUNTS)}
+        return Timeline(**values)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from fastgen.lab.metrics.summary import summarize
+from fastgen.lab.records import write_run
 from fastgen.lab.report.points import Measured
 from fastgen.lab.report.results import Result, read_directory
 from fastgen.lab.report.series import series, swept
@@ -60,3 +63,13 @@ def test_the_terminal_names_the_runs_that_must_not_be_used(tmp_path: Path) -> No
     assert "not used (8)" in printed
     assert "(8) late.jsonl: invalid: requests were sent up to 2.1 s late" in printed
     assert "stopped.jsonl: interrupted" in printed
+
+
+def test_results_of_other_tools_stand_beside_our_own(tmp_path: Path) -> None:
+    shutil.copytree(Path(__file__).parents[1] / "data", tmp_path, dirs_exist_ok=True)
+    write_run(made_run("orca", 4, gap_s=0.05), tmp_path / "own.jsonl")
+    (tmp_path / "own.json").write_text(json.dumps(summarize(made_run("orca", 4, gap_s=0.05)).as_json()))
+    found = rows(read_directory(tmp_path).results)
+    assert [each.file for each in found if each.file.startswith("own")] == ["own.jsonl"]
+    assert {"vllm_bench.json", "vllm_bench_detailed.json", "guidellm.json"} <= {each.file for each in found}
+    assert any("vllm bench" in each.label for each in found)
