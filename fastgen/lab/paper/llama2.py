@@ -196,8 +196,8 @@ def _account(policies: _Policies, with_gaps: _Policies) -> str:
         f"{highest['splitfuse'] * tflops / (4 * 312):.0%} of the rate of four A100s, and the paper's 1.46 are "
         f"{1.46 * tflops / (4 * 312):.0%}. Past saturation hardly any request is good, as its first token waits in "
         "the queue; with 28 clients and more at 2 tokens/s `splitfuse` has fewer good requests than the others, since "
-        "a prompt takes more steps. The paper's plots sort throughputs and latencies separately and fit a cubic, so they do "
-        "not show that region; here the points are joined in the order of the clients."
+        "a prompt takes more steps. The paper's plots sort throughputs and latencies separately and fit a cubic, so "
+        "they do not show that region; here the points are joined in the order of the clients."
     )
 
 

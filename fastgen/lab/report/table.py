@@ -25,6 +25,8 @@ COLUMNS: Final = (
     ("mean_e2el_ms", "E2E mean", "ms"),
 )
 _UNKNOWN: Final = "–"
+# Columns of a table that goes to a file or a pipe.
+_FILE_WIDTH: Final = 120
 # Half of an interval, in percent of the figure, below which its size is not printed.
 _LEAST_PERCENT: Final = 0.1
 
@@ -99,7 +101,7 @@ def print_table(results: Sequence[Result], console: Console | None = None) -> No
     found = rows(results)
     axis = swept(results)
     table = Table(title="± half of the 95 % interval", title_justify="left", box=None, pad_edge=False)
-    table.add_column("run", overflow="fold")
+    table.add_column("run", overflow="fold", min_width=12)
     table.add_column(axis[1] if axis else "load", justify="right")
     table.add_column("answered", justify="right")
     for heading in headings():
@@ -107,7 +109,10 @@ def print_table(results: Sequence[Result], console: Console | None = None) -> No
     for number_of_row, row in enumerate(found, start=1):
         mark = f" ({number_of_row})" if row.warning else ""
         table.add_row(escape(row.label + mark), row.load, row.requests, *map(_with_share, row.figures))
-    console = console or Console()
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=_FILE_WIDTH)
     console.print(table)
     for number_of_row, row in enumerate(found, start=1):
         if row.warning:

@@ -88,7 +88,7 @@ def test_raw_files_machines_and_counts_are_named(written: Path) -> None:
 
 
 def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="there is no run and no flight recording"):
+    with pytest.raises(InvalidArgumentError, match="there is no run and no flight recording in it"):
         read_directory(tmp_path)
 
 
