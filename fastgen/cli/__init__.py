@@ -14,6 +14,7 @@ import fastgen
 from fastgen.cli.bench import app as bench_app
 from fastgen.cli.bench_paper import paper
 from fastgen.cli.bench_report import report
+from fastgen.cli.calibrate import calibrate
 from fastgen.cli.chat import chat
 from fastgen.cli.command import App
 from fastgen.cli.flight import replay, timeline, why
@@ -35,6 +36,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.command()(info)
+app.command()(calibrate)
 app.command(short_help="Prove a recipe, or name its first node that disagrees.")(verify)
 app.command()(why)
 app.command()(replay)

@@ -82,13 +82,17 @@ class Datasheet:
 
         :raises InvalidArgumentError: if none does.
         """
-        if not self.links:
-            raise InvalidArgumentError(f"{self.name} has no links: a model runs on one of it")
         for link in self.links:
             if num_devices <= link.most_devices:
                 return link
-        most = max(link.most_devices for link in self.links)
-        raise InvalidArgumentError(f"{num_devices} {self.name} have no link: at most {most} are in one machine")
+        raise InvalidArgumentError(
+            f"{num_devices} {self.name} have no link: at most {self.most_linked} are in one machine"
+        )
+
+    @property
+    def most_linked(self) -> int:
+        """Returns how many of the devices can share a model."""
+        return max((link.most_devices for link in self.links), default=1)
 
     @property
     def device(self) -> Device:

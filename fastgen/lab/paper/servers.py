@@ -59,8 +59,7 @@ class Server:
         }
         settings |= self.options
         if self.reserves_context:
-            most = (settings["num_blocks"] - 1) // -(-settings["max_model_len"] // settings["block_size"])
-            settings["max_num_seqs"] = min(self.max_num_seqs, most)
+            settings["kv_reservation"] = "context"
         build = model_build(model.spec, device, model.dtype)
         cost = step_cost(build, device, token_budget=self.token_budget, tensor_parallel=self.tensor_parallel)
         return ServerSettings(**settings), cost

@@ -16,20 +16,21 @@ def memory_lines(question: Question, arrangement: Arrangement, fits: Capacity) -
     """Returns how the cache divides into blocks and requests, for each device of a copy."""
     config, shape, size = fits.config, question.shape, arrangement.tensor_parallel
     block, kv_bytes = fits.block_bytes, fits.ledger.size_bytes("KV cache")
-    rest = fits.ledger.total_bytes - kv_bytes
+    weights, idle, device = fits.weight_bytes, fits.idle_bytes, question.device
     longest = f"{config.max_model_len} tokens = {fits.blocks_of_longest} blocks"
     each = " on each device" if size > 1 else ""
-    lines = [
+    return [
+        f"before a request{each}: weights {_gib(weights)} + the rest {_gib(idle - weights)} = {_gib(idle)}, "
+        f"{idle / device.memory_bytes:.0%} of {_gib(device.memory_bytes)}, of which {_gib(device.reported_bytes)} are "
+        "reported to programs",
         _token_line(question, arrangement, fits),
         f"a block{each}: {config.block_size} tokens x {_mib(fits.block_bytes / config.block_size)} = {_mib(block)}",
-        f"the KV cache{each}: {_gib(kv_bytes)} of {_gib(question.device.reported_bytes)}, the rest takes {_gib(rest)}",
         f"blocks: {_gib(kv_bytes)} / {_mib(block)} = {config.num_blocks:,}, one of them for padding",
         f"a request: {shape.prompt} + {shape.answer} = {shape.total} tokens = {fits.blocks_of_request} blocks",
         f"requests at once: {fits.num_blocks:,} / {fits.blocks_of_request} = "
         f"{fits.num_blocks // fits.blocks_of_request:,}, at most max_num_seqs={config.max_num_seqs}",
         f"with the whole context reserved: {longest}, so {fits.num_blocks // fits.blocks_of_longest:,}",
     ]
-    return lines
 
 
 def _token_line(question: Question, arrangement: Arrangement, fits: Capacity) -> str:
@@ -93,7 +94,8 @@ def _dtype(question: Question) -> str:
 
 
 def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / GIB:,.2f} GiB"
+    """Returns a size in GiB, or in MiB where that would be 0.0-something."""
+    return f"{size_bytes / GIB:,.2f} GiB" if size_bytes >= GIB / 10 else _mib(size_bytes)
 
 
 def _mib(size_bytes: float) -> str:

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from fastgen.errors import FastgenError
+from fastgen.errors import OutOfMemoryError
 from fastgen.lab.devices.datasheets import Datasheet
 from fastgen.lab.devices.roofline import Efficiency, Roofline, model_build, roofline
 from fastgen.lab.devices.shards import parallel_sizes, shard
 from fastgen.lab.metrics.goodput import SLO
 from fastgen.lab.models import DescribedModel
 from fastgen.lab.plan.capacity import Capacity, Shape, ShardMemory, Sizes, capacity
-from fastgen.lab.plan.steady import Steady, steady_state
+from fastgen.lab.plan.steady import Steady, steady_states, with_waiting
 from fastgen.lab.records import RequestRecord
 from fastgen.runtime.step_cost.cost import StepCost
 
 # Token budgets that are tried where none is given.
-_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+_BUDGETS = (256, 512, 1024, 2048, 4096)
 # Numbers of clients that are tried grow by this factor.
 _GROWTH = 1.25
 
@@ -38,14 +38,27 @@ class Question:
     clients: int | None = None
     # Requests a second to carry.
     rate: float | None = None
+    # Dollars an hour of one device.
+    price: float | None = None
     # Share of the requests that keep the SLO where a simulation says so.
     attainment: float = 0.99
     weight_format: str | None = None
     kv_dtype: str | None = None
     sizes: Sizes = field(default_factory=Sizes)
     efficiency: Efficiency = field(default_factory=Efficiency)
-    # The cost of a step as it was measured, in place of the roofline; it is that of one number of devices.
+    # In place of the datasheet: the cost of a step as it was measured, on as many devices as share a copy, the time
+    # between two steps, and the largest budget that it was measured for.
     measured: StepCost | None = None
+    step_gap_s: float = 0.0
+    most_budget: int | None = None
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Returns the token budgets to try."""
+        if self.token_budget is not None:
+            return (self.token_budget,)
+        most = self.most_budget or _BUDGETS[-1]
+        return (*(budget for budget in _BUDGETS if budget < most), most)
 
 
 @dataclass(frozen=True)
@@ -117,12 +130,12 @@ def arrangements(question: Question) -> tuple[list[Arrangement], list[Refusal]]:
         shard(spec, question.tensor_parallel)
         candidates: Sequence[int] = (question.tensor_parallel,)
     else:
-        candidates = parallel_sizes(spec, question.num_devices)
+        candidates = parallel_sizes(spec, min(question.num_devices, question.device.most_linked))
     found, refused = [], []
     for size in candidates:
         try:
             found.append(_arrangement(question, size))
-        except FastgenError as error:
+        except OutOfMemoryError as error:
             refused.append(Refusal(size, str(error)))
     return found, refused
 
@@ -130,23 +143,20 @@ def arrangements(question: Question) -> tuple[list[Arrangement], list[Refusal]]:
 def _arrangement(question: Question, size: int) -> Arrangement:
     model, device = question.model, question.device
     memory = ShardMemory(model, device, size=size, weight_format=question.weight_format, kv_dtype=question.kv_dtype)
-    build = model_build(model.spec, device, model.dtype, question.weight_format)
-    found = roofline(build, device, tensor_parallel=size, kv_dtype=question.kv_dtype, efficiency=question.efficiency)
+    found = _roofline(question, size)
     capacities: dict[int, Capacity] = {}
     costs: dict[int, StepCost] = {}
     points: list[Point] = []
-    error: FastgenError | None = None
-    for budget in (question.token_budget,) if question.token_budget else _BUDGETS:
+    for budget in question.budgets:
         try:
-            capacities[budget] = capacity(memory, question.shape, question.sizes, budget)
-        except FastgenError as refusal:
-            error = error or refusal
-            continue
+            fits = capacity(memory, question.shape, question.sizes, budget)
+        except OutOfMemoryError:
+            if not capacities:
+                raise
+            break  # larger ones take more
+        capacities[budget] = fits
         costs[budget] = found.cost(budget) if found else _measured(question)
-        points += _points(question, size, budget, capacities[budget], costs[budget])
-    if not capacities:
-        assert error is not None
-        raise error
+        points += _points(question, size, budget, fits, costs[budget])
     return Arrangement(size, found, capacities, costs, tuple(points))
 
 
@@ -165,8 +175,11 @@ def _measured(question: Question) -> StepCost:
 
 def _points(question: Question, size: int, budget: int, fits: Capacity, cost: StepCost) -> Iterator[Point]:
     shape = question.shape
-    for clients in (question.clients,) if question.clients else _client_numbers(fits.concurrent):
-        steady = steady_state(cost, shape, token_budget=budget, clients=clients, most_running=max(1, fits.concurrent))
+    # Without room for decodes and a prompt's token, a step makes no progress with prompts.
+    running = min(fits.concurrent, budget - 1, question.clients or fits.concurrent)
+    states = steady_states(cost, shape, token_budget=budget, most=max(1, running))
+    for clients in (question.clients,) if question.clients else _client_numbers(len(states)):
+        steady = states[clients - 1] if clients <= len(states) else with_waiting(states[-1], clients)
         yield Point(size, budget, steady, shape.answer, broken_limits(question.slo, shape, steady))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fastgen.errors import InvalidArgumentError
+from fastgen.errors import InvalidArgumentError, OutOfMemoryError
 from fastgen.lab.devices.datasheets import Datasheet
 from fastgen.lab.devices.roofline import KV_BYTES, model_build
 from fastgen.lab.devices.shards import shard
@@ -12,7 +12,7 @@ from fastgen.lab.models import DescribedModel
 from fastgen.options import LoadOptions
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.memory.fit import blocks_of_sequence
-from fastgen.runtime.memory.ledger import Ledger, LedgerRow, MemoryModel
+from fastgen.runtime.memory.ledger import Ledger, LedgerRow, MemoryModel, in_gib
 from fastgen.runtime.memory.sizes import EngineConfig
 
 
@@ -98,6 +98,16 @@ class Capacity:
         return min(self.config.max_num_seqs, self.num_blocks // self.blocks_of_longest)
 
     @property
+    def idle_bytes(self) -> int:
+        """Returns the bytes that a device holds before a request."""
+        return self.ledger.total_bytes - self.ledger.size_bytes("KV cache")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Returns the bytes of the weights among them."""
+        return sum(self.ledger.size_bytes(name) for name in ("embedding and head", "matrices", "norms"))
+
+    @property
     def bytes_per_token(self) -> float:
         """Returns the bytes of one token's keys and values on one device."""
         return self.block_bytes / self.config.block_size * self.config.num_kv_groups
@@ -107,7 +117,7 @@ def capacity(memory: ShardMemory, shape: Shape, sizes: Sizes, token_budget: int)
     """Returns what fits with a token budget.
 
     :raises InvalidArgumentError: if a request is longer than ``max_model_len``.
-    :raises OutOfMemoryError: if the model does not fit, with the arithmetic and what would.
+    :raises OutOfMemoryError: if the model does not fit with one request, with the arithmetic and what would.
     """
     most = sizes.max_num_seqs
     options = LoadOptions(
@@ -125,10 +135,18 @@ def capacity(memory: ShardMemory, shape: Shape, sizes: Sizes, token_budget: int)
             f"a request of {shape.prompt} + {shape.answer} = {shape.total} tokens is longer than "
             f"max_model_len={longest}"
         )
-    return Capacity(
+    found = Capacity(
         config,
         memory.ledger(config),
         memory.block_bytes(config.block_size),
         blocks_of_sequence(memory, shape.total, token_budget, config.block_size),
         blocks_of_sequence(memory, longest, token_budget, config.block_size),
     )
+    if not found.concurrent:
+        raise OutOfMemoryError(
+            f"the KV cache has {found.num_blocks} blocks, and a request of {shape.total} tokens takes "
+            f"{found.blocks_of_request}: all else takes {in_gib(found.idle_bytes)} of "
+            f"{in_gib(found.ledger.device_bytes)}, of which an engine leaves a tenth to the driver unless "
+            "kv_cache_memory= says how much the cache gets"
+        )
+    return found

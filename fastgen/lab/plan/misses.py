@@ -83,7 +83,9 @@ def _limited_by(question: Question, arrangement: Arrangement, point: Point, name
     else:
         room = point.token_budget - steady.decodes
         work = mixed_work_of(shape, steady.decodes, min(shape.prompt, room))
-    where = f"tensor_parallel={point.tensor_parallel} and {steady.clients} clients"
+    where = (
+        f"tensor_parallel={point.tensor_parallel} and {steady.clients} {'client' if steady.clients == 1 else 'clients'}"
+    )
     if arrangement.roofline is None:
         return f"the measured steps, with {where}"
     return f"{arrangement.roofline.parts(work).limit}, with {where}"

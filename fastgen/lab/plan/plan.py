@@ -6,15 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fastgen.errors import FastgenError, OutOfMemoryError
+from fastgen.errors import OutOfMemoryError
 from fastgen.lab.devices.shards import parallel_sizes
 from fastgen.lab.plan.arrangements import Arrangement, Point, Question, Refusal, arrangements, pareto_front
 from fastgen.lab.plan.capacity import Capacity, ShardMemory, capacity
 from fastgen.lab.plan.misses import Miss, misses
 from fastgen.lab.plan.simulated import Simulated, confirmed
 
-# Devices up to which a size that fits is looked for.
-_MOST_DEVICES = 64
 # Budgets beside the best one that are simulated too.
 _NEIGHBOURS = 1
 
@@ -53,6 +51,8 @@ class Plan:
     """The answer to a question. ``chosen`` is ``None`` if no arrangement keeps the SLO or carries the rate."""
 
     question: Question
+    arrangements: tuple[Arrangement, ...]
+    # One for each arrangement that keeps the SLO by its means.
     offers: tuple[Offer, ...]
     refused: tuple[Refusal, ...]
     chosen: Offer | None
@@ -62,10 +62,20 @@ class Plan:
     is_simulated: bool
 
     @property
-    def shown(self) -> Offer | None:
-        """Returns the offer whose memory and arithmetic are worth a look: the chosen one, or the one with most
-        devices a copy."""
-        return self.chosen or (self.offers[-1] if self.offers else None)
+    def shown(self) -> tuple[Arrangement, Capacity]:
+        """Returns what is worth a look: the chosen arrangement, or else the one with most devices a copy."""
+        if self.chosen is not None:
+            return self.chosen.arrangement, self.chosen.capacity
+        last = self.arrangements[-1]
+        return last, last.capacities[min(last.capacities)]
+
+    @property
+    def dollars_per_million(self) -> float | None:
+        """Returns the price of a million answer tokens; ``None`` without a price of devices or a chosen arrangement."""
+        if self.question.price is None or self.chosen is None:
+            return None
+        tokens_per_s = self.chosen.requests_per_s * self.question.shape.answer
+        return self.question.price * self.chosen.arrangement.tensor_parallel / 3600 / tokens_per_s * 1e6
 
 
 def make_plan(question: Question, *, simulates: bool = True, progress: Callable[[str], None] | None = None) -> Plan:
@@ -86,6 +96,7 @@ def make_plan(question: Question, *, simulates: bool = True, progress: Callable[
     points = [point for arrangement in found for point in arrangement.points]
     return Plan(
         question,
+        tuple(found),
         tuple(offers),
         tuple(refused),
         _cheapest(question, offers),
@@ -139,11 +150,11 @@ def _nowhere(question: Question, refused: Sequence[Refusal]) -> str:
     model, device = question.model, question.device
     tried = ", ".join(str(each.tensor_parallel) for each in refused)
     last = refused[-1].reason if refused else "no number of devices was tried"
-    for size in parallel_sizes(model.spec, _MOST_DEVICES):
+    for size in parallel_sizes(model.spec, device.most_linked):
         memory = ShardMemory(model, device, size=size, weight_format=question.weight_format, kv_dtype=question.kv_dtype)
         try:
             capacity(memory, question.shape, question.sizes, question.token_budget or 512)
-        except FastgenError:
+        except OutOfMemoryError:
             continue
         return f"{model.name} does not fit on {tried} {device.name}, but on {size}: {last}"
     return f"{model.name} does not fit on {tried} {device.name}: {last}"

@@ -169,6 +169,7 @@ class Preset:
     devices: int = 1
     tensor_parallel: int = 1
     max_model_len: int | None = None
+    kv_cache_memory: str | None = None
 
 
 PRESETS: Final = {
@@ -209,6 +210,8 @@ PRESETS: Final = {
         dtype="bfloat16",
         devices=4,
         tensor_parallel=4,
+        # More than a tenth of the memory is left, but not of what CUDA reports.
+        kv_cache_memory="1GiB",
     ),
 }
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from fastgen.lab.metrics.goodput import SLO
 from fastgen.lab.metrics.summary import Summary, summarize
 from fastgen.lab.plan.arrangements import Arrangement, Point, Question
+from fastgen.lab.plan.capacity import Shape
 from fastgen.lab.records import Run
 from fastgen.lab.simulation import ServerSettings, simulate
 from fastgen.lab.workloads.paper import Paper
@@ -15,8 +17,8 @@ from fastgen.models.builder import kv_windows
 
 # Requests for each client, and at least and most in all.
 _PER_CLIENT, _LEAST, _MOST = 6, 200, 1000
-# Of lengths, as a share of the mean; lengths beyond so many deviations are rare.
-_DEVIATION, _SIGMAS = 0.3, 3
+# Of lengths, as a share of the mean. An answer is longer than the mean by four deviations once in 30,000.
+_DEVIATION, _SIGMAS = 0.3, 4
 # Factor between the numbers of clients that are tried.
 _CHANGE = 1.2
 # Seconds between clients that begin one after another, as the paper's.
@@ -41,6 +43,11 @@ class Simulated:
         return clients
 
     @property
+    def varies(self) -> bool:
+        """Tells if the lengths of the requests vary."""
+        return bool(self.run.header.workload["deviation"])
+
+    @property
     def requests_per_s(self) -> float:
         """Returns the good requests a second; all without an SLO."""
         return self.good * len(self.run.records) / self.run.header.duration_s
@@ -53,7 +60,8 @@ class Simulated:
 
 def simulate_point(question: Question, arrangement: Arrangement, point: Point, clients: int) -> Simulated:
     """Returns a closed loop of ``clients`` on one copy. Lengths are drawn as the paper's: normal, with a standard
-    deviation of 0.3 of the mean. All are equal where ``max_model_len`` leaves no room for that."""
+    deviation of 0.3 of the mean, and prompts are cut where ``max_model_len`` demands it. All are equal where that would
+    cut many."""
     config, shape = arrangement.capacities[point.token_budget].config, question.shape
     settings = ServerSettings(
         num_blocks=config.num_blocks,
@@ -64,15 +72,16 @@ def simulate_point(question: Question, arrangement: Arrangement, point: Point, c
         max_model_len=config.max_model_len,
         prefix_caching=False,
         runs_ahead=True,
+        step_gap_s=question.step_gap_s,
     )
     num_requests = min(_MOST, max(_LEAST, _PER_CLIENT * clients))
-    varies = shape.total * (1 + _SIGMAS * _DEVIATION) <= config.max_model_len
+    most_prompt = _longest_prompt(shape, config.max_model_len)
     workload = Paper(
         mean_prompt_tokens=shape.prompt,
         mean_new_tokens=shape.answer,
         num_requests=num_requests,
-        max_prompt_tokens=config.max_model_len,
-        deviation=_DEVIATION if varies else 0.0,
+        max_prompt_tokens=most_prompt or shape.prompt,
+        deviation=_DEVIATION if most_prompt else 0.0,
         lengths="clamped",
     )
     requests = workload.requests(vocab_size=question.model.spec.vocab_size, seed=_SEED)
@@ -83,6 +92,12 @@ def simulate_point(question: Question, arrangement: Arrangement, point: Point, c
     slo = question.slo
     good = 1.0 if slo is None else sum(map(slo.is_good, run.records)) / len(run.records)
     return Simulated(point, run, good, slo)
+
+
+def _longest_prompt(shape: Shape, max_model_len: int) -> int | None:
+    """Returns the length at which prompts are cut; ``None`` if more than one in six would be."""
+    room = max_model_len - math.ceil(shape.answer * (1 + _SIGMAS * _DEVIATION))
+    return room if room >= shape.prompt * (1 + _DEVIATION) else None
 
 
 def confirmed(question: Question, arrangement: Arrangement, point: Point) -> Simulated:

@@ -1,11 +1,12 @@
 """Expected latency and throughput of a closed loop, in closed form.
 
 Clients send a request each, and the next when it is answered. A prompt is computed in chunks, in the room that the
-decodes leave in a step; prompts wait for each other in a queue there. Decodes wait for nobody: they get a token a step.
+decodes leave in a step; prompts wait for each other in a queue there. Decodes never wait: they get a token a step.
 So this is a closed queueing network with one server, the prompts' room, and a delay, the answers. Its means follow from
-mean value analysis (Reiser and Lavenberg, "Mean-value analysis of closed multichain queuing networks", 1980) in the
-approximation of Bard and Schweitzer, in which a request finds the queue as ``(n - 1) / n`` of its own mean. Serving a
-prompt takes always the same time, so the one being served is half done on average.
+mean value analysis (Reiser and Lavenberg, "Mean-value analysis of closed multichain queuing networks", 1980): the queue
+that one of ``n`` clients finds is the mean of a loop with ``n - 1``. Serving a prompt takes always the same time, so
+the one being served is half done on average. Answers are slower while prompts are computed, and slower answers bring
+fewer prompts; the throughput at which both agree is found by bisection.
 
 Only means come out, of the policy ``splitfuse``, requests of equal lengths and no noise. Percentiles come from a
 simulation with the scheduler itself.
@@ -14,16 +15,14 @@ simulation with the scheduler itself.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 from fastgen.lab.plan.capacity import Shape
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.step_cost.work import StepWork
 
-_ROUNDS = 200
-_DAMPING = 0.5
-# Relative change of the throughput at which the rounds end.
-_CLOSE = 1e-6
+_HALVINGS: Final = 40
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Steady:
     tpot_s: float
     longest_gap_s: float
     requests_per_s: float
-    # Decodes of a step on average.
+    # Answers beside one's own that decode in a step on average.
     decodes: float
 
     @property
@@ -64,38 +63,75 @@ def mixed_work_of(shape: Shape, num_decodes: float, num_prompt_tokens: float) ->
     return StepWork(decodes + tokens, round(context), round(tokens * shape.prompt / 2), decodes, 1)
 
 
-def steady_state(cost: StepCost, shape: Shape, *, token_budget: int, clients: int, most_running: int) -> Steady:
-    """Returns the means with ``clients``, of which at most ``most_running`` have a request that runs; the others
-    wait."""
+def steady_states(cost: StepCost, shape: Shape, *, token_budget: int, most: int) -> list[Steady]:
+    """Returns the means with 1, 2 … ``most`` clients. All their requests run."""
+    num_later = max(shape.answer - 1, 0)
+    found: list[Steady] = []
+    # Of the loop with one client less: prompts in the queue, the share of time in which it is not empty, and decodes.
+    queued = busy = decodes = 0.0
+    for clients in range(1, most + 1):
+        times = _times(cost, shape, decodes, busy, token_budget)
+        ttft_s = times.alone_s + max(0.0, queued - busy / 2) * times.in_queue_s
+        # The share of prompts that are other requests': all but one's own, or all if there is always a queue.
+        others_s = times.prompt_s * max((clients - 1) / clients, busy)
 
+        rate = _rate(times, clients, ttft_s, num_later, others_s)
+        tpot_s = times.gap_s(rate * others_s)
+        # What is left of a cycle is spent waiting for the room of prompts.
+        ttft_s = max(ttft_s, clients / rate - num_later * tpot_s)
+        longest_gap_s = max(tpot_s, times.mixed_s if clients > 1 else 0.0)
+        found.append(Steady(clients, ttft_s, tpot_s, longest_gap_s, rate, decodes))
+        queued, busy, decodes = rate * ttft_s, min(1.0, rate * times.prompt_s), rate * num_later * tpot_s
+    return found
+
+
+class _Times(NamedTuple):
+    """Seconds of a prompt by itself, in a queue and on average, and of steps with and without prompts."""
+
+    alone_s: float
+    in_queue_s: float
+    prompt_s: float
+    mixed_s: float
+    plain_s: float
+
+    def gap_s(self, mixed: float) -> float:
+        """Returns the mean gap of an answer if prompts are computed for a share ``mixed`` of the time."""
+        share = min(1.0, mixed)
+        return 1 / (share / self.mixed_s + (1 - share) / self.plain_s)
+
+
+def _times(cost: StepCost, shape: Shape, decodes: float, busy: float, token_budget: int) -> _Times:
     def seconds(work: StepWork) -> float:
         return max(cost.device_s(work), cost.host_s)
 
-    running = min(clients, most_running, token_budget)
-    num_later = max(shape.answer - 1, 0)
-    rate = decodes = ttft_s = longest_gap_s = 0.0
-    tpot_s = seconds(decode_work_of(shape, 1))
-    for _ in range(_ROUNDS):
-        room = max(token_budget - decodes, 1.0)
-        # By itself a prompt takes whole steps; in a queue the rest of a step goes to the next prompt.
-        num_steps = math.ceil(shape.prompt / room)
-        alone_s = num_steps * seconds(mixed_work_of(shape, decodes, shape.prompt / num_steps))
-        full_s = seconds(mixed_work_of(shape, decodes, room))
-        in_queue_s = min(alone_s, shape.prompt / room * full_s)
-        busy = min(1.0, rate * in_queue_s)
-        found = max(0.0, rate * ttft_s * (running - 1) / running - busy / 2)
-        ttft_s = alone_s + found * in_queue_s
-        # The share of the time in which prompts of other requests are computed, and the tokens a second then and else.
-        prompt_s = (1 - busy) * alone_s + busy * in_queue_s
-        mixed = min(1.0, rate * prompt_s) * (running - 1) / running
-        mixed_s = (1 - busy) * alone_s / num_steps + busy * full_s
-        tpot_s = 1 / (mixed / mixed_s + (1 - mixed) / seconds(decode_work_of(shape, decodes)))
-        longest_gap_s = max(tpot_s, mixed_s if running > 1 else 0.0)
-        new_rate = min(running / (ttft_s + num_later * tpot_s), 1 / in_queue_s)
-        if abs(new_rate - rate) <= _CLOSE * new_rate:
-            break
-        rate += _DAMPING * (new_rate - rate)
-        decodes = min(rate * num_later * tpot_s, running - busy)
-    # What is left of a cycle is spent waiting: for the room of prompts, and for one of the running requests to end.
-    ttft_s = max(ttft_s, clients / rate - num_later * tpot_s)
-    return Steady(clients, ttft_s, tpot_s, longest_gap_s, rate, decodes)
+    room = max(token_budget - decodes, 1.0)
+    # By itself a prompt takes whole steps; in a queue the rest of a step goes to the next prompt.
+    num_steps = math.ceil(shape.prompt / room)
+    step_s = seconds(mixed_work_of(shape, decodes, shape.prompt / num_steps))
+    full_s = seconds(mixed_work_of(shape, decodes, room))
+    alone_s = num_steps * step_s
+    in_queue_s = min(alone_s, shape.prompt / room * full_s)
+    return _Times(
+        alone_s,
+        in_queue_s,
+        prompt_s=(1 - busy) * alone_s + busy * in_queue_s,
+        mixed_s=(1 - busy) * step_s + busy * full_s,
+        plain_s=seconds(decode_work_of(shape, decodes + 1)),
+    )
+
+
+def _rate(times: _Times, clients: int, ttft_s: float, num_later: int, others_s: float) -> float:
+    """Returns the requests a second at which ``clients`` spend all their time on their requests, or the most that the
+    room for prompts allows."""
+    low, high = 0.0, 1 / times.in_queue_s
+    for _ in range(_HALVINGS):
+        rate = (low + high) / 2
+        cycle_s = ttft_s + num_later * times.gap_s(rate * others_s)
+        low, high = (rate, high) if rate * cycle_s <= clients else (low, rate)
+    return low
+
+
+def with_waiting(running: Steady, clients: int) -> Steady:
+    """Returns the means where more ``clients`` than run send requests: the others wait for one to end."""
+    waited_s = clients / running.requests_per_s - running.e2el_s
+    return replace(running, clients=clients, ttft_s=running.ttft_s + waited_s)

@@ -23,13 +23,13 @@ def as_text(plan: Plan) -> str:
 
 
 def _sections(plan: Plan) -> Iterator[list[str]]:
-    question, offer = plan.question, plan.shown
+    question, (arrangement, fits) = plan.question, plan.shown
     spec, shape = question.model.spec, question.shape
     formats = [str(question.model.dtype).removeprefix("torch."), question.weight_format]
     kv = f", KV cache in {question.kv_dtype}" if question.kv_dtype else ""
     slo = "" if question.slo is None else f"; {question.attainment:.0%} of the answers keep {_slo(plan)}"
     yield [
-        f"{question.model.name}: {spec.architecture}, {spec.num_parameters / 1e9:.1f} billion parameters, "
+        f"{question.model.name}: {spec.architecture}, {_large(spec.num_parameters)} parameters, "
         f"{' with '.join(each for each in formats if each)}{kv}",
         f"on up to {question.num_devices} {question.device.name}",
         f"requests of {shape.prompt} + {shape.answer} tokens{slo}",
@@ -39,14 +39,11 @@ def _sections(plan: Plan) -> Iterator[list[str]]:
         yield ["arrangements", *_table(_OFFER_TITLES, [_offer_row(plan, each) for each in plan.offers])]
     if plan.refused:
         yield ["does not fit", *(_refusal(each) for each in plan.refused)]
-    if offer is not None:
-        split = (
-            f", tensor_parallel={offer.arrangement.tensor_parallel}" if offer.arrangement.tensor_parallel > 1 else ""
-        )
-        yield [f"memory of each device{split}", *str(offer.capacity.ledger).splitlines()]
-        yield ["memory, line by line", *memory_lines(question, offer.arrangement, offer.capacity)]
-        if lines := time_lines(question, offer.arrangement):
-            yield ["time, line by line", *lines]
+    size = arrangement.tensor_parallel
+    yield [f"memory of each device, tensor_parallel={size}", *str(fits.ledger).splitlines()]
+    yield ["memory, line by line", *memory_lines(question, arrangement, fits)]
+    if lines := time_lines(question, arrangement):
+        yield ["time, line by line", *lines]
     if plan.front:
         shown = _spread(plan.front)
         yield [
@@ -74,13 +71,17 @@ def _answer(plan: Plan) -> list[str]:
     kept = "good requests/s" if question.slo else "requests/s"
     best = chosen.point
     lines = [
-        f"{copies} {'copy' if copies == 1 else 'copies'} of the model, each on {each}, with token_budget="
-        f"{best.token_budget}",
-        f"carries {chosen.clients * copies} clients who send the next request when they are answered: "
+        f"{_count(copies, 'copy')} of the model, each on {each}, with token_budget={best.token_budget}",
+        f"carries {_count(chosen.clients * copies, 'client')} that send the next request when they are answered: "
         f"{chosen.requests_per_s * copies:.3g} {kept}",
     ]
     if question.rate is not None:
         lines.append(f"{question.rate:g} requests/s were asked for: {chosen.num_devices} devices")
+    if plan.dollars_per_million is not None:
+        lines.append(
+            f"at {question.price:g} dollars an hour and device: {plan.dollars_per_million:.3g} dollars for a "
+            "million answer tokens"
+        )
     steady, run = best.steady, chosen.simulated
     if run is None:
         first, gap = f"{1e3 * steady.ttft_s:.0f} ms", f"{1e3 * steady.tpot_s:.1f} ms"
@@ -104,8 +105,8 @@ def _unreached(plan: Plan) -> list[str]:
         size, run = offer.arrangement.tensor_parallel, offer.simulated
         if run is not None and run.good < question.attainment:
             lines.append(
-                f"tensor_parallel={size}: the means keep {_slo(plan)}, but with {run.clients} "
-                f"{'client' if run.clients == 1 else 'clients'} only {run.good:.1%} of the answers do"
+                f"tensor_parallel={size}: the means keep {_slo(plan)}, but with "
+                f"{_count(run.clients, 'client')} only {run.good:.1%} of the answers do"
             )
         elif question.rate is not None:
             needed = -(-question.rate // offer.requests_per_s)
@@ -164,8 +165,15 @@ def _sources(plan: Plan) -> list[str]:
             f"{reached.products:.0%} of the matrix rate and {reached.link:.0%} of the links are taken to be reached"
         )
     searched = "arrangements, budgets and clients were searched with means in closed form"
-    if plan.is_simulated:
-        return [memory, steps, f"{searched}; the best of each were run with the scheduler in virtual time"]
+    if any(offer.simulated for offer in plan.offers):
+        runs = [offer.simulated for offer in plan.offers if offer.simulated]
+        spread = (
+            "vary by 30 %, as the paper's" if all(run.varies for run in runs) else "are equal: the context is short"
+        )
+        return [
+            *(memory, steps),
+            f"{searched}; the best of each were run with the scheduler in virtual time, where lengths {spread}",
+        ]
     return [memory, steps, searched]
 
 
@@ -181,6 +189,17 @@ def _spread(points: Sequence[Point]) -> list[Point]:
     """Returns at most :data:`_MOST_SHOWN` points, evenly over all, the first and the last among them."""
     count = min(_MOST_SHOWN, len(points))
     return [points[round(place * (len(points) - 1) / max(1, count - 1))] for place in range(count)]
+
+
+def _count(count: int, name: str) -> str:
+    """Returns a count with its noun, "1 copy" or "2 copies"."""
+    plural = f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
+    return f"{count} {name if count == 1 else plural}"
+
+
+def _large(count: int) -> str:
+    """Returns a count in billions or millions."""
+    return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
 
 
 def _figure(value: float | None) -> float:
@@ -205,6 +224,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "attainment": question.attainment,
         "rate": question.rate,
         "simulated": plan.is_simulated,
+        "dollars_per_million_answer_tokens": plan.dollars_per_million,
         "chosen": None if plan.chosen is None else _offer_json(plan, plan.chosen),
         "offers": [_offer_json(plan, offer) for offer in plan.offers],
         "does_not_fit": [asdict(each) for each in plan.refused],

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import ClassVar
 
@@ -97,22 +97,27 @@ class StepCost:
             return interpolated(range(len(scatter)), scatter, draw.random() * (len(scatter) - 1))
         return draw.lognormvariate(0.0, self.noise) if self.noise else 1.0
 
-    def scattered(self, ratios: SequenceOf[float]) -> StepCost:
-        """Returns this cost scaled so that its expected times are means, with the scatter of these ratios of measured
-        over expected time.
+    def scattered(self, times_s: SequenceOf[tuple[float, float]]) -> StepCost:
+        """Returns this cost scaled so that all steps together take as long as measured, with the scatter of the single
+        ones. ``times_s`` has the expected and the measured time of each step.
+
+        A ratio counts by its expected time: a pause of 10 ms is a small share of the time, but a hundredfold for the
+        short step that it hits.
         """
-        found = sorted(ratios)
-        places = [(len(found) - 1) * place / (_NUM_QUANTILES - 1) for place in range(_NUM_QUANTILES)]
-        quantiles = [interpolated(range(len(found)), found, place) for place in places]
-        mean = fmean(quantiles)
+        expected_s, measured_s = (sum(each) for each in zip(*times_s, strict=True))
+        ratios = sorted((measured / expected, expected) for expected, measured in times_s)
+        ends_s = list(accumulate(expected for _, expected in ratios))
+        wanted_s = [expected_s * (place + 0.5) / _NUM_QUANTILES for place in range(_NUM_QUANTILES)]
+        quantiles = [ratios[min(bisect_left(ends_s, each_s), len(ratios) - 1)][0] for each_s in wanted_s]
+        mean, factor = fmean(quantiles), measured_s / expected_s
         return replace(
             self,
-            tokens=tuple((count, mean * time_s) for count, time_s in self.tokens),
-            host_s=mean * self.host_s,
-            row_s=mean * self.row_s,
-            chunk_s=mean * self.chunk_s,
-            context_s=mean * self.context_s,
-            pair_s=mean * self.pair_s,
+            tokens=tuple((count, factor * time_s) for count, time_s in self.tokens),
+            host_s=factor * self.host_s,
+            row_s=factor * self.row_s,
+            chunk_s=factor * self.chunk_s,
+            context_s=factor * self.context_s,
+            pair_s=factor * self.pair_s,
             scatter=tuple(quantile / mean for quantile in quantiles),
         )
 

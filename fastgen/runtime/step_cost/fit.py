@@ -90,7 +90,7 @@ def fit_step_cost(steps: Iterable[MeasuredStep], *, sizes: SequenceOf[int] = ())
         pair_s=pair_s,
         sizes=tuple(sizes),
     )
-    return cost.scattered([step.seconds / cost.seconds(step.work) for step in measured])
+    return cost.scattered([(cost.seconds(step.work), step.seconds) for step in measured])
 
 
 def residuals(cost: StepCost, steps: Iterable[MeasuredStep]) -> Mapping[str, Residuals]:

@@ -1,0 +1,87 @@
+"""Designed steps: requests that bring an engine to steps of every kind, so that each part of their cost shows."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+
+from fastgen.runtime.engine import Engine
+from fastgen.runtime.requests.sampling_params import SamplingParams
+
+# Steps of each batch of decodes.
+_DECODE_STEPS = 12
+# Steps of each number of decodes that warm it up.
+_FIRST_STEPS = 4
+# Token ids of prompts are below this, or below the vocabulary's size where that is less.
+_MOST_IDS = 256
+
+
+class DesignedSteps:
+    """Runs episodes on ``engine``, which has no other requests: decodes of many batch sizes and contexts, prompts of
+    many lengths, and both together.
+
+    Prompts are drawn with ``seed``, so that none begins like another and a prefix cache finds nothing.
+    """
+
+    def __init__(self, engine: Engine, *, seed: int = 0):
+        self._engine, self._draw = engine, random.Random(seed)
+        scheduler = engine.scheduler
+        self._most_sequences = scheduler.max_num_seqs
+        pool, groups = scheduler.kv.pool, scheduler.kv.num_groups
+        self._most_cached = pool.capacity // groups * scheduler.kv.block_size
+        self._most_tokens = max(4, min(engine.max_model_len, self._most_cached) - 1)
+
+    def warm_up(self) -> None:
+        """Runs a few steps of every number of decodes, largest first: the first ones of a kind take longer, because
+        they are recorded or compiled.
+        """
+        for place in range(self._most_sequences):
+            num_new = _FIRST_STEPS * (place + 1)
+            if num_new < self._most_tokens:
+                self._submit(1, num_new)
+        while self._engine.has_work:
+            self._engine.step()
+
+    def run(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Runs episodes for this many seconds. Requests that are open at the end are cancelled."""
+        end_s = clock() + seconds
+        try:
+            while clock() < end_s:
+                self._draw.choice((self._decodes, self._decodes, self._prompts, self._mixed, self._mixed))()
+                while self._engine.has_work and clock() < end_s:
+                    self._engine.step()
+        finally:
+            self._engine.cancel_all()
+
+    def _decodes(self) -> None:
+        """Submits sequences of about the same length, which then decode together."""
+        num = self._number(1, self._most_sequences)
+        most = min(self._most_tokens, self._most_cached // num - self._engine.scheduler.kv.block_size)
+        if most <= _DECODE_STEPS:
+            return
+        length = self._number(1, most - _DECODE_STEPS)
+        for _ in range(num):
+            self._submit(length, _DECODE_STEPS)
+
+    def _prompts(self) -> None:
+        """Submits prompts that are answered with one token."""
+        for _ in range(self._draw.choice((1, 1, 2, 4))):
+            self._submit(self._number(1, self._most_tokens - 1), 1)
+
+    def _mixed(self) -> None:
+        """Submits answers that are so unlike in length that prompts come beside decodes for a while."""
+        for _ in range(2 * self._number(1, self._most_sequences)):
+            length = self._number(1, self._most_tokens - 1)
+            self._submit(length, self._number(1, min(self._most_tokens - length, 4 * _DECODE_STEPS)))
+
+    def _number(self, least: int, most: int) -> int:
+        """Draws a number, small ones as often as large ones: its logarithm is uniform."""
+        return min(most, max(least, round(math.exp(self._draw.uniform(math.log(least), math.log(most + 1))))))
+
+    def _submit(self, num_prompt: int, num_new: int) -> None:
+        num_ids = min(_MOST_IDS, self._engine.vocab_size)
+        prompt_ids = [self._draw.randrange(num_ids) for _ in range(num_prompt)]
+        sampling = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True)
+        self._engine.submit(prompt_ids, sampling)
