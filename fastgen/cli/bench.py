@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -30,13 +31,14 @@ from fastgen.cli.bench_output import (
     summary_text,
     turns_text,
 )
-from fastgen.cli.bench_setup import Setup, opened, opened_engine, traffic_of, workload_of
+from fastgen.cli.bench_setup import opened, opened_engine, traffic_of, workload_of
 from fastgen.cli.command import App, Command
 
 if TYPE_CHECKING:
     from fastgen.lab.experiments.search import Found
     from fastgen.lab.metrics.goodput import SLO
     from fastgen.lab.records import Run
+    from fastgen.lab.workloads.request import Workload
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _LIMIT = re.compile(r"(ttft|tpot|itl|e2el|paper):[\d.]+")
@@ -269,43 +271,38 @@ def search(
 ) -> None:
     """Search for the most clients, or the highest rate, at which enough answers keep the limits of --goodput.
 
-    The answer is an interval: up to there the limits are kept, from there on they are missed.
+    The answer is an interval: up to there the limits are kept, from there on they are missed. A run with N clients has
+    at least 4 N + 32 requests or sessions.
     """
+    from fastgen.lab.experiments.levels import by_clients, by_rate
     from fastgen.lab.experiments.search import search as find
+    from fastgen.lab.load.generator import LoadGenerator
 
     given, how, wanted = build(WorkloadOptions, workload), build(SearchOptions, limits), _slo(slo)
     if wanted is None:
         options.usage_error("--goodput is missing: the limits to keep, such as --goodput ttft:200 tpot:50")
-    results = Output(build(OutputOptions, output))
-    by_clients = how.search_by == "clients"
+    results, is_integer = Output(build(OutputOptions, output)), how.search_by == "clients"
     with opened(model, build(EndpointOptions, endpoint), load) as setup:
+
+        def runs(title: str) -> LoadGenerator:
+            return LoadGenerator(setup.target, title)
+
+        least = workload_of(given, setup).facts().get("n") or 0
+
+        def of_size(number: int) -> Workload:
+            return workload_of(replace(given, num_prompts=max(number, least)), setup)
+
+        size = {"vocab_size": setup.vocab_size, "seed": given.seed}
         found = find(
-            _level(setup, given, by_clients=by_clients),
+            by_clients(runs, of_size, **size) if is_integer else by_rate(runs, of_size, seconds=how.seconds, **size),
             wanted,
             share=how.share,
             start=how.start,
-            is_integer=by_clients,
+            is_integer=is_integer,
             resolution=how.resolution,
             max_repeats=how.max_repeats,
         )
     _finish_search(found, how, results, as_json)
-
-
-def _level(setup: Setup, given: WorkloadOptions, *, by_clients: bool) -> Any:
-    """Returns the function that measures one level."""
-    from fastgen.lab.experiments.serve import serve as run_load
-    from fastgen.lab.load.generator import LoadGenerator
-    from fastgen.lab.workloads.arrivals import Poisson
-
-    asked = workload_of(given, setup)
-
-    def measure(level: float, repeat: int) -> Run:
-        when = int(level) if by_clients else Poisson(level)
-        title = f"{level:g} {'clients' if by_clients else 'requests/s'}"
-        runs = LoadGenerator(setup.target, title)
-        return run_load(runs, asked, when, vocab_size=setup.vocab_size, seed=given.seed + repeat)
-
-    return measure
 
 
 def _finish_search(found: Found, how: SearchOptions, results: Output, as_json: bool) -> None:

@@ -19,7 +19,7 @@ _RAMPS = ("linear", "exponential")
 
 @dataclass(frozen=True)
 class WorkloadOptions:
-    """What is asked."""
+    """Holds the flags of the workload."""
 
     workload: Annotated[
         str, Option("NAME or NAME:PARAMETER=VALUE,…; `fastgen bench workloads` lists all.", metavar="WORKLOAD")
@@ -27,7 +27,7 @@ class WorkloadOptions:
     num_prompts: Annotated[
         int | None, Option("Number of requests or sessions.", check=AT_LEAST_1, default="the workload's own")
     ] = None
-    seed: Annotated[int, Option("What draws prompts, lengths and arrivals.", check=_WHOLE_FROM_0)] = 0
+    seed: Annotated[int, Option("Seed of prompts, lengths and arrivals.", check=_WHOLE_FROM_0)] = 0
 
     def __post_init__(self) -> None:
         check(self)
@@ -35,7 +35,7 @@ class WorkloadOptions:
 
 @dataclass(frozen=True)
 class TrafficOptions:
-    """When it is asked."""
+    """Holds the flags of open and closed loops."""
 
     request_rate: Annotated[
         float | None,
@@ -72,7 +72,7 @@ class TrafficOptions:
 
 @dataclass(frozen=True)
 class EndpointOptions:
-    """Whom it is asked of, if not of an engine in this process."""
+    """Holds the flags of a server that is measured in place of an engine in this process."""
 
     base_url: Annotated[
         str | None,
@@ -97,7 +97,7 @@ class EndpointOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where results go."""
+    """Holds the flags of files of results."""
 
     output: Annotated[
         Path | None,
@@ -108,7 +108,7 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class SLOOptions:
-    """Which answers are good."""
+    """Holds the limits of good answers."""
 
     goodput: Annotated[
         Sequence[str],
@@ -121,7 +121,7 @@ class SLOOptions:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How far a search goes."""
+    """Holds the flags of a search."""
 
     search_by: Annotated[
         str,
@@ -138,6 +138,7 @@ class SearchOptions:
     resolution: Annotated[
         float, Option("By rate: how close the ends of the answer shall be, as a share.", check=ABOVE_0)
     ] = 0.05
+    seconds: Annotated[float, Option("By rate: how long a run lasts at least.", check=ABOVE_0)] = 30.0
     max_repeats: Annotated[int, Option("Most runs at one level.", check=AT_LEAST_1)] = 4
 
     def __post_init__(self) -> None:
@@ -146,14 +147,14 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """The batch of ``fastgen bench latency``."""
+    """Holds the shape of the batch of ``fastgen bench latency``."""
 
     input_len: Annotated[int, Option("Tokens of a prompt.", check=AT_LEAST_1)] = 32
     output_len: Annotated[int, Option("Tokens of an answer.", check=AT_LEAST_1)] = 128
     batch_size: Annotated[int, Option("Requests that are sent at once.", check=AT_LEAST_1)] = 8
     num_iters_warmup: Annotated[int, Option("Batches before those that count.", check=AT_LEAST_0)] = 3
     num_iters: Annotated[int, Option("Batches that count.", check=AT_LEAST_1)] = 30
-    seed: Annotated[int, Option("What draws the prompts.", check=_WHOLE_FROM_0)] = 0
+    seed: Annotated[int, Option("Seed of the prompts.", check=_WHOLE_FROM_0)] = 0
 
     def __post_init__(self) -> None:
         check(self)

@@ -1,4 +1,4 @@
-"""What ``fastgen bench`` prints and writes: a small table, raw records, and the summary as JSON."""
+"""The output of ``fastgen bench``: a small table, raw records, and the summary as JSON."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def search_text(found: Found, unit: str) -> str:
 
     rows = [
         [
-            f"{level.value:g}",
+            _level(level.value),
             f"{level.num_good} of {level.num_requests}",
             _percent(Figure(level.num_good / level.num_requests, level.interval)),
             level.verdict,
@@ -167,12 +167,16 @@ def search_text(found: Found, unit: str) -> str:
     if found.kept is None:
         lines.append(f"No load was found that keeps {needed}.")
         if found.levels:
-            lines += [f"At {found.lowest.value:g} {unit}, {each}." for each in found.shortfalls]
+            lines += [f"With {unit} = {_level(found.lowest.value)}, {each}." for each in found.shortfalls]
     elif found.missed is None:
-        lines.append(f"{found.kept:g} {unit} keep {needed}; more were not shown to miss it.")
+        lines.append(f"{unit} = {_level(found.kept)} keeps {needed}; no higher load was shown to miss it.")
     else:
-        lines.append(f"{found.kept:g} {unit} keep {needed}; {found.missed:g} miss it.")
+        lines.append(f"{unit} = {_level(found.kept)} keeps {needed}; {_level(found.missed)} misses it.")
     return "\n".join(lines)
+
+
+def _level(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) else f"{value:.3g}"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""From the flags of ``fastgen bench`` to a workload, its traffic, and a target that is ready."""
+"""Makes of the flags of ``fastgen bench`` a workload, its traffic, and a target that is ready."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured."""
+    """A target that is ready, and the facts about its model that workloads need."""
 
     target: Target
     vocab_size: int
@@ -65,7 +65,7 @@ def opened(model: str | None, given: EndpointOptions, load: options.Given) -> It
         if model is None:
             options.usage_error(f"MODEL is missing. {options.MODEL_HELP}")
         with started_server(model, load) as deployment:
-            yield _served(deployment.address, given, given.tokenizer)
+            yield _served(deployment.address, given, given.tokenizer or _own_tokenizer(model))
 
 
 def _served(server: str, given: EndpointOptions, tokenizer: str | None) -> Setup:
@@ -86,6 +86,17 @@ def _served(server: str, given: EndpointOptions, tokenizer: str | None) -> Setup
     if codec is None:
         return Setup(target, _vocab_size(target), None)
     return Setup(target, len(codec.tokenizer), codec.encode)
+
+
+def _own_tokenizer(model: str) -> str | None:
+    """Returns ``model`` if it has a tokenizer."""
+    from fastgen.lab.load.tokenizer import open_tokenizer
+
+    try:
+        open_tokenizer(model)
+    except FastgenError:
+        return None
+    return model
 
 
 def _known(address: str) -> Any:
@@ -119,12 +130,14 @@ def _vocab_size(target: EndpointTarget) -> int:
 
 
 def workload_of(given: WorkloadOptions, setup: Setup) -> Workload:
-    """Returns the workload that the flags name."""
+    """Returns the workload that the flags name; ``--num-prompts`` wins over its ``n``."""
     from fastgen.lab.workloads.registry import make_workload
 
     text = given.workload
     if given.num_prompts is not None:
-        text += f"{',' if ':' in text else ':'}n={given.num_prompts}"
+        name, _, parameters = text.partition(":")
+        others = [each for each in parameters.split(",") if each and not each.startswith("n=")]
+        text = f"{name}:{','.join([*others, f'n={given.num_prompts}'])}"
     return make_workload(text, encode=setup.encode)
 
 

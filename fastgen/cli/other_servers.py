@@ -54,6 +54,15 @@ _FLAGS: Final[Mapping[tuple[str, ...], str]] = {
     ("--disable-log-requests", "--disable-log-stats", "--enable-log-requests"): "Requests are logged only with "
     "--log-requests.",
     ("--threads", "-t"): "Use --num-threads.",
+    # Flags of `vllm bench`.
+    ("--dataset-name", "--dataset-path"): "Use --workload, such as trace:FILE or random:prompt=512,answer=128.",
+    ("--random-input-len", "--random-output-len", "--random-range-ratio"): "Use --workload, such as "
+    "random:prompt=512,answer=128,range_ratio=0.5.",
+    ("--sharegpt-output-len", "--disable-shuffle"): "Use --workload trace:FILE, which keeps order and lengths.",
+    ("--backend", "--endpoint-type"): "--base-url names a server, and --endpoint its path.",
+    ("--result-dir", "--result-filename"): "Use --output.",
+    ("--ignore-eos",): "With --workload, every answer has exactly the length that the workload asks for.",
+    ("--percentile-metrics", "--metric-percentiles"): "--json has every latency with P50, P90, P95 and P99.",
     ("--swap-space", "--cpu-offload-gb"): "Nothing is swapped or offloaded: preempted requests are computed again.",
 }
 HINTS: Final = MappingProxyType({flag: advice for flags, advice in _FLAGS.items() for flag in flags})

@@ -23,7 +23,7 @@ def commands() -> dict[str, Any]:
 
 
 def test_summaries_are_whole_sentences(run) -> None:
-    for group in ((), ("recipe",), ("kernels",)):
+    for group in ((), ("recipe",), ("kernels",), ("bench",)):
         _, _, listed = run(*group, "--help").out.partition("Commands:\n")
         summaries = re.split(r"^  (?=\w)", listed, flags=re.MULTILINE)[1:]
         assert len(summaries) > 3
@@ -70,10 +70,24 @@ def test_a_flag_of_another_server_is_answered_with_what_stands_for_it(run, flag:
     assert instead in said
 
 
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [("--dataset-name=random", "Use --workload"), ("--result-dir", "Use --output."), ("--backend", "--base-url names")],
+)
+def test_a_flag_of_vllm_bench_is_answered_with_what_stands_for_it(run, flag: str, instead: str) -> None:
+    done = run("bench", "serve", "tiny-llama", flag, "2")
+    assert done.status == 2
+    assert instead in " ".join(done.err.split())
+    assert "--workload" not in run("serve", "tiny-llama", "--dataset-name", "random").err, "serve has no such flag"
+
+
 def test_hints_name_flags_that_there_are() -> None:
     own = {argument.flag for argument in (*options.LOAD_ARGUMENTS, *options.SERVE_ARGUMENTS)} | {"--no-prefix-caching"}
+    assert not own & HINTS.keys()
+    for name, command in commands().items():
+        if name.startswith("bench "):
+            own |= {flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")}
     for flag, advice in HINTS.items():
-        assert flag not in own
         assert set(named_flags(advice)) <= own, flag
         assert hint(flag, own) == advice
         assert advice.endswith(".")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fastgen.errors import InvalidArgumentError
+from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.lab.experiments.pooled import pooled
 from fastgen.lab.experiments.shortfall import Shortfall, shortfalls
 from fastgen.lab.metrics.goodput import SLO
@@ -111,6 +111,10 @@ def requests_needed(share: float) -> int:
     return number
 
 
+class TooFewRequestsError(FastgenError):
+    """The workload has too few requests for a run at this level, and at any above it."""
+
+
 class _InterruptedError(Exception):
     """A run was interrupted, so the search ends."""
 
@@ -127,7 +131,8 @@ def search(
 ) -> Found:
     """Returns the levels between which the SLO begins to be missed.
 
-    :param measure: returns a run at a level; its second argument numbers the runs of that level, as a seed.
+    :param measure: returns a run at a level; its second argument numbers the runs of that level, as a seed. Where it
+        raises :class:`TooFewRequestsError`, the search goes no higher; for the first level, that is raised.
     :param share: of all requests that must be good.
     :param start: the first level.
     :param is_integer: levels are whole numbers (clients) from 1, and the answer is exact; otherwise rates.
@@ -184,10 +189,13 @@ class _Search:
                 return None, None
             kept = max(lowest, self._whole(kept / 2))
         missed = max(2 * kept, start)
-        while self._at(missed).verdict != "missed":
-            if missed >= MAX_LEVEL:
-                return kept, None
-            missed = min(MAX_LEVEL, 2 * missed)
+        try:
+            while self._at(missed).verdict != "missed":
+                if missed >= MAX_LEVEL:
+                    return kept, None
+                missed = min(MAX_LEVEL, 2 * missed)
+        except TooFewRequestsError:
+            return kept, None
         return kept, missed
 
     def _bisect(self, low: float, high: float, is_low: Callable[[Verdict], bool]) -> float:

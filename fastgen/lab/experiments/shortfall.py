@@ -1,4 +1,4 @@
-"""By how much a run misses an SLO."""
+"""The distance between a run and an SLO that it misses."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Shortfall:
         if self.needed is None:
             return f"{kept} {self.allowed:g}"
         return (
-            f"{kept} {self.allowed:g} ms; it would have to be {self.needed:.0f} ms, "
-            f"{self.needed - self.allowed:.0f} ms more"
+            f"{kept} {self.allowed:g} ms; it would have to be {self.needed:.3g} ms, "
+            f"{self.needed - self.allowed:.3g} ms more"
         )
 
 

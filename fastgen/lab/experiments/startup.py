@@ -1,4 +1,4 @@
-"""How long a model takes from the start of a process to its first token, with an empty and with a filled kernel cache.
+"""The time from the start of a process to a model's first token, with an empty and with a filled kernel cache.
 
 Every sample is a process of its own. *Cold* ones get an empty kernel cache, *warm* ones the cache of a process before
 them. In both cases the system may hold the checkpoint's files in memory: emptying that needs an administrator.

@@ -1,4 +1,4 @@
-"""What endpoints are asked, and how their streams are read: OpenAI's completions, and fastgen's ``/generate``."""
+"""Bodies of requests to endpoints, and parsers of their streams: OpenAI's completions, and fastgen's ``/generate``."""
 
 from __future__ import annotations
 

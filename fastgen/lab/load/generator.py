@@ -19,7 +19,7 @@ from fastgen.runtime.progress import progress_bar
 
 
 class Load(Protocol):
-    """When requests are sent: :class:`~fastgen.lab.load.open_loop.OpenLoop` or
+    """A rule for when requests are sent: :class:`~fastgen.lab.load.open_loop.OpenLoop` or
     :class:`~fastgen.lab.load.closed_loop.ClosedLoop`."""
 
     @property

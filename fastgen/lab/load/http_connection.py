@@ -26,7 +26,7 @@ OnBody = Callable[[bytes, float], None]
 
 
 class BadResponseError(ValueError):
-    """What arrived is no HTTP response."""
+    """The server sent something that is no HTTP response."""
 
 
 @dataclass

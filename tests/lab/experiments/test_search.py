@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.lab.experiments.search import Found, requests_needed, search
+from fastgen.lab.experiments.search import Found, TooFewRequestsError, requests_needed, search
 from fastgen.lab.metrics.goodput import SLO
 from fastgen.lab.metrics.intervals import wilson
 from fastgen.lab.records import Run
@@ -98,6 +98,18 @@ def test_failed_requests_and_the_papers_rule_have_no_limit_that_would_do() -> No
 def test_a_search_that_nothing_stops_ends_with_what_was_kept() -> None:
     found = search(Machine(1e9), TTFT)
     assert (found.kept, found.missed) == (65536, None)
+
+
+def test_a_search_ends_where_the_workload_has_too_few_requests() -> None:
+    def measure(level: float, repeat: int) -> Run:
+        if level > 20:
+            raise TooFewRequestsError("too few")
+        return Machine(1e9)(level, repeat)
+
+    found = search(measure, TTFT)
+    assert (found.kept, found.missed) == (16, None)
+    with pytest.raises(TooFewRequestsError):
+        search(measure, TTFT, start=64)
 
 
 def test_an_interrupted_search_keeps_its_levels() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ class Script:
     takes_ids: bool = True
     # Whether answers have the length that was asked for; otherwise they have one token.
     ignores_eos: bool = True
+    # Whether a second request on a connection ends it, without an answer.
+    drops_kept: bool = False
     # What chunks report: "usage", "token ids" or "nothing".
     reports: str = "usage"
     tokens_per_chunk: int = 1
@@ -42,6 +45,7 @@ class Script:
 @dataclass
 class FakeEndpoint:
     script: Script
+    tls: ssl.SSLContext | None = None
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -56,14 +60,16 @@ class FakeEndpoint:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _server: asyncio.Server | None = None
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    # Set when a request that is no trial has arrived; released for each that was answered.
+    arrived: threading.Event = field(default_factory=threading.Event)
     answered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self.port}"
 
     async def serve(self, ready: threading.Event) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=1 << 24)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=1 << 24, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
         ready.set()
         await self._stop.wait()
@@ -73,7 +79,9 @@ class FakeEndpoint:
         self.num_connections += 1
         try:
             while await self._one(reader, writer):
-                pass
+                if self.script.drops_kept:
+                    await reader.readexactly(1)
+                    break
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -86,6 +94,9 @@ class FakeEndpoint:
         self.headers.append(headers)
         if head[0].startswith("GET /v1/models"):
             _reply(writer, 200, {"data": [{"id": "fake"}]})
+            return True
+        if head[0].startswith("GET "):
+            _reply(writer, 404, {"error": {"message": "not found"}})
             return True
         asked = json.loads(body)
         self.bodies.append(asked)
@@ -110,12 +121,18 @@ class FakeEndpoint:
             )
         else:
             self.written.append(times)
+            self.arrived.set()
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         self._changed.set()
-        while len(self.written) < script.gathers:
-            self._changed.clear()
-            await self._changed.wait()
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while len(self.written) < self.script.gathers and script.gathers:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:  # the generator does not send the others: no answer, to this request and later ones
+            self.script.gathers = 0
+            return False
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         num_wanted = asked["max_tokens"] if script.ignores_eos else 1
         num_sent = 0
@@ -187,9 +204,9 @@ def _reply(writer: asyncio.StreamWriter, status: int, value: dict[str, Any]) -> 
 
 
 @contextmanager
-def fake_endpoint(**script: Any) -> Iterator[FakeEndpoint]:
+def fake_endpoint(tls: ssl.SSLContext | None = None, **script: Any) -> Iterator[FakeEndpoint]:
     """Runs a :class:`FakeEndpoint` on a thread of its own while the block runs."""
-    fake, ready = FakeEndpoint(Script(**script)), threading.Event()
+    fake, ready = FakeEndpoint(Script(**script), tls), threading.Event()
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=[fake.serve(ready)])
     thread.start()

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.lab.load.endpoint import EndpointTarget
+from fastgen.lab.load.formats import Completions
 from fastgen.lab.load.generator import LoadGenerator
 from fastgen.lab.load.open_loop import OpenLoop
 from fastgen.lab.load.target import Answer
 from fastgen.lab.records import Run
 from fastgen.lab.workloads.request import PlannedRequest
 from tests.lab.load.fake_endpoint import fake_endpoint, is_trial
+
+TLS = Path(__file__).parents[2] / "serving" / "tls"
 
 
 def requests(count: int = 3, *, num_new: int = 6, num_prompt: int = 9) -> list[PlannedRequest]:
@@ -168,16 +172,30 @@ def test_connections_are_used_again_and_the_key_is_sent(monkeypatch: pytest.Monk
     assert {each["authorization"] for each in fake.headers} == {"Bearer k1"}
 
 
-def test_a_certificate_that_is_not_trusted_is_a_sentence() -> None:
-    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
+def test_a_connection_that_the_server_had_closed_is_replaced() -> None:
+    session = [PlannedRequest(prompt_ids=(1,) * 9, num_new_tokens=2, due_s=0.0, session="s") for _ in range(4)]
+    with fake_endpoint(drops_kept=True) as fake:
+        run = measured(fake.url, session)
+    assert [record.error for record in run.records] == [None] * 4
+    assert fake.num_connections > 4
 
-    async def run() -> None:
-        server = await asyncio.start_server(close, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        target = EndpointTarget(f"https://127.0.0.1:{port}", tls=ssl.create_default_context())
-        with pytest.raises(FastgenError, match="no server answers at https"):
-            await target.open(requests())
-        server.close()
 
-    asyncio.run(run())
+def test_chunks_that_have_no_token_of_their_own_are_not_counted() -> None:
+    # A server may send the bytes of one token in two chunks; its usage says how many tokens there are.
+    answer, completions = Answer(), Completions()
+    for at in (1.0, 2.0, 3.0):
+        completions.read({"choices": [{"text": "a"}]}, answer, at)
+    completions.read({"choices": [], "usage": {"completion_tokens": 2}}, answer, 4.0)
+    assert answer.token_times == [1.0, 2.0]
+
+
+def test_https_is_spoken_with_a_certificate_that_is_trusted() -> None:
+    theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    theirs.load_cert_chain(TLS / "certificate.pem", TLS / "key.pem")
+    ours = ssl.create_default_context(cafile=str(TLS / "certificate.pem"))
+    with fake_endpoint(theirs) as fake:
+        run = measured(fake.url, requests(), tls=ours)
+        assert len(run.complete) == 3
+        assert fake.url.startswith("https://")
+        with pytest.raises(FastgenError, match="certificate verify failed"):
+            measured(fake.url, requests())
