@@ -15,8 +15,8 @@ from fastgen.cli import app
 from fastgen.lab.report.results import read_directory
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lab.md").read_text()
-# What makes the walk short: a calibration of a second, and a limit that the first levels of the search miss.
-SHORTER = {"--seconds 60": "--seconds 1", "--goodput ttft:500 tpot:15": "--goodput ttft:500 tpot:0.01"}
+# What makes the walk short: a calibration of a few seconds, and a limit that the first levels of the search miss.
+SHORTER = {"--seconds 60": "--seconds 10", "--goodput ttft:500 tpot:15": "--goodput ttft:500 tpot:0.01"}
 
 
 def test_the_walk_leads_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,9 +28,11 @@ def test_the_walk_leads_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             command = command.replace(long, short)
         done = CliRunner().invoke(app, shlex.split(command)[1:])
         assert done.exit_code == 0, f"{command}: {done.output}"
-    assert read_directory("runs").results
+    results = read_directory("runs").results
     report = Path("runs/report.html").read_text()
-    assert "data:image/png;base64," in report
+    assert all(result.file in report for result in results)
+    # On a busy machine a load generator may be late in every run. Such runs are in the tables, but in no picture.
+    assert ("data:image/png;base64," in report) == any(result.usable for result in results)
     assert "<script" not in report
 
 

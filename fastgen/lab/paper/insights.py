@@ -130,7 +130,8 @@ def section(result: Result) -> str:
         [
             "Forward passes of exact composition: prompts that share the tokens evenly, each given one token. Here: "
             f"medians of {result['rounds']} rounds in which every cell is measured once, scheduling and sampling "
-            "included.",
+            "included. Bars in the pictures reach from P25 to P75: wide ones mean that other programs used the "
+            "machine.",
             "**1. The time of a forward pass follows its tokens, not its sequences.**",
             table(("", "4 times the tokens cost", "16 sequences instead of 1, same tokens"), firsts),
             "The first column is from 64 to 256 tokens in one sequence, the second is for 256 tokens.",
