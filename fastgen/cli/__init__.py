@@ -12,6 +12,8 @@ import typer
 
 import fastgen
 from fastgen.cli.bench import app as bench_app
+from fastgen.cli.bench_paper import paper
+from fastgen.cli.bench_report import report
 from fastgen.cli.calibrate import calibrate
 from fastgen.cli.chat import chat
 from fastgen.cli.command import App
@@ -43,6 +45,8 @@ app.command(short_help="Show how many requests devices carry, and how fast.")(pl
 recipe_app.command()(new)
 recipe_app.command()(diff)
 recipe_app.command()(explain)
+bench_app.command()(report)
+bench_app.command()(paper)
 app.add_typer(bench_app, name="bench", short_help="Measure an engine or a server, and search for the load it carries.")
 app.add_typer(recipe_app, name="recipe", short_help="List and show recipes, and what they make of a model.")
 app.add_typer(kernels_app, name="kernels", short_help="List, show, build and measure a model's generated kernels.")

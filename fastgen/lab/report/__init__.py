@@ -1,0 +1,1 @@
+"""Reports of runs: tables, pictures, and one HTML file."""
