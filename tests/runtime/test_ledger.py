@@ -22,7 +22,7 @@ from fastgen.runtime.config import parse_dtype
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.memory.ledger import MEANINGS, Ledger, LedgerRow, MemoryModel
-from fastgen.runtime.memory.temporaries import Temporaries, demanding
+from fastgen.runtime.memory.temporaries import Temporaries, demanding, sampling_of
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.step.forward import Forward
 from tests.runtime.checkpoints import save_checkpoint
@@ -153,8 +153,7 @@ def test_sampling_takes_what_the_ledger_says(find: Find, kind: int) -> None:
         with AllocationPeak() as peak:
             engine.runner.sampler.sample(torch.randn(rows, vocab_size), sequences)
         engine.cancel_all()
-    temporaries = Temporaries(MeasuredModel(model_build(llm, "torch fp32")))
-    recorded = temporaries.sampling[kind](rows, 4004).peak_bytes + 4 * rows * vocab_size
+    recorded = sampling_of(model_build(llm, "torch fp32").target)[kind](rows, 4004).peak_bytes + 4 * rows * vocab_size
     print(f"{peak.most / (rows * vocab_size):.1f} bytes for each logit, recorded {recorded / (rows * vocab_size):.1f}")
     assert peak.most <= recorded <= 1.05 * peak.most
     if rows == llm.config.max_rows:
@@ -197,6 +196,14 @@ def test_the_row_of_temporaries_is_the_largest_phase(
     assert phases[phase] == max(phases.values())
     row = next(row for row in model.ledger(config).rows if row.name == "temporaries")
     assert (row.of, row.size_bytes) == (phase, phases[phase])
+
+
+def test_measuring_leaves_the_user_s_random_numbers_alone(find: Find) -> None:
+    state = torch.get_rng_state()
+    sampling_of.cache_clear()
+    with fastgen.load(find("Llama"), target="torch", **SIZES):
+        pass
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_ledger_is_a_table_and_json() -> None:
