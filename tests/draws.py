@@ -1,4 +1,4 @@
-"""The number of cases that a property draws: all of them in `make test-all`, fewer in `make test`."""
+"""The number of cases that a property draws: all of them in `make test-all` and `make matrix`, fewer in `make test`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 def drawn(cases: int, *, in_short: int) -> settings:
     """Returns settings for ``cases`` drawn cases, or for ``in_short`` of them where the same ones are drawn every time.
 
-    `make test-all` draws afresh, with ``--hypothesis-profile=fresh``, and has the time for all.
+    `make test-all` and `make matrix` draw afresh, with ``--hypothesis-profile=fresh``, and have the time for all.
     """
     repeats = settings().derandomize
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
