@@ -164,7 +164,9 @@ def run_tests() -> Cells:
         file = Path(directory) / "records.jsonl"
         tests = [str(ROOT / "tests" / "models" / name) for name in TESTS]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "--matrix", str(file), *tests], cwd=ROOT, check=False
+            [sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=fresh", "--matrix", str(file), *tests],
+            cwd=ROOT,
+            check=False,
         )
         if done.returncode:
             sys.exit(done.returncode)

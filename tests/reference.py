@@ -62,8 +62,9 @@ def check_family(
     *,
     attention: str = "eager",
     write: Callable[[PreTrainedModel, Path], object] = save,
+    num_steps: int = NUM_STEPS,
 ) -> float:
-    """A model of ``config`` answers here as in transformers: three prompts, and 24 greedy steps after each.
+    """A model of ``config`` answers here as in transformers: three prompts, and ``num_steps`` greedy steps after each.
 
     ``options`` are :func:`fastgen.load`'s, the reference's target unless they say another, in fp32 unless they say
     another ``dtype``; ``write`` puts the checkpoint into a directory. Returns the largest difference of a
@@ -82,12 +83,12 @@ def check_family(
             outputs = llm.generate(
                 prompts,
                 temperature=0,
-                max_new_tokens=NUM_STEPS,
+                max_new_tokens=num_steps,
                 ignore_eos=True,
                 logprobs=vocab_size,
                 prompt_logprobs=vocab_size,
             )
-    assert [len(output.token_ids) for output in outputs] == [NUM_STEPS] * 3
+    assert [len(output.token_ids) for output in outputs] == [num_steps] * 3
     return max(assert_equal_to_reference(model, each, tolerance=TOLERANCE, vocab_size=vocab_size) for each in outputs)
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -33,7 +33,13 @@ DTYPES = {
 }
 # Types of numbers that each target takes. A Python number has no width, so others could not arrive as declared.
 _SCALARS = {"triton": ("i32", "fp32"), "cpp": ("i32", "i64", "fp32")}
+_TARGETS = get_args(Target)
 _MAX_NAME = 120
+
+
+@lru_cache(maxsize=1024)  # a model has hundreds of specs, and they share few keys
+def _is_identifier(key: str) -> bool:
+    return re.fullmatch(r"[A-Za-z]\w*", key, re.ASCII) is not None
 
 
 @dataclass(frozen=True)
@@ -76,10 +82,10 @@ class KernelSpec:
     needed_by: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.target not in get_args(Target):
+        if self.target not in _TARGETS:
             raise ValueError(f"kernel spec {self.op}: target {self.target!r} is neither 'triton' nor 'cpp'")
         for key, value in (*self.parameters.items(), *self.options.items(), (self.op, None)):
-            if not re.fullmatch(r"[A-Za-z]\w*", key, re.ASCII):
+            if not _is_identifier(key):
                 raise ValueError(f"kernel spec {self.op}: {key!r} is not an identifier")
             if type(value) not in (int, float, bool, str, type(None)):
                 raise TypeError(f"kernel spec {self.op}: {key} is a {type(value).__name__}, not a plain value")

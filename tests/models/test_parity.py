@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     LlamaConfig,
@@ -19,12 +19,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tests.draws import drawn
 from tests.matrix import Record
 from tests.reference import check_family, rounding_errors, save
 
-DRAWN = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+DRAWN = drawn(60, in_short=20)
 
 
 @st.composite

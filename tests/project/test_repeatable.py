@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import begin_draws
+from tests.draws import drawn
 
 
 def draws() -> tuple[float, list[float]]:
@@ -36,6 +37,16 @@ def test_what_is_drawn_without_a_generator_follows_from_the_name(request: pytest
 def test_so_it_does_in_a_fixture(of_a_fixture: tuple[float, list[float]]) -> None:
     begin_draws(f"{Path(__file__).relative_to(Path(__file__).parents[2]).as_posix()} of_a_fixture")
     assert draws() == of_a_fixture
+
+
+@pytest.mark.parametrize(("profile", "cases"), [("repeatable", 20), ("fresh", 60)])
+def test_all_cases_of_a_property_are_drawn_where_they_are_drawn_afresh(profile: str, cases: int) -> None:
+    current = settings.get_current_profile_name()
+    try:
+        settings.load_profile(profile)
+        assert drawn(60, in_short=20).max_examples == cases
+    finally:
+        settings.load_profile(current)
 
 
 def examples() -> list[tuple[int, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from fastgen.runtime.config import parse_dtype
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.memory.ledger import MEANINGS, Ledger, LedgerRow, MemoryModel
-from fastgen.runtime.memory.temporaries import Temporaries, demanding
+from fastgen.runtime.memory.temporaries import Temporaries, demanding, sampling_of
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.step.forward import Forward
 from tests.runtime.checkpoints import save_checkpoint
@@ -95,14 +94,12 @@ def forward_peak(engine: Engine, *, is_interpreted: bool) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "hidden", watched)
         patch.setattr(forward, "logits", lambda hidden, batch: Forward.logits(forward, hidden, batch))
-        gc.freeze()
         for num_tokens in range(1 if is_interpreted else SIZES["block_size"]):
             if num_tokens:
                 engine.submit([index + 3 for index in range(num_tokens)], SamplingParams(max_new_tokens=1))
             engine.submit([5 + num_tokens] * (3 * BUDGET - num_tokens), SamplingParams(max_new_tokens=1))
             while engine.has_work:
                 engine.step()
-        gc.unfreeze()
     return most
 
 
@@ -153,8 +150,7 @@ def test_sampling_takes_what_the_ledger_says(find: Find, kind: int) -> None:
         with AllocationPeak() as peak:
             engine.runner.sampler.sample(torch.randn(rows, vocab_size), sequences)
         engine.cancel_all()
-    temporaries = Temporaries(MeasuredModel(model_build(llm, "torch fp32")))
-    recorded = temporaries.sampling[kind](rows, 4004).peak_bytes + 4 * rows * vocab_size
+    recorded = sampling_of(model_build(llm, "torch fp32").target)[kind](rows, 4004).peak_bytes + 4 * rows * vocab_size
     print(f"{peak.most / (rows * vocab_size):.1f} bytes for each logit, recorded {recorded / (rows * vocab_size):.1f}")
     assert peak.most <= recorded <= 1.05 * peak.most
     if rows == llm.config.max_rows:
@@ -197,6 +193,14 @@ def test_the_row_of_temporaries_is_the_largest_phase(
     assert phases[phase] == max(phases.values())
     row = next(row for row in model.ledger(config).rows if row.name == "temporaries")
     assert (row.of, row.size_bytes) == (phase, phases[phase])
+
+
+def test_measuring_leaves_the_user_s_random_numbers_alone(find: Find) -> None:
+    state = torch.get_rng_state()
+    sampling_of.cache_clear()
+    with fastgen.load(find("Llama"), target="torch", **SIZES):
+        pass
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_ledger_is_a_table_and_json() -> None:

@@ -17,6 +17,7 @@ from fastgen.models.measure import ModelBuild
 from fastgen.options import LoadOptions
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.memory.ledger import MemoryModel
+from tests.draws import drawn
 from tests.runtime.test_engine_config import make_spec
 
 MIB = 1 << 20
@@ -101,6 +102,7 @@ def test_where_the_weights_are_too_large_something_smaller_is_named() -> None:
     assert least.total_bytes > MIB
 
 
+@drawn(100, in_short=30)
 @given(
     size=st.integers(5 * MIB, 400 * MIB),
     kind=st.sampled_from(["cpu", "cuda"]),

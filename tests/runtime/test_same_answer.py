@@ -60,17 +60,16 @@ def alone(directory: Path) -> list[GenerationOutput]:
 def num_certain_tokens(output: GenerationOutput, sampling: SamplingParams) -> int:
     """How many tokens of ``output`` come before the first one that another order of summation may change."""
     assert output.logprobs is not None
-    for step, row in enumerate(output.logprobs):
-        scores = torch.tensor([row[token_id] for token_id in range(len(row))])
-        if sampling.temperature:
-            assert sampling.seed is not None
-            position = len(output.prompt_token_ids) + step
-            draw = [torch.tensor([number]) for number in (sampling.seed, position, 0)]
-            scores = scores / sampling.temperature + gumbel_noise(*draw, len(row))[0]
-        best, second = scores.topk(2).values.tolist()
-        if best - second < MARGIN:
-            return step
-    return len(output.token_ids)
+    scores = torch.tensor([[row[token_id] for token_id in range(len(row))] for row in output.logprobs])
+    if sampling.temperature:
+        assert sampling.seed is not None
+        num_steps, vocab_size = scores.shape
+        positions = len(output.prompt_token_ids) + torch.arange(num_steps)
+        draws = torch.full((num_steps,), sampling.seed), positions, torch.zeros(num_steps, dtype=torch.int64)
+        scores = scores / sampling.temperature + gumbel_noise(*draws, vocab_size)
+    best, second = scores.topk(2).values.unbind(-1)
+    close = (best - second < MARGIN).nonzero()
+    return int(close[0]) if len(close) else len(output.token_ids)
 
 
 def assert_same(alone: list[GenerationOutput], outputs: list[GenerationOutput]) -> None:

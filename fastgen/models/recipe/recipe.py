@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -80,6 +81,11 @@ def _with_inherited(tree: Tree, file: Path, find: FindByName, chain: Mapping[Pat
     if parent is None:
         raise tree.error(("extends",), f"no recipe is called {shown(parent_name)}")
     inherited = _with_inherited(read_recipe_yaml(parent), parent, find, chain)
+    return _extended(inherited, tree)
+
+
+@lru_cache(maxsize=256)  # reading a file gives the same tree again, and each search for a recipe reads all of them
+def _extended(inherited: Tree, tree: Tree) -> Tree:
     return merge(inherited, tree.without("extends"))
 
 
@@ -93,6 +99,7 @@ def _sibling(file: Path, name: str) -> Path | None:
     return candidate if stated_name(read_recipe_yaml(candidate), "name") == name else None
 
 
+@lru_cache(maxsize=256)
 def _validated(tree: Tree) -> RecipeSchema:
     try:
         return RecipeSchema.model_validate(tree.plain())

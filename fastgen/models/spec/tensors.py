@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -85,5 +87,12 @@ def linears_of(node: object) -> Iterator[LinearSpec]:
 def _children(node: object) -> Iterator[object]:
     if isinstance(node, tuple):
         yield from node
-    elif is_dataclass(node):
-        yield from (getattr(node, each.name) for each in fields(node))
+    else:
+        kind: Any = type(node)
+        yield from (getattr(node, name) for name in _field_names(kind))
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    """Returns the names of the fields of a dataclass, and nothing of another type."""
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()

@@ -51,7 +51,11 @@ def default_num_blocks(memory: MemoryModel, sized: Callable[[int], EngineConfig]
         return kv_bytes <= _SHARE_OF_REST * (device.memory_bytes - ledger.total_bytes + kv_bytes)
 
     most = device.memory_bytes // memory.block_bytes(sized(1).block_size)
-    return _largest(fits, most if useful is None else min(useful, most))
+    if useful is not None and useful <= most:
+        most = useful
+        if fits(most):  # as all the useful blocks of a small model do
+            return most
+    return _largest(fits, most)
 
 
 def nearest_that_fits(memory: MemoryModel, asked: AskedSizes, full: AskedSizes, resolve: Resolve) -> str:

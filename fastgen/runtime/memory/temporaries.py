@@ -8,13 +8,15 @@ and in the vocabulary, so the sizes for any others follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property, lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastgen.compile.backends.backend import MAX_LOGPROBS, Backend
+from fastgen.compile.backends.choose import backend_for
+from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.capture.allocations import Allocations, LinearAllocations, allocations_of
 from fastgen.models.measure import MeasuredModel
 from fastgen.runtime.memory.held import results
@@ -52,8 +54,8 @@ class Temporaries:
     def __init__(self, model: MeasuredModel):
         self._model, self._build = model, model.build
         self._backend = model.backend(PROMPT_LOGITS_ROWS)
-        self._sampling_bytes = lru_cache(maxsize=64)(lambda rows: self._peak(self.sampling, rows))
-        self._scoring_bytes = lru_cache(maxsize=64)(lambda rows: self._peak([self._prompt_logprobs], rows))
+        self._sampling_bytes = lru_cache(maxsize=64)(lambda rows: self._peak(sampling_of(self._build.target), rows))
+        self._scoring_bytes = lru_cache(maxsize=64)(lambda rows: self._peak([_prompt_logprobs()], rows))
 
     def phases(self, config: EngineConfig) -> dict[str, int]:
         """Returns the most bytes that each phase takes, by the phase's name."""
@@ -82,27 +84,6 @@ class Temporaries:
         vocab_size = -(-self._build.spec.vocab_size // _DRAWN_TOGETHER) * _DRAWN_TOGETHER
         return max(each(num_rows, vocab_size).peak_bytes for each in recorded)
 
-    @cached_property
-    def sampling(self) -> list[_ByVocab]:
-        """Returns the peak bytes of choosing tokens from logits, over all kinds of requests."""
-        return [_ByVocab(partial(self._record_sampling, kind)) for kind in range(len(demanding(2)))]
-
-    def _record_sampling(self, kind: int, num_rows: int, vocab_size: int) -> Allocations:
-        sampler = _sampler(self._backend, vocab_size)
-        sequences = [_sequence(demanding(vocab_size)[kind]) for _ in range(num_rows)]
-        logits = torch.randn(num_rows, vocab_size)
-        return _of_logits(logits, lambda: sampler.launch(logits, sequences)())
-
-    @cached_property
-    def _prompt_logprobs(self) -> _ByVocab:
-        """Returns the peak bytes of the log-probabilities of a piece of a prompt."""
-
-        def record(num_rows: int, vocab_size: int) -> Allocations:
-            logits, token_ids = torch.randn(num_rows, vocab_size), [0] * num_rows
-            return _of_logits(logits, lambda: prompt_logprobs(logits, token_ids, _MOST_LOGPROBS))
-
-        return _ByVocab(record)
-
 
 class _ByVocab:
     """Allocations for any number of rows and any vocabulary."""
@@ -115,6 +96,37 @@ class _ByVocab:
     def __call__(self, num_rows: int, vocab_size: int) -> Allocations:
         by_vocab = LinearAllocations.through(lambda size: self._by_rows[size](num_rows), *_SMALL_VOCABS)
         return by_vocab(vocab_size)
+
+
+@cache
+def sampling_of(target: TargetFacts) -> tuple[_ByVocab, ...]:
+    """Returns the peak bytes of choosing tokens from logits, by the kind of the request. Models differ in the size of
+    their vocabulary only, so each process records this once."""
+    backend = backend_for(target, max_rows=PROMPT_LOGITS_ROWS)
+
+    def record(kind: int, num_rows: int, vocab_size: int) -> Allocations:
+        sampler = _sampler(backend, vocab_size)
+        sequences = [_sequence(demanding(vocab_size)[kind]) for _ in range(num_rows)]
+        logits = _drawn_logits(num_rows, vocab_size)
+        return _of_logits(logits, lambda: sampler.launch(logits, sequences)())
+
+    return tuple(_ByVocab(partial(record, kind)) for kind in range(len(demanding(2))))
+
+
+@cache
+def _prompt_logprobs() -> _ByVocab:
+    """Returns the peak bytes of the log-probabilities of a piece of a prompt."""
+
+    def record(num_rows: int, vocab_size: int) -> Allocations:
+        logits, token_ids = _drawn_logits(num_rows, vocab_size), [0] * num_rows
+        return _of_logits(logits, lambda: prompt_logprobs(logits, token_ids, _MOST_LOGPROBS))
+
+    return _ByVocab(record)
+
+
+def _drawn_logits(num_rows: int, vocab_size: int) -> Tensor:
+    """Returns random logits, and leaves the user's generator of random numbers as it is."""
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
 
 
 def _of_logits(logits: Tensor, function: Callable[[], Any]) -> Allocations:
