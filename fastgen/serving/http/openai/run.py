@@ -284,7 +284,7 @@ async def encode_prompts(
 
     try:
         is_long = sum(map(len, prompts)) >= _LONG_PROMPTS
-        encoded = await asyncio.to_thread(encode) if is_long else encode()
+        encoded = await asyncio.to_thread(encode) if is_long or service.codec.waits_to_encode else encode()
     except InvalidArgumentError as error:
         raise BadRequestError(str(error), param=param, code=code_of(error)) from error
     for prompt_ids in encoded:

@@ -1,0 +1,258 @@
+"""All attacks at once beside honest streams.
+
+Honest clients stream answers that are known from the library. Turns alone and turns beside the attacks alternate; in
+the latter every attack of this folder is repeated. Each honest answer must be right, and the gaps between tokens are
+compared.
+
+``python -m tests.serving.attacks.storm --seconds 120 --streams 50 --output FILE`` writes the results. Attackers run in
+a process of low priority, because their own work on this machine is no part of what they do to a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import pairwise
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import fastgen
+from benchmarks.cpu.results import commit
+from benchmarks.scheduler import processor
+from fastgen.serving.clients.deployments import deployments
+from tests.serving.attacks import bodies, connections, formats, grpc_connections, json_bodies, logprobs
+from tests.serving.attacks.harness import MODEL, Attack, Target, resident_bytes
+from tests.serving.http_client import BrokenAnswerError, ask, get
+from tests.serving.server_process import ServerProcess, served
+from tests.serving.storm import Known, Storm, draw_pool, quantile_ms, until_quiet
+
+MODULES = (bodies, connections, json_bodies, formats, logprobs, grpc_connections)
+# Limits of time are short, so that attacks that wait for them happen more often.
+FLAGS = (
+    *("--grpc-port", "0", "--num-threads", "1", "--max-num-seqs", "64"),
+    *("--header-timeout", "5", "--body-timeout", "20", "--keep-alive", "5"),
+)
+# Longer than any attack takes, and than any honest answer.
+HANG_S = 120.0
+# How long an attack that has begun may go on after the end of its turn; then its clients leave.
+GRACE_S = 5.0
+# Most that all processes of the server may take beyond their memory before: 256 MiB of bodies, parsed bodies of four
+# times their size, 128 MiB of formats, four helper processes, and the log-probabilities of a large answer.
+MAX_MEMORY_GROWTH = 2 << 30
+_PROBE_PAUSE_S = 0.1
+
+
+def attacks() -> dict[str, Attack]:
+    """Returns all attacks by name."""
+    return {name: attack for module in MODULES for name, attack in module.ATTACKS.items()}
+
+
+@dataclass
+class Phase:
+    """What honest clients saw in turns of one kind."""
+
+    num_right: int = 0
+    wrong: list[str] = field(default_factory=list)
+    # Gaps between tokens, one list for each turn.
+    gaps_s: list[list[float]] = field(default_factory=list)
+    health_s: list[float] = field(default_factory=list)
+    memory_peak: int = 0
+
+    @property
+    def all_gaps_s(self) -> list[float]:
+        return [gap for turn in self.gaps_s for gap in turn]
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the figures of the phase: times in ms, memory in bytes."""
+        return {
+            "right": self.num_right,
+            "wrong": self.wrong[:20],
+            "gap_ms": {f"p{share:g}": quantile_ms(self.all_gaps_s, share / 100) for share in (50, 90, 99, 99.9, 100)},
+            "gap_p99_ms_of_turns": [quantile_ms(turn, 0.99) for turn in self.gaps_s],
+            "health_ms": {f"p{share:g}": quantile_ms(self.health_s, share / 100) for share in (50, 99, 100)},
+            "memory_peak_bytes": self.memory_peak,
+        }
+
+
+@dataclass
+class Found:
+    """What a storm did."""
+
+    alone: Phase = field(default_factory=Phase)
+    beside: Phase = field(default_factory=Phase)
+    # How often each attack ended in each way.
+    attacks: Counter[str] = field(default_factory=Counter)
+    memory_before: int = 0
+    # What the server has not released, or does not answer, afterwards.
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def memory_growth(self) -> int:
+        return self.beside.memory_peak - self.memory_before
+
+    @property
+    def p99_ratio(self) -> float:
+        """Returns the P99 gap beside the attacks, relative to that alone."""
+        return (quantile_ms(self.beside.all_gaps_s, 0.99) or 0.0) / (quantile_ms(self.alone.all_gaps_s, 0.99) or 1.0)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "alone": self.alone.summary(),
+            "beside attacks": self.beside.summary(),
+            "p99_gap_ratio": round(self.p99_ratio, 2),
+            "memory_before_bytes": self.memory_before,
+            "attacks": dict(sorted(self.attacks.items())),
+            "wrong afterwards": self.wrong,
+        }
+
+
+async def honest(
+    server: ServerProcess, pool: list[Known], phase: Phase, *, seconds: float, num_streams: int, seed: int
+) -> None:
+    """Streams known answers with ``num_streams`` clients for ``seconds``, and adds what they see to ``phase``."""
+    storm, gaps_s = Storm(server.address, pool, random.Random(seed)), list[float]()
+    phase.gaps_s.append(gaps_s)
+    until_s = time.monotonic() + seconds
+
+    async def client() -> None:
+        while time.monotonic() < until_s:
+            known = storm.rng.choice(pool)
+            try:
+                async with asyncio.timeout(HANG_S):
+                    connected = await storm.connect(known, is_stream=True)
+                    answered = await connected.answer()
+                    connected.leave()
+            except (TimeoutError, BrokenAnswerError, ConnectionError) as error:
+                phase.wrong.append(repr(error))
+                continue
+            if answered.error is not None or answered.text != known.text:
+                phase.wrong.append(answered.error or f"{answered.text!r} in place of {known.text!r}")
+                continue
+            phase.num_right += 1
+            gaps_s.extend(later - earlier for earlier, later in pairwise(answered.arrivals_s[:-1]))
+
+    async def watch() -> None:
+        while time.monotonic() < until_s:
+            began_s = time.perf_counter()
+            status, _ = await get(server.address, "/health")
+            phase.health_s.append(time.perf_counter() - began_s)
+            if status != 200:
+                phase.wrong.append(f"/health answered {status}")
+            phase.memory_peak = max(phase.memory_peak, resident_bytes(server.process.pid))
+            await asyncio.sleep(_PROBE_PAUSE_S)
+
+    await asyncio.gather(watch(), *(client() for _ in range(num_streams)))
+
+
+def attack(target: Target, seconds: float, is_large: bool, seed: int, found: Queue[Counter[str]]) -> None:
+    """Repeats every attack for ``seconds``, each on its own, and counts how they ended. Runs in another process."""
+    os.nice(10)
+    happened: Counter[str] = Counter()
+
+    async def repeat(name: str, one: Attack, rng: random.Random) -> None:
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left_s + GRACE_S):
+                    await one.run(target, one.large if is_large else one.small)
+                happened[f"{name}: as alone"] += 1
+            except TimeoutError:
+                happened[f"{name}: cut off at the end of a turn"] += 1
+            except Exception as error:  # beside others an attack may be refused earlier than alone
+                happened[f"{name}: {type(error).__name__}"] += 1
+            await asyncio.sleep(rng.uniform(0.0, 1.0))
+
+    async def run() -> None:
+        rng = random.Random(seed)
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: None
+        )  # clients of attacks that were cut off
+        await asyncio.gather(*(repeat(name, one, rng) for name, one in attacks().items()))
+
+    asyncio.run(run())
+    found.put(happened)
+
+
+def target_of(server: ServerProcess) -> Target:
+    """Returns the addresses of ``server``, that of gRPC as its deployment says."""
+    (found,) = [one for one in deployments() if one.pid == server.process.pid]
+    assert found.grpc_address is not None
+    return Target(server.address, f"127.0.0.1:{found.grpc_address.rpartition(':')[2]}")
+
+
+def run(
+    server: ServerProcess, pool: list[Known], *, seconds: float, num_streams: int, is_large: bool, num_turns: int = 2
+) -> Found:
+    """Lets honest clients stream ``seconds`` alone and as long beside all attacks, in ``num_turns`` turns of each."""
+    found, target = Found(), target_of(server)
+    context = multiprocessing.get_context("spawn")
+    asyncio.run(honest(server, pool, Phase(), seconds=2, num_streams=num_streams, seed=0))
+    found.memory_before = resident_bytes(server.process.pid)
+    for turn in range(num_turns):
+        sizes = {"seconds": seconds / num_turns, "num_streams": num_streams, "seed": turn}
+        asyncio.run(honest(server, pool, found.alone, **sizes))
+        happened: Queue[Counter[str]] = context.Queue()
+        arguments = (target, seconds / num_turns, is_large, turn, happened)
+        attackers = context.Process(target=attack, args=arguments)
+        attackers.start()
+        asyncio.run(honest(server, pool, found.beside, **sizes))
+        found.attacks += happened.get(timeout=2 * HANG_S)
+        attackers.join()
+        asyncio.run(until_quiet(server.address))
+    found.wrong = asyncio.run(wrong_after(server, pool))
+    return found
+
+
+async def wrong_after(server: ServerProcess, pool: list[Known]) -> list[str]:
+    """Returns what ``server`` has not released, and what it does not answer as before."""
+    after = await until_quiet(server.address)
+    names = ("fastgen_kv_blocks_held", "fastgen_requests_waiting", "fastgen_engine_restarts_total")
+    wrong = [f"{name} is {after[name]:g} when all have gone" for name in names if after[name]]
+    if (status := (await get(server.address, "/ready"))[0]) != 200:
+        wrong.append(f"/ready answers {status}")
+    for known in pool:
+        answered = await ask(server.address, known.body)
+        if answered.text != known.text:
+            wrong.append(f"{answered} in place of {known.text!r}")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120, help="of each of the two kinds of turns, together")
+    parser.add_argument("--turns", type=int, default=2, help="of each kind")
+    parser.add_argument("--streams", type=int, default=50)
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    given = parser.parse_args()
+    about: dict[str, Any] = {
+        "what": "every attack of tests/serving/attacks at once, beside honest streams: tests/serving/attacks/storm.py",
+        "date": datetime.now(UTC).date().isoformat(),
+        "fastgen": fastgen.__version__,
+        "commit": commit(),
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 1)},
+        "model": MODEL,
+        "flags": " ".join(FLAGS),
+        "seconds": given.seconds,
+        "streams": given.streams,
+    }
+    pool = draw_pool(random.Random(0), 40)
+    with served(MODEL, *FLAGS) as server:
+        sizes = {"seconds": given.seconds, "num_streams": given.streams, "num_turns": given.turns}
+        found = run(server, pool, is_large=True, **sizes)
+    about |= found.summary()
+    print(json.dumps(about, indent=1))
+    if given.output is not None:
+        given.output.write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
