@@ -113,6 +113,8 @@ def _time_of(tokenizer: Any, text: str) -> float:
 def test_a_server_goes_on_beside_a_hostile_tokenizer(tmp_path: Path) -> None:
     directory = save_checkpoint("mistral", tmp_path)
     save_tokenizer(directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     file = directory / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     split = {"type": "Split", "pattern": {"Regex": CUBIC}, "behavior": "Isolated", "invert": False}

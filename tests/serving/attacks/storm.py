@@ -173,9 +173,8 @@ def attack(target: Target, seconds: float, is_large: bool, seed: int, found: Que
 
     async def run() -> None:
         rng = random.Random(seed)
-        asyncio.get_running_loop().set_exception_handler(
-            lambda loop, context: None
-        )  # clients of attacks that were cut off
+        # Clients of attacks that were cut off have exceptions that nothing retrieves.
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         await asyncio.gather(*(repeat(name, one, rng) for name, one in attacks().items()))
 
     asyncio.run(run())
