@@ -5,7 +5,7 @@ the latter every attack of this folder is repeated. Each honest answer must be r
 compared.
 
 ``python -m tests.serving.attacks.storm --seconds 120 --streams 50 --output FILE`` writes the results. Attackers run in
-a process of low priority, because their own work on this machine is no part of what they do to a server.
+processes of low priority, because their own work on this machine is no part of what they do to a server.
 """
 
 from __future__ import annotations
@@ -153,8 +153,10 @@ async def honest(
     await asyncio.gather(watch(), *(client() for _ in range(num_streams)))
 
 
-def attack(target: Target, seconds: float, is_large: bool, seed: int, found: Queue[Counter[str]]) -> None:
-    """Repeats every attack for ``seconds``, each on its own, and counts how they ended. Runs in another process."""
+def attack(kind: int, target: Target, seconds: float, is_large: bool, seed: int, found: Queue[Counter[str]]) -> None:
+    """Repeats the attacks of one of ``MODULES`` for ``seconds``, each on its own, and counts how they ended. Runs in
+    another process.
+    """
     os.nice(10)
     happened: Counter[str] = Counter()
 
@@ -175,7 +177,7 @@ def attack(target: Target, seconds: float, is_large: bool, seed: int, found: Que
         rng = random.Random(seed)
         # Clients of attacks that were cut off have exceptions that nothing retrieves.
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        await asyncio.gather(*(repeat(name, one, rng) for name, one in attacks().items()))
+        await asyncio.gather(*(repeat(name, one, rng) for name, one in MODULES[kind].ATTACKS.items()))
 
     asyncio.run(run())
     found.put(happened)
@@ -201,11 +203,14 @@ def run(
         asyncio.run(honest(server, pool, found.alone, **sizes))
         happened: Queue[Counter[str]] = context.Queue()
         arguments = (target, seconds / num_turns, is_large, turn, happened)
-        attackers = context.Process(target=attack, args=arguments)
-        attackers.start()
+        attackers = [context.Process(target=attack, args=(kind, *arguments)) for kind in range(len(MODULES))]
+        for attacker in attackers:
+            attacker.start()
         asyncio.run(honest(server, pool, found.beside, **sizes))
-        found.attacks += happened.get(timeout=2 * HANG_S)
-        attackers.join()
+        for attacker in attackers:
+            found.attacks += happened.get(timeout=2 * HANG_S)
+        for attacker in attackers:
+            attacker.join()
         asyncio.run(until_quiet(server.address))
     found.wrong = asyncio.run(wrong_after(server, pool))
     return found
