@@ -207,7 +207,7 @@ def run(
         for attacker in attackers:
             attacker.start()
         asyncio.run(honest(server, pool, found.beside, **sizes))
-        for attacker in attackers:
+        for _ in attackers:
             found.attacks += happened.get(timeout=2 * HANG_S)
         for attacker in attackers:
             attacker.join()
