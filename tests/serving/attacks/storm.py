@@ -1,11 +1,11 @@
 """All attacks at once beside honest streams.
 
-Honest clients stream answers that are known from the library. Turns alone and turns beside the attacks alternate; in
-the latter every attack of this folder is repeated. Each honest answer must be right, and the gaps between tokens are
-compared.
+Honest clients stream answers that are known from the library. Three kinds of turns alternate: alone; beside processes
+that compute and attack nothing; beside all attacks of this folder, each repeated. Each honest answer must be right, and
+the gaps between tokens are compared. Attackers run on the same machine, so the second kind, with as many processes of
+the same priority, shows what their own work costs, whatever they send.
 
-``python -m tests.serving.attacks.storm --seconds 120 --streams 50 --output FILE`` writes the results. Attackers run in
-processes of low priority, because their own work on this machine is no part of what they do to a server.
+``python -m tests.serving.attacks.storm --seconds 120 --streams 50 --output FILE`` writes the results.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ FLAGS = (
 HANG_S = 120.0
 # How long an attack that has begun may go on after the end of its turn; then its clients leave.
 GRACE_S = 5.0
+# Priority of attackers, and of the processes that compute in their place.
+_NICE = 10
+# How much shorter turns without attacks are.
+_CONTROL_SHARE = 0.25
 # Most that all processes of the server may take beyond their memory before: 256 MiB of bodies, parsed bodies of four
 # times their size, 128 MiB of formats, four helper processes, and the log-probabilities of a large answer.
 MAX_MEMORY_GROWTH = 2 << 30
@@ -88,6 +92,8 @@ class Found:
     """What a storm did."""
 
     alone: Phase = field(default_factory=Phase)
+    # Beside processes that attack nothing.
+    control: Phase = field(default_factory=Phase)
     beside: Phase = field(default_factory=Phase)
     # How often each attack ended in each way.
     attacks: Counter[str] = field(default_factory=Counter)
@@ -99,16 +105,17 @@ class Found:
     def memory_growth(self) -> int:
         return self.beside.memory_peak - self.memory_before
 
-    @property
-    def p99_ratio(self) -> float:
-        """Returns the P99 gap beside the attacks, relative to that alone."""
-        return (quantile_ms(self.beside.all_gaps_s, 0.99) or 0.0) / (quantile_ms(self.alone.all_gaps_s, 0.99) or 1.0)
+    def p99_ratio(self, other: Phase) -> float:
+        """Returns the P99 gap beside the attacks, relative to that of ``other``."""
+        return (quantile_ms(self.beside.all_gaps_s, 0.99) or 0.0) / (quantile_ms(other.all_gaps_s, 0.99) or 1.0)
 
     def summary(self) -> dict[str, Any]:
         return {
             "alone": self.alone.summary(),
+            "beside other work": self.control.summary(),
             "beside attacks": self.beside.summary(),
-            "p99_gap_ratio": round(self.p99_ratio, 2),
+            "p99_gap_ratio_to_alone": round(self.p99_ratio(self.alone), 2),
+            "p99_gap_ratio_to_other_work": round(self.p99_ratio(self.control), 2),
             "memory_before_bytes": self.memory_before,
             "attacks": dict(sorted(self.attacks.items())),
             "wrong afterwards": self.wrong,
@@ -157,7 +164,7 @@ def attack(kind: int, target: Target, seconds: float, is_large: bool, seed: int,
     """Repeats the attacks of one of ``MODULES`` for ``seconds``, each on its own, and counts how they ended. Runs in
     another process.
     """
-    os.nice(10)
+    os.nice(_NICE)
     happened: Counter[str] = Counter()
 
     async def repeat(name: str, one: Attack, rng: random.Random) -> None:
@@ -183,6 +190,14 @@ def attack(kind: int, target: Target, seconds: float, is_large: bool, seed: int,
     found.put(happened)
 
 
+def compute(seconds: float) -> None:
+    """Computes for ``seconds``, in another process."""
+    os.nice(_NICE)
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        sum(range(100_000))
+
+
 def target_of(server: ServerProcess) -> Target:
     """Returns the addresses of ``server``, that of gRPC as its deployment says."""
     (found,) = [one for one in deployments() if one.pid == server.process.pid]
@@ -193,20 +208,29 @@ def target_of(server: ServerProcess) -> Target:
 def run(
     server: ServerProcess, pool: list[Known], *, seconds: float, num_streams: int, is_large: bool, num_turns: int = 2
 ) -> Found:
-    """Lets honest clients stream ``seconds`` alone and as long beside all attacks, in ``num_turns`` turns of each."""
+    """Lets honest clients stream ``seconds`` beside all attacks, in ``num_turns`` turns, each after two shorter turns:
+    alone, and beside other work.
+    """
     found, target = Found(), target_of(server)
     context = multiprocessing.get_context("spawn")
     asyncio.run(honest(server, pool, Phase(), seconds=2, num_streams=num_streams, seed=0))
     found.memory_before = resident_bytes(server.process.pid)
     for turn in range(num_turns):
-        sizes = {"seconds": seconds / num_turns, "num_streams": num_streams, "seed": turn}
-        asyncio.run(honest(server, pool, found.alone, **sizes))
+        turn_s, sizes = seconds / num_turns, {"num_streams": num_streams, "seed": turn}
+        control_s = _CONTROL_SHARE * turn_s
+        asyncio.run(honest(server, pool, found.alone, seconds=control_s, **sizes))
+        others = [context.Process(target=compute, args=(control_s,)) for _ in MODULES]
+        for other in others:
+            other.start()
+        asyncio.run(honest(server, pool, found.control, seconds=control_s, **sizes))
+        for other in others:
+            other.join()
         happened: Queue[Counter[str]] = context.Queue()
-        arguments = (target, seconds / num_turns, is_large, turn, happened)
+        arguments = (target, turn_s, is_large, turn, happened)
         attackers = [context.Process(target=attack, args=(kind, *arguments)) for kind in range(len(MODULES))]
         for attacker in attackers:
             attacker.start()
-        asyncio.run(honest(server, pool, found.beside, **sizes))
+        asyncio.run(honest(server, pool, found.beside, seconds=turn_s, **sizes))
         for _ in attackers:
             found.attacks += happened.get(timeout=2 * HANG_S)
         for attacker in attackers:
@@ -232,7 +256,7 @@ async def wrong_after(server: ServerProcess, pool: list[Known]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120, help="of each of the two kinds of turns, together")
+    parser.add_argument("--seconds", type=float, default=120, help="of all turns beside attacks, together")
     parser.add_argument("--turns", type=int, default=2, help="of each kind")
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--output", type=Path, help="a JSON file")

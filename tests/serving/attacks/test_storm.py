@@ -18,7 +18,7 @@ def pool() -> list[Known]:
 
 
 def check(found: Found) -> None:
-    assert found.alone.wrong == found.beside.wrong == found.wrong == []
+    assert found.alone.wrong == found.control.wrong == found.beside.wrong == found.wrong == []
     assert found.alone.num_right > 0
     assert found.beside.num_right > 0
     assert found.memory_growth < MAX_MEMORY_GROWTH
@@ -36,4 +36,5 @@ def test_honest_streams_in_a_storm_of_all_attacks(pool: list[Known]) -> None:
         found = run(server, pool, seconds=120, num_streams=50, is_large=True)
     check(found)
     print(found.summary())
-    assert found.p99_ratio <= 2.0
+    # Not to that alone: on two cores the attackers' own work alone, whatever they send, more than doubles the gaps.
+    assert found.p99_ratio(found.control) <= 2.0
