@@ -20,7 +20,7 @@ from fastgen.serving.clients.deployments import Deployment, registered, this_dep
 from fastgen.serving.ending import Ending
 from fastgen.serving.engine.garbage import rarely_collected
 from fastgen.serving.grpc.server import GrpcServer
-from fastgen.serving.http.app import create_app
+from fastgen.serving.http.app import create_app, prepare
 from fastgen.serving.http.connection import close_slow
 from fastgen.serving.http.generate import terminate_routes
 from fastgen.serving.http.hosts import warn_if_open
@@ -79,11 +79,13 @@ async def _run(
     by_grpc = GrpcServer(service, options, ending)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     closing = asyncio.create_task(close_slow(http.server_state, options.connections))
+    preparing = asyncio.create_task(prepare(app))
     if not sys.stderr.isatty():  # a terminal shows the progress of loading
         _log.info("loading %s; its address is printed once it is served", arguments["model"])
     try:
         await by_grpc.start()
         if await endings.first_or(service.start()):
+            await preparing
             address = _address(options, listener)
             deployment = this_deployment(
                 name=service.model_name,
@@ -104,6 +106,7 @@ async def _run(
     finally:
         await stop_all(service, by_grpc, http, serving, endings)
         closing.cancel()
+        preparing.cancel()
 
 
 async def stop_all(

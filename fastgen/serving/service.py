@@ -14,7 +14,9 @@ from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
+from fastgen.runtime.text.tokenizer_checks import has_unknown_patterns
 from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules, Update
+from fastgen.serving.encoding.encoder import TextEncoder
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.messages import EngineFacts, RecordingReply
 from fastgen.serving.engine.request import EngineRequest
@@ -55,6 +57,7 @@ class Service:
         self.engine = EngineClient(arguments, self._watch, timeout_s=engine_timeout_s)
         self._codec: TextCodec | None = None
         self._templates: TemplateRenderer | None = None
+        self._encoder: TextEncoder | None = None
         self._formats: TrialQueue | None = None
         self._is_draining = False
         self.recent = RecentRequests()
@@ -106,6 +109,10 @@ class Service:
             self._templates = TemplateRenderer(codec.tokenizer)
             await asyncio.to_thread(self._templates.processes.start)
             codec.render_chat = self._templates.render
+        if has_unknown_patterns(codec.tokenizer):
+            self._encoder = TextEncoder(codec.tokenizer)
+            await asyncio.to_thread(self._encoder.processes.start)
+            codec.encode_plain, codec.waits_to_encode = self._encoder.encode, True
         codec.max_tokens = facts.max_model_len
         if hasattr(codec.tokenizer, "backend_tokenizer"):  # only formats need it; the engine reports the error
             self._formats = TrialQueue(FormatTrials(codec.tokenizer, facts.vocab_size))
@@ -204,6 +211,8 @@ class Service:
         await self.engine.stop(timeout_s)
         if self._templates is not None:
             self._templates.processes.close()
+        if self._encoder is not None:
+            self._encoder.processes.close()
         if self._formats is not None:
             self._formats.close()
 

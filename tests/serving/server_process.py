@@ -21,10 +21,12 @@ class ServerProcess:
 
 
 @contextmanager
-def served(model: str, *flags: str) -> Iterator[ServerProcess]:
-    """Runs ``fastgen serve MODEL FLAGS``, ready; it ends when the block is left."""
+def served(model: str, *flags: str, stderr: int | None = None) -> Iterator[ServerProcess]:
+    """Runs ``fastgen serve MODEL FLAGS``, ready; it ends when the block is left. ``stderr`` is a file descriptor for
+    its log.
+    """
     command = [sys.executable, "-m", "fastgen", "serve", model, "--port", "0", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ) as process:
         try:
             assert process.stdout is not None
             for line in process.stdout:

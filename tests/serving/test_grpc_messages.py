@@ -150,10 +150,10 @@ def test_an_output_arrives_as_it_was_sent(name: str) -> None:
 def test_what_messages_hold_beside_their_text_is_bounded_for_all_of_them() -> None:
     request = messages.pool.FindMessageTypeByName(f"{messages.PACKAGE}.ChatRequest")
     chat = message_factory.GetMessageClass(request)()
-    lists = json.dumps({"x": [[]] * 50_000})
+    lists = json.dumps({"x": [[]] * 30_000})
     for _ in range(5):
         chat.messages.add(role="user", content="a", more=lists)
     assert len(messages.conversation(chat)) == 5
     chat.messages.add(role="user", content="a", more=lists)
-    with pytest.raises(TooLargeError, match="lists, objects, names and fractions"):
+    with pytest.raises(TooLargeError, match="lists, objects, texts, names and fractions"):
         messages.conversation(chat)

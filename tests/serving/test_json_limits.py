@@ -1,4 +1,4 @@
-"""JSON is measured outside its strings, wherever a piece of the text ends."""
+"""JSON is measured outside its strings, wherever a piece of the text ends, and parsed alike at any length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.serving import json_limits
-from fastgen.serving.json_limits import FREE_BYTES, check_json_size, is_surely_small
+from fastgen.serving.json_limits import FREE_BYTES, check_json_size, parse_json
 from fastgen.serving.refusals import TooLargeError
 
 MANY = 1 << 21
@@ -31,6 +31,7 @@ def beyond(text: bytes) -> str | None:
         (b"[" + b"1," * MANY + b"1]", "values"),
         (b"[" + b'"a",' * MANY + b"1]", "values"),
         (b'["a,\\"",' + b'",",' * MANY + b"1]", "values"),
+        (b"[" + b'"",' * (1 << 18) + b"1]", "texts"),
         (b"[" + b"[]," * MANY + b"1]", "values"),
         (b'{"x": [' + b"[]," * (1 << 19) + b"1]}", "lists"),
         (b"[" * (1 << 19), "lists"),
@@ -39,6 +40,9 @@ def beyond(text: bytes) -> str | None:
         (b"[" + b"1.5," * (1 << 19) + b"1]", "fractions"),
         (b"[" + b"1e5," * (1 << 19) + b"1]", "fractions"),
         (b"[" + b"1E5," * (1 << 19) + b"1]", "fractions"),
+        (b"[" + b"9" * 4300 + b",1" * (1 << 17) + b"]", "64 digits"),
+        (b"[" + b" " * FREE_BYTES + b"1" * 65 + b"]", "64 digits"),
+        (b'["' + b"1" * (FREE_BYTES - 30) + b'",' + b"1" * 65 + b"]", "64 digits"),
     ],
 )
 def test_what_has_too_many_values_is_refused(text: bytes, word: str) -> None:
@@ -54,8 +58,9 @@ def test_what_has_too_many_values_is_refused(text: bytes, word: str) -> None:
         json.dumps({"prompt": ["[{:.,\\", '\\"'] * 1024 + ["\\" * 999_999] * 4}).encode(),
         json.dumps({"prompt": ",[{:" * (1 << 20) + "\\"}).encode(),
         json.dumps({"prompt": "好,," * (1 << 20)}, ensure_ascii=False).encode(),
+        json.dumps({"prompt": "1234567890" * (1 << 20), "seed": 10**63}).encode(),
     ],
-    ids=["token ids", "biases", "code", "backslashes", "marks", "other letters"],
+    ids=["token ids", "biases", "code", "backslashes", "marks", "other letters", "digits"],
 )
 def test_texts_and_token_ids_may_be_as_long_as_a_body(text: bytes) -> None:
     assert FREE_BYTES < len(text) <= 16 << 20
@@ -64,9 +69,28 @@ def test_texts_and_token_ids_may_be_as_long_as_a_body(text: bytes) -> None:
 
 def test_a_short_body_is_not_measured() -> None:
     text = b"[" * FREE_BYTES
-    assert is_surely_small(text)
     assert beyond(text) is None
-    assert not is_surely_small(text + b"[")
+    assert beyond(text + b"[") is not None
+
+
+@pytest.mark.parametrize("padding", [0, FREE_BYTES])
+@pytest.mark.parametrize(
+    "text",
+    [b"[1,]", b'{"a": 01}', b'{"a": 1} x', b'{"a', b'"\xff"', b'"\\ud800"', b'{"a": nul}', b"", b"[" * 100_000],
+)
+def test_what_is_not_json_is_refused_at_any_length(text: bytes, padding: int) -> None:
+    if padding == 0 and text == b'"\\ud800"':
+        assert parse_json(text) == "\ud800"  # Python's parser takes it; the checks of each field refuse it
+        return
+    with pytest.raises((ValueError, RecursionError)):
+        parse_json(b" " * padding + text)
+
+
+@pytest.mark.parametrize("padding", [0, FREE_BYTES])
+def test_a_value_is_the_same_at_any_length(padding: int) -> None:
+    value = {"a": [1, -0.0, 1e-7, 2**63, -(2**70), 10**63, True, None, "\u0000é好😀"], "": {}, "b": 0.1 + 0.2}
+    assert repr(parse_json(b" " * padding + json.dumps(value).encode())) == repr(value)
+    assert parse_json(b" " * padding + b'{"a": 1, "a": 2}') == {"a": 2}
 
 
 VALUES = st.recursive(
@@ -83,7 +107,17 @@ def test_marks_in_strings_do_not_count(value: object, piece_bytes: int) -> None:
     text = json.dumps(value).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_limits, "_PIECE_BYTES", piece_bytes)
-        counts = json_limits._count_outside_strings(text)
+        counts, _ = json_limits._count_outside_strings(text)
     outside = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text)
     for mark in b",[{:.eE":
         assert counts[mark] == outside.count(bytes([mark]))
+    assert counts[ord('"')] == len(re.findall(rb'"(?:[^"\\]|\\.)*"', text))
+
+
+@given(st.integers(1, 9), st.integers(55, 75), st.integers(0, 40))
+def test_long_numbers_are_found_across_pieces(piece_bytes: int, num_digits: int, num_before: int) -> None:
+    text = b'["' + b"1" * num_before + b'",' + b"1" * num_digits + b"]"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_limits, "_PIECE_BYTES", piece_bytes)
+        _, has_long_number = json_limits._count_outside_strings(text)
+    assert has_long_number == (num_digits > 64)

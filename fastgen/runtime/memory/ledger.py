@@ -3,7 +3,8 @@
 Every row is measured: what an engine makes is made on the ``meta`` device, and its bytes are counted. Most is held from
 loading to closing; temporaries come and go, one phase after the other, so that the largest of them counts. Of a GPU
 only its own memory is counted, and nothing that the driver takes for itself; of a CPU nothing that Python and its
-libraries take.
+libraries take. So compiled formats of answers are not counted: what they take depends on the answers, and is bounded in
+``sampling/kept_formats.py``.
 """
 
 from __future__ import annotations

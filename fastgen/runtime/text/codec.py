@@ -50,6 +50,11 @@ class TextCodec:
         self._token_bytes = TokenBytes(tokenizer, self._decoder) if self._decoder is not None else None
         # Renders messages and tools by the chat template. A caller that does not trust the template replaces it.
         self.render_chat: RenderChat = self._render_chat
+        # Returns the token ids of a text, with special tokens or without. A caller that does not trust the tokenizer
+        # replaces it.
+        self.encode_plain: Callable[[str, bool], list[int]] = self._encode_plain
+        # Whether ``encode_plain`` waits for another process.
+        self.waits_to_encode = False
         # Texts with more tokens are refused; one that is far longer is refused before all of it is encoded.
         self.max_tokens: int | None = None
 
@@ -192,8 +197,10 @@ class TextCodec:
             raise InvalidArgumentError(f"the prompt is not valid Unicode: {error}") from None
         if self.max_tokens is not None:
             self._refuse_far_more(text, self.max_tokens)
-        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
-        return list(encoded["input_ids"])
+        return self.encode_plain(text, add_special_tokens)
+
+    def _encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     def _refuse_far_more(self, text: str, max_tokens: int) -> None:
         """Raises ``PromptTooLongError`` if a beginning of ``text`` has more tokens than all of it may have. The time
@@ -201,7 +208,7 @@ class TextCodec:
         """
         size = _MANY_CHARACTERS * max_tokens
         while size < len(text):
-            num_tokens = len(self.tokenizer(text[:size], add_special_tokens=False, verbose=False)["input_ids"])
+            num_tokens = len(self.encode_plain(text[:size], False))
             if num_tokens > max_tokens + _MAX_TOKENS_OF_A_CUT:
                 raise PromptTooLongError(
                     f"a text of {len(text)} characters has more than {max_tokens} tokens, which is all that the model "

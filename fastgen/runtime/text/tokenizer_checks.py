@@ -2,7 +2,8 @@
 
 A tokenizer is data, but its rules may rewrite a text again and again: six rules that write sixteen letters for one make
 16 million letters of one. That costs time and memory of the process that reads the text, so such a tokenizer is refused
-when it is loaded.
+when it is loaded. The time of a regular expression may grow with a high power of the text's length; which tokenizers
+have expressions that are not known is said here, and a server encodes texts by them in another process.
 """
 
 from __future__ import annotations
@@ -21,6 +22,20 @@ from fastgen.errors import CheckpointError
 MAX_GROWTH = 32
 # Most characters in the text of one token.
 MAX_TOKEN_CHARACTERS = 4096
+_CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Regular expressions of common tokenizers: of GPT-2, Llama 3, Qwen 2, and converted SentencePiece models. Their time is
+# proportional to the text's length.
+KNOWN_PATTERNS = frozenset(
+    {
+        rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+",
+        rf"(?i:{_CONTRACTIONS})|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",
+        rf"(?i:{_CONTRACTIONS})|{_LETTERS}|\p{{N}}|{_REST}",
+        r" {2,}",
+        r"\s+",
+    }
+)
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -37,12 +52,35 @@ def check_tokenizer(tokenizer: Any) -> None:
             raise CheckpointError(
                 f"the {name} of its tokenizer may make {growth} characters of one; at most {MAX_GROWTH} are taken"
             )
+    if backend.decoder is not None and any(_patterns(json.loads(backend.decoder.__getstate__()))):
+        raise CheckpointError("the decoder of its tokenizer has a regular expression, whose time has no limit")
     longest = max(tokenizer.get_vocab(), key=len, default="")
     if len(longest) > MAX_TOKEN_CHARACTERS:
         raise CheckpointError(
             f"the text of a token of its tokenizer has {len(longest)} characters; at most {MAX_TOKEN_CHARACTERS} are "
             "taken"
         )
+
+
+def has_unknown_patterns(tokenizer: Any) -> bool:
+    """Returns whether ``tokenizer`` has regular expressions that are not among ``KNOWN_PATTERNS``."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and not KNOWN_PATTERNS.issuperset(_patterns(json.loads(backend.to_str())))
+
+
+def _patterns(rules: Any) -> Iterator[str]:
+    """Yields the regular expressions anywhere in ``rules``, a tokenizer or a part of one as JSON, except in its model's
+    vocabulary.
+    """
+    stack = [rules]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, list):
+            stack += part
+        elif isinstance(part, dict):
+            if isinstance(pattern := part.get("Regex"), str):
+                yield pattern
+            stack += [value for name, value in part.items() if name != "model"]
 
 
 def growth_of(rules: Mapping[str, Any]) -> int:

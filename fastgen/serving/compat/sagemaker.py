@@ -6,7 +6,6 @@ request of the LMI and TGI containers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.http.errors import ERRORS, NOT_JSON, invalid_request, is_json
 from fastgen.serving.http.generate import naming_the_field
+from fastgen.serving.http.json_route import PARSED, JsonRoute
 from fastgen.serving.http.openai.answers import finish_of
 from fastgen.serving.http.openai.run import (
     Batch,
@@ -109,7 +109,7 @@ def _body_schema() -> dict[str, Any]:
 
 def sagemaker_routes(service: Service) -> APIRouter:
     """Returns the routes ``/ping`` and ``/invocations``."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.get("/ping", responses={503: {"description": "The server takes no requests now."}})
     async def ping() -> Response:
@@ -134,7 +134,7 @@ def sagemaker_routes(service: Service) -> APIRouter:
             raise BadRequestError("the body must be a JSON object")
         for field, path in _OPENAI.items():
             if field in body:
-                return _Forwarded(request, path, json.dumps({"model": service.model_name, **body}).encode())
+                return _Forwarded(request, path, {"model": service.model_name, **body})
         try:
             invocation = Invocation.model_validate(body)
         except ValidationError as error:
@@ -146,14 +146,14 @@ def sagemaker_routes(service: Service) -> APIRouter:
 
 
 class _Forwarded(Response):
-    """The response of ``path`` of the same application to ``body``."""
+    """The response of ``path`` of the same application to ``body``, which is parsed JSON."""
 
-    def __init__(self, request: Request, path: str, body: bytes):
+    def __init__(self, request: Request, path: str, body: dict[str, Any]):
         super().__init__()
-        self._app, self._path, self._json = request.app.router, path, body
+        self._app, self._path, self._body = request.app.router, path, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        unread: list[Message] = [{"type": "http.request", "body": self._json, "more_body": False}]
+        unread: list[Message] = [{"type": "http.request", "body": b"{}", "more_body": False}]  # it is not parsed
 
         async def replay() -> Message:
             return unread.pop() if unread else await receive()
@@ -161,7 +161,7 @@ class _Forwarded(Response):
         headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"content-type")]
         headers.append((b"content-type", b"application/json"))
         asked = {"type": "http", "path": self._path, "raw_path": self._path.encode(), "headers": headers}
-        await self._app({**scope, **asked}, replay, send)
+        await self._app({**scope, **asked, "state": {**scope["state"], PARSED: self._body}}, replay, send)
 
 
 async def _answer(service: Service, request: Request, invocation: Invocation) -> Response:

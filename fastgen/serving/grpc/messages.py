@@ -20,7 +20,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
 from fastgen.runtime.requests.response_format import ResponseFormat
-from fastgen.serving.json_limits import check_json_size
+from fastgen.serving.json_limits import check_json_size, parse_json
 
 PACKAGE = "fastgen.v1"
 SERVICE = f"{PACKAGE}.Generation"
@@ -142,7 +142,7 @@ def conversation(request: Any) -> list[dict[str, Any]]:
     messages = []
     for index, message in enumerate(request.messages):
         try:
-            more = json.loads(message.more) if message.more else {}
+            more = parse_json(message.more.encode()) if message.more else {}
         except (ValueError, RecursionError):
             more = None
         if not isinstance(more, dict):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import FastAPI, Response
 
 from fastgen.serving.compat.sagemaker import sagemaker_routes
@@ -53,3 +55,13 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
     app.include_router(page_routes())
     app.include_router(live_routes(service))
     return app
+
+
+async def prepare(app: FastAPI) -> None:
+    """Builds the checks of all bodies, and the description of the paths.
+
+    FastAPI builds them when they are first needed: at the first request of each path, and at the first one for a path
+    that does not exist. That takes up to a second, in which streams would wait. It is done on another thread, while the
+    model is loaded.
+    """
+    await asyncio.to_thread(app.openapi)

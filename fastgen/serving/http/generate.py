@@ -20,6 +20,7 @@ from fastgen.serving.api_keys import bearer
 from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.requests import MAX_TOKEN_IDS
 from fastgen.serving.http.openai.run import (
     arrival_of,
@@ -114,7 +115,7 @@ class InfoBody(BaseModel):
 
 def generate_routes(service: Service) -> APIRouter:
     """Returns the routes ``/generate`` and ``/info``."""
-    router = APIRouter(responses=ERRORS)
+    router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
     @router.post(
         "/generate",
@@ -171,7 +172,7 @@ def generate_routes(service: Service) -> APIRouter:
 
 def terminate_routes(ending: Ending) -> APIRouter:
     """Returns the route ``/terminate``."""
-    router = APIRouter(responses=ERRORS)
+    router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
     @router.post("/terminate")
     async def terminate(request: Request) -> dict[str, str]:

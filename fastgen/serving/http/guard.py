@@ -18,7 +18,7 @@ from fastgen.serving.api_keys import bearer
 from fastgen.serving.http.bodies import Bodies, Body
 from fastgen.serving.http.errors import CLIENT_LEFT, error_response
 from fastgen.serving.http.hosts import Hosts
-from fastgen.serving.json_limits import check_json_size, is_surely_small
+from fastgen.serving.json_limits import FREE_BYTES, check_json_size
 from fastgen.serving.monitoring.prometheus import Refusal, ServerMetrics
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import (
@@ -81,7 +81,7 @@ class Guard:
                 _check_encoding(headers)
                 if not await body.read(headers, receive):
                     return
-                if not is_surely_small(body.content):
+                if len(body.content) > FREE_BYTES:
                     await asyncio.to_thread(check_json_size, body.content)
                 scope["state"]["arrived_s"] = time.monotonic()
                 await self._app(scope, _whole(body.content, receive), named_send)

@@ -42,6 +42,23 @@ async def short_bodies(target: Target, size: int) -> None:
         assert await _status(target, _PATHS[number % len(_PATHS)], body) == 400
 
 
+async def largest_bodies(target: Target, size: int) -> None:
+    """Sends ``size`` bodies that have as many values as a body may have. They must be refused, for what is in them."""
+    kinds = [
+        b'{"prompt":[' + b"50000," * ((1 << 20) + (1 << 17) - 2) + b"1]}",
+        b"{" + b",".join(b'"%030d":1' % number for number in range(163_000)) + b"}",
+        b'{"x":[' + b'"",' * 163_000 + b"1]}",
+        b'{"x":[' + b"1234567890," * 1_000_000 + b"1]}",
+    ]
+    for number in range(size):
+        assert await _status(target, _PATHS[number % len(_PATHS)], kinds[number % len(kinds)]) == 400
+
+
+async def long_numbers(target: Target, size: int) -> None:
+    """Sends ``size`` bytes of numbers with thousands of digits. They must be refused."""
+    await _refused(target, b'{"x":[', b"9" * 4300 + b",", b"1]}", size)
+
+
 async def pages_of_other_sites(target: Target, size: int) -> None:
     """Sends ``size`` requests of each kind that a page of another site may send without being asked. None may run."""
     body = b'{"prompt":"a","max_tokens":1}'
@@ -90,6 +107,8 @@ ATTACKS = {
     "many_biases": Attack(many_biases, 8 << 20, 15 << 20),
     "many_fractions": Attack(many_fractions, 8 << 20, 15 << 20),
     "short_bodies": Attack(short_bodies, 6, 60),
+    "largest_bodies": Attack(largest_bodies, 8, 24),
+    "long_numbers": Attack(long_numbers, 8 << 20, 15 << 20),
     "pages_of_other_sites": Attack(pages_of_other_sites, 1, 10),
     "half_characters": Attack(half_characters, 1, 10),
 }

@@ -11,7 +11,13 @@ from tests.serving.attacks.json_bodies import ATTACKS
 from tests.serving.server_process import ServerProcess
 
 
-@pytest.mark.parametrize("name", ["many_lists", "many_names", "many_biases", "many_fractions", "short_bodies"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("many_lists", "many_names", "many_biases", "many_fractions", "long_numbers"),
+        *("short_bodies", "largest_bodies"),
+    ],
+)
 def test_large_json_stops_no_stream(server: ServerProcess, name: str) -> None:
     with observed(server) as seen:
         asyncio.run(ATTACKS[name].run(Target(server.address), ATTACKS[name].small))

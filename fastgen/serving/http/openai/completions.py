@@ -11,6 +11,7 @@ from starlette.responses import Response
 from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
 from fastgen.serving.answers import Update
 from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.answers import (
     Completion,
     CompletionChoice,
@@ -40,7 +41,7 @@ from fastgen.serving.service import Service
 
 def completion_routes(service: Service) -> APIRouter:
     """Returns the route, for ``service``."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
     @router.post(
         "/v1/completions",

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.answers import Detokenized, Model, Models, Tokenized, Version
 from fastgen.serving.http.openai.conversations import encode_chat
 from fastgen.serving.http.openai.requests import DetokenizeRequest, TokenizeRequest
@@ -19,7 +20,7 @@ from fastgen.serving.service import Service
 
 def model_routes(service: Service, version: str) -> APIRouter:
     """Returns the routes, for ``service``."""
-    router = APIRouter(tags=["models"])
+    router = APIRouter(route_class=JsonRoute, tags=["models"])
     created = now()
 
     def model() -> Model:

@@ -25,8 +25,8 @@ from fastgen.serving.http.streaming import EventStream, unless_gone
 from fastgen.serving.refusals import BadRequestError, UnknownModelError
 from fastgen.serving.service import Running, Service
 
-# Texts from this length on are encoded on another thread, so that other streams do not wait.
-_LONG_CHARACTERS = 20_000
+# Prompts with as many characters or ids together are encoded on another thread, so that other streams do not wait.
+_LONG_PROMPTS = 20_000
 # Items of a long list that are encoded at once; each may have log-probabilities of 129 tokens.
 _PIECE_ITEMS = 64
 DONE = b"data: [DONE]\n\n"
@@ -283,8 +283,8 @@ async def encode_prompts(
         return [encode_one(prompt) if keep is None else encode_one(prompt)[-keep:] for prompt in prompts]
 
     try:
-        is_long = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) >= _LONG_CHARACTERS
-        encoded = await asyncio.to_thread(encode) if is_long else encode()
+        is_long = sum(map(len, prompts)) >= _LONG_PROMPTS
+        encoded = await asyncio.to_thread(encode) if is_long or service.codec.waits_to_encode else encode()
     except InvalidArgumentError as error:
         raise BadRequestError(str(error), param=param, code=code_of(error)) from error
     for prompt_ids in encoded:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from fastgen.runtime.requests.outputs import FinishReason, GenerationOutput
 from fastgen.serving.answers import Update
 from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.answers import ContentLogprob, Usage, finish_of, usage_of
 from fastgen.serving.http.openai.conversations import PreparedChat
 from fastgen.serving.http.openai.logprobs import chat_logprobs
@@ -35,7 +36,7 @@ from fastgen.serving.tools.formats import ToolFormat
 
 def responses_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
     """Returns the route, for ``service``. ``tool_format`` overrides the format that the chat template implies."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
     @router.post(
         "/v1/responses",

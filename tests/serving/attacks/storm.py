@@ -1,0 +1,286 @@
+"""All attacks at once beside honest streams.
+
+Honest clients stream answers that are known from the library. Three kinds of turns alternate: alone; beside processes
+that compute and attack nothing; beside all attacks of this folder, each repeated. Each honest answer must be right, and
+the gaps between tokens are compared. Attackers run on the same machine, so the second kind, with as many processes of
+the same priority, shows what their own work costs, whatever they send.
+
+``python -m tests.serving.attacks.storm --seconds 120 --streams 50 --output FILE`` writes the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import pairwise
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import fastgen
+from benchmarks.cpu.results import commit
+from benchmarks.scheduler import processor
+from fastgen.serving.clients.deployments import deployments
+from tests.serving.attacks import bodies, connections, formats, grpc_connections, json_bodies, logprobs
+from tests.serving.attacks.harness import MODEL, Attack, Target, resident_bytes
+from tests.serving.http_client import BrokenAnswerError, ask, get
+from tests.serving.server_process import ServerProcess, served
+from tests.serving.storm import Known, Storm, draw_pool, quantile_ms, until_quiet
+
+MODULES = (bodies, connections, json_bodies, formats, logprobs, grpc_connections)
+# Limits of time are short, so that attacks that wait for them happen more often.
+FLAGS = (
+    *("--grpc-port", "0", "--num-threads", "1", "--max-num-seqs", "64"),
+    *("--header-timeout", "5", "--body-timeout", "20", "--keep-alive", "5"),
+)
+# Longer than any attack takes, and than any honest answer.
+HANG_S = 120.0
+# How long an attack that has begun may go on after the end of its turn; then its clients leave.
+GRACE_S = 5.0
+# Priority of attackers, and of the processes that compute in their place.
+_NICE = 10
+# How much shorter turns without attacks are.
+_CONTROL_SHARE = 0.25
+# Most that all processes of the server may take beyond their memory before: 256 MiB of bodies, parsed bodies of four
+# times their size, 128 MiB of formats, four helper processes, and the log-probabilities of a large answer.
+MAX_MEMORY_GROWTH = 2 << 30
+_PROBE_PAUSE_S = 0.1
+
+
+def attacks() -> dict[str, Attack]:
+    """Returns all attacks by name."""
+    return {name: attack for module in MODULES for name, attack in module.ATTACKS.items()}
+
+
+@dataclass
+class Phase:
+    """What honest clients saw in turns of one kind."""
+
+    num_right: int = 0
+    wrong: list[str] = field(default_factory=list)
+    # Gaps between tokens, one list for each turn.
+    gaps_s: list[list[float]] = field(default_factory=list)
+    health_s: list[float] = field(default_factory=list)
+    memory_peak: int = 0
+
+    @property
+    def all_gaps_s(self) -> list[float]:
+        return [gap for turn in self.gaps_s for gap in turn]
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the figures of the phase: times in ms, memory in bytes."""
+        return {
+            "right": self.num_right,
+            "wrong": self.wrong[:20],
+            "gap_ms": {f"p{share:g}": quantile_ms(self.all_gaps_s, share / 100) for share in (50, 90, 99, 99.9, 100)},
+            "gap_p99_ms_of_turns": [quantile_ms(turn, 0.99) for turn in self.gaps_s],
+            "health_ms": {f"p{share:g}": quantile_ms(self.health_s, share / 100) for share in (50, 99, 100)},
+            "memory_peak_bytes": self.memory_peak,
+        }
+
+
+@dataclass
+class Found:
+    """What a storm did."""
+
+    alone: Phase = field(default_factory=Phase)
+    # Beside processes that attack nothing.
+    control: Phase = field(default_factory=Phase)
+    beside: Phase = field(default_factory=Phase)
+    # How often each attack ended in each way.
+    attacks: Counter[str] = field(default_factory=Counter)
+    memory_before: int = 0
+    # What the server has not released, or does not answer, afterwards.
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def memory_growth(self) -> int:
+        return self.beside.memory_peak - self.memory_before
+
+    def p99_ratio(self, other: Phase) -> float:
+        """Returns the P99 gap beside the attacks, relative to that of ``other``."""
+        return (quantile_ms(self.beside.all_gaps_s, 0.99) or 0.0) / (quantile_ms(other.all_gaps_s, 0.99) or 1.0)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "alone": self.alone.summary(),
+            "beside other work": self.control.summary(),
+            "beside attacks": self.beside.summary(),
+            "p99_gap_ratio_to_alone": round(self.p99_ratio(self.alone), 2),
+            "p99_gap_ratio_to_other_work": round(self.p99_ratio(self.control), 2),
+            "memory_before_bytes": self.memory_before,
+            "attacks": dict(sorted(self.attacks.items())),
+            "wrong afterwards": self.wrong,
+        }
+
+
+async def honest(
+    server: ServerProcess, pool: list[Known], phase: Phase, *, seconds: float, num_streams: int, seed: int
+) -> None:
+    """Streams known answers with ``num_streams`` clients for ``seconds``, and adds what they see to ``phase``."""
+    storm, gaps_s = Storm(server.address, pool, random.Random(seed)), list[float]()
+    phase.gaps_s.append(gaps_s)
+    until_s = time.monotonic() + seconds
+
+    async def client() -> None:
+        while time.monotonic() < until_s:
+            known = storm.rng.choice(pool)
+            try:
+                async with asyncio.timeout(HANG_S):
+                    connected = await storm.connect(known, is_stream=True)
+                    answered = await connected.answer()
+                    connected.leave()
+            except (TimeoutError, BrokenAnswerError, ConnectionError) as error:
+                phase.wrong.append(repr(error))
+                continue
+            if answered.error is not None or answered.text != known.text:
+                phase.wrong.append(answered.error or f"{answered.text!r} in place of {known.text!r}")
+                continue
+            phase.num_right += 1
+            gaps_s.extend(later - earlier for earlier, later in pairwise(answered.arrivals_s[:-1]))
+
+    async def watch() -> None:
+        while time.monotonic() < until_s:
+            began_s = time.perf_counter()
+            status, _ = await get(server.address, "/health")
+            phase.health_s.append(time.perf_counter() - began_s)
+            if status != 200:
+                phase.wrong.append(f"/health answered {status}")
+            phase.memory_peak = max(phase.memory_peak, resident_bytes(server.process.pid))
+            await asyncio.sleep(_PROBE_PAUSE_S)
+
+    await asyncio.gather(watch(), *(client() for _ in range(num_streams)))
+
+
+def attack(kind: int, target: Target, seconds: float, is_large: bool, seed: int, found: Queue[Counter[str]]) -> None:
+    """Repeats the attacks of one of ``MODULES`` for ``seconds``, each on its own, and counts how they ended. Runs in
+    another process.
+    """
+    os.nice(_NICE)
+    happened: Counter[str] = Counter()
+
+    async def repeat(name: str, one: Attack, rng: random.Random) -> None:
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left_s + GRACE_S):
+                    await one.run(target, one.large if is_large else one.small)
+                happened[f"{name}: as alone"] += 1
+            except TimeoutError:
+                happened[f"{name}: cut off at the end of a turn"] += 1
+            except Exception as error:  # beside others an attack may be refused earlier than alone
+                happened[f"{name}: {type(error).__name__}"] += 1
+            await asyncio.sleep(rng.uniform(0.0, 1.0))
+
+    async def run() -> None:
+        rng = random.Random(seed)
+        # Clients of attacks that were cut off have exceptions that nothing retrieves.
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        await asyncio.gather(*(repeat(name, one, rng) for name, one in MODULES[kind].ATTACKS.items()))
+
+    asyncio.run(run())
+    found.put(happened)
+
+
+def compute(seconds: float) -> None:
+    """Computes for ``seconds``, in another process."""
+    os.nice(_NICE)
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        sum(range(100_000))
+
+
+def target_of(server: ServerProcess) -> Target:
+    """Returns the addresses of ``server``, that of gRPC as its deployment says."""
+    (found,) = [one for one in deployments() if one.pid == server.process.pid]
+    assert found.grpc_address is not None
+    return Target(server.address, f"127.0.0.1:{found.grpc_address.rpartition(':')[2]}")
+
+
+def run(
+    server: ServerProcess, pool: list[Known], *, seconds: float, num_streams: int, is_large: bool, num_turns: int = 2
+) -> Found:
+    """Lets honest clients stream ``seconds`` beside all attacks, in ``num_turns`` turns, each after two shorter turns:
+    alone, and beside other work.
+    """
+    found, target = Found(), target_of(server)
+    context = multiprocessing.get_context("spawn")
+    asyncio.run(honest(server, pool, Phase(), seconds=2, num_streams=num_streams, seed=0))
+    found.memory_before = resident_bytes(server.process.pid)
+    for turn in range(num_turns):
+        turn_s, sizes = seconds / num_turns, {"num_streams": num_streams, "seed": turn}
+        control_s = _CONTROL_SHARE * turn_s
+        asyncio.run(honest(server, pool, found.alone, seconds=control_s, **sizes))
+        others = [context.Process(target=compute, args=(control_s,)) for _ in MODULES]
+        for other in others:
+            other.start()
+        asyncio.run(honest(server, pool, found.control, seconds=control_s, **sizes))
+        for other in others:
+            other.join()
+        happened: Queue[Counter[str]] = context.Queue()
+        arguments = (target, turn_s, is_large, turn, happened)
+        attackers = [context.Process(target=attack, args=(kind, *arguments)) for kind in range(len(MODULES))]
+        for attacker in attackers:
+            attacker.start()
+        asyncio.run(honest(server, pool, found.beside, seconds=turn_s, **sizes))
+        for _ in attackers:
+            found.attacks += happened.get(timeout=2 * HANG_S)
+        for attacker in attackers:
+            attacker.join()
+        asyncio.run(until_quiet(server.address))
+    found.wrong = asyncio.run(wrong_after(server, pool))
+    return found
+
+
+async def wrong_after(server: ServerProcess, pool: list[Known]) -> list[str]:
+    """Returns what ``server`` has not released, and what it does not answer as before."""
+    after = await until_quiet(server.address)
+    names = ("fastgen_kv_blocks_held", "fastgen_requests_waiting", "fastgen_engine_restarts_total")
+    wrong = [f"{name} is {after[name]:g} when all have gone" for name in names if after[name]]
+    if (status := (await get(server.address, "/ready"))[0]) != 200:
+        wrong.append(f"/ready answers {status}")
+    for known in pool:
+        answered = await ask(server.address, known.body)
+        if answered.text != known.text:
+            wrong.append(f"{answered} in place of {known.text!r}")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120, help="of all turns beside attacks, together")
+    parser.add_argument("--turns", type=int, default=2, help="of each kind")
+    parser.add_argument("--streams", type=int, default=50)
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    given = parser.parse_args()
+    about: dict[str, Any] = {
+        "what": "every attack of tests/serving/attacks at once, beside honest streams: tests/serving/attacks/storm.py",
+        "date": datetime.now(UTC).date().isoformat(),
+        "fastgen": fastgen.__version__,
+        "commit": commit(),
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 1)},
+        "model": MODEL,
+        "flags": " ".join(FLAGS),
+        "seconds": given.seconds,
+        "streams": given.streams,
+    }
+    pool = draw_pool(random.Random(0), 40)
+    with served(MODEL, *FLAGS) as server:
+        sizes = {"seconds": given.seconds, "num_streams": given.streams, "num_turns": given.turns}
+        found = run(server, pool, is_large=True, **sizes)
+    about |= found.summary()
+    print(json.dumps(about, indent=1))
+    if given.output is not None:
+        given.output.write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""All attacks at once, beside honest streams."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.serving.attacks.harness import MODEL
+from tests.serving.attacks.storm import FLAGS, MAX_MEMORY_GROWTH, Found, attacks, run
+from tests.serving.server_process import served
+from tests.serving.storm import Known, draw_pool
+
+
+@pytest.fixture(scope="module")
+def pool() -> list[Known]:
+    return draw_pool(random.Random(1), 20)
+
+
+def check(found: Found) -> None:
+    assert found.alone.wrong == found.control.wrong == found.beside.wrong == found.wrong == []
+    assert found.alone.num_right > 0
+    assert found.beside.num_right > 0
+    assert found.memory_growth < MAX_MEMORY_GROWTH
+    assert {name.partition(":")[0] for name in found.attacks} == attacks().keys()
+
+
+def test_a_small_storm_of_all_attacks(pool: list[Known]) -> None:
+    with served(MODEL, *FLAGS) as server:
+        check(run(server, pool, seconds=4, num_streams=10, is_large=False, num_turns=1))
+
+
+@pytest.mark.slow
+def test_honest_streams_in_a_storm_of_all_attacks(pool: list[Known]) -> None:
+    with served(MODEL, *FLAGS) as server:
+        found = run(server, pool, seconds=120, num_streams=50, is_large=True)
+    check(found)
+    print(found.summary())
+    # Not to that alone: on two cores the attackers' own work alone, whatever they send, more than doubles the gaps.
+    assert found.p99_ratio(found.control) <= 2.0
