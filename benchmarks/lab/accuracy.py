@@ -27,6 +27,7 @@ from statistics import fmean, median
 from typing import Any, TypeVar, cast
 
 import fastgen
+from fastgen.lab.devices.calibration import recorded_sizes
 from fastgen.lab.devices.designed_steps import DesignedSteps
 from fastgen.lab.machine import machine_facts
 from fastgen.lab.records import Run, write_run
@@ -39,6 +40,7 @@ from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.flight.step_times import measured_steps
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.step_cost.fit import MeasuredStep, fit_step_cost, residuals
 
@@ -239,7 +241,7 @@ class Bench:
         designed = [*before, *self.designed(2 * number + 1)]
         facts = {"settings": settings.facts()}
         for kind, steps in {"held_out": designed, "own": own}.items():
-            cost = fit_step_cost(steps)
+            cost = fit_step_cost(steps, recorded=recorded_sizes(captured_sizes(self.config.token_budget)))
             run = self.simulation(requests, case, settings, cost, Simulation).run()
             facts[kind] = {
                 "errors": errors(figures(run), figures(real)),

@@ -19,11 +19,13 @@ from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.requests.sampled import SampledToken
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.policy import Policy
+from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
 from fastgen.runtime.step.model_runner import ModelRunner
 from fastgen.runtime.step.step import Step
 from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.work import StepWork
 
 # Any token id of a prompt is below this.
 VOCAB_SIZE = 2**31
@@ -54,14 +56,20 @@ class SimulatedRunner:
         self._free_s = 0.0
         # When the device has computed each step that was not collected yet.
         self._ends_s: dict[Step, float] = {}
+        # The decodes of the last step, if it had nothing else.
+        self._decodes: SequenceOf[Sequence] = ()
 
     def launch(self, step: Step) -> None:
         cost, ratio = self.cost, self.cost.draw_ratio(self._random)
         self.clock.now_s += cost.host_s * ratio
-        self._free_s = max(self.clock.now_s, self._free_s) + cost.device_s(step.schedule.work) * ratio
+        self._free_s = max(self.clock.now_s, self._free_s) + cost.device_s(self._work(step.schedule)) * ratio
         self._ends_s[step] = self._free_s
         if cost.sizes:
             step.num_padding = step.schedule.size - step.schedule.num_tokens
+
+    def _work(self, schedule: Schedule) -> StepWork:
+        work, decodes, self._decodes = schedule.work, self._decodes, () if schedule.chunks else schedule.decodes
+        return work if work.num_built or decodes == self._decodes else work._replace(num_built=1)
 
     def sample(self, step: Step) -> None:
         if not self._makes_tokens:

@@ -228,7 +228,7 @@ def test_the_policy_learns_what_steps_took(bench: Bench) -> None:
     bench.runner.launch = slow  # type: ignore[method-assign]
     bench.submit([1] * 3, max_new_tokens=2)
     bench.run()
-    assert learned == [(StepWork(3, 3, 6, 1, 1), 0.25), (StepWork(1, 4, 0, 1), 0.25)]
+    assert learned == [(StepWork(3, 3, 6, 1, 1, 1), 0.25), (StepWork(1, 4, 0, 1), 0.25)]
 
 
 def test_a_request_may_time_out_before_it_is_scheduled() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -22,6 +23,7 @@ from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.step_times import measured_steps
 from fastgen.runtime.json_lines import checked_line
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
+from fastgen.runtime.step.forward import TapedForward
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.step_cost.fit import Residuals, fit_step_cost, residuals
 
@@ -100,7 +102,8 @@ def calibration_of(recording: Recording, *, from_s: float = 0.0) -> Calibration:
     steps = [measured for _, measured in timed]
     if len(steps) > _MOST_STEPS:
         steps = random.Random(0).sample(steps, _MOST_STEPS)
-    cost = fit_step_cost(steps, sizes=captured_sizes(recording.header.engine.token_budget) if pads else ())
+    sizes = captured_sizes(recording.header.engine.token_budget)
+    cost = fit_step_cost(steps, sizes=sizes) if pads else fit_step_cost(steps, recorded=recorded_sizes(sizes))
     return Calibration(
         model=recording.header.model,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -111,6 +114,11 @@ def calibration_of(recording: Recording, *, from_s: float = 0.0) -> Calibration:
         residuals=dict(residuals(cost, steps)),
         step_gap_s=max(0.0, median(gaps_s)) if gaps_s else 0.0,
     )
+
+
+def recorded_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Returns the numbers of tokens of which an engine that does not pad has tapes, given its captured ``sizes``."""
+    return tuple(sorted({*range(1, min(TapedForward.SMALL, sizes[-1]) + 1), *sizes}))
 
 
 def write_calibration(calibration: Calibration, path: str | Path) -> None:

@@ -14,12 +14,18 @@ from fastgen.runtime.step_cost.work import StepWork, decode_work
 _LEAST_STEPS = 50
 
 
-def work_of(step: Step) -> StepWork:
-    """Returns the work of ``step``, as its schedule stated it."""
+def work_of(step: Step, before: Step | None) -> StepWork:
+    """Returns the work of ``step``, which followed ``before``."""
     work = decode_work([entry.start for entry in step.entries[: step.num_decodes]])
     for entry in step.entries[step.num_decodes :]:
         work = work.with_chunk(entry.start, entry.num_tokens, 1 + entry.num_drafts if entry.num_sampled else 0)
+    if work.num_chunks or before is None or before.prompts or _names(before) != _names(step):
+        work = work._replace(num_built=1)
     return work
+
+
+def _names(step: Step) -> list[str]:
+    return [entry.sequence for entry in step.entries]
 
 
 class ExpectedTimes:
@@ -40,19 +46,25 @@ class ExpectedTimes:
 
     def of(self, step: Step) -> float | None:
         """Returns the expected time of ``step``, or ``None`` where nothing is known."""
-        return None if self._cost is None else self._cost.seconds(work_of(step))
+        if self._cost is None or step.step not in self._measured:
+            return None
+        return self._cost.seconds(self._measured[step.step].work)
 
     def sum_of(self, steps: Iterable[Step]) -> float | None:
         """Returns the expected time of all ``steps`` together, or ``None`` where nothing is known."""
-        return None if self._cost is None else sum(self._cost.seconds(work_of(step)) for step in steps)
+        return None if self._cost is None else sum(self.of(step) or 0.0 for step in steps)
 
 
 def measured_steps(recording: Recording) -> Iterator[tuple[Step, MeasuredStep]]:
     """Yields each step that completed, with the time that it took: since it began, or since the one before ended if
     that was later.
     """
-    last_end_s = -math.inf
+    last_end_s, before = -math.inf, None
     for step in recording.steps:
         if step.ended_s is not None:
-            yield step, MeasuredStep(work_of(step), step.ended_s - max(step.began_s, last_end_s), step.num_decodes)
+            yield (
+                step,
+                MeasuredStep(work_of(step, before), step.ended_s - max(step.began_s, last_end_s), step.num_decodes),
+            )
             last_end_s = step.ended_s
+        before = step

@@ -5,6 +5,7 @@ the weights, and many cost their arithmetic. What attention reads, and the pairs
 linear, and so is what each row of logits and each chunk adds::
 
     seconds = host + matrices(padded tokens) + row * rows + chunk * chunks + context * context tokens + pair * pairs
+              + built (where the batch is built) + called (where no tape or graph of that size is replayed)
 
 Who makes one: the scheduler learns the four coefficients of :meth:`StepCost.linear` while it runs, admission learns the
 table, a calibration fits all of it to measured steps, and the planner computes it from the datasheet of a device.
@@ -42,6 +43,11 @@ class StepCost:
     chunk_s: float = 0.0
     context_s: float = 0.0
     pair_s: float = 0.0
+    # Time to build a batch that is not the one before, a token further.
+    built_s: float = 0.0
+    # Time that a step takes longer whose number of tokens is none of ``recorded``, for which there are tapes or graphs.
+    called_s: float = 0.0
+    recorded: tuple[int, ...] = ()
     # Captured sizes that steps are padded to, ascending; empty where steps are not padded.
     sizes: tuple[int, ...] = ()
     # Quantiles, evenly spaced, of measured over expected time. Their mean is 1. Empty where not measured.
@@ -74,13 +80,15 @@ class StepCost:
 
     def device_s(self, work: StepWork) -> float:
         """Returns the expected time of the device's part of a step with ``work``."""
-        num_tokens, num_context, num_pairs, num_rows, num_chunks = work
+        num_tokens, num_context, num_pairs, num_rows, num_chunks, num_built = work
         return (
             self.matrices_s(num_tokens)
             + self.context_s * num_context
             + self.pair_s * num_pairs
             + self.row_s * num_rows
             + self.chunk_s * num_chunks
+            + self.built_s * num_built
+            + (self.called_s if self.called_s and num_tokens not in self._recorded else 0.0)
         )
 
     def matrices_s(self, num_tokens: float) -> float:
@@ -118,8 +126,14 @@ class StepCost:
             chunk_s=factor * self.chunk_s,
             context_s=factor * self.context_s,
             pair_s=factor * self.pair_s,
+            built_s=factor * self.built_s,
+            called_s=factor * self.called_s,
             scatter=tuple(quantile / mean for quantile in quantiles),
         )
+
+    @cached_property
+    def _recorded(self) -> frozenset[int]:
+        return frozenset(self.recorded)
 
     @cached_property
     def _table(self) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -63,8 +63,11 @@ class Residuals:
     bias: float
 
 
-def fit_step_cost(steps: Iterable[MeasuredStep], *, sizes: SequenceOf[int] = ()) -> StepCost:
-    """Returns the cost that explains ``steps`` best. ``sizes`` are the captured sizes that steps are padded to.
+def fit_step_cost(
+    steps: Iterable[MeasuredStep], *, sizes: SequenceOf[int] = (), recorded: SequenceOf[int] = ()
+) -> StepCost:
+    """Returns the cost that explains ``steps`` best. ``sizes`` are the captured sizes that steps are padded to, where
+    they are padded; ``recorded`` those of which there are tapes, where they are not.
 
     :raises InvalidArgumentError: for fewer than :data:`LEAST_STEPS` steps.
     """
@@ -75,19 +78,19 @@ def fit_step_cost(steps: Iterable[MeasuredStep], *, sizes: SequenceOf[int] = ())
     tokens = np.array([_padded(step.work.num_tokens, sizes) for step in measured], np.float64)
     points = _points(tokens)
     table = np.stack([np.ones_like(tokens), *_rises(tokens, points)], axis=1)
-    linear = np.array(
-        [(step.work.num_rows, step.work.num_chunks, step.work.num_context, step.work.num_pairs) for step in measured],
-        np.float64,
-    )
+    linear = np.array([_linear(step.work, recorded) for step in measured], np.float64)
     found = _robust(np.concatenate([table, linear], axis=1), seconds)
     times_s = np.cumsum(found[: len(points)]).tolist()
-    row_s, chunk_s, context_s, pair_s = found[len(points) :].tolist()
+    row_s, chunk_s, context_s, pair_s, built_s, called_s = found[len(points) :].tolist()
     cost = StepCost(
         tokens=tuple(zip(points, times_s, strict=True)),
         row_s=row_s,
         chunk_s=chunk_s,
         context_s=context_s,
         pair_s=pair_s,
+        built_s=built_s,
+        called_s=called_s,
+        recorded=tuple(recorded),
         sizes=tuple(sizes),
     )
     return cost.scattered([(cost.seconds(step.work), step.seconds) for step in measured])
@@ -110,6 +113,12 @@ def _residuals(cost: StepCost, steps: list[MeasuredStep]) -> Residuals:
         p90=errors[int(0.9 * (len(errors) - 1))],
         bias=expected_s / measured_s - 1,
     )
+
+
+def _linear(work: StepWork, recorded: SequenceOf[int]) -> tuple[float, ...]:
+    """Returns the counts of ``work`` that a cost is linear in."""
+    is_called = bool(recorded) and work.num_tokens not in recorded
+    return (work.num_rows, work.num_chunks, work.num_context, work.num_pairs, work.num_built, is_called)
 
 
 def _padded(num_tokens: int, sizes: SequenceOf[int]) -> int:

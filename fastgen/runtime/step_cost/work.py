@@ -18,6 +18,8 @@ class StepWork(NamedTuple):
     num_rows: int = 0
     # Parts of prompts, and decodes with drafts.
     num_chunks: int = 0
+    # 1 where its batch is built; 0 for the same decodes as in the step before, whose batch is continued.
+    num_built: int = 0
 
     def with_chunk(self, start: int, num_tokens: int, num_rows: int = 0) -> StepWork:
         """Returns this work with tokens ``start .. start + num_tokens - 1`` of one sequence more, of which the last
@@ -29,6 +31,7 @@ class StepWork(NamedTuple):
             self.num_pairs + chunk_pairs(start, num_tokens),
             self.num_rows + num_rows,
             self.num_chunks + 1,
+            1,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,11 @@ from fastgen.runtime.flight.why import why
 from fastgen.runtime.flight.why_text import as_text
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
+from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.simulated import Arrival, SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.step_cost.fit import residuals
+from fastgen.runtime.step_cost.work import StepWork
 
 DEVICE = StepCost(
     tokens=((1, 0.010), (32, 0.011), (128, 0.020), (512, 0.060)),
@@ -47,7 +51,7 @@ def test_a_minute_of_designed_steps_finds_the_device(sizes: tuple[int, ...]) -> 
     assert found.cost.sizes == sizes
     assert set(found.residuals) == {"decodes", "mixed", "prompts"}
     assert all(each.median < 0.06 for each in found.residuals.values())
-    held_out = server(device)
+    held_out = server(replace(device, noise=0.0))
     held_out.serve(traffic())
     steps = [step for _, step in measured_steps(held_out.engine.recorder.recording("held out"))]
     for kind, each in residuals(found.cost, steps).items():
@@ -73,18 +77,20 @@ def test_a_recorded_flight_gives_the_cost_too() -> None:
         calibration_of(recording, from_s=1e9)
 
 
-def test_the_work_of_a_recorded_step_is_that_of_its_schedule() -> None:
+def test_the_work_of_a_recorded_step_is_what_the_device_was_given() -> None:
     device, works = server(), []
-    launch = device.engine.runner.launch
+    runner = device.engine.runner
+    work = runner._work  # type: ignore[attr-defined]
 
-    def note(step: object) -> None:
-        works.append(step.schedule.work)  # type: ignore[attr-defined]
-        launch(step)  # type: ignore[arg-type]
+    def note(schedule: Schedule) -> StepWork:
+        works.append(work(schedule))
+        return works[-1]
 
-    device.engine.runner.launch = note  # type: ignore[method-assign, assignment]
+    runner._work = note  # type: ignore[attr-defined]
     device.serve(traffic())
-    recording = device.engine.recorder.recording("flight")
-    assert [work_of(step) for step in recording.steps] == works
+    steps = device.engine.recorder.recording("flight").steps
+    assert [work_of(step, before) for before, step in pairwise((None, *steps)) if step is not None] == works
+    assert {each.num_built for each in works} == {0, 1}
 
 
 def test_why_says_what_was_expected_beside_what_steps_took() -> None:

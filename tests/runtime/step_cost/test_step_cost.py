@@ -30,10 +30,12 @@ COST = StepCost(
 
 
 def test_the_parts_of_a_step_add_up() -> None:
-    cost = StepCost(tokens=((1, 1.0), (3, 2.0)), host_s=10.0, row_s=0.1, chunk_s=0.01, context_s=1e-3, pair_s=1e-4)
+    cost = StepCost(
+        tokens=((1, 1.0), (3, 2.0)), host_s=10.0, row_s=0.1, chunk_s=0.01, context_s=1e-3, pair_s=1e-4, built_s=3.0
+    )
     work = decode_work([5, 7]).with_chunk(2, 3, num_rows=1)
-    assert work == StepWork(5, 6 + 8 + 5, 3 + 4 + 5, 3, 1)
-    device_s = (1.0 + 4 * 0.5) + 3 * 0.1 + 0.01 + 19e-3 + 12e-4
+    assert work == StepWork(5, 6 + 8 + 5, 3 + 4 + 5, 3, 1, 1)
+    device_s = (1.0 + 4 * 0.5) + 3 * 0.1 + 0.01 + 19e-3 + 12e-4 + 3.0
     assert cost.device_s(work) == pytest.approx(device_s)
     assert cost.seconds(work) == pytest.approx(10.0 + device_s)
 
@@ -49,6 +51,11 @@ def test_a_table_is_interpolated_and_never_falls_beyond_its_end() -> None:
 def test_steps_are_padded_to_captured_sizes() -> None:
     padded = StepCost(tokens=((0, 0.0), (1, 1.0)), sizes=captured_sizes(200))
     assert [padded.matrices_s(tokens) for tokens in (1, 3, 33, 65, 129, 200)] == [1, 4, 64, 128, 192, 200]
+
+
+def test_a_size_without_a_tape_takes_longer() -> None:
+    cost = StepCost(tokens=((1, 1.0),), called_s=0.5, recorded=(1, 2, 4))
+    assert [cost.seconds(StepWork(tokens, 0, 0)) for tokens in (1, 2, 3, 4, 5)] == [1.0, 1.0, 1.5, 1.0, 1.5]
 
 
 def test_a_table_out_of_order_is_refused() -> None:
