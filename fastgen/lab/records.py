@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final, Literal
 from pydantic import TypeAdapter
 
 from fastgen.errors import RecordingError
-from fastgen.runtime.json_lines import checked_line
+from fastgen.json_lines import checked_line
 
 FORMAT: Final = "fastgen run"
 VERSION: Final = 1

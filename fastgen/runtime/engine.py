@@ -12,7 +12,8 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from fastgen.runtime.answers.answers import Answers, NewDetokenizer
 from fastgen.runtime.answers.generation import Generation
-from fastgen.runtime.flight.recorder import Recorder, engine_facts
+from fastgen.runtime.flight.engine_facts import engine_facts
+from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.metrics import EngineMetrics
 from fastgen.runtime.requests.checks import RequestChecks
 from fastgen.runtime.requests.outputs import FinishReason

@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Final, Literal
 from pydantic import TypeAdapter
 
 from fastgen.errors import RecordingError
+from fastgen.json_lines import checked_line
 from fastgen.lab.devices.designed_steps import DesignedSteps
 from fastgen.lab.machine import machine_facts
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.step_times import measured_steps
-from fastgen.runtime.json_lines import checked_line
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.runtime.step.forward import TapedForward
 from fastgen.runtime.step_cost.cost import StepCost

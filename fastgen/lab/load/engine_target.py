@@ -18,7 +18,7 @@ from fastgen.lab.workloads.request import PlannedRequest
 from fastgen.lab.workloads.sessions import longest_sequence
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.flight.recorder import engine_facts
+from fastgen.runtime.flight.engine_facts import engine_facts
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.policy import Policy
 

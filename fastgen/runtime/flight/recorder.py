@@ -37,7 +37,6 @@ from fastgen.runtime.flight.recording import (
 from fastgen.runtime.flight.snapshot import SchedulerState
 from fastgen.runtime.requests.outputs import FinishReason
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
-from fastgen.runtime.scheduling.policies import policy_name
 from fastgen.runtime.step.observer import Observer
 from fastgen.runtime.step.step import Step as EngineStep
 from fastgen.version import __version__
@@ -382,26 +381,6 @@ class Recorder(Observer):
             for seq in (seq for _, request in sorted(requests.items()) for seq in request.sequences):
                 if blocks := numbers.behind_prompt(seq.token_ids, seq.num_prompt_tokens):
                     yield Blocks(sequence=seq.name, blocks=blocks)
-
-
-def engine_facts(scheduler: Scheduler, *, runs_ahead: bool = False) -> EngineFacts:
-    """Returns the sizes and rules that ``scheduler`` decides by. ``runs_ahead``: the engine launches steps ahead."""
-    kv, policy = scheduler.kv, scheduler.policy
-    return EngineFacts(
-        token_budget=scheduler.token_budget,
-        max_num_seqs=scheduler.max_num_seqs,
-        block_size=kv.block_size,
-        num_blocks=kv.pool.num_blocks,
-        windows=kv.windows,
-        max_chunk=kv.max_chunk,
-        policy=policy_name(policy),
-        policy_parameters={name: getattr(policy, name) for name in policy.parameters},
-        aging_s=scheduler.waiting.aging_s,
-        prefix_caching=kv.prefix_cache is not None,
-        runs_ahead=runs_ahead,
-        kv_reservation=scheduler.reservations.kind,
-        max_model_len=scheduler.reservations.max_model_len,
-    )
 
 
 def _chunk(chunk: ScheduledTokens) -> tuple[_Key, int, int, int]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, TypeAdapter
 
 from fastgen.errors import RecordingError
+from fastgen.json_lines import checked_line
 from fastgen.runtime.flight.recording import (
     FORMAT,
     VERSION,
@@ -30,7 +31,6 @@ from fastgen.runtime.flight.recording import (
     Step,
     Withdrawal,
 )
-from fastgen.runtime.json_lines import checked_line
 
 
 def write_recording(recording: Recording, path: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -98,3 +99,8 @@ class Schedule(NamedTuple):
         prompts = [chunk.seq for chunk in self.chunks if not chunk.drafts]
         for first, second in pairwise(prompts):
             assert first.urgency < second.urgency, f"{second} stands behind {first}"
+
+
+def tokens_of(decodes: SequenceOf[Sequence], chunks: SequenceOf[ScheduledTokens]) -> int:
+    """Returns the number of tokens of a step: one for each decode, and those of the chunks."""
+    return len(decodes) + (sum(chunk.num_tokens for chunk in chunks) if chunks else 0)

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from operator import attrgetter
 
@@ -43,7 +42,7 @@ from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse, captured_si
 from fastgen.runtime.scheduling.preemption import Preemption
 from fastgen.runtime.scheduling.reservations import Reservations
 from fastgen.runtime.scheduling.running_set import RunningSet
-from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
+from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens, tokens_of
 from fastgen.runtime.scheduling.staggering import Staggering
 from fastgen.runtime.scheduling.step_room import StepRoom
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S, WaitingQueue
@@ -108,9 +107,8 @@ class Scheduler:
         self._now_s = 0.0
 
     def use_policy(self, policy: Policy) -> None:
-        """Replaces the policy by a copy of ``policy``. No sequence may run or wait.
-
-        :raises InvalidArgumentError: for a policy that cannot work with ``max_num_seqs`` sequences; nothing changes.
+        """Replaces the policy by a copy of ``policy``. No sequence may run or wait. Raises ``InvalidArgumentError`` for
+        one that cannot work with ``max_num_seqs`` sequences; nothing changes then.
         """
         assert not self.unfinished, "a policy is replaced between requests only"
         policy.check(self.max_num_seqs)
@@ -410,14 +408,14 @@ class Scheduler:
         :meth:`Schedule.check` has all of them.
         """
         if self._propose_drafts is not None and decodes:
-            num_places = room.limit_drafts(self.token_budget - _num_tokens(decodes, chunks))
+            num_places = room.limit_drafts(self.token_budget - tokens_of(decodes, chunks))
             decodes, drafted = with_drafts(decodes, num_places, self._propose_drafts, self._allocate)
             chunks += drafted
         positions = tuple(map(_num_computed_tokens, decodes))
         if sum(map(len, map(_token_ids, decodes))) != sum(positions) + len(decodes):
             caught_up = [seq for seq in decodes if seq.num_pending_tokens != 1]
             raise AssertionError(f"neither given a token nor finished after their last step: {caught_up}")
-        num_tokens = _num_tokens(decodes, chunks)
+        num_tokens = tokens_of(decodes, chunks)
         assert 0 < num_tokens <= self.token_budget, f"{self.policy} made a step of {num_tokens} tokens"
         self._is_launched = False
         self._scheduled = Schedule(
@@ -450,7 +448,3 @@ class Scheduler:
             self.forks.release(seq)
         elif seq.index == 0:
             self.waiting.release(seq, self._now_s)
-
-
-def _num_tokens(decodes: SequenceOf[Sequence], chunks: SequenceOf[ScheduledTokens]) -> int:
-    return len(decodes) + (sum(chunk.num_tokens for chunk in chunks) if chunks else 0)
