@@ -95,8 +95,10 @@ class RunningSet:
 
     def add_entries(self, seq: Sequence, entries: Iterable[TableEntry]) -> None:
         """Adds these entries of the tables of ``seq`` to the updates for the device."""
-        assert seq.slot is not None
-        self.add_updates([BlockUpdate(seq.slot, *entry) for entry in entries])
+        slot = seq.slot
+        assert slot is not None
+        for group, index, block_id in entries:
+            self._updates[slot, group, index] = BlockUpdate(slot, group, index, block_id)
 
     def add_updates(self, updates: Iterable[BlockUpdate]) -> None:
         """Adds ``updates`` for the device."""
