@@ -15,6 +15,7 @@ other programs take from it does not count. Nothing else differs: requests come 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import time
@@ -235,6 +236,8 @@ class Bench:
         before = self.designed(2 * number)
         settings = self.settings()
         begin_s = self.engine.clock()
+        gc.collect()
+        gc.freeze()  # the steps recorded so far, of which a server would keep few
         requests = case.requests(self.vocab_size)
         real = self.simulation(requests, case, settings, _NO_COST, RealRun).use(self.engine, self.clock).run()
         own = self.steps_since(begin_s)

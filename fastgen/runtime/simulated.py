@@ -87,6 +87,7 @@ class CountingEngine(Engine):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.observers.set()
+        self.scheduler.running.has_device = False
         self.answers = CountedAnswers(
             self.scheduler,
             self.observers,

@@ -313,8 +313,7 @@ class Recorder(Observer):
     def last_steps(self, max_steps: int) -> list[StepRecord]:
         """Returns the records of the last ``max_steps`` steps, oldest first.
 
-        It looks at a bounded number of events, so that it takes microseconds. It returns fewer records if many other
-        events happened in between.
+        It looks at a bounded number of events, and returns fewer records if many other events happened in between.
         """
         events = islice(reversed(self._ring), 8 * max_steps)
         return list(islice((event for event in events if isinstance(event, StepRecord)), max_steps))[::-1]

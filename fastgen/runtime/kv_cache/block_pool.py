@@ -105,9 +105,11 @@ class BlockPool:
             return None
         for _ in range(num_blocks - len(self._free)):
             self._evict()
-        block_ids = [self._free.pop() for _ in range(num_blocks)]
+        first, references = len(self._free) - num_blocks, self._references
+        block_ids = self._free[first:][::-1]
+        del self._free[first:]
         for block_id in block_ids:
-            self._references[block_id] = 1
+            references[block_id] = 1
         return block_ids
 
     def share(self, block_id: int) -> None:

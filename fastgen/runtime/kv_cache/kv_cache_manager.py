@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from itertools import islice
+from itertools import islice, repeat
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK, BlockPool
@@ -171,11 +171,12 @@ class KVCacheManager:
             return Allocation()
         if not seq.block_tables:
             seq.block_tables = [[] for _ in self.windows]
-        unused = iter(block_ids)
-        places = [(group, index) for group in range(self.num_groups) for index in range(num_held, end)]
-        appended = [TableEntry(group, index, next(unused)) for group, index in places]
-        for group, _, block_id in appended:
-            seq.block_tables[group].append(block_id)
+        unused, indices = iter(block_ids), range(num_held, end)
+        appended: list[TableEntry] = []
+        for group, table in enumerate(seq.block_tables):
+            own = list(islice(unused, len(indices)))
+            table += own
+            appended += map(TableEntry, repeat(group), indices, own)
         copies = [BlockCopy(*entry, next(unused)) for entry in shared]
         for copy in copies:
             seq.block_tables[copy.group][copy.table_index] = copy.destination

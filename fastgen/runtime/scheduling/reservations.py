@@ -47,7 +47,9 @@ class Reservations:
         """Refuses a request for which the whole cache is too small.
 
         :raises RequestTooLargeError: with the arithmetic.
+        :raises InvalidArgumentError: where there are fewer slots than beams.
         """
+        self._forks.check_fits(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
         if self.kind != "context":  # else what it may need is known to fit
             return
         needed = self._blocks_needed(num_prompt_tokens, sampling)

@@ -27,6 +27,8 @@ class RunningSet:
         self.decodes: list[Sequence] = []
         self.prompts: list[Sequence] = []
         self.some_wait = False
+        # Whether there is a device, whose block tables need updates.
+        self.has_device = True
         # Requests with running beams.
         self._searches: dict[int, Request] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
@@ -95,12 +97,16 @@ class RunningSet:
 
     def add_entries(self, seq: Sequence, entries: Iterable[TableEntry]) -> None:
         """Adds these entries of the tables of ``seq`` to the updates for the device."""
-        assert seq.slot is not None
-        self.add_updates([BlockUpdate(seq.slot, *entry) for entry in entries])
+        slot = seq.slot
+        assert slot is not None
+        if not self.has_device:
+            return
+        for group, index, block_id in entries:
+            self._updates[slot, group, index] = BlockUpdate(slot, group, index, block_id)
 
     def add_updates(self, updates: Iterable[BlockUpdate]) -> None:
         """Adds ``updates`` for the device."""
-        for update in updates:
+        for update in updates if self.has_device else ():
             self._updates[update[:3]] = update
 
     def updates_launched(self) -> None:

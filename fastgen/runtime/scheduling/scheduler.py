@@ -116,9 +116,7 @@ class Scheduler:
 
     @property
     def place(self) -> tuple[int, int, float]:
-        """Returns state beside sequences and blocks: open admissions, the next decode to get a lookahead block, and the
-        clock.
-        """
+        """Returns other state: open admissions, the next decode to get a lookahead block, and the clock."""
         return self._num_opened, self.staggering.next_lookahead, self._now_s
 
     @place.setter
@@ -154,7 +152,6 @@ class Scheduler:
         arithmetic.
         """
         self.kv.capacity.check_fits(num_prompt_tokens, sampling.max_new_tokens)
-        self.forks.check_fits(num_prompt_tokens, sampling.max_new_tokens, sampling.beam_width)
         self.reservations.check_fits(num_prompt_tokens, sampling)
 
     def finish(self, seq: Sequence) -> None:
@@ -165,7 +162,6 @@ class Scheduler:
             self._preemption.stop(seq)
         else:
             self.waiting.remove(seq)
-            self.reservations.release(seq)
         seq.status = SequenceStatus.FINISHED
         if seq.index == 0 and not seq.request.has_beams:
             self.waiting.release(seq, self._now_s)
@@ -280,9 +276,7 @@ class Scheduler:
             self.policy.observe(schedule.work, step_s)
 
     def check_integrity(self) -> None:
-        """Asserts that blocks, slots and the order of urgency are accounted for, and so is the last schedule where it
-        is not committed, unless it was made ahead of its tokens.
-        """
+        """Asserts that all owners agree, and so does a schedule that is not committed, unless it was made ahead."""
         self.kv.check_integrity(self.running)
         self.running.check_integrity()
         self.reservations.check_integrity(list(self.running))

@@ -3,8 +3,9 @@
 The time of the matrices rises with the number of tokens, in a table whose points are the captured sizes that occur.
 With that, each part of a step has a coefficient of at least 0, and all are found by least squares of relative errors
 (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23). Errors beyond the usual one count less, by
-Huber's weights, which are found by repeating the fit; so pauses of the machine do not move it. In the end it is scaled
-to the mean of the measured times, pauses included, because that is what many steps add up to.
+Huber's weights, which are found by repeating the fit; so pauses of the machine do not move it. From there a last fit
+takes the mean in place of the usual time, and all is scaled to the sum of the measured times, pauses included, because
+that is what many steps add up to.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ LEAST_STEPS: Final = 20
 _HUBER = 2.0
 _REPETITIONS = 12
 _LEAST_ERROR = 0.002
+# Most that a step counts in the mean, as a multiple of what is expected of it.
+_MOST_RATIO = 4.0
 _Matrix = NDArray[np.float64]
 
 
@@ -154,6 +157,11 @@ def _robust(features: _Matrix, seconds: _Matrix) -> _Matrix:
         errors = np.abs(relative @ found - 1)
         limit = _HUBER * max(float(np.median(errors)), _LEAST_ERROR)
         weights = np.sqrt(limit / np.maximum(limit, errors))
+    # That is the usual time. The mean is longer, most of all for short steps: it is fitted once more, shares of what is
+    # expected by now, with a bound on each error so that single pauses have no leverage.
+    expected_s = np.maximum(features / scales @ found, 1e-300)
+    bounded = np.minimum(seconds / expected_s, _MOST_RATIO)
+    found = nonnegative_least_squares(features / scales / expected_s[:, None], bounded)
     coefficients: _Matrix = found / scales
     return coefficients
 
