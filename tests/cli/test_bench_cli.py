@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             for _ in range(6):
                 assert fake.answered.acquire(timeout=WAIT_S)
+            until_s = time.monotonic() + WAIT_S
+            while fake.in_flight < 2 and time.monotonic() < until_s:  # both clients have sent one that has no end
+                time.sleep(0.01)
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130

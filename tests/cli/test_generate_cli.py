@@ -28,6 +28,7 @@ LOAD_FLAGS = {
     "itl_target_ms": (["--itl-target-ms", "40"], 40.0),
     "aging_s": (["--aging-s", "5"], 5.0),
     "prefix_caching": (["--no-prefix-caching"], False),
+    "kv_reservation": (["--kv-reservation", "context"], "context"),
     "num_threads": (["--num-threads", "2"], 2),
     "target": (["--target", "torch"], "torch"),
     "quantize": (["--quantize", "int8"], "int8"),

@@ -60,7 +60,7 @@ def mixed_work_of(shape: Shape, num_decodes: float, num_prompt_tokens: float) ->
     prompts on average."""
     decodes, tokens = round(num_decodes), max(1, round(num_prompt_tokens))
     context = decodes * shape.mean_context + shape.prompt / 2 + tokens / 2
-    return StepWork(decodes + tokens, round(context), round(tokens * shape.prompt / 2), decodes, 1)
+    return StepWork(decodes + tokens, round(context), round(tokens * shape.prompt / 2), decodes, 1, 1)
 
 
 def steady_states(cost: StepCost, shape: Shape, *, token_budget: int, most: int) -> list[Steady]:

@@ -67,8 +67,8 @@ def test_an_answer_of_one_token_has_no_gaps() -> None:
 
 
 def test_the_work_of_mean_steps() -> None:
-    assert decode_work_of(SHAPE, 3.2) == (3, round(3 * 1050.5), 0, 3, 0)
-    assert mixed_work_of(SHAPE, 3, 400) == (403, round(3 * 1050.5 + 500 + 200), 200_000, 3, 1)
+    assert decode_work_of(SHAPE, 3.2) == (3, round(3 * 1050.5), 0, 3, 0, 0)
+    assert mixed_work_of(SHAPE, 3, 400) == (403, round(3 * 1050.5 + 500 + 200), 200_000, 3, 1, 1)
 
 
 @pytest.mark.parametrize(
