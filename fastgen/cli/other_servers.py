@@ -1,4 +1,4 @@
-"""What stands for flags of vLLM, TGI and llama.cpp's server, for people who come from there."""
+"""Hints for flags of vLLM, TGI and llama.cpp's server, for people who come from there."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ _SHARE = Check("a number above 0 and at most 1", lambda value: ABOVE_0.accepts(v
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a plan is asked for. What is ``None`` comes from the preset, or else is the default of the help text."""
+    """Holds the question that a plan answers. Fields that are ``None`` come from the preset, or else have the
+    default of the help text.
+    """
 
     device: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""What a run measured: one record for each request, and a header that says what ran where. As a file, JSON Lines.
+"""The records of a run: one for each request, and a header that says what ran where. As a file, JSON Lines.
 
 All times of a run are seconds since it began, by one monotonic clock: the load generator's, or the simulated device's.
 """
@@ -25,7 +25,7 @@ _STRICT = {"extra": "forbid", "strict": True}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRecord:
-    """What happened to one request.
+    """The record of one request.
 
     ``token_times_s`` has the time at which each token of the answer arrived. Tokens that arrived together have the same
     time. A request without an ``error`` is complete.
@@ -84,7 +84,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader:
-    """What ran, where, and whether its figures may be used."""
+    """Says what ran, where, and whether its figures may be used."""
 
     __pydantic_config__: ClassVar = _STRICT
     format: Literal["fastgen run"] = FORMAT

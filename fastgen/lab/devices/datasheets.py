@@ -1,4 +1,4 @@
-"""What the makers of devices publish about them: memory, bandwidth, rates of matrix products, and links.
+"""Figures that the makers of devices publish: memory, bandwidth, rates of matrix products, and links.
 
 All rates are dense: NVIDIA's datasheets print twice as much for sparse matrices. A link's bandwidth is that of one
 direction: datasheets print the sum of both.

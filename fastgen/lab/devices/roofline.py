@@ -109,7 +109,7 @@ _LIMITS: Final = (
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a step takes on each of ``tensor_parallel`` devices, which work at the same time.
+    """Holds the time of a step on each of ``tensor_parallel`` devices, which work at the same time.
 
     Bytes and operations are those of one device. Rates are what is reached, not what is published.
     """

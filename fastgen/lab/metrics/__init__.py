@@ -1,1 +1,1 @@
-"""What a run says: latencies, throughput, goodput, and an interval for each figure."""
+"""The figures of a run: latencies, throughput, goodput, and an interval for each figure."""

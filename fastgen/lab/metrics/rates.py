@@ -1,4 +1,4 @@
-"""What a run got done in a second of wall clock: throughput and goodput, with their intervals."""
+"""Throughput and goodput: work done in a second of wall clock, with intervals."""
 
 from __future__ import annotations
 

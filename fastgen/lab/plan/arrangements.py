@@ -25,7 +25,7 @@ _GROWTH = 1.25
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is asked for. What is ``None`` is to be found."""
+    """Holds the question that a plan answers. Fields that are ``None`` are to be found."""
 
     model: DescribedModel
     device: Datasheet

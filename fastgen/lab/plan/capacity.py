@@ -68,7 +68,9 @@ class ShardMemory(MemoryModel):
 
 @dataclass(frozen=True)
 class Capacity:
-    """What fits on one of the devices that share a model. Blocks are those of one device; every device has as many."""
+    """Holds how much fits on one of the devices that share a model. Blocks are those of one device; every device has as
+    many.
+    """
 
     config: EngineConfig
     ledger: Ledger

@@ -28,7 +28,7 @@ _SEED = 42
 
 @dataclass(frozen=True)
 class Simulated:
-    """What the clients of one copy of the model see in a simulated run."""
+    """Holds the figures that clients of one copy of the model see in a simulated run."""
 
     point: Point
     run: Run

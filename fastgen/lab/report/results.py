@@ -1,4 +1,4 @@
-"""What a report is made from: the runs, imported results and flight recordings of a directory."""
+"""The contents of a report: the runs, imported results and flight recordings of a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in the steps of an engine over time, small enough to keep beside results."""
+"""The steps of an engine over time, small enough to keep beside results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recording says of the engine: all that decisions depend on."""
+"""The facts about the engine in a recording: all that decisions depend on."""
 
 from __future__ import annotations
 
