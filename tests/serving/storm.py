@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -253,12 +252,8 @@ async def until_quiet(address: str) -> dict[str, float]:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the running child processes of ``pid``, whichever of its threads started them."""
-    found: list[int] = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
-            found += map(int, file.read_text().split())
-    return found
+    """Returns the running child processes of ``pid`` that its first thread started: of a server, its engine."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def held(server: ServerProcess) -> Held:

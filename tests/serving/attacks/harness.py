@@ -7,6 +7,7 @@ lists them in ``ATTACKS``. The test beside it runs a small instance of each; ``s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -18,7 +19,6 @@ from pathlib import Path
 
 from tests.serving.http_client import BrokenAnswerError, RawClient, get
 from tests.serving.server_process import ServerProcess
-from tests.serving.storm import children
 
 MODEL = "tiny-llama"
 HONEST = {"model": MODEL, "prompt": "once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -95,13 +95,22 @@ def resident_bytes(pid: int, command_above: bytes = b"") -> int:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        below = children(pid)
+        below = _started_by(pid)
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return 0
     if command == command_above:
         return 0
     own = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:")), 0)
     return own + sum(resident_bytes(child, command) for child in below)
+
+
+def _started_by(pid: int) -> list[int]:
+    """Returns the running child processes of ``pid``, whichever of its threads started them."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            found += map(int, file.read_text().split())
+    return found
 
 
 async def _watch(server: ServerProcess, seen: Seen, is_begun: threading.Event, is_over: threading.Event) -> None:
