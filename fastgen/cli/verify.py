@@ -146,7 +146,7 @@ def _imported(file: Path) -> ModuleType:
 
 
 class _Of(Enum):
-    """What a verification compared."""
+    """Holds the facts of a verification."""
 
     family = auto()  # drawn configurations
     this_config = auto()  # the checkpoint's own configuration

@@ -1,4 +1,4 @@
-"""What the benchmark of HTTP measures, and which of its rounds make a figure."""
+"""The benchmark of HTTP: its measurements, and the rounds that make a figure."""
 
 from __future__ import annotations
 

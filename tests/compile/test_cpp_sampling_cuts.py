@@ -1,4 +1,4 @@
-"""Where top-k and top-p cut exactly, in the C++ sampling kernel: through equal scores, and between different ones."""
+"""The C++ sampling kernel cuts exactly at top-k and top-p: through equal scores, and between different ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def arch(request: pytest.FixtureRequest) -> str:
 
 
 def test_among_equals_the_lowest_ids_are_kept_and_drawn(arch: str) -> None:
-    """What top-p cuts through a tie keeps the lowest ids; top-k keeps all that are tied."""
+    """A tie that top-p cuts through keeps the lowest ids; top-k keeps all that are tied."""
     logits = torch.full((6, 2100), -40.0)
     tied = list(range(10, 2100, 262))
     logits[:, tied] = 1.0  # eight equal ones, in three slices

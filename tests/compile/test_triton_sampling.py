@@ -214,7 +214,7 @@ def test_many_drawn_rows(loader: KernelLoader, seed: int) -> None:
 
 
 def test_among_equals_the_lowest_ids_are_kept_and_drawn(loader: KernelLoader) -> None:
-    """What top-p cuts through a tie keeps the lowest ids; top-k keeps all that are tied."""
+    """A tie that top-p cuts through keeps the lowest ids; top-k keeps all that are tied."""
     logits = torch.full((6, 100), -2.0)
     logits[:, 10::12] = 1.0  # eight equal ones, in two slices
     samplings = [SlotSampling(temperature=1.0, top_k=8, top_p=eighths / 8, seed=eighths) for eighths in (1, 2, 5)]

@@ -1,4 +1,4 @@
-"""What `make pythons` and `make newest` run, and what their last lines say. Small shell scripts play the machines."""
+"""`make pythons` and `make newest`: their commands and their last lines. Small shell scripts play the machines."""
 
 from __future__ import annotations
 

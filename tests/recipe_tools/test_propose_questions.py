@@ -1,4 +1,4 @@
-"""What names, shapes and configuration do not say is a question of the proposal, whatever recipe is nearest."""
+"""A proposal asks for everything that names, shapes and configuration leave open, whatever recipe is nearest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server whose standard streams are closed, full, or a pipe that nobody reads."""
+"""A server whose standard streams are closed, full, or a pipe without a reader."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.flight.recording import Recording
-from fastgen.runtime.flight.timeline import series
+from fastgen.runtime.flight.timeline import StepSeries, series
 
 _TIMES = ("start_s", "end_s", "used")
 _COUNTS = ("decodes", "prompts", "running", "waiting", "preemptions")
@@ -20,17 +20,9 @@ _PLACES = 5
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """One value for each step. Times are seconds since the first step began."""
+class Timeline(StepSeries):
+    """The series of a recording, with the use of the KV cache, as JSON."""
 
-    start_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
-    decodes: NDArray[np.int64]
-    # Prompt tokens, and tokens computed again after a preemption.
-    prompts: NDArray[np.int64]
-    running: NDArray[np.int64]
-    waiting: NDArray[np.int64]
-    preemptions: NDArray[np.int64]
     # Share of the KV cache's blocks that requests hold.
     used: NDArray[np.float64]
 

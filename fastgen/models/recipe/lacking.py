@@ -1,4 +1,4 @@
-"""What the recipe language cannot say, for the message about a key that it does not have."""
+"""Parts of models that the recipe language cannot describe, for the message about a key that it does not have."""
 
 from __future__ import annotations
 

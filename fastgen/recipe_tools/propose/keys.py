@@ -18,7 +18,7 @@ _NUMBER: Final = (int, float)
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a key may mean: ``what`` it is, the ``names`` that the field uses, and the ``kind`` of its value.
+    """A meaning that a key may have: ``what`` it is, the ``names`` that the field uses, and the ``kind`` of its value.
 
     A key whose name contains all parts of an entry of ``like`` may be meant too.
     """

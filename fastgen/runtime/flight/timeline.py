@@ -17,16 +17,23 @@ FREE, CACHED, SHARED, OTHERS = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
-class Series:
+class StepSeries:
     """One value per step. Times are seconds since the first step began; sizes are numbers of tokens or of sequences."""
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     decodes: NDArray[np.int64]
+    # Prompt tokens, and tokens computed again after a preemption.
     prompts: NDArray[np.int64]
     running: NDArray[np.int64]
     waiting: NDArray[np.int64]
     preemptions: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Series(StepSeries):
+    """The series of a recording, with its free blocks."""
+
     blocks_free: NDArray[np.int64]
 
 

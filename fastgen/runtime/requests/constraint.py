@@ -19,12 +19,12 @@ class Matcher(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow the tokens so far."""
+        """Returns whether nothing can follow the tokens so far."""
         ...
 
     @property
     def is_late(self) -> bool:
-        """Whether the present step leaves the sequence out, because its mask was not ready."""
+        """Returns whether the present step leaves the sequence out, because its mask was not ready."""
         ...
 
     @property

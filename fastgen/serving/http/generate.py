@@ -102,7 +102,7 @@ class CheckedBody(BaseModel):
 
 
 class InfoBody(BaseModel):
-    """What is served."""
+    """The served model, and its limits."""
 
     model: str
     version: str

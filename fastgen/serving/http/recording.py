@@ -29,7 +29,7 @@ def recording_routes(service: Service) -> APIRouter:
         responses={200: {"content": {MEDIA_TYPE: {}}, "description": "The recording, as JSON Lines"}},
     )
     async def recording(request: RequestId = None) -> Response:
-        """What the engine's last steps decided. It holds no text and no token ids."""
+        """Return the decisions of the engine's last steps. The recording holds no text and no token ids."""
         reply, headers = await query.take(), {}
         if request is not None:
             numbers = [reply.request_ids.get(number) for number in service.recent.numbers(request)]

@@ -1,4 +1,4 @@
-"""What fits: the ledger of one device of several, blocks, and requests of one shape."""
+"""Capacity: the ledger of one device of several, blocks, and requests of one shape."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_the_price_of_tokens() -> None:
 
 
 def test_the_text_shows_the_arithmetic() -> None:
-    """As the post has it: 1008 GB/s over 14 GB are 72 tokens/s."""
+    """The post's figure: 1008 GB/s over 14 GB are 72 tokens/s."""
     asked = question("mistral-7b-v0.2", "RTX-4090", prompt=300, answer=300)
     text = as_text(make_plan(asked, simulates=False))
     for line in (
