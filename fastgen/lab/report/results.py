@@ -59,9 +59,11 @@ def read_directory(directory: str | Path) -> Collection:
 
     A damaged file does not prevent the report: it is among the unread ones.
 
-    :raises InvalidArgumentError: if there is no run, no recording and no damaged one.
+    :raises InvalidArgumentError: if there is no such directory, or no run, no recording and no damaged one in it.
     """
     directory = Path(directory)
+    if not directory.is_dir():
+        raise InvalidArgumentError(f"{directory} is not a directory; name the one that `fastgen bench --output` wrote")
     results, recordings, unread = [], {}, {}
     for path in sorted(directory.rglob("*.jsonl")):
         name = path.relative_to(directory).as_posix()

@@ -92,6 +92,13 @@ def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
         read_directory(tmp_path)
 
 
+def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(InvalidArgumentError, match="is not a directory; name the one that"):
+            read_directory(path)
+
+
 def test_a_report_that_cannot_be_written_says_why(written: Path, tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="the report cannot be written: No such file"):
         write_report(read_directory(written), tmp_path / "missing" / "report.html")
