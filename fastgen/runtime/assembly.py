@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastgen.compile.backends.backend import Backend
+from fastgen.compile.host.device import current
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import build, kv_groups, kv_shapes, kv_windows
 from fastgen.models.causal_lm import CausalLM
@@ -16,6 +17,7 @@ from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.memory.ledger import Ledger
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.progress import progress_bar
+from fastgen.runtime.sampling.kept_formats import most_kept_bytes
 from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.sampling.slot_sampler import SlotSampler, slot_sampler
 from fastgen.runtime.sampling.structured_output import Grammars
@@ -122,7 +124,12 @@ def build_engine(
         eos_token_ids=codec.eos_token_ids,
         new_detokenizer=codec.new_detokenizer if codec.has_tokenizer else None,
         grammars=(
-            Grammars(codec.tokenizer, vocab_size=spec.vocab_size, eos_token_ids=codec.eos_token_ids)
+            Grammars(
+                codec.tokenizer,
+                vocab_size=spec.vocab_size,
+                eos_token_ids=codec.eos_token_ids,
+                max_bytes=most_kept_bytes(current("cpu").memory_bytes),
+            )
             if codec.has_tokenizer
             else None
         ),

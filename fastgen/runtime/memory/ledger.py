@@ -3,8 +3,8 @@
 Every row is measured: what an engine makes is made on the ``meta`` device, and its bytes are counted. Most is held from
 loading to closing; temporaries come and go, one phase after the other, so that the largest of them counts. Of a GPU
 only its own memory is counted, and nothing that the driver takes for itself; of a CPU nothing that Python and its
-libraries take. So compiled formats of answers are not counted: what they take depends on the answers, and is bounded in
-``sampling/kept_formats.py``.
+libraries take. Compiled formats of answers are the exception: they come with requests, so their row is the most that
+the engine keeps, and nothing of it is taken before the first request with a format.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fastgen.models.measure import MeasuredModel, ModelBuild
 from fastgen.runtime.memory.held import input_buffers, results, sampling_tensors, storage_bytes
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.memory.temporaries import Temporaries
+from fastgen.runtime.sampling.kept_formats import most_kept_bytes
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 
 _GIB = 2**30
@@ -42,6 +43,7 @@ MEANINGS: Final = {
     "sampling": "parameters and state of sampling, for each sequence",
     "kernels' workspaces": "scratch memory of kernels",
     "attention's parts": "partial results of attention over long texts",
+    "compiled formats": "formats of answers, at most; they come with requests, and beyond this the oldest goes",
     "temporaries": "comes and goes; the phase that takes most",
 }
 _FORMATS: Final = {"bf16_dot": "bf16, in pairs for dot products"}
@@ -166,6 +168,8 @@ class MemoryModel:
         ops = self._ops(config)
         yield LedgerRow("kernels' workspaces", storage_bytes(ops.workspaces()), budget)
         yield LedgerRow("attention's parts", storage_bytes(ops.attention_parts()), f"{budget}, {length}")
+        if on_host:
+            yield LedgerRow("compiled formats", most_kept_bytes(self.device.memory_bytes))
 
     def _ops(self, config: EngineConfig) -> Ops:
         """Returns the model's ops, with workspaces for steps of the engine."""
