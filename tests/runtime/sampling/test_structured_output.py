@@ -495,11 +495,11 @@ def test_formats_are_kept_up_to_a_number_of_bytes(tokenizer: Any, monkeypatch: p
 
 def test_kept_formats_take_no_more_than_they_may(tokenizer: Any) -> None:
     """Many formats come, and the heap of this process is measured after each."""
-    most = 4 << 20
+    most = 3 << 20
     grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[], max_bytes=most)
+    parsed = [parse_response_format(pattern(f"(a{index}|b|c){{200,900}}d").format) for index in range(40)]
     gc.collect()
     before = kept_formats.heap_bytes()
-    parsed = [parse_response_format(pattern(f"(a{index}|b|c){{200,900}}d").format) for index in range(40)]
     grown = []
     for each in parsed:
         assert each is not None
