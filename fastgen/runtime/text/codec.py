@@ -51,11 +51,12 @@ class TextCodec:
         self.max_tokens: int | None = None
 
     @classmethod
-    def from_checkpoint(cls, directory: Path, config: Mapping[str, Any]) -> TextCodec:
-        """Reads the tokenizer and ``generation_config.json`` of ``directory``; no code of the checkpoint is run."""
+    def from_checkpoint(cls, directory: Path, config: Mapping[str, Any], *, tokenizer_class: str = "") -> TextCodec:
+        """Reads the tokenizer and ``generation_config.json`` of ``directory``; no code of the checkpoint is run.
+        ``tokenizer_class`` is the class of its tokenizer where that is known."""
         file = directory / "generation_config.json"
         generation = read_json_object(file) if file.is_file() else {}
-        tokenizer = load_tokenizer(directory, config)
+        tokenizer = load_tokenizer(directory, config, tokenizer_class)
         try:
             sampling = default_sampling(generation)
         except InvalidArgumentError as error:

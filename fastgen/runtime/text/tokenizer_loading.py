@@ -24,26 +24,41 @@ _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _CONFIG_KEYS = ("model_type", "model_name", "tokenizer_class")
 
 
-def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> Any:
+def load_tokenizer(directory: Path, config: Mapping[str, Any], tokenizer_class: str = "") -> Any:
     """Returns the tokenizer of the checkpoint in ``directory``, whose ``config.json`` is ``config``; ``None`` if it has
     none.
 
-    transformers chooses the class. No code of the checkpoint is run. Raises :class:`CheckpointError` for a tokenizer
-    that cannot be loaded, or that cannot be trusted with texts of strangers.
+    transformers chooses the class, unless ``tokenizer_class`` says what it chose in another process. No code of the
+    checkpoint is run. Raises :class:`CheckpointError` for a tokenizer that cannot be loaded, or that cannot be trusted
+    with texts of strangers.
     """
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer
-
     try:
-        known = _known_config(directory, config)
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(directory), config=known, trust_remote_code=False, local_files_only=True
-        )
+        if tokenizer_class in _GENERIC_CLASSES:
+            tokenizer = import_generic_tokenizer().from_pretrained(str(directory), local_files_only=True)
+        else:
+            tokenizer = _chosen(directory, config)
         check_tokenizer(tokenizer)
     except Exception as error:  # the library raises anything from KeyError to its Rust part's own exceptions
         raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
     return tokenizer
+
+
+def import_generic_tokenizer() -> Any:
+    """Returns the class of tokenizers that are all in ``tokenizer.json``. Importing it takes less than a second, as it
+    needs no torch.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast
+
+
+def _chosen(directory: Path, config: Mapping[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    known = _known_config(directory, config)
+    return AutoTokenizer.from_pretrained(str(directory), config=known, trust_remote_code=False, local_files_only=True)
 
 
 def _known_config(directory: Path, config: Mapping[str, Any]) -> Any:
