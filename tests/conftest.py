@@ -16,20 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.internal.conjecture import providers
 
 from tests.matrix import Record
 
-# `make test` draws the same cases every time, so that what turns red is what a change broke; `make test-all` draws
-# afresh and prints how to draw a failing case again. How long a case takes says nothing: others may be at work.
-UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("repeatable", derandomize=True, **UNTIMED)
-settings.register_profile("fresh", derandomize=False, print_blob=True, **UNTIMED)
-settings.load_profile("repeatable")
-# It would also draw numbers and words that it finds in those of our modules that happen to be imported: other ones in
-# each process, by the tests that ran there before.
-providers._get_local_constants = providers.Constants
+try:
+    import tests.hypothesis_profiles  # noqa: F401
+except ModuleNotFoundError as error:  # a machine with a GPU may have no hypothesis, and tests there need none
+    if error.name != "hypothesis":
+        raise
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -37,8 +31,8 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Models here are tiny: a second thread costs more than it brings, and two test processes share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Triton kernels run in Python here, except where the tests for GPUs are run on one. Triton reads this when it is
-# imported, so it stands before every import of it.
+# Triton kernels run in Python here, except where tests run on a GPU. Triton reads this when it is imported, so it
+# stands before every import of it.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # What people and services set for their own terminals, languages and models.
@@ -104,6 +98,29 @@ def pytest_terminal_summary(terminalreporter: Any) -> Generator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix", type=Path, help="file to which tests append what they measured of each recipe")
+    parser.addoption(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where Triton kernels run: interpreted on the CPU, or on a GPU, which only runs tests of these kernels",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the device before a test imports Triton."""
+    if config.getoption("--device") != "cpu":
+        os.environ |= {"TRITON_INTERPRET": "0", "FASTGEN_TEST_DEVICE": config.getoption("--device")}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests that launch Triton kernels by a loader of them; on a GPU only marked tests are kept."""
+    for item in items:
+        if "triton_kernels" in getattr(item, "fixturenames", ()):
+            item.add_marker("kernels")
+    if config.getoption("--device") != "cpu":
+        kept = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("kernels")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
 
 
 @pytest.fixture(scope="session")

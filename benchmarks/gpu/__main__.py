@@ -2,7 +2,9 @@
 
 Each part runs in a process of its own, so that a part that fails, hangs or loses the GPU's context affects no other.
 The file is complete after every row, so rows that were written before the time ran out, or before Ctrl-C, remain. The
-last lines name the parts that were left out.
+last lines are a table of the goals, and name the parts that were left out. The exit status is 0 if every floor is
+reached, 1 if one is missed or a case failed, and 3 if something was not measured. `--judge FILE…` prints the table of
+earlier results.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 
 from benchmarks.gpu.measuring import Row, about_machine, clocks
 from benchmarks.gpu.part import PARTS
+from benchmarks.gpu.verdict import MISSED, PASSED, errors, verdict
 
 _LEAST_SECONDS = 15.0  # with less left, no part starts
 
@@ -102,11 +105,13 @@ def describe(row: Row) -> str:
     if "limits" in row:
         copy, gemm = row["limits"]["copy_bytes_per_s"], row["limits"]["gemm_flops_per_s"]
         return f"copy {copy / 1e12:.2f} TB/s, bf16 GEMM {gemm / 1e12:.0f} TFLOP/s"
-    if "error" in row:
-        return f"{row.get('case', 'failed')}: {row['error']}"
+    for key in ("error", "left_out"):
+        if key in row:
+            return f"{row.get('case', 'failed')}: {row[key]}"
     parts = [f"{row['seconds'] * 1e3:,.3f} ms"] if "seconds" in row else []
     parts += [f"{row[key]:.2f} of {key.removeprefix('fraction_of_')}" for key in row if key.startswith("fraction_of_")]
     known = ("requests_per_s", "ratio", "difference", "margin", "idle_seconds", "eager_seconds", "seconds_per_graph")
+    known += ("gap_seconds", "launches", "tests")
     parts += [f"{key.replace('_', ' ')} {row[key]:.4g}" for key in known if key in row]
     return f"{row.get('case', '')}: {', '.join(parts)}"
 
@@ -130,7 +135,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--minutes", type=float, default=9.0, help="after which what is measured stays and all ends")
     parser.add_argument("--toy", action="store_true", help="run the code on a CPU, interpreted, at sizes of a toy")
+    parser.add_argument("--judge", type=Path, nargs="+", metavar="FILE", help="compare earlier results with the goals")
     options = parser.parse_args(arguments)
+    if options.judge:
+        return judge(options.judge)
     if not options.toy and not torch.cuda.is_available():
         print("there is no GPU here to measure; --toy runs the code without one", file=sys.stderr)
         return 2
@@ -141,17 +149,38 @@ def main(arguments: list[str]) -> int:
     try:
         for name in options.parts:
             left = deadline - time.monotonic()
-            if left < _LEAST_SECONDS:
+            if left < (0.0 if options.toy else _LEAST_SECONDS):
                 results.data["parts"][name] = {"ended": "not begun: the time is over"}
                 continue
             command = [sys.executable, "-m", "benchmarks.gpu.part", name, *(["--toy"] if options.toy else [])]
-            run_part(name, min(left, PARTS[name][1]), results, command)
+            run_part(name, share(name, options.parts, left), results, command)
     except KeyboardInterrupt:
         return 130
     finally:
         results.write()
         print(left_out(results.data["parts"], options.parts), end="", flush=True)
-    return 0
+    text, status = verdict(results.data["parts"], results.data["about"]["device"], wanted=options.parts)
+    print(text, end="", flush=True)
+    if options.toy:  # its times mean nothing
+        return MISSED if errors(results.data["parts"]) else PASSED
+    return status
+
+
+def share(name: str, wanted: list[str], left: float) -> float:
+    """Returns the seconds that a part may take of those that are ``left``. It gets what the later ones should not need,
+    or its share if there is not enough for all."""
+    later = sum(PARTS[each][1] for each in wanted[wanted.index(name) + 1 :])
+    own = PARTS[name][1]
+    return max(left - later, left * own / (own + later))
+
+
+def judge(files: list[Path]) -> int:
+    """Prints the verdict over results in several files of one machine; of a part the last file that has it counts."""
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    parts = {name: part for each in results for name, part in each["parts"].items()}
+    text, status = verdict(parts, results[-1]["about"]["device"], wanted=list(PARTS))
+    print(text, end="")
+    return status
 
 
 def left_out(parts: dict[str, Any], wanted: list[str]) -> str:

@@ -1,14 +1,15 @@
 """Measures paged attention, causal prefill and decode, beside the machine's limits and torch's own flash attention.
 
-First a numeric gate: a mixed batch must equal the torch reference. Prefill is reported as a fraction of the GEMM rate,
-decode as a fraction of the copy bandwidth. Torch's flash attention gets contiguous keys and values; flash-attn and
-FlashInfer are measured where they are installed. The plan, which all layers of a step share, is timed by itself.
+First a numeric gate for each block size: a mixed batch must equal the torch reference in fp32. Prefill is reported as a
+fraction of the GEMM rate, decode as a fraction of the copy bandwidth, for every tiling that tuning would try. Torch's
+flash attention gets contiguous keys and values; flash-attn and FlashInfer are measured where they are installed. The
+plan, which all layers of a step share, is timed by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
+from benchmarks.gpu.gates import excess, gate, run_repeatedly
+from benchmarks.gpu.measuring import Bench, Row, Rows
 from fastgen.compile.ops.attention.reference import paged_attention
 from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.attention.tiling import Tiling, candidate_tilings, chunk_tiling, decode_tiling
 from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, attention_specs
 from fastgen.compile.spec import torch_dtype
 
-GATE_TOLERANCE = 2e-2  # of bf16 answers of size 1
+# What 16 bits round: in bf16 a part of 2^-9, of the answer and of the weights before.
+ABSOLUTE, RELATIVE = 8e-3, 1.6e-2
 TOY = AttentionShape(4, 2, 16, 16, "fp16", 0.25)
 
 
@@ -48,6 +52,8 @@ class Sequences:
         return float(self.count * (self.cached + self.new) * features * torch_dtype(shape.dtype).itemsize)
 
 
+# Makes another library's attention of the same sizes.
+Make = Callable[[AttentionShape, Sequences, torch.device], Callable[[], Any]]
 PREFILLS = tuple(Sequences(1, 0, length) for length in (4096, 8192, 16384))
 DECODES = tuple(
     Sequences(count, length - 1, 1)
@@ -58,59 +64,89 @@ DECODES = tuple(
 )
 
 
+BLOCK_SIZES = (64, 16, 32, 128)  # tokens; the first one with every tiling and beside other libraries
+FEW = (PREFILLS[1], DECODES[1], DECODES[5], DECODES[6])
+
+
 def measure(bench: Bench) -> Rows:
-    if bench.toy:
-        yield {"case": "numeric gate", "difference": gate(TOY, bench)}
-        yield measure_case(TOY, Sequences(1, 0, 20), bench)
-        yield measure_case(TOY, Sequences(2, 16, 1), bench)
-        return
-    shapes = [AttentionShape(32, 8, 128, block_size, "bf16", 128**-0.5) for block_size in (64, 16)]
-    for shape in shapes:
-        yield {"case": f"numeric gate, blocks of {shape.block_size}", "difference": gate(shape, bench)}
-    for case in (*PREFILLS, *DECODES):
-        yield bench.attempt(str(case), partial(measure_case, shapes[0], case, bench))
-    for case in (PREFILLS[1], DECODES[5], DECODES[6]):
-        yield bench.attempt(f"{case}, blocks of 16", partial(measure_case, shapes[1], case, bench))
+    sizes = (TOY.block_size,) if bench.toy else BLOCK_SIZES
+    cases = (Sequences(1, 0, 20), Sequences(2, 16, 1)) if bench.toy else (*PREFILLS, *DECODES)
+    shape = TOY if bench.toy else AttentionShape(32, 8, 128, 64, "bf16", 128**-0.5)
+    for block_size in sizes:
+        here = replace(shape, block_size=block_size)
+        row = bench.attempt(
+            f"numeric gate, blocks of {block_size}", lambda here=here: {"difference": check(here, bench)}
+        )
+        yield row
+        if "error" in row:
+            continue
+        for case in cases if block_size == sizes[0] else FEW:
+            yield from _measure_tilings(here, case, bench, every=block_size == sizes[0] and case in (*cases[:1], *FEW))
 
 
-def build(shapes: Iterable[AttentionShape], sequences: list[Sequences], bench: Bench) -> None:
+def _measure_tilings(shape: AttentionShape, sequences: Sequences, bench: Bench, *, every: bool) -> Rows:
+    """Yields a row of the default tiling, beside other libraries, and with ``every`` one of each other candidate."""
+    arch, is_decode = bench.loader.builder.arch, sequences.new == 1
+    tilings = candidate_tilings(decode_tiling(shape, arch) if is_decode else chunk_tiling(shape, arch))
+    for tiling in tilings if every else tilings[:1]:
+        cut = {"decode" if is_decode else "chunk": tiling}
+        case = f"{sequences}, blocks of {shape.block_size}"
+        if tiling != tilings[0]:
+            case += f", {tiling.block_m} × {tiling.block_n}, {tiling.num_warps} warps, {tiling.num_stages} stages"
+            case += f", {tiling.programs_per_sm} programs" if is_decode else ""
+        others = OTHERS if (tiling == tilings[0] and shape.block_size == BLOCK_SIZES[0]) or bench.toy else ()
+        yield bench.attempt(case, partial(measure_case, shape, sequences, bench, cut, others))
+
+
+def build(
+    shapes: Iterable[AttentionShape], sequences: list[Sequences], bench: Bench, cut: dict[str, Tiling] | None = None
+) -> None:
     """Builds all kernels for batches of these sizes, several at a time."""
     num_seqs, arch = sum(each.count for each in sequences), bench.loader.builder.arch
-    found = [attention_specs(shape, max_num_seqs=num_seqs, arch=arch) for shape in shapes]
+    found = [attention_specs(shape, max_num_seqs=num_seqs, arch=arch, **(cut or {})) for shape in shapes]
     bench.loader.build(
         [kernel for specs in found for kernel in (specs.plan, specs.chunks, specs.decodes, specs.combine)]
     )
 
 
-def measure_case(shape: AttentionShape, sequences: Sequences, bench: Bench) -> Row:
-    subject = Subject(shape, [sequences], bench)
+def measure_case(
+    shape: AttentionShape,
+    sequences: Sequences,
+    bench: Bench,
+    cut: dict[str, Tiling] | None = None,
+    others: Sequence[tuple[str, Make]] = (),
+) -> Row:
+    subject = Subject(shape, [sequences], bench, cut)
     ours, plan = bench.seconds(subject), bench.seconds(subject.run_plan)
     decode = sequences.new == 1
     work = sequences.kv_bytes(shape) if decode else sequences.flops(shape)
     limit = bench.limits.copy_bytes_per_s if decode else bench.limits.gemm_flops_per_s
     fraction = "fraction_of_copy" if decode else "fraction_of_gemm"
     return {
-        "case": str(sequences),
         "seconds": ours,
         fraction: work / ours / limit,
         "plan_seconds": plan,
         "bytes_per_s" if decode else "flops_per_s": work / ours,
         "others_seconds": {
-            name: bench.attempt(name, partial(_seconds_of, make, shape, sequences, bench)) for name, make in OTHERS
+            name: bench.attempt(name, partial(_seconds_of, make, shape, sequences, bench)) for name, make in others
         },
+        "kv_bytes": sequences.kv_bytes(shape),
         "shape": asdict(shape),
+        "tiling": {kind: asdict(tiling) for kind, tiling in (cut or {}).items()},
     }
 
 
 class Subject:
     """Holds the kernels and one batch of ``sequences``, in blocks scattered over the cache."""
 
-    def __init__(self, shape: AttentionShape, sequences: list[Sequences], bench: Bench):
+    def __init__(
+        self, shape: AttentionShape, sequences: list[Sequences], bench: Bench, cut: dict[str, Tiling] | None = None
+    ):
         rows = [(each.cached, each.new) for each in sequences for _ in range(each.count)]
         self.shape, self.num_tokens = shape, sum(new for _, new in rows)
         where, dtype, loader = bench.where, torch_dtype(shape.dtype), bench.loader
-        build([shape], sequences, bench)
-        specs = attention_specs(shape, max_num_seqs=len(rows), arch=loader.builder.arch)
+        build([shape], sequences, bench, cut)
+        specs = attention_specs(shape, max_num_seqs=len(rows), arch=loader.builder.arch, **(cut or {}))
         self.plan = AttentionPlan(
             specs,
             loader.load,
@@ -139,12 +175,17 @@ class Subject:
         inputs = (self.q, self.k_cache, self.v_cache, self.tables, self.starts, self.seq_lens)
         self.attention(*inputs, self.out)
 
-    def difference(self) -> float:
-        """Returns the largest difference between the output and the torch reference's."""
-        self()
-        inputs = (self.q, self.k_cache, self.v_cache, self.tables, self.starts, self.seq_lens)
-        expected = paged_attention(*inputs, scale=self.shape.scale, sliding_window=None)
-        return float((self.out.float() - expected.float()).abs().max())
+    def difference(self, runs: int) -> float:
+        """Returns the largest difference from the torch reference in fp32, in units of what is allowed, after some
+        runs. The blocks that no sequence has are NaN, and so are the parts and the output before each run.
+        """
+        self.k_cache[0], self.v_cache[0] = torch.nan, torch.nan
+        parts = (self.plan.part, self.plan.part_best, self.plan.part_total)
+        run_repeatedly("attention", self, runs, [self.out, *parts])
+        kv = (each.float() for each in (self.q, self.k_cache, self.v_cache))
+        lists = (self.tables, self.starts, self.seq_lens)
+        expected = paged_attention(*kv, *lists, scale=self.shape.scale, sliding_window=None)
+        return excess(self.out, expected, ABSOLUTE, RELATIVE)
 
 
 def gated(bench: Bench) -> list[Sequences]:
@@ -152,16 +193,10 @@ def gated(bench: Bench) -> list[Sequences]:
     return [Sequences(2, 3, 21), Sequences(3, 17, 1), Sequences(1, 40 if bench.toy else 5000, 1)]
 
 
-def gate(shape: AttentionShape, bench: Bench) -> float:
+def check(shape: AttentionShape, bench: Bench) -> float:
     """Returns the largest difference over the batch of :func:`gated`. Raises where it is too large."""
     torch.manual_seed(1)
-    difference = Subject(shape, gated(bench), bench).difference()
-    if not difference <= GATE_TOLERANCE:
-        raise GateError(f"attention differs from the torch reference by {difference:.1e}")
-    return difference
-
-
-Make = Callable[[AttentionShape, Sequences, torch.device], Callable[[], Any]]
+    return gate("attention", Subject(shape, gated(bench), bench).difference(bench.gate_runs))
 
 
 def _seconds_of(make: Make, shape: AttentionShape, sequences: Sequences, bench: Bench) -> Row:

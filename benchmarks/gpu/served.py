@@ -20,11 +20,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 from benchmarks.cpu.models import Shape, config
+from benchmarks.gpu.gates import GateError
 from benchmarks.gpu.llama import LLAMA_2_7B, TOY, LlamaShape, RandomWeights, llama_spec
-from benchmarks.gpu.measuring import Bench, GateError, Row, Rows
+from benchmarks.gpu.measuring import Bench, Row, Rows
 from benchmarks.gpu.splitfuse import IN_FLIGHT, TOKEN_BUDGET, percentiles
 from benchmarks.gpu.workload import lengths
 from benchmarks.serving import Answer, request_body, served
+from fastgen.errors import FastgenError
 from fastgen.serving.extra import need_extra
 
 _SECONDS, _ROW_SECONDS = 30.0, 10.0
@@ -33,7 +35,10 @@ _A_FILE = 36
 
 
 def measure(bench: Bench) -> Rows:
-    need_extra()  # before gigabytes are written
+    try:
+        need_extra()  # before gigabytes are written
+    except FastgenError as error:
+        raise ImportError(str(error)) from error
     shape, in_flight, budget = (TOY, 2, 4) if bench.toy else (LLAMA_2_7B, IN_FLIGHT, TOKEN_BUDGET)
     flags = ["--target", "triton", "--token-budget", str(budget), "--max-num-seqs", str(in_flight)]
     with tempfile.TemporaryDirectory(prefix="fastgen-http-") as directory:

@@ -55,7 +55,7 @@ def measure(bench: Bench) -> Rows:
         case = f"batch {batch}, context {context}"
         if kv_tokens < kv_tokens_of(batch, context, counts):
             need = kv_tokens_of(batch, context, counts) * llama_spec(shape).kv_bytes_per_token(shape.dtype.itemsize)
-            yield {"case": case, "error": f"its KV cache of {need / 2**30:.0f} GiB does not fit beside the weights"}
+            yield {"case": case, "left_out": f"its KV cache of {need / 2**30:.0f} GiB does not fit beside the weights"}
             continue
         yield bench.attempt(case, partial(measure_case, engine, watch, shape, batch, context, counts, bench))
         engine.cancel_all()
@@ -182,12 +182,12 @@ def uncaptured(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def capture_watched(found: Row) -> Iterator[None]:
-    """Records ``seconds`` of capturing, ``graphs`` and ``pool_bytes`` of the engine that is made within the block."""
+    """Records ``seconds`` of capture and trial, ``graphs`` and ``pool_bytes`` of the engine made within the block."""
     capture = CapturedForward.capture
 
-    def watched(forward: CapturedForward, progress: Callable[[int, int], None]) -> None:
+    def watched(forward: CapturedForward, *given: Any) -> None:
         before, start = _reserved_bytes(), time.perf_counter()
-        capture(forward, progress)
+        capture(forward, *given)
         seconds, graphs = time.perf_counter() - start, len(forward._forwards) + len(forward._heads)
         found.update(seconds=seconds, graphs=graphs, seconds_per_graph=seconds / graphs)
         found["pool_bytes"] = _reserved_bytes() - before

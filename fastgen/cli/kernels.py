@@ -31,6 +31,14 @@ Target = Annotated[
         "Default: this machine.",
     ),
 ]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help='Take the choices tuned for this GPU, such as "NVIDIA H200". It need not be here. Needs --target.',
+    ),
+]
 _LOAD = options.only(options.LOAD_ARGUMENTS, "recipe", "dtype", "quantize", "revision", "allow_config_keys")
 _SIZED = [*_LOAD, *options.only(options.LOAD_ARGUMENTS, "block_size", "max_num_seqs")]
 
@@ -85,6 +93,7 @@ def show_command(
 def build_command(
     model: options.Model,
     target: Target = None,
+    device: Gpu = None,
     *,
     load: options.Given,
     output: Annotated[
@@ -99,7 +108,9 @@ def build_command(
     from fastgen.compile.build.bundle import write_bundle
     from fastgen.runtime.progress import progress_bar
 
-    loader, specs, about = _needed(LoadOptions(model, **load), target)
+    if device is not None and target is None:
+        usage_error("--device: --target must name its architecture, such as sm_90")
+    loader, specs, about = _needed(LoadOptions(model, **load), target, device)
     with progress_bar(f"building {len(specs)} kernels for {loader.builder.arch}") as update:
         if output is None:
             entries = loader.build(specs, update)
@@ -131,6 +142,37 @@ def report_command(
     _print(rows, as_json, tuple(shown))
 
 
+@app.command("tuned")
+def tuned_command(
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Add them to this file, in the form of fastgen/compile/build/tuned_devices.json."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the choices that were measured on GPUs and kept in the cache."""
+    from fastgen.compile.build import tuned
+    from fastgen.compile.build.cache import KernelCache
+
+    directory = KernelCache().directory
+    rows = [{**each, "choice": _choice(each["choice"])} for each in tuned.kept(directory)]
+    _print(rows, as_json, ("device", "problem", "choice", "seconds", "default_seconds"))
+    if export is not None:
+        try:
+            counts = tuned.export(directory, export)
+        except (OSError, ValueError, KeyError) as error:
+            usage_error(f"--export {export}: {error}")
+        if not as_json:
+            written = ", ".join(f"{count} of {device}" for device, count in counts.items())
+            print(f"exported {written or 'none'} to {export}")
+
+
+def _choice(choice: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in choice.items())
+
+
 @app.command("clean")
 def clean_command(as_json: AsJson = False) -> None:
     """Remove every built kernel. Kernels are built again when they are needed."""
@@ -147,9 +189,14 @@ def clean_command(as_json: AsJson = False) -> None:
 _NOT_IN_A_TABLE = ("arch", "directory", "size_bytes", "triton_key", "binary_bytes")
 
 
-def _needed(load_options: LoadOptions, target: str | None) -> tuple[KernelLoader, list[KernelSpec], dict[str, str]]:
-    """Returns a loader for ``target``, the kernels that the model needs there, and what a bundle of them is about."""
+def _needed(
+    load_options: LoadOptions, target: str | None, device: str | None = None
+) -> tuple[KernelLoader, list[KernelSpec], dict[str, str]]:
+    """Returns a loader for ``target``, the kernels that the model needs there, and what a bundle of them is about.
+    ``device`` names the GPU whose tuned choices are taken.
+    """
     from fastgen.compile.build.loader import KernelLoader, make_builder, target_of
+    from fastgen.compile.build.tuned import tuning_for
     from fastgen.compile.host.device import current
     from fastgen.models.kernels import kernel_specs
     from fastgen.runtime.config import DEFAULT_BLOCK_SIZE
@@ -157,6 +204,8 @@ def _needed(load_options: LoadOptions, target: str | None) -> tuple[KernelLoader
     from fastgen.runtime.targets import bundle_flags, parse_quantize
 
     loader = KernelLoader(make_builder(target_of(current()) if target is None else target))
+    if device is not None:
+        loader.tuning = tuning_for(device, loader)
     source = ModelSource.open(load_options)
     weight_format = parse_quantize(load_options.quantize, loader.builder.target)
     block_size, max_num_seqs = load_options.block_size or DEFAULT_BLOCK_SIZE, load_options.max_num_seqs

@@ -61,6 +61,9 @@ def verify(
     ] = False,
     configs: Annotated[int, typer.Option(min=1, help="Number of tiny configurations to draw.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed that they are drawn from.")] = 0,
+    device: Annotated[
+        str, typer.Option(help="Where generated kernels run: cpu, or a GPU (cuda, cuda:1). All else runs on the CPU.")
+    ] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare a recipe with a reference; name the first node that disagrees. Exit status 1 where one does."""
@@ -76,6 +79,7 @@ def verify(
             this_config=this_config,
             configs=configs,
             seed=seed,
+            device=device,
             progress=status.update,
         )
     if as_json:

@@ -30,6 +30,7 @@ from fastgen.runtime.step.forward import CapturedForward, Forward, Results, Tape
 from fastgen.runtime.step.input_batch import InputBatch
 from fastgen.runtime.step.model_runner import ModelRunner
 from fastgen.runtime.step.steady_decodes import SteadyDecodes
+from fastgen.runtime.step.trial_batch import TrialBatch
 from fastgen.runtime.text.codec import TextCodec
 
 
@@ -167,7 +168,13 @@ def _forward(
         model, kv_cache, pool, input_batch.views, results, sizes=sizes, row_sizes=row_sizes, sample=slots.launch
     )
     # A sealed bundle's fence is closed from the start; its loader builds nothing in here either.
+    trial = TrialBatch(
+        input_batch,
+        num_blocks=config.num_blocks,
+        max_model_len=config.max_model_len,
+        vocab_size=results.vocab_size,
+    )
     with progress_bar("graphs") as progress, torch.inference_mode(), pool.fence.open():
-        forward.capture(progress)
+        forward.capture(progress, trial if results.device.type == "cuda" else None)
     pool.fence.close()
     return forward

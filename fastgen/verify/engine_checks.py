@@ -29,12 +29,18 @@ class EngineResult:
 
 
 def engine_results(
-    recipe: Recipe, case: Case, spec: ModelSpec, logits: Tensor, sizes: Iterable[int], targets: Iterable[str]
+    recipe: Recipe,
+    case: Case,
+    spec: ModelSpec,
+    logits: Tensor,
+    sizes: Iterable[int],
+    targets: Iterable[str],
+    device: str = "cpu",
 ) -> Iterator[EngineResult]:
     """Compares log-probabilities of prompt and answer.
 
     It runs each prompt alone, then all together at every token budget in ``sizes``, then with the kernels of each of
-    ``targets``. ``logits [T, V]`` are those of the reference for all prompts, concatenated.
+    ``targets`` on ``device``. ``logits [T, V]`` are those of the reference for all prompts, concatenated.
     """
     prompts = [list(prompt) for prompt in case.prompts]
     expected = _expected(case, logits)
@@ -47,14 +53,24 @@ def engine_results(
         check = "whole" if size >= max(map(len, prompts)) else "chunked"
         yield _result(check, outputs, alone, expected, f"{len(prompts)} prompts at token_budget={size}")
     for target in targets:
-        outputs = _outputs(recipe, case, spec, LARGEST_SIZE, prompts, target)
-        yield _result("kernels", outputs, alone, expected, f"{len(prompts)} prompts on target={target!r}")
+        outputs = _outputs(recipe, case, spec, LARGEST_SIZE, prompts, target, device)
+        where = "" if device == "cpu" else f", device={device!r}"
+        yield _result("kernels", outputs, alone, expected, f"{len(prompts)} prompts on target={target!r}{where}")
 
 
 def _outputs(
-    recipe: Recipe, case: Case, spec: ModelSpec, size: int, prompts: list[list[int]], target: str = "torch"
+    recipe: Recipe,
+    case: Case,
+    spec: ModelSpec,
+    size: int,
+    prompts: list[list[int]],
+    target: str = "torch",
+    device: str = "cpu",
 ) -> list[GenerationOutput]:
-    with load_subject(case.directory, recipe, spec, token_budget=size, max_num_seqs=min(size, 3), target=target) as llm:
+    subject = load_subject(
+        case.directory, recipe, spec, token_budget=size, max_num_seqs=min(size, 3), target=target, device=device
+    )
+    with subject as llm:
         return llm.generate(
             prompts, temperature=0, max_new_tokens=_NUM_STEPS, ignore_eos=True, logprobs=2, prompt_logprobs=0
         )

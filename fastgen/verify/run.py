@@ -12,6 +12,8 @@ from typing import Any, Final, Protocol
 from torch import nn
 
 from fastgen.compile.backends.choose import kernel_targets
+from fastgen.compile.host import device as devices
+from fastgen.compile.host.device import Device
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.checkpoint import hub
 from fastgen.models.checkpoint.builtins import BUILTINS
@@ -48,6 +50,7 @@ def verify(
     this_config: bool = False,
     configs: int = 20,
     seed: int = 0,
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> Report:
     """Compares a recipe with a reference over drawn configurations, and reports the first node that disagrees.
@@ -62,10 +65,14 @@ def verify(
     :mod:`fastgen.verify.shrink`), and the names and shapes of its tensors. That says whether this checkpoint is
     described, and nothing of other checkpoints of its family.
 
+    Generated kernels run on ``device``: those for the CPU, or with ``"cuda"`` those for that GPU. All else runs on the
+    CPU.
+
     Raises :class:`fastgen.errors.FastgenError` if there is nothing to compare with.
     """
     if configs < 1:
         raise InvalidArgumentError(f"configs={configs}: at least one configuration is needed")
+    kernels_on = devices.current(device)
     found, directory = _targets(target, recipe)
     if this_config and directory is None:
         raise InvalidArgumentError("this_config: a recipe has no configuration of its own; give the model's directory")
@@ -75,16 +82,16 @@ def verify(
         if this_config:
             assert directory is not None
             own = ThisConfig(directory, Path(scratch), seed=seed, model_class=reference)
-            report = Verifier(own).verify(found, progress)
+            report = Verifier(own, kernels_on).verify(found, progress)
             report.shrunk = own.shrunk
             return report
         if reference is None or isinstance(reference, type):
             base = None if directory is None else read_json_object(directory / "config.json")
             cases = Cases(Path(scratch), num_configs=configs, seed=seed, base=base, model_class=reference)
-            return Verifier(cases).verify(found, progress)
+            return Verifier(cases, kernels_on).verify(found, progress)
         if directory is None:
             raise InvalidArgumentError("a reference needs weights to compare with; give the model's directory")
-        return Verifier(_OwnCase(directory, reference, seed)).verify(found, progress)
+        return Verifier(_OwnCase(directory, reference, seed), kernels_on).verify(found, progress)
 
 
 class CaseSource(Protocol):
@@ -97,10 +104,12 @@ class CaseSource(Protocol):
 
 
 class Verifier:
-    """Verifies one recipe after another; references and comparisons that several of them share are made once."""
+    """Verifies one recipe after another; references and comparisons that several of them share are made once.
+    Generated kernels run on ``device``, by default the CPU.
+    """
 
-    def __init__(self, cases: CaseSource):
-        self.cases, self.comparer = cases, Comparer()
+    def __init__(self, cases: CaseSource, device: Device | None = None):
+        self.cases, self.comparer, self.device = cases, Comparer(), device or devices.current("cpu")
         self._engine_agrees: dict[tuple[int, Fingerprint], list[EngineResult]] = {}
 
     def verify(self, recipe: Recipe, progress: Progress | None = None) -> Report:
@@ -175,8 +184,9 @@ class Verifier:
             key = id(each.case), fingerprint(spec)
             if key not in self._engine_agrees:
                 # kernels are built for one configuration only, since that takes seconds
-                targets = kernel_targets() if number == 0 else ()
-                self._engine_agrees[key] = list(engine_results(recipe, each.case, spec, logits, sizes, targets))
+                targets = kernel_targets(self.device) if number == 0 else ()
+                results = engine_results(recipe, each.case, spec, logits, sizes, targets, str(self.device))
+                self._engine_agrees[key] = list(results)
             for result in self._engine_agrees[key]:
                 report.count(result.check, 1, result.difference)
                 if result.problem is not None:

@@ -69,13 +69,14 @@ def load_subject(
     token_budget: int,
     max_num_seqs: int,
     target: str = "torch",
+    device: str = "cpu",
     allow_config_keys: Sequence[str] = (),
 ) -> LLM:
-    """Loads the checkpoint in the normal way, in fp32 on the CPU with small blocks, by default without kernels."""
+    """Loads the checkpoint in the normal way, in fp32 with small blocks, by default on the CPU without kernels."""
     return load(
         directory,
         recipe=recipe,
-        device="cpu",
+        device=device,
         dtype="float32",
         target=target,
         token_budget=token_budget,

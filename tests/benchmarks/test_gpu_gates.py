@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import attention, elementwise, few_row_linear, moe, sampling
-from benchmarks.gpu.measuring import Bench, GateError, Limits
+from benchmarks.gpu.gates import GateError
+from benchmarks.gpu.measuring import Bench, Limits
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
@@ -25,11 +26,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 LINEAR = few_row_linear.FewRowShape(20, 40, "fp16", bias=True)
 GATES: dict[ModuleType, tuple[Callable[[Bench], float], float]] = {
-    attention: (lambda bench: attention.gate(attention.TOY, bench), attention.GATE_TOLERANCE),
-    elementwise: (lambda bench: elementwise.gate(elementwise.TOY, 5, bench), elementwise.GATE_TOLERANCE),
-    few_row_linear: (lambda bench: few_row_linear.gate(LINEAR, bench), few_row_linear.GATE_TOLERANCE),
-    moe: (lambda bench: moe.gate(moe.TOY, 9, bench), moe.GATE_TOLERANCE),
-    sampling: (lambda bench: sampling.gate(70, 5, bench), sampling.MARGIN),
+    attention: (lambda bench: attention.check(attention.TOY, bench), 1.0),
+    elementwise: (lambda bench: elementwise.check(elementwise.TOY, 5, bench), 1.0),
+    few_row_linear: (lambda bench: few_row_linear.check(LINEAR, bench), 1.0),
+    moe: (lambda bench: moe.check(moe.TOY, 9, bench), 1.0),
+    sampling: (lambda bench: sampling.check(70, 5, bench), sampling.MARGIN),
 }
 WRONG: list[tuple[ModuleType, str, Any]] = [
     (attention, "paged_attention", lambda q, k, v, *_, **__: q.new_zeros(*q.shape[:2], v.shape[3])),

@@ -52,24 +52,24 @@ def attention_bench(bench: Bench) -> Bench:
 
 @pytest.mark.parametrize("shape", ATTENTIONS, ids=lambda shape: f"{shape.dtype}-{shape.head_dim}")
 def test_attention(attention_bench: Bench, shape: AttentionShape) -> None:
-    attention.gate(shape, attention_bench)
+    attention.check(shape, attention_bench)
 
 
 def test_elementwise_kernels(bench: Bench) -> None:
-    elementwise.gate(elementwise.REAL, 64, bench)
+    elementwise.check(elementwise.REAL, 64, bench)
 
 
 def test_few_row_linear(bench: Bench) -> None:
-    few_row_linear.gate(few_row_linear.FewRowShape(1000, 1040, "bf16", bias=True), bench)
+    few_row_linear.check(few_row_linear.FewRowShape(1000, 1040, "bf16", bias=True), bench)
 
 
 def test_mixtures(bench: Bench) -> None:
     for num_tokens in (1, 33, 500):
-        moe.gate(moe.Shape("a mixture", 256, 128, 16, 4), num_tokens, bench)
+        moe.check(moe.Shape("a mixture", 256, 128, 16, 4), num_tokens, bench)
 
 
 def test_sampling(bench: Bench) -> None:
-    sampling.gate(32000, 64, bench)
+    sampling.check(32000, 64, bench)
 
 
 def test_tuning_measures_every_way_and_keeps_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,29 @@ def test_a_bundle_for_a_gpu_that_is_not_here(run, tmp_path: Path) -> None:
         assert {".py", ".ptx", ".cubin", ".json"} <= suffixes
 
 
+def test_a_build_takes_the_choices_for_a_gpu_by_name(run, caplog: pytest.LogCaptureFixture) -> None:
+    refused = run("kernels", "build", "tiny-llama", "--device", "NVIDIA H200")
+    assert refused.status == 2
+    assert "--device: --target must name its architecture" in " ".join(refused.err.split())
+    taken = run("kernels", "build", "tiny-llama", "--target", "sm_90", "--device", "NVIDIA H200")
+    assert taken.status == 0
+    assert "no choices are known for 'NVIDIA H200', so the defaults are taken" in caplog.text
+
+
+def test_what_was_tuned_is_listed_and_exported(run, directory: Path, tmp_path: Path) -> None:
+    assert json.loads(run("kernels", "tuned", "--json").out) == []
+    (directory / ".tuning").mkdir(parents=True)
+    key = {"device": "NVIDIA H200", "problem": "a sum"}
+    kept = {"key": key, "choice": {"by": "library"}, "seconds": [[{"by": "kernel"}, 2e-5], [{"by": "library"}, 1e-5]]}
+    (directory / ".tuning" / "a_sum.json").write_text(json.dumps(kept))
+    out = run("kernels", "tuned", "--export", str(tmp_path / "tuned.json")).out
+    assert "by library" in out
+    assert f"exported 1 of NVIDIA H200 to {tmp_path / 'tuned.json'}" in out
+    devices = json.loads((tmp_path / "tuned.json").read_text())["devices"]
+    assert devices == {"NVIDIA H200": {"a sum": {"by": "library"}}}
+    assert run("kernels", "tuned", "--export", str(tmp_path)).status == 2
+
+
 def test_a_bundle_does_not_go_where_something_else_lies(run, tmp_path: Path) -> None:
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("you")

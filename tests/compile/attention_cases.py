@@ -1,4 +1,4 @@
-"""Batches for the Triton attention kernels, and a run of them: interpreted, against the torch reference."""
+"""Batches for the Triton attention kernels, and a run of them, interpreted or on a GPU, against the torch reference."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
-from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.ops.attention.reference import Alibi, paged_attention
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.attention.tiling import Tiling
 from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, AttentionSpecs, attention_specs
 from fastgen.compile.spec import torch_dtype
+from tests.kernel_device import kernel_arch, triton_loader
 
 UNUSED = 2**30  # a block id that no cache has
 CPU = torch.device("cpu")
-TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3}
+TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3.2e-2}
 # Cached and new tokens of each sequence.
 Rows = list[tuple[int, int]]
 # Shapes of models, with blocks of 64 tokens unless they say otherwise.
@@ -142,13 +141,13 @@ def reference(batch: Batch, shape: AttentionShape) -> Tensor:
 
 def specs_of(case: Case, max_num_seqs: int) -> AttentionSpecs:
     return attention_specs(
-        case.shape, max_num_seqs=max_num_seqs, arch="interpret", chunk=case.chunk, decode=case.decode
+        case.shape, max_num_seqs=max_num_seqs, arch=kernel_arch(), chunk=case.chunk, decode=case.decode
     )
 
 
 @cache
 def _loader() -> KernelLoader:
-    return KernelLoader(TritonBuilder("interpret"), cache=KernelCache(Path(_directory().name)))
+    return triton_loader(Path(_directory().name))
 
 
 @cache
@@ -158,7 +157,7 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 
 class Subject:
-    """The kernels of a case, interpreted, in buffers for batches as large as its own."""
+    """The kernels of a case in buffers for batches as large as its own."""
 
     def __init__(self, case: Case):
         max_num_seqs = len(case.rows)

@@ -7,6 +7,13 @@ import pytest
 from fastgen.compile.build.cpp import CppBuilder
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host.thread_pool import load_thread_pool
+from tests.kernel_device import triton_loader
+
+
+@pytest.fixture(scope="session")
+def triton_kernels(tmp_path_factory: pytest.TempPathFactory) -> KernelLoader:
+    """Loads Triton kernels for the device of this run; tests that need it are marked ``kernels``."""
+    return triton_loader(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -104,18 +104,21 @@ def test_where_the_default_fails_nothing_else_is_tried(loader: KernelLoader, cap
     assert not (loader.cache.directory / ".tuning").exists()
 
 
-def test_a_way_that_is_not_built_or_spills_is_passed_over(loader: KernelLoader, monkeypatch) -> None:
+@pytest.mark.parametrize(("spill_bytes", "best"), [(64, 2), (72, 3)])
+def test_a_way_that_is_not_built_or_spills_much_is_passed_over(
+    loader: KernelLoader, monkeypatch, spill_bytes: int, best: int
+) -> None:
     build = loader.build
 
     def build_some(specs, progress=None):
         given = list(specs)
         if spec_of(1) in given:
             raise KernelError("it cannot be built")
-        spilling = [SimpleNamespace(report={"spill_bytes": 8 * (each == spec_of(2))}) for each in given]
+        spilling = [SimpleNamespace(report={"spill_bytes": spill_bytes * (each == spec_of(2))}) for each in given]
         return spilling if len(given) == 1 else build(given)
 
     monkeypatch.setattr(loader, "build", build_some)
-    assert chosen(loader, [way(0, 4.0), way(1, 1.0), way(2, 2.0), way(3, 3.0)]) == 3
+    assert chosen(loader, [way(0, 4.0), way(1, 1.0), way(2, 2.0), way(3, 3.0)]) == best
 
 
 # ---- when it is measured at all

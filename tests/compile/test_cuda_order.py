@@ -144,10 +144,20 @@ def test_a_step_that_waits_cannot_be_captured_and_the_next_one_can(cuda: StandIn
     with pytest.raises(RuntimeError, match="within a capture"):
         pool.capture("a step", waits)
     assert len(ran) == 2
-    assert cuda.log[-2:] == ["end", "reset"]
+    assert cuda.log[-3:] == ["end", "reset", "main waits for side"]
     assert (cuda.capturing, cuda.stream) == (False, "main")
     pool.capture("another", cuda.step).replay()
     assert cuda.log[-1] == "replay"
+
+
+def test_what_a_failing_step_launched_is_waited_for(cuda: StandIn) -> None:
+    def fails_midway() -> None:
+        cuda.step()
+        raise ValueError("midway")
+
+    with pytest.raises(ValueError, match="midway"):
+        new_pool(Loader()).capture("a step", fails_midway)
+    assert cuda.log == ["side waits for main", "ran on side", "main waits for side"]
 
 
 def test_behind_the_fence_cuda_is_not_called(cuda: StandIn) -> None:

@@ -34,8 +34,8 @@ WHOLE = SplitK(16, 32, 4, 1, 1)
 
 
 @pytest.fixture(scope="module")
-def loader(tmp_path_factory: pytest.TempPathFactory) -> KernelLoader:
-    return KernelLoader(TritonBuilder("interpret"), cache=KernelCache(tmp_path_factory.mktemp("kernels")))
+def loader(triton_kernels: KernelLoader) -> KernelLoader:
+    return triton_kernels
 
 
 def launcher(loader: KernelLoader, specs: FewRowSpecs, max_rows: int) -> FewRowKernel:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime import cache as triton_cache
 
 from fastgen.compile.build import triton as build_triton
 from fastgen.compile.build.cache import KernelCache
@@ -67,6 +68,21 @@ def test_triton_versions_and_settings_are_part_of_the_key(monkeypatch) -> None:
     monkeypatch.delenv("DISABLE_LLVM_OPT")
     monkeypatch.setattr(build_triton.triton, "__version__", "3.0.0")
     assert TritonBuilder("sm_90").versions() != before
+
+
+def test_another_installation_of_the_same_triton_has_entries_of_its_own(tmp_path, monkeypatch) -> None:
+    """Its library differs, as between the wheels of two versions of Python."""
+    cache = KernelCache(tmp_path)
+    (entry,) = KernelLoader(TritonBuilder("sm_90"), cache=cache).build([a_norm()])
+    builder = TritonBuilder("sm_90")
+    versions, key = builder.versions(), triton_cache.triton_key()
+    monkeypatch.setattr(triton_cache, "triton_key", lambda: key.replace(key[-8:], "otherlib"))
+    assert builder.versions() == versions
+    assert KernelLoader(builder, cache=cache).find(a_norm()) is None
+    (other,) = KernelLoader(builder, cache=cache).build([a_norm()])
+    assert other.directory != entry.directory
+    monkeypatch.undo()
+    assert KernelLoader(builder, cache=cache).build([a_norm()]) == [entry]
 
 
 @pytest.mark.parametrize("searched", [{"CXX": "no-such-compiler"}, {"PATH": ""}])
@@ -177,6 +193,7 @@ def failure(action):
     except KernelError as error:
         return str(error)
 
+just_in_time = triton.runtime.JITFunction.run
 triton.runtime.driver.set_active(Driver(parse_arch("sm_90")))
 triton.knobs.runtime.jit_cache_hook = lambda **given: earlier.append(given["fn"].name)
 spec = norm_spec(NormShape("rms", 64, "bf16", 1e-5))
@@ -190,6 +207,9 @@ x, weight = torch.zeros(6, 64, dtype=torch.bfloat16), torch.zeros(64, dtype=torc
 kernel(x, weight, None, x)
 kernel(x[:1], weight, None, x[:1])
 kernel(x[:0], weight, None, x[:0])
+triton.runtime.JITFunction.run = None  # launches do not go through the just-in-time compiler
+kernel(x[:2], weight, None, x[:2])
+triton.runtime.JITFunction.run = just_in_time
 errors = [
     failure(lambda: kernel(x.float(), weight, None, x)),
     failure(lambda: kernel(x, torch.zeros(65, dtype=torch.bfloat16)[1:], None, x)),
@@ -203,9 +223,15 @@ theirs[(1,)](x)
 
 entry.source.with_name("manifest.json").write_text(
     entry.source.with_name("manifest.json").read_text().replace(entry.report["triton_key"], "A" * 52))
+is_still_there = loader.find(spec) is not None
 changed = KernelLoader(make_builder("sm_90"), cache=loader.cache)
+changed.fence.close()
 errors += [failure(lambda: changed.load(spec)), failure(lambda: changed.load(too_large))]
-print(json.dumps([from_cache, launched, errors, earlier, loader.find(spec) is not None]))
+with changed.fence.open():
+    NormKernel(changed.load(spec))(x, weight, None, x)
+entry_again = changed.find(spec)
+is_built_again = entry_again.report["triton_key"] == entry.report["triton_key"] and len(loaded) == 3
+print(json.dumps([from_cache, launched, errors, earlier, is_still_there, is_built_again]))
 """
 
 
@@ -215,10 +241,10 @@ def test_on_a_gpu_nothing_is_compiled_but_what_the_cache_has_is_loaded(tmp_path)
     command = [sys.executable, "-c", ON_A_GPU, str(tmp_path / "kernels")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
-    from_cache, launched, errors, earlier, still_there = json.loads(done.stdout)
+    from_cache, launched, errors, earlier, is_still_there, is_built_again = json.loads(done.stdout)
     name = a_norm().name
     assert from_cache
-    assert [each[:2] for each in launched] == [[name, 6], [name, 1], ["theirs", 1]]
+    assert [each[:2] for each in launched] == [[name, 6], [name, 1], [name, 2], ["theirs", 1], [name, 6]]
     wrong_dtype, unaligned, other_gpu, other_settings, too_large = errors
     assert "x: float32[6, 64] on cpu" in wrong_dtype
     assert "it was not built for such arguments" in wrong_dtype
@@ -227,4 +253,5 @@ def test_on_a_gpu_nothing_is_compiled_but_what_the_cache_has_is_loaded(tmp_path)
     assert "Triton would build another binary" in other_settings
     assert "is built but cannot be loaded: out of resource: shared memory, Required: " in too_large
     assert earlier[:3] == [name, "theirs", name]  # a hook that was there before ours still gets what is allowed
-    assert still_there  # nothing was written beside the binaries
+    assert is_still_there  # nothing was written beside the binaries
+    assert is_built_again

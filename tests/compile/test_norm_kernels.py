@@ -95,11 +95,10 @@ def test_norms_in_cpp_compute_what_the_reference_does(cache, arch) -> None:
             check_norm(norm_kernel(loader.load(spec)), spec, num_rows)
 
 
-def test_norms_in_triton_compute_what_the_reference_does(cache) -> None:
-    loader = KernelLoader(TritonBuilder("interpret"), cache=cache)
+def test_norms_in_triton_compute_what_the_reference_does(triton_kernels: KernelLoader) -> None:
     for spec in drawn_norms("triton", "interpret", 40):
         for num_rows in (0, 1, 5):
-            check_norm(norm_kernel(loader.load(spec)), spec, num_rows)
+            check_norm(norm_kernel(triton_kernels.load(spec)), spec, num_rows)
 
 
 @pytest.mark.parametrize("given", [{"kind": "rms", "bias": True}, {"scale": 0.5}])

@@ -13,10 +13,13 @@ from torch import Tensor
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.capture.cuda_graph import GraphPool
+from fastgen.compile.capture.tape import LibraryCall
 from fastgen.compile.ops.embedding.reference import embed
 from fastgen.compile.ops.embedding.triton import EmbeddingKernel, embedding_spec
+from fastgen.compile.ops.linear import triton as linear_triton
 from fastgen.compile.ops.linear.reference import linear, logits
-from fastgen.compile.ops.linear.tiling import FewRowShape, SplitK
+from fastgen.compile.ops.linear.tiling import FewRowShape, SplitK, default_split
 from fastgen.compile.ops.linear.triton import DequantizeKernel, LinearKernel, dequantize_spec
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights import quantized as quantized_weight
@@ -28,8 +31,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def loader(tmp_path_factory: pytest.TempPathFactory) -> KernelLoader:
-    return KernelLoader(TritonBuilder("interpret"), cache=KernelCache(tmp_path_factory.mktemp("kernels")))
+def loader(triton_kernels: KernelLoader) -> KernelLoader:
+    return triton_kernels
 
 
 def drawn(*size: int, seed: int = 0) -> Tensor:
@@ -115,6 +118,29 @@ def test_any_number_of_rows(loader: KernelLoader, weight_format: WeightOnlyForma
         torch.testing.assert_close(out[:-1], logits(x, stored, bias), rtol=1e-5, atol=1e-5)
         assert out[-1].isnan().all()
         assert bool(whole.isnan().all()) != reads_whole, num_rows
+
+
+def test_a_plain_head_of_many_rows_is_the_library_s_where_it_gives_fp32(
+    loader: KernelLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels for few rows its weights would be read once for every 64 rows."""
+    shape = FewRowShape(30, 64, "fp16", out_dtype="fp32")
+    head = LinearKernel(
+        shape, loader.load, lambda numel: torch.empty(numel), lambda rows: default_split(shape, rows, "interpret", 2)
+    )
+    monkeypatch.setattr(linear_triton, "has_wide_products", lambda x: True)
+    x, weight = torch.randn(70, 64).half(), torch.randn(30, 64).half()
+    tape = GraphPool(CPU, loader).record("a head", lambda: head(x, weight, None, torch.empty(70, 30)))
+    assert [str(entry) for entry in tape.entries] == ["mm"]
+    (call,) = tape.entries
+    assert isinstance(call, LibraryCall)
+    assert call.kwargs["out_dtype"] == torch.float32
+    few = GraphPool(CPU, loader).record("a few", lambda: head(x[:64], weight, None, torch.empty(64, 30)))
+    assert "mm" not in [str(entry) for entry in few.entries]
+    monkeypatch.undo()
+    out = torch.empty(70, 30)
+    head(x, weight, None, out)
+    torch.testing.assert_close(out, x.float() @ weight.float().t(), rtol=1e-3, atol=1e-3)
 
 
 def test_a_head_is_never_laid_out(loader: KernelLoader) -> None:

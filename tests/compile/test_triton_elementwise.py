@@ -27,8 +27,8 @@ SIZES = (1, 2, 31, 64, 100, 1024, 1030)
 
 
 @pytest.fixture(scope="module")
-def loader(tmp_path_factory: pytest.TempPathFactory) -> KernelLoader:
-    return KernelLoader(TritonBuilder("interpret"), cache=KernelCache(tmp_path_factory.mktemp("kernels")))
+def loader(triton_kernels: KernelLoader) -> KernelLoader:
+    return triton_kernels
 
 
 def check(found: Tensor, want: Tensor, dtype: str, where: str) -> None:

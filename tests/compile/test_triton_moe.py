@@ -36,8 +36,8 @@ UNWRITTEN = -77
 
 
 @pytest.fixture(scope="module")
-def loader(tmp_path_factory: pytest.TempPathFactory) -> KernelLoader:
-    return KernelLoader(TritonBuilder("interpret"), cache=KernelCache(tmp_path_factory.mktemp("kernels")))
+def loader(triton_kernels: KernelLoader) -> KernelLoader:
+    return triton_kernels
 
 
 # Routing

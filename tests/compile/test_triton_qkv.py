@@ -58,8 +58,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def loader(tmp_path_factory: pytest.TempPathFactory) -> KernelLoader:
-    return KernelLoader(TritonBuilder("interpret"), cache=KernelCache(tmp_path_factory.mktemp("kernels")))
+def loader(triton_kernels: KernelLoader) -> KernelLoader:
+    return triton_kernels
 
 
 def fields_of(*names: str, **changes: Any) -> dict[str, Any]:

@@ -11,16 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
-from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.ops.sampling.reference import gumbel_noise, uniforms
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling, sampling_specs
 
 
 @pytest.fixture(scope="module")
-def loader(tmp_path_factory: pytest.TempPathFactory) -> KernelLoader:
-    return KernelLoader(TritonBuilder("interpret"), cache=KernelCache(tmp_path_factory.mktemp("kernels")))
+def loader(triton_kernels: KernelLoader) -> KernelLoader:
+    return triton_kernels
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""The ``triton`` target against transformers: the engine whole, its steps captured, every kernel interpreted.
+"""The ``triton`` target against transformers: the engine whole, its steps captured, every kernel interpreted, or
+compiled on a GPU with ``--device cuda``.
 
 Interpreted kernels are slow, so of whole models the fast tests run one family, Gemma 2, which has most features. The
 long tests run every family, with one seed each. Sizes are those of the ``cpp`` target's tests, so windows are of a few
@@ -18,13 +19,22 @@ import triton.language as tl
 from transformers import OPTConfig, OPTForCausalLM
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tests.kernel_device import DEVICE
 from tests.models.test_parity_cpp import SHARED, config_of
 from tests.models.test_parity_more import DRAWS, Drawn
 from tests.reference import check_family, rounding_errors
 
-OPTIONS: Drawn = {"target": "triton", "token_budget": 9, "block_size": 16, "max_num_seqs": 3, "max_model_len": 96}
+OPTIONS: Drawn = {
+    "target": "triton",
+    "device": DEVICE,
+    "token_budget": 9,
+    "block_size": 16,
+    "max_num_seqs": 3,
+    "max_model_len": 96,
+}
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWS)
 def test_family(name: str) -> None:
@@ -32,6 +42,7 @@ def test_family(name: str) -> None:
     check_family(config, model_class, OPTIONS, 0, attention=attention)
 
 
+@pytest.mark.kernels
 def test_a_family_with_most_features() -> None:
     """Windows, soft caps, norms around branches. The steps are fewer than in the long tests; the window of five tokens
     still leaves the first of them behind."""
@@ -39,6 +50,7 @@ def test_a_family_with_most_features() -> None:
     check_family(config, model_class, OPTIONS, 0, attention=attention, num_steps=8)
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
 def test_positions_behind_a_projection() -> None:
     """OPT's 350m: norms after, a projection on either side, positions added between."""

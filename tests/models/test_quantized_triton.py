@@ -16,6 +16,7 @@ import fastgen
 from fastgen import SamplingParams
 from fastgen.compile.backends.modules.reference import HeadMaps, Linear, Router
 from fastgen.compile.backends.modules.stored import StoredGroups
+from tests.kernel_device import DEVICE
 from tests.reference import randomise, save
 from tests.runtime.checkpoints import save_checkpoint
 from tests.runtime.test_same_answer import num_certain_tokens
@@ -48,7 +49,7 @@ def check(directory: Path, weight_format: str, *, watches: bool = False) -> None
     with fastgen.load(directory, target="torch", token_budget=64, **options) as llm:
         whole = dict.fromkeys(("logprobs", "prompt_logprobs"), llm.spec.vocab_size)
         expected = [llm.generate(prompt, **(ANSWER | whole)) for prompt in PROMPTS]
-    with fastgen.load(directory, target="triton", token_budget=4, **options) as llm:
+    with fastgen.load(directory, target="triton", device=DEVICE, token_budget=4, **options) as llm:
         watched = watch(llm) if watches else None
         found = llm.generate(PROMPTS, **ANSWER)
     assert watched is None or {size for _, size in watched.num_tokens} >= {1, 4}
@@ -66,6 +67,7 @@ def test_against_the_reference(tmp_path: Path) -> None:
     check(tied(tmp_path), "int4_weight_only", watches=True)
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("family", LARGER)

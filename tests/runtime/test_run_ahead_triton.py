@@ -1,5 +1,5 @@
-"""Steps launched ahead on interpreted kernels: every kind of request gets the answer of an engine that waits for the
-tokens of each step, over a cache that is too small, with requests cancelled meanwhile.
+"""Steps launched ahead on Triton kernels, interpreted or on a GPU: every kind of request gets the answer of an engine
+that waits for the tokens of each step, over a cache that is too small, with requests cancelled meanwhile.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.step.step import Step
+from tests.kernel_device import DEVICE
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer, small_cache
 from tests.runtime.soak import KINDS
 
 BLOCK_SIZE = 4
+pytestmark = pytest.mark.kernels
 OPTIONS: dict[str, Any] = {
     "target": "triton",
+    "device": DEVICE,
     "dtype": "float32",
     "block_size": BLOCK_SIZE,
     "max_num_seqs": 5,

@@ -177,6 +177,8 @@ def poison(llm: LLM) -> None:
     engine = llm._engine
     assert engine is not None
     inputs, scheduler = engine.runner.input_batch, engine.scheduler
+    if inputs.sampled_ids.is_cuda:
+        torch.cuda.synchronize()  # what is launched reads all of this
     steady = engine.runner.steady
     is_next = (
         steady is not None and scheduler._scheduled.decodes == steady._decodes

@@ -24,6 +24,7 @@ from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.step.forward import CapturedForward, Forward
 from fastgen.runtime.step.step import Step
+from tests.kernel_device import DEVICE
 from tests.reference import randomise, save
 from tests.runtime.checkpoints import small_cache
 from tests.runtime.test_same_answer import num_certain_tokens, poison
@@ -57,7 +58,13 @@ SAMPLINGS = [
 ]
 BLOCK_SIZE = 4
 SMALL_CACHE = 7 * BLOCK_SIZE  # tokens: the largest request takes them all
-OPTIONS: dict[str, Any] = {"target": "triton", "block_size": BLOCK_SIZE, "max_num_seqs": 4, "dtype": "float32"}
+OPTIONS: dict[str, Any] = {
+    "target": "triton",
+    "device": DEVICE,
+    "block_size": BLOCK_SIZE,
+    "max_num_seqs": 4,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -160,6 +167,7 @@ def test_alone_and_beside_others_whatever_is_replayed(
     assert watched.num_padded_rows
 
 
+@pytest.mark.kernels
 def test_at_another_budget_with_preemptions(directory: Path, quantize: str | None, certain: list[list[int]]) -> None:
     """Before each step everything that no running sequence owns is filled with what would be noticed."""
     cache = small_cache(directory, SMALL_CACHE, token_budget=4, **(OPTIONS | {"target": "torch"}))

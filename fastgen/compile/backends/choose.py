@@ -15,7 +15,7 @@ from fastgen.compile.backends.triton import TritonBackend
 from fastgen.compile.build.bundle import SealedLoader
 from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch, find_compiler
 from fastgen.compile.build.loader import KernelLoader
-from fastgen.compile.host.device import Device
+from fastgen.compile.host.device import Device, accumulate_in_fp32
 from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.compile.weights.formats import QUANTIZED
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError
@@ -52,6 +52,8 @@ def choose_backend(
             f"{sealed.builder.target!r}; leave target= out, or sealed="
         )
     loader = sealed or _building_loader(facts)
+    if device.kind == "cuda":
+        accumulate_in_fp32()
     if loader is None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -133,8 +135,10 @@ def _building_loader(facts: TargetFacts) -> KernelLoader | None:
     return KernelLoader(CppBuilder(facts.arch)) if facts.name == "cpp" else None
 
 
-def kernel_targets() -> tuple[str, ...]:
-    """Returns the targets besides ``"torch"`` whose kernels this machine's CPU can run."""
+def kernel_targets(device: Device) -> tuple[str, ...]:
+    """Returns the targets besides ``"torch"`` whose kernels ``device`` can run without an interpreter."""
+    if device.kind == "cuda":
+        return ("triton",)
     try:
         find_compiler()
     except CompilerNotFoundError:

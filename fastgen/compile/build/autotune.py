@@ -3,7 +3,7 @@
 An op lists its ways, the default first, and calls :meth:`Tuning.choose`. A known choice is taken: from a sealed bundle,
 from the kernel cache, or from ``tuned_devices.json``, which ships the choices for devices that were measured. Otherwise
 the ways are measured where there is a GPU and warm-up is not over; else the default is taken. A way may win only if it
-is built without spills and computes the same as the default.
+is built with few spills and computes the same as the default.
 
 Choices are in the kernel cache, one file each, named after everything that they depend on: the device's name, the
 tools' versions, the sources of every way. So an outdated choice is never found, and a damaged one is measured again.
@@ -41,10 +41,11 @@ Choice = Mapping[str, Any]
 Measure = Callable[[Callable[[], None]], float]
 
 SHIPPED = Path(__file__).with_name("tuned_devices.json")
-_DIRECTORY = ".tuning"  # of the kernel cache, which removes with its entries all that begins with a dot
+DIRECTORY = ".tuning"  # of the kernel cache, which removes with its entries all that begins with a dot
 _GAIN = 0.97  # of the default's time; another way must be faster, so that measuring again gives the same choice
 _TOLERANCES = {torch.float32: 1e-4}  # of the largest number; sums in another order
 _NUM_REPLAYS = 25
+_MOST_SPILLED = 64  # bytes a thread; more is not worth measuring
 _TOLERANCE = 2e-2  # where they are rounded to 16 bits
 _log = logging.getLogger(__name__)
 
@@ -64,12 +65,14 @@ class Loader(Protocol):
 class Way:
     """One of the ways: ``choice`` distinguishes it from the others, as plain data, ``specs`` are its kernels.
 
-    ``start`` prepares it on the device and returns the call to be timed, and the tensor that the call fills.
+    ``beside`` are kernels that it launches too, and on which the choice does not depend. ``start`` prepares it on the
+    device and returns the call to be timed, and the tensor that the call fills.
     """
 
     choice: Choice
     specs: tuple[KernelSpec, ...]
     start: Callable[[], tuple[Callable[[], None], Tensor]]
+    beside: tuple[KernelSpec, ...] = ()
 
 
 @dataclass
@@ -116,20 +119,19 @@ class Tuning:
                     return choice
             except (OSError, ValueError, KeyError, TypeError):
                 pass
-        shipped: Choice | None = _shipped().get(self.device_name, {}).get(problem)
-        return shipped
+        return shipped().get(self.device_name, {}).get(problem)
 
     def _fastest(self, problem: str, ways: Sequence[Way]) -> Choice:
         """Measures the ways and keeps the result. A way that fails is skipped; if the default fails, it is taken
         without measuring the others. So tuning never keeps an engine from starting.
         """
         with suppress(KernelError):  # several at a time; which one fails shows below
-            self.loader.build([spec for way in ways for spec in way.specs])
+            self.loader.build([spec for way in ways for spec in (*way.specs, *way.beside)])
         seconds: dict[int, float] = {}
         expected: Tensor | None = None
         for place, way in enumerate(ways):
             try:
-                if place and any(entry.report.get("spill_bytes") for entry in self.loader.build(way.specs)):
+                if place and any(_spills_much(entry) for entry in self.loader.build(way.specs)):
                     continue
                 run, out = way.start()
                 run()
@@ -173,7 +175,11 @@ class Tuning:
         }
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         assert self.directory is not None
-        return self.directory / _DIRECTORY / f"{re.sub(r'[^a-z0-9]+', '_', problem.lower())}-{digest}.json", key
+        return self.directory / DIRECTORY / f"{re.sub(r'[^a-z0-9]+', '_', problem.lower())}-{digest}.json", key
+
+
+def _spills_much(entry: Entry) -> bool:
+    return int(entry.report.get("spill_bytes") or 0) > _MOST_SPILLED
 
 
 def tuning_here(loader: Loader) -> Tuning:
@@ -229,6 +235,7 @@ def _same(out: Tensor, expected: Tensor) -> bool:
     return bool(largest.isfinite() and difference <= _TOLERANCES.get(out.dtype, _TOLERANCE) * largest)
 
 
-def _shipped() -> Mapping[str, Mapping[str, Choice]]:
+def shipped() -> Mapping[str, Mapping[str, Choice]]:
+    """Returns the shipped choices by device and problem."""
     devices: Mapping[str, Mapping[str, Choice]] = json.loads(SHIPPED.read_text(encoding="utf-8"))["devices"]
     return devices

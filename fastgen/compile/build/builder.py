@@ -24,6 +24,10 @@ class BuildFailure(Exception):  # noqa: N818 (never leaves this package: the loa
         self.log, self.script = log, script
 
 
+class OutdatedBuildError(RuntimeError):
+    """An entry's binary is not the one that the compiler would build here today."""
+
+
 class Kernel(Protocol):
     """A kernel ready to run. It compiles nothing and allocates nothing."""
 
@@ -74,7 +78,12 @@ class Builder(Protocol):
     modules: Path | None
 
     def versions(self) -> Mapping[str, str]:
-        """Returns everything but the source that decides what is built; part of the cache's key."""
+        """Returns the versions and settings of the tools, which decide with the source what is built."""
+
+    def built_by(self) -> Mapping[str, str]:
+        """Returns :meth:`versions` and a hash of whatever else the compiler's own key holds; part of the cache's key.
+        It may differ between two installations of one version.
+        """
 
     def mismatch(self, versions: Mapping[str, str]) -> str | None:
         """Returns why binaries built with these :meth:`versions` cannot be loaded here, as a clause; ``None`` if they
@@ -94,4 +103,6 @@ class Builder(Protocol):
         """Writes to a new ``directory`` what would otherwise be compiled when these kernels are loaded, if anything."""
 
     def load(self, spec: KernelSpec, entry: Entry) -> Kernel:
-        """Raises ``OSError``, ``AttributeError`` or ``RuntimeError`` where the binary cannot be loaded here."""
+        """Raises ``OSError``, ``AttributeError`` or ``RuntimeError`` where the binary cannot be loaded here. The
+        latter is an :class:`OutdatedBuildError` where it must be built again.
+        """

@@ -138,6 +138,11 @@ class KernelCache:
             stacklevel=3,
         )
 
+    def discard(self, entry: Entry) -> None:
+        """Removes an entry that was found to be outdated, so that the next build makes it again."""
+        with contextlib.suppress(OSError):
+            _move_away(entry.directory)
+
     def entries(self) -> list[Entry]:
         """Returns all undamaged entries, by name. Raises :class:`KernelError` for a directory that cannot be read."""
         if not os.path.isdir(self.directory):
@@ -275,11 +280,16 @@ def _seal(draft: Path, name: str, key: Mapping[str, Any], report: Mapping[str, A
 def publish(draft: Path, place: Path) -> None:
     """Moves the draft to its place atomically; replaces a damaged entry there."""
     if place.exists():
-        aside = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
-        os.replace(place, aside)
-        remove(aside)
+        _move_away(place)
     os.replace(draft, place)
     sync(place.parent)
+
+
+def _move_away(place: Path) -> None:
+    """Removes an entry at once for others, and then file by file."""
+    aside = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+    os.replace(place, aside)
+    remove(aside)
 
 
 def remove(path: Path) -> None:

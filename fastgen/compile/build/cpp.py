@@ -111,6 +111,9 @@ class CppBuilder:
     def versions(self) -> Mapping[str, str]:
         return {"compiler": _version(self.compiler), "flags": " ".join(self.flags), "machine": platform.machine()}
 
+    def built_by(self) -> Mapping[str, str]:
+        return self.versions()
+
     def mismatch(self, versions: Mapping[str, str]) -> str | None:
         if versions.get("machine") == platform.machine():
             return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.compile.build.autotune import Tuning, tuning_here
-from fastgen.compile.build.builder import INTERPRET, Builder, BuildFailure, Kernel
+from fastgen.compile.build.builder import INTERPRET, Builder, BuildFailure, Kernel, OutdatedBuildError
 from fastgen.compile.build.cache import Entry, KernelCache
 from fastgen.compile.build.fence import Fence
 from fastgen.compile.build.reproduce import build_error
@@ -84,11 +84,22 @@ class KernelLoader:
         if spec not in self._kernels:
             (entry,) = self.build([spec])
             try:
-                self._kernels[spec] = self.builder.load(spec, entry)
+                self._kernels[spec] = self._loaded(spec, entry)
             except (OSError, AttributeError, RuntimeError) as error:
                 message = f"kernel {spec.name} is built but cannot be loaded: {error}"
                 raise KernelError(message, **_facts(spec), file=str(entry.source)) from error
         return self._kernels[spec]
+
+    def _loaded(self, spec: KernelSpec, entry: Entry) -> Kernel:
+        """Loads an entry. An outdated one is built again, unless the fence is closed."""
+        try:
+            return self.builder.load(spec, entry)
+        except OutdatedBuildError:
+            if self.fence.closed:
+                raise
+        self.cache.discard(entry)
+        (entry,) = self.build([spec])
+        return self.builder.load(spec, entry)
 
     def build(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> list[Entry]:
         """Returns the entries of these specs, in order. Each distinct kernel is built once, or not at all if it is
@@ -99,12 +110,12 @@ class KernelLoader:
         """
         wanted = list(specs)
         distinct = list(dict.fromkeys(wanted))
-        versions = dict(self.builder.versions())
+        built_by = dict(self.builder.built_by())
         entries: dict[KernelSpec, Entry] = {}
         one_at_a_time = threading.Lock()
 
         def build_one(spec: KernelSpec) -> None:
-            entry = self._entry(spec, versions)
+            entry = self._entry(spec, built_by)
             with one_at_a_time:
                 entries[spec] = entry
                 if progress is not None:
@@ -122,11 +133,11 @@ class KernelLoader:
 
     def find(self, spec: KernelSpec) -> Entry | None:
         """Returns the entry, if it is cached."""
-        return self.cache.find(spec.name, self._key(spec, source_of(spec)[1], dict(self.builder.versions())))
+        return self.cache.find(spec.name, self._key(spec, source_of(spec)[1], dict(self.builder.built_by())))
 
-    def _entry(self, spec: KernelSpec, versions: Mapping[str, str]) -> Entry:
+    def _entry(self, spec: KernelSpec, built_by: Mapping[str, str]) -> Entry:
         heading, body = source_of(spec)
-        key = self._key(spec, body, versions)
+        key = self._key(spec, body, built_by)
         if (entry := self.cache.find(spec.name, key)) is not None:
             return entry
         self.fence.check("build", f"kernel {spec.name}", **_facts(spec))
@@ -140,7 +151,7 @@ class KernelLoader:
         except BuildFailure as failure:
             raise build_error(spec, source, failure, self.cache) from failure
 
-    def _key(self, spec: KernelSpec, body: str, versions: Mapping[str, str]) -> dict[str, Any]:
+    def _key(self, spec: KernelSpec, body: str, built_by: Mapping[str, str]) -> dict[str, Any]:
         """Returns everything that decides what is built. The heading, which names recipe nodes, is not part of it."""
         if spec.target != self.builder.target:
             raise ValueError(f"{spec}: this loader builds for {self.builder.target}")
@@ -149,7 +160,7 @@ class KernelLoader:
             "source": text_hash(body),
             "spec": spec.digest,
             "arch": self.builder.arch,
-            "versions": versions,
+            "versions": built_by,
         }
 
 

@@ -2,13 +2,15 @@
 
 A worker (:mod:`fastgen.compile.build.triton_worker`) makes exactly what Triton's just-in-time compiler would make of
 the declared arguments, and keys it the same way; loading on a GPU hands these files to the just-in-time compiler, which
-then has nothing to compile. A launch with other arguments than a kernel was built for would make it compile again:
-that is an error, at any time. The architecture ``interpret`` runs kernels in Python on a CPU instead.
+then has nothing to compile. Launches go around it (:mod:`fastgen.compile.build.triton_kernel`): one with other
+arguments than a kernel was built for is an error, at any time. The architecture ``interpret`` runs kernels in Python on
+a CPU instead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -24,27 +26,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
 
-import numpy
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
-from fastgen.compile.build.builder import INTERPRET, BuildFailure, BuiltKernel
+from fastgen.compile.build.builder import INTERPRET, BuildFailure
 from fastgen.compile.build.cache import Entry
-from fastgen.compile.build.reproduce import launch_error, made_up, script
+from fastgen.compile.build.reproduce import script
+from fastgen.compile.build.triton_kernel import NOT_BUILT_FOR, TritonKernel
 from fastgen.compile.build.triton_modules import modules_from
 from fastgen.compile.build.triton_worker import FlatCache, parse_arch, stand_in
 from fastgen.compile.host.device import Device
-from fastgen.compile.spec import Argument, KernelSpec, Target, torch_dtype
+from fastgen.compile.spec import KernelSpec, Target, torch_dtype
 from fastgen.errors import KernelError
 
 TRITON_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 _PACKAGE = "fastgen_kernels"
-_ALIGNMENT = 16  # bytes
 # Given with every kernel, since Triton's default differs by version.
 _OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
-_NOT_BUILT_FOR = "it was not built for such arguments (other dtypes, or an address not aligned to 16)"
 _loading = threading.Lock()
 _log = logging.getLogger(__name__)
 
@@ -85,6 +84,14 @@ class TritonBuilder:
             versions["backend"] = make_backend(self._gpu).hash()  # includes the assembler's version
             versions["environment"] = json.dumps(get_cache_invalidating_env_vars(), sort_keys=True)
         return versions
+
+    def built_by(self) -> Mapping[str, str]:
+        if self._gpu is None:
+            return self.versions()
+        from triton.runtime.cache import triton_key
+
+        # A hash of Triton's files. It includes a library that differs between the wheels of two versions of Python.
+        return {**self.versions(), "installation": hashlib.sha256(triton_key().encode()).hexdigest()[:16]}
 
     def mismatch(self, versions: Mapping[str, str]) -> str | None:
         here = self.versions()
@@ -133,14 +140,17 @@ class TritonBuilder:
     def load(self, spec: KernelSpec, entry: Entry) -> TritonKernel:
         if self._gpu is not None and triton.knobs.runtime.interpret:
             raise RuntimeError("this process interprets Triton kernels: it was started with TRITON_INTERPRET=1")
-        function = getattr(_import(entry), spec.name)
+        function, compiled = getattr(_import(entry), spec.name), None
         if self._gpu is not None:
             with _loading, modules_from(self.modules, spec.digest):
                 here = triton.runtime.driver.active.get_current_target()
                 if (here.backend, here.arch) != (self._gpu.backend, self._gpu.arch):
                     raise RuntimeError(f"it is for {self.arch}, and the GPU here is {here.backend} {here.arch}")
-                _load_binary(function, spec, _options(spec, self._gpu), entry)
-        return TritonKernel(spec, entry.source, function, _options(spec, self._gpu))
+                # A bundle's versions and sources were compared, and Triton's own key also holds the installation.
+                key = None if self.modules is not None else entry.report["triton_key"]
+                files = FlatCache.of_built(entry.directory, key)
+                compiled = _load_binary(function, spec, _options(spec, self._gpu), files)
+        return TritonKernel(spec, entry.source, function, _options(spec, self._gpu), compiled)
 
     def _question(self, spec: KernelSpec, source: Path) -> dict[str, Any]:
         return {
@@ -159,47 +169,6 @@ class TritonBuilder:
         )
         context = {"gpu": repr(self._gpu), "arguments": ", ".join(stand_ins), "options": _options(spec, self._gpu)}
         return script("build_triton", spec, source, **context)
-
-
-class TritonKernel(BuiltKernel):
-    """Launches a function of a rendered module on tensors whose addresses are multiples of 16 bytes."""
-
-    def __init__(self, spec: KernelSpec, source: Path, function: Any, options: Mapping[str, Any]):
-        super().__init__(spec, source)
-        self._function, self._options = function, options
-        self._is_interpreted = triton.knobs.runtime.interpret
-
-    def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        if 0 in grid:
-            return
-        try:
-            if self._is_interpreted and not all(map(_takes, self.spec.arguments, arguments)):
-                raise RuntimeError(_NOT_BUILT_FOR)  # an error as on a GPU; the interpreter would accept it
-            self._function[grid](*arguments, **self._options)
-        except Exception as error:
-            context = {"grid": grid, "arguments": made_up(arguments), "options": self._options}
-            context["interpreted"] = triton.knobs.runtime.interpret
-            text = script("launch_triton", self.spec, self.source, **context)
-            cause = _of_numpy(error) if triton.knobs.runtime.interpret else error
-            raise launch_error(self.spec, self.source, arguments, cause, text) from error
-
-
-def _takes(argument: Argument, value: Any) -> bool:
-    """Returns whether a kernel that is built for the declared ``argument`` takes this ``value``."""
-    if argument.is_pointer:
-        is_right = isinstance(value, Tensor) and value.dtype == torch_dtype(argument.dtype)
-        return is_right and value.data_ptr() % _ALIGNMENT == 0
-    if argument.dtype == "i32":
-        return type(value) is int and -(1 << 31) <= value < 1 << 31
-    return type(value) is float
-
-
-def _of_numpy(error: Exception) -> Exception:
-    """Returns a clear error where Triton's interpreter (3.6, maybe others) needs a feature that NumPy 2.4 removed."""
-    if "only 0-dimensional arrays can be converted to Python scalars" not in str(error):
-        return error
-    versions = f"Triton {triton.__version__} does not work with NumPy {numpy.__version__}"
-    return RuntimeError(f"the interpreter of {versions}: install a newer Triton, or numpy<2.4")
 
 
 def _others(gpu: GPUTarget) -> set[str]:
@@ -229,17 +198,18 @@ def _import(entry: Entry) -> ModuleType:
     return module
 
 
-def _load_binary(function: Any, spec: KernelSpec, options: Mapping[str, Any], entry: Entry) -> None:
-    """Loads the built binary onto the GPU, through the just-in-time compiler's own path."""
+def _load_binary(function: Any, spec: KernelSpec, options: Mapping[str, Any], files: type[FlatCache]) -> Any:
+    """Loads the built binary onto the GPU, through the just-in-time compiler's own path. Returns Triton's kernel."""
     _forbid_compiling()
     stand_ins = [stand_in(each.dtype, each.is_pointer) for each in spec.arguments]
     with triton.knobs.cache.scope(), _loading_allowed():
-        triton.knobs.cache.manager_class = FlatCache.at(entry.directory, entry.report["triton_key"])
+        triton.knobs.cache.manager_class = files
         compiled = function.warmup(*stand_ins, grid=(1,), **options)
     try:
         compiled.run  # noqa: B018 (puts it on the GPU now; else the first launch would)
     except TritonError as error:  # it needs more of a multiprocessor than this GPU has
         raise RuntimeError(str(error)) from error
+    return compiled
 
 
 class _Permission(threading.local):
@@ -269,7 +239,7 @@ def _forbid_compiling() -> None:
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         if kwargs["fn"].module.startswith(f"{_PACKAGE}.") and not _permission.given:
-            raise RuntimeError(_NOT_BUILT_FOR)
+            raise RuntimeError(NOT_BUILT_FOR)
         return earlier(*args, **kwargs) if earlier is not None else None
 
     triton.knobs.runtime.jit_cache_hook = hook

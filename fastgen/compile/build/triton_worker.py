@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import CacheManager
 from triton.runtime.jit import MockTensor
 
+from fastgen.compile.build.builder import OutdatedBuildError
 from fastgen.compile.build.triton_modules import compile_modules
 from fastgen.compile.build.triton_report import report
 from fastgen.compile.spec import DTYPES
@@ -45,26 +46,36 @@ def parse_arch(arch: str) -> GPUTarget:
 class FlatCache(CacheManager):  # type: ignore[misc]
     """Replaces Triton's cache by the directory of one kernel, without the paths that Triton would store.
 
-    ``expected`` is the key under which the kernel was built and whose files it returns; ``None`` while it is built.
+    ``is_built`` says whether it has the kernel's files, and ``expected`` is the key that Triton must compute for them,
+    ``None`` for any.
     """
 
     directory: Path
+    is_built: bool
     expected: str | None
 
     @classmethod
-    def at(cls, directory: Path, expected: str | None) -> type[FlatCache]:
-        return type("FlatCacheThere", (cls,), {"directory": directory, "expected": expected})
+    def to_build(cls, directory: Path) -> type[FlatCache]:
+        """Returns an empty cache, whose files are written to ``directory``."""
+        return type("FlatCacheThere", (cls,), {"directory": directory, "is_built": False, "expected": None})
+
+    @classmethod
+    def of_built(cls, directory: Path, expected: str | None) -> type[FlatCache]:
+        """Returns the cache with the files of ``directory``."""
+        return type("FlatCacheThere", (cls,), {"directory": directory, "is_built": True, "expected": expected})
 
     def __init__(self, key: str, override: bool = False, dump: bool = False):
         if self.expected not in (key, None):
-            raise RuntimeError("Triton would build another binary than the one that was built: its settings differ")
+            raise OutdatedBuildError(
+                "Triton would build another binary than the one that was built: its settings differ"
+            )
         self.key = key
 
     def get_file(self, filename: str) -> str | None:
-        return str(self.directory / filename) if self.expected is not None else None
+        return str(self.directory / filename) if self.is_built else None
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        if self.expected is None:
+        if not self.is_built:
             return None
         files = self.directory.glob(f"{filename.removesuffix('.json')}.*")
         return {file.name: str(file) for file in files if file.suffix != ".py"}
@@ -110,7 +121,7 @@ class StandInDriver:
 def _build(question: dict[str, Any], target: GPUTarget) -> dict[str, Any]:
     source = Path(question["source"])
     start = time.perf_counter()
-    triton.knobs.cache.manager_class = FlatCache.at(source.parent, None)
+    triton.knobs.cache.manager_class = FlatCache.to_build(source.parent)
     function = _execute(source)[question["name"]]
     arguments = [stand_in(dtype, is_pointer) for dtype, is_pointer in question["arguments"]]
     compiled = function.warmup(*arguments, grid=(1,), **question["options"])
@@ -126,7 +137,7 @@ def _compile_modules(question: dict[str, Any]) -> dict[str, Any]:
 
     def built(kernel: dict[str, Any]) -> tuple[str, Any]:
         source = Path(kernel["source"])
-        triton.knobs.cache.manager_class = FlatCache.at(source.parent, kernel["triton_key"])
+        triton.knobs.cache.manager_class = FlatCache.of_built(source.parent, kernel["triton_key"])
         arguments = [stand_in(dtype, is_pointer) for dtype, is_pointer in kernel["arguments"]]
         compiled = _execute(source)[kernel["name"]].warmup(*arguments, grid=(1,), **kernel["options"])
         return kernel["digest"], compiled

@@ -90,22 +90,27 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            step()
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()  # the step's memory: the capture gets its own
-            with _standing_collector():
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    step()
-                except BaseException:
-                    with contextlib.suppress(RuntimeError):  # raised by an invalid capture
-                        graph.capture_end()
-                    graph.reset()
-                    raise
-                graph.capture_end()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                step()
+                torch.cuda.synchronize(self._device)
+                torch.cuda.empty_cache()  # the step's memory: the capture gets its own
+                with _standing_collector():
+                    self._record_cuda(graph, step)
+        finally:  # where the step fails midway, what it launched still writes to static buffers
+            current.wait_stream(self._stream)
         return _CudaGraph(name, graph)
+
+    def _record_cuda(self, graph: torch.cuda.CUDAGraph, step: Callable[[], None]) -> None:
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            step()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # raised by an invalid capture
+                graph.capture_end()
+            graph.reset()
+            raise
+        graph.capture_end()
 
 
 class _CudaGraph:

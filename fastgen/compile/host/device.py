@@ -95,6 +95,15 @@ def being_current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def accumulate_in_fp32() -> None:
+    """Makes this process's matrix products on GPUs add up in fp32. By default cuBLAS may add the partial sums of bf16
+    and fp16 products, which it computes in several parts, in these dtypes."""
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
+    products.allow_fp16_accumulation = False
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a copy of the host's ``tensor`` on ``device``, for everything that is launched from now on.
 

@@ -12,15 +12,20 @@ from torch import Tensor
 from fastgen.compile.capture.cuda_graph import Graph, GraphPool
 from fastgen.compile.capture.recording import library_call
 from fastgen.compile.capture.tape import Tape
+from fastgen.errors import CaptureError
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
 from fastgen.runtime.scheduling.policies.splitfuse import smallest_size
+from fastgen.runtime.step.trial_batch import TrialBatch
 
 # Returns the static inputs of a step with this many tokens, and this many rows that need logits.
 Views = Callable[[int, int], RaggedBatch]
 # Samples from the logits of a step's first rows.
 Sample = Callable[[Tensor], None]
+# How far a replay may differ from the step itself, as a share of the largest number.
+_TOLERANCES = {torch.float32: 1e-4}
+_TOLERANCE = 2e-2  # where numbers have 16 bits
 
 
 class Forward:
@@ -189,18 +194,39 @@ class CapturedForward(_ReplayedForward):
         super().__init__(model, kv_cache, pool, views, results, max_tokens=sizes[-1], max_rows=row_sizes[-1])
         self._sizes, self._row_sizes, self._sample = sizes, row_sizes, sample
 
-    def capture(self, progress: Callable[[int, int], None]) -> None:
+    def capture(self, progress: Callable[[int, int], None], trial: TrialBatch | None = None) -> None:
         """Captures every graph, the largest first, and calls ``progress`` with how many are done and how many there
         are.
+
+        With a ``trial`` each graph is replayed once on that batch, which also uploads it to the GPU, and compared with
+        the step itself. Raises :class:`CaptureError` where they differ.
         """
         total = len(self._sizes) + len(self._row_sizes)
         for size in reversed(self._sizes):
-            self._forwards[size] = self._pool.capture(f"a step of {size} tokens", partial(self._forward_step, size))
+            num_used = 0 if trial is None else trial.fill(size)
+            graph = self._pool.capture(f"a step of {size} tokens", partial(self._forward_step, size))
+            if trial is not None:
+                self._try(graph, self._hidden[:num_used])
+            self._forwards[size] = graph
             progress(len(self._forwards), total)
         for num_rows in reversed(self._row_sizes):
-            step = partial(self._head_step, num_rows)
-            self._heads[num_rows] = self._pool.capture(f"logits of {num_rows} rows", step)
+            graph = self._pool.capture(f"logits of {num_rows} rows", partial(self._head_step, num_rows))
+            if trial is not None:
+                self._try(graph, self._logits[:num_rows])
+            self._heads[num_rows] = graph
             progress(len(self._forwards) + len(self._heads), total)
+        if trial is not None:
+            trial.clear()
+
+    def _try(self, graph: Graph, results: Tensor) -> None:
+        """Replays a graph whose step has just left these ``results``, and compares."""
+        expected = results.clone()
+        results.fill_(torch.nan)
+        graph.replay()
+        tolerance = _TOLERANCES.get(self._hidden.dtype, _TOLERANCE)
+        largest = float(expected.nan_to_num(0, 0, 0).abs().amax()) if expected.numel() else 0.0
+        if not torch.allclose(results, expected, rtol=0, atol=tolerance * largest, equal_nan=True):
+            raise CaptureError(f"{graph.name}: a replay gives other results than the step that was captured")
 
     def _head_step(self, num_rows: int) -> None:
         super()._head_step(num_rows)

@@ -36,10 +36,10 @@ def tuned_tilings(
                 shape, max_num_seqs=max_num_seqs, arch=arch, chunk=cut["chunk"], decode=cut["decode"]
             )
             start = partial(_start, kind, specs, max_num_seqs, num_sms, loader, device)
-            kernels = (specs.plan, specs.chunks, specs.decodes, specs.combine)
-            ways.append(Way(asdict(tiling), kernels, start))
-        # the stride of tokens' queries does not matter for the best tiles
-        problem = f"attention {kind}s, {max_num_seqs} sequences, {replace(shape, q_stride=0)}"
+            kernels, beside = (specs.chunks, specs.decodes, specs.combine), (specs.plan,)
+            ways.append(Way(asdict(tiling), kernels, start, beside))
+        # neither the stride of tokens' queries nor the number of slots, which the plan has, matters for the best tiles
+        problem = f"attention {kind}s, {replace(shape, q_stride=0)}"
         found[kind] = tilings[loader.tuning.choose(problem, ways, may_measure=device.type != "meta")]
     return found["chunk"], found["decode"]
 

@@ -36,6 +36,11 @@ class FewRowShape:
         ``out_dtype``."""
         return self.out_dtype == "" or (self.out_dtype == self.dtype and self.weight == "plain")
 
+    @property
+    def library_widens(self) -> bool:
+        """Returns whether it is a product of 16-bit numbers to fp32, which the library computes on some devices."""
+        return self.weight == "plain" and self.dtype != "fp32" and self.out_dtype == "fp32"
+
 
 @dataclass(frozen=True)
 class SplitK:

@@ -166,6 +166,11 @@ def row_tiles(shape: FewRowShape, arch: str) -> list[tuple[int, SplitK]]:
     return [(rows, default_split(shape, rows, arch, usual_num_sms(arch))) for rows in _TILES]
 
 
+def has_wide_products(x: Tensor) -> bool:
+    """Returns whether the library that torch calls multiplies 16-bit numbers to fp32 where ``x`` lies."""
+    return x.is_cuda
+
+
 class LinearKernel:
     """Computes ``x Wᵀ + b`` for any number of rows, with weights as they are stored.
 
@@ -209,6 +214,9 @@ class LinearKernel:
         few = self._few.get(row_tile(len(x))) if len(x) <= MAX_ROWS else None
         if few is not None:
             few(x, weight, bias, out)
+        elif self._shape.library_widens and bias is None and has_wide_products(x):
+            assert isinstance(weight, Tensor)
+            library_call(torch.mm, x, weight.t(), out_dtype=out.dtype, out=out)
         elif len(x) > MAX_ROWS and self._in_pieces(len(x)):
             for start in range(0, len(x), MAX_ROWS):
                 rows = slice(start, start + MAX_ROWS)

@@ -1,0 +1,109 @@
+"""The Triton kernels of paged attention, built for GPUs that are not here: registers, instructions, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.ops.attention.shape import AttentionShape
+from fastgen.compile.ops.attention.tiling import chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention.triton import attention_specs
+from fastgen.compile.render import render
+from fastgen.compile.spec import KernelSpec
+from tests.compile.attention_cases import SHIPPED, shape_of
+
+
+def report(spec: KernelSpec, arch: str, directory: Path) -> dict[str, Any]:
+    loader = KernelLoader(TritonBuilder(arch), cache=KernelCache(directory))
+    (entry,) = loader.build([spec])
+    return dict(entry.report)
+
+
+def check_build(spec: KernelSpec, arch: str, directory: Path) -> dict[str, Any]:
+    found = report(spec, arch, directory)
+    assert found["spill_bytes"] == 0, f"{arch} {spec}: {found}"
+    assert found["shared_bytes"] <= found["shared_limit_bytes"], f"{arch} {spec}: {found}"
+    return found
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 128), ("sm_90", 128)])
+def test_prompts_use_tensor_cores_and_spill_nothing(arch: str, head_dim: int, tmp_path: Path) -> None:
+    shape = AttentionShape(32, 8, head_dim, 64, "bf16", head_dim**-0.5)
+    found = check_build(attention_specs(shape, max_num_seqs=256, arch=arch).chunks, arch, tmp_path)
+    assert found["matrix_instructions"].get("wgmma" if arch == "sm_90" else "mma", 0) > 0
+
+
+def test_decodes_fit_as_many_programs_as_they_are_planned_for(tmp_path: Path) -> None:
+    shape = AttentionShape(32, 8, 128, 64, "bf16", 128**-0.5)
+    check_residency(shape, "sm_90", tmp_path)
+
+
+def check_residency(shape: AttentionShape, arch: str, directory: Path) -> None:
+    specs = attention_specs(shape, max_num_seqs=256, arch=arch)
+    found = check_build(specs.decodes, arch, directory)
+    max_warps = {"sm_86": 48, "sm_89": 48, "gfx942": 32}.get(arch, 64)
+    assert found["occupancy"] * max_warps / found["num_warps"] >= specs.decode.programs_per_sm - 0.05, f"{arch} {found}"
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "kernel"),
+    [
+        ("small blocks, D 64", "sm_80", "decodes"),
+        ("Gemma 2, small blocks", "sm_80", "decodes"),
+        ("Gemma 2, small blocks", "sm_90", "chunks"),
+    ],
+)
+def test_keys_gathered_from_small_blocks_spill_nothing(name: str, arch: str, kernel: str, tmp_path: Path) -> None:
+    check_build(getattr(attention_specs(SHIPPED[name], max_num_seqs=256, arch=arch), kernel), arch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_default_on_every_target(name: str, arch: str, tmp_path: Path) -> None:
+    specs = attention_specs(SHIPPED[name], max_num_seqs=256, arch=arch)
+    chunks = check_build(specs.chunks, arch, tmp_path)
+    assert chunks["matrix_instructions"] or SHIPPED[name].dtype == "fp32"
+    check_residency(SHIPPED[name], arch, tmp_path)
+    for spec in (specs.plan, specs.combine):
+        check_build(spec, arch, tmp_path)
+
+
+# Specs
+
+
+def test_features_are_compiled_in_only_where_needed() -> None:
+    plain = render(attention_specs(shape_of(), max_num_seqs=4, arch="sm_90").chunks)
+    for word in ("WINDOW", "SOFTCAP", "slope", "sinks_ptr", "acc_1"):
+        assert word not in plain
+    full = shape_of(sliding_window=5, softcap=1.0, alibi="plain", sinks=True, head_dim=80)
+    everything = render(attention_specs(full, max_num_seqs=4, arch="sm_90").chunks)
+    for word in ("WINDOW", "SOFTCAP", "slope", "sinks_ptr", "acc_1"):
+        assert word in everything
+
+
+def test_impossible_shapes_are_refused() -> None:
+    for changes in (
+        {"num_heads": 3},
+        {"num_kv_heads": 0},
+        {"block_size": 0},
+        {"sliding_window": 0},
+        {"scale": 0.0},
+        {"v_dim": 17, "values_in_keys": True},
+        {"q_stride": 63},
+    ):
+        with pytest.raises(ValueError, match="AttentionShape"):
+            shape_of(**changes)
+    with pytest.raises(ValueError, match="do not fit"):
+        chunk_tiling(shape_of(head_dim=700, dtype="bf16"), "sm_90")
+
+
+def test_an_unknown_architecture_gets_the_tiles_that_fit_everywhere() -> None:
+    shape = shape_of(head_dim=256, dtype="bf16")
+    assert chunk_tiling(shape, "sm_120") == chunk_tiling(shape, "sm_89")
+    assert decode_tiling(shape, "sm_120") == decode_tiling(shape, "sm_89")
