@@ -15,7 +15,7 @@ def shard(spec: ModelSpec, size: int) -> ModelSpec:
     :raises InvalidArgumentError: if the model cannot be split so; the message has the sizes that are possible.
     """
     own = shard_of_rank(spec, Rank(0, size))
-    return replace(own, embedding=spec.embedding, head=spec.head)
+    return own if size == 1 else replace(own, embedding=spec.embedding, head=spec.head)
 
 
 def num_all_reduces(spec: ModelSpec) -> int:
