@@ -1,10 +1,10 @@
 """Memory that the ranks of one machine share, and sums and gathers through it.
 
-The memory has no name, so nothing of it remains when the ranks end, however they end. It begins with lines of 64 bytes,
-a word in each: the state, and how many exchanges each rank has begun. Two areas for each rank follow. In an exchange a
-rank fills one of its areas, writes its number of exchanges, waits until all ranks have written that number, and reads
-the areas of all. In the next exchange it fills its other area. So an area is filled again only after all ranks have
-begun the exchange between, and that is after they have read it.
+The memory has no name, so nothing of it remains when the ranks end, however they end. It begins with lines of 64 bytes:
+the state, and for each rank how many exchanges it has begun, and how many ranks sleep until it begins one. Two areas for
+each rank follow. In an exchange a rank fills one of its areas, writes its number of exchanges, waits until all ranks
+have written that number, and reads the areas of all. In the next exchange it fills its other area. So an area is filled
+again only after all ranks have begun the exchange between, and that is after they have read it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ AREA_BYTES = 1 << 20
 # Seconds for which a rank waits for another in the middle of a step.
 TIMEOUT_S = 10.0
 RUNNING, ENDED = 0, -1  # other states are 1 + the rank that did not come
-_SPINS = 2000  # looks at a word before other processes get the core
+# Looks at a word before other processes get the core, and for how many seconds then.
+_SPINS = 1000
+_NAP_S = 20e-6
 
 
 def areas_offset(count: int) -> int:
@@ -110,7 +112,7 @@ def wait_for(condition: Callable[[], bool], memory: RankMemory, timeout_s: float
                 return True
         if memory.state != RUNNING or time.monotonic() > deadline_s:
             return bool(condition())
-        os.sched_yield()
+        time.sleep(_NAP_S)
 
 
 def _unnamed_file(size_bytes: int) -> int:

@@ -5,6 +5,11 @@
 #include <cstring>
 #include <ctime>
 #include <sched.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 class Exchange {
   public:
@@ -23,7 +28,8 @@ class Exchange {
 
     // Waits until all ranks have filled theirs; false if one does not come, or the ranks end.
     bool meet() {
-        begun(rank).store(number, std::memory_order_release);
+        begun(rank).store(number);
+        if (sleepers(rank).load() != 0) wake_all(begun(rank));
         const int64_t end_ms = now_ms() + timeout_ms;
         for (int64_t other = 0; other < num_ranks; ++other) {
             for (int64_t spins = 1; begun(other).load(std::memory_order_acquire) < number; ++spins) {
@@ -35,7 +41,7 @@ class Exchange {
                     state().compare_exchange_strong(running, 1 + other);
                     return false;
                 }
-                sched_yield();
+                sleep(other);  // the core may be what the other rank waits for
             }
         }
         return true;
@@ -47,7 +53,7 @@ class Exchange {
     }
 
   private:
-    static constexpr int64_t LINE_BYTES = 64, SPINS = 4096;
+    static constexpr int64_t LINE_BYTES = 64, SPINS = 1024, SLEEP_NS = 5000000;
     uint8_t *shared, *areas;
     int64_t timeout_ms, number;
 
@@ -56,6 +62,27 @@ class Exchange {
     }
     std::atomic<int64_t>& state() const { return line(0); }
     std::atomic<int64_t>& begun(int64_t of) const { return line(1 + of); }
+    std::atomic<int64_t>& sleepers(int64_t of) const { return (&line(1 + of))[1]; }
+
+    // Sleeps until another rank begins an exchange, or for SLEEP_NS, unless it has begun this one.
+    void sleep(int64_t other) const {
+#if defined(__linux__)
+        sleepers(other).fetch_add(1);
+        const int64_t seen = begun(other).load();
+        if (seen < number) {
+            const timespec most{0, SLEEP_NS};
+            syscall(SYS_futex, &begun(other), FUTEX_WAIT, uint32_t(seen), &most, nullptr, 0);
+        }
+        sleepers(other).fetch_sub(1);
+#else
+        sched_yield();
+#endif
+    }
+    static void wake_all(std::atomic<int64_t>& word) {
+#if defined(__linux__)
+        syscall(SYS_futex, &word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+#endif
+    }
 
     static int64_t now_ms() {
         timespec time;
