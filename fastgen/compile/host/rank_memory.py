@@ -1,10 +1,10 @@
 """Memory that the ranks of one machine share, and sums and gathers through it.
 
 The memory has no name, so nothing of it remains when the ranks end, however they end. It begins with lines of 64 bytes:
-the state, and for each rank how many exchanges it has begun, and how many ranks sleep until it begins one. Two areas for
-each rank follow. In an exchange a rank fills one of its areas, writes its number of exchanges, waits until all ranks
-have written that number, and reads the areas of all. In the next exchange it fills its other area. So an area is filled
-again only after all ranks have begun the exchange between, and that is after they have read it.
+the state, and for each rank how many exchanges it has begun, and how many ranks sleep until it begins one. Two areas
+for each rank follow. In an exchange a rank fills one of its areas, writes its number of exchanges, waits until all
+ranks have written that number, and reads the areas of all. In the next exchange it fills its other area. So an area is
+filled again only after all ranks have begun the exchange between, and that is after they have read it.
 """
 
 from __future__ import annotations
